@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rookery.client import Client
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.spec.parsing import read_job
 

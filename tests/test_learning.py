@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import rookery
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 MODEL = "smollm2-135m-instruct"

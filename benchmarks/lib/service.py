@@ -16,7 +16,7 @@ from benchmarks.lib.harness import MODEL
 from benchmarks.lib.workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, reward
 
 import rookery
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 START_SECONDS = 120.0

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.lib.harness import MODEL
 from tinker import types
 
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 

@@ -22,7 +22,7 @@ from rookery.cli import main
 from rookery.cli.doctor import bf16_finding, kernels_finding
 from rookery.client import Client
 from rookery.errors import NotFound
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import rookery
 from rookery.client import Client, JobTimeout, Record, RequestRefused
 from rookery.client.connection import ConnectionBroken, HttpConnection
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 

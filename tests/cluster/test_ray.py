@@ -21,7 +21,7 @@ from tests.support.small_model import save_small_model
 from tests.support.tinkered import free_port
 
 from rookery import Client, Job
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rookery[ray]'")
@@ -219,7 +219,7 @@ def test_address_without_a_cluster_is_refused_in_one_line(tmp_path: Path, listen
 TRAINING = """
 import sys
 from rookery import Client
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 spec = {spec!r}

@@ -30,7 +30,7 @@ from rookery import protocol
 from rookery.client import Client, Record
 from rookery.client.job import Job
 from rookery.errors import RookeryError, StorageFull
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.storage.artifacts import Artifacts
 from rookery.tokenization.registry import model_folder
 from rookery.worker.model.convert import prepare

@@ -23,7 +23,7 @@ from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, serve
 
 from rookery.errors import UserError
 from rookery.server import schemas
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 

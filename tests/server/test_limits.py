@@ -26,7 +26,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from rookery import protocol
 from rookery.server.bodies import BodyRefused, parse
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 
 JSON = {"Content-Type": "application/json"}
 

@@ -22,7 +22,7 @@ from tests.support.peers import eventually
 from tests.support.small_model import save_small_model
 
 from rookery import protocol
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import model_folder

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from tests.support.faces import MODEL, ScriptedWorker, served
 
 from rookery.server.app import build
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 
 EXAMPLES = int(os.environ.get("ROOKERY_FUZZ_EXAMPLES", "4"))
 """Requests per operation and key."""

@@ -32,7 +32,7 @@ from rookery import protocol
 from rookery.client import Client
 from rookery.errors import UserError
 from rookery.server.app import build
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.server.routes.admin import KEY_ID
 from rookery.storage.data_dir import hash_key
 

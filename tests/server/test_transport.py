@@ -21,7 +21,7 @@ from rookery.aio import SystemClock
 from rookery.client import Client
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from rookery import protocol
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 
 EXAMPLES = settings(SEEDED, max_examples=120)
 

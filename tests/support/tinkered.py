@@ -22,7 +22,7 @@ import tinker
 from tests.support.small_model import save_small_model
 from tinker import types
 
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.tokenization.registry import model_folder
 from rookery.worker.model.convert import prepare

@@ -114,7 +114,7 @@ def demo(
 
 def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0) -> int:
     """Run ``tasks`` at the same time on a service for them alone. Returns the exit code."""
-    from rookery.server.embedded import EmbeddedService
+    from rookery.server.launcher import EmbeddedService
 
     out = Console()
     folder = folder if folder is not None else Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")

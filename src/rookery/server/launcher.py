@@ -19,6 +19,7 @@ import ssl
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,7 @@ from typing import Any, Self
 import uvicorn
 
 from rookery import protocol
-from rookery.aio import RandomIds, SystemClock, cancel_all, unless
+from rookery.aio import LoopThread, RandomIds, SystemClock, cancel_all, first_of, unless
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
@@ -257,6 +258,44 @@ class Service:
             raise RuntimeError("the HTTP server did not start")
         listening.listen(BACKLOG)  # uvicorn has set both, this and how many connections it accepts at once
         return serving
+
+
+class EmbeddedService:
+    """A service inside another program: in a thread with its own event loop, for the duration of a ``with`` block.
+    ``url`` and ``key`` (the administrator's) are set once it runs. Entering raises the errors of a failed start."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.url = self.key = ""
+        self._service = Service(settings)
+        self._started: Future[None] = Future()
+
+    def __enter__(self) -> Self:
+        self._thread = LoopThread("service", self._serve, daemon=False)
+        try:
+            self._started.result()
+        except BaseException:
+            self._thread.stop()
+            raise
+        self.url, self.key = self._service.url, self._service.admin_key
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._thread.stop()
+
+    async def _serve(self, stopping: asyncio.Event) -> None:
+        try:
+            await self._service.start()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        try:
+            async with first_of(stopping.wait(), self._service.serving()) as (_, serving):
+                if serving.done():
+                    log.error("the service stopped: %s", serving.exception())
+        finally:
+            await self._service.stop()
 
 
 async def serve(settings: Settings) -> None:

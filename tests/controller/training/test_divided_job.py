@@ -18,7 +18,7 @@ from tests.chaos.driver import wait_until
 from tests.support.small_model import save_small_model
 
 from rookery import Client, Job
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 WORKER = """

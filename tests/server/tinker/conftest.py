@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tests.support.tinkered import client, place_model, running
 
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 
 
 @pytest.fixture(scope="package")

@@ -9,7 +9,7 @@ import openai
 import pytest
 from tests.support.tinkered import MODEL
 
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 
 PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 

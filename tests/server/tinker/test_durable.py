@@ -31,7 +31,7 @@ from tests.support.tinkered import (
 )
 from tinker import types
 
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 
 CLIENTS, SLOTS = 8, 2
 

@@ -22,7 +22,7 @@ from tests.support.fuzzing import SEEDED, Failures, mangled, of_schema
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.server.tinker import calls, protobuf, sessions
 
 EXAMPLES = settings(SEEDED, max_examples=50)

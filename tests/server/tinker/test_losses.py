@@ -17,7 +17,7 @@ import transformers
 from tests.support.tinkered import PATIENCE, client, datum, logprobs, trainer
 from tinker import types
 
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 
 GRADIENT_TOLERANCE = 0.02
 """Relative, of a gradient's norm: the base model's activations are bfloat16 (8 bits of mantissa)."""

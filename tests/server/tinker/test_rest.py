@@ -16,7 +16,7 @@ from tinker import types
 
 from rookery.controller.sessions.futures import Futures
 from rookery.errors import StorageFull
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.server.peft_archive import ADAPTER_FILES
 
 PROMPT = types.ModelInput.from_ints(TOKENS)

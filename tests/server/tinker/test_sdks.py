@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.support.tinkered import MODEL
 
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.server.tinker.protobuf import OLDEST, supported
 
 SDKS = Path(sys.prefix) / "sdks"

@@ -12,7 +12,7 @@ import pytest
 from tests.support.small_model import save_small_model
 
 import rookery
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 pytestmark = [

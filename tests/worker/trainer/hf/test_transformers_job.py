@@ -15,7 +15,7 @@ from tests.support.small_model import save_small_model
 
 import rookery
 from rookery.errors import RookeryError
-from rookery.server.embedded import EmbeddedService
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
