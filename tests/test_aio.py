@@ -8,7 +8,7 @@ from itertools import permutations
 
 import pytest
 
-from rookery.aio import wait_event
+from rookery.aio import unless, wait_event
 
 SECONDS = 0.05
 
@@ -43,3 +43,19 @@ async def test_a_cancellation_that_meets_the_end_of_the_time_is_not_lost(gap: fl
     time.sleep(2 * SECONDS)  # noqa: ASYNC251  # both are due when the loop comes round
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_work_goes_on_unless_something_ends_it(ends: bool) -> None:
+    end, ended = asyncio.Event(), []
+
+    async def work() -> str:
+        try:
+            await asyncio.sleep(60.0 if ends else SECONDS)
+            return "done"
+        finally:
+            ended.append(True)
+
+    asyncio.get_running_loop().call_soon(end.set if ends else lambda: None)
+    assert await unless(end.wait(), work()) == (None if ends else "done")
+    assert ended == [True], "it has ended, also where it was cancelled"

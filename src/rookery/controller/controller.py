@@ -274,10 +274,7 @@ class Controller:
 
     def _lock(self, job: str) -> asyncio.Lock:
         """Serialises the commands that change one job's state."""
-        lock = self._locks.get(job)
-        if lock is None:
-            lock = self._locks[job] = asyncio.Lock()
-        return lock
+        return self._locks.setdefault(job, asyncio.Lock())
 
     async def _end(self, tenant: str, job: str, state: Literal["paused", "cancelled"]) -> None:
         """Bring the job into ``state`` at its owner's request."""

@@ -206,10 +206,7 @@ class JobRegistry:
 
     def signal(self, job: str) -> Signal:
         """Notified when the job's state or metrics changed. Kept while somebody holds it."""
-        signal = self._signals.get(job)
-        if signal is None:
-            signal = self._signals[job] = Signal()
-        return signal
+        return self._signals.setdefault(job, Signal())
 
     def followed(self) -> int:
         """How many jobs somebody follows."""
