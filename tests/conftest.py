@@ -13,6 +13,7 @@ from tests.support.peers import Service
 from tests.support.room import Room
 
 import rookery.worker  # before any test imports torch: the worker's own setting of the OpenMP runtime  # noqa: F401
+from rookery.aio import cancel_all
 
 CACHE = Path(os.environ.get("ROOKERY_CACHE", "~/.cache/rookery")).expanduser()
 os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "kernels"))  # or every worker of a test would compile its kernels
@@ -37,6 +38,5 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
     room = Room(tmp_path)
     watch = asyncio.create_task(room.fleet.watch())
     yield room
-    watch.cancel()
-    await asyncio.gather(watch, return_exceptions=True)
+    await cancel_all(watch)
     await room.close()

@@ -15,6 +15,7 @@ from tests.chaos.history import History
 from tests.chaos.network import PeerEnd
 
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import BUILTIN
 from rookery.controller.jobs.trajectory import derive_seed
@@ -236,8 +237,7 @@ class HostPlace:
             self._host.connection.cut()
 
     async def close(self) -> None:
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        await cancel_all(self._running)
         await self._host.leave()
 
 

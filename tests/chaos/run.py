@@ -29,7 +29,7 @@ from tests.chaos.machines import (
 from tests.chaos.network import NetworkConnection, PeerEnd
 from tests.chaos.storage import Dead, SlowWriter
 
-from rookery.aio import RandomIds
+from rookery.aio import RandomIds, cancel_all
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import Conflict, StorageFull, Unavailable
@@ -266,9 +266,7 @@ class Run:
             link.cut()
         await controller.stop()
         serving = list(self._connections.values())
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+        await cancel_all(*serving)
 
     # --- faults -------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from tests.support import faulty
 from websockets.asyncio.server import Server, ServerConnection, serve
 
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
@@ -273,9 +274,7 @@ async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
     await asyncio.sleep(0)
     assert set(episodes.ids()) == set(names)
     assert episodes.reset(reset("e0")) is turns[0]
-    for turn in turns:
-        turn.cancel()
-    await asyncio.gather(*turns, return_exceptions=True)
+    await cancel_all(*turns)
 
 
 async def test_stuck_environments_delay_nobody() -> None:

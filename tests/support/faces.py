@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +19,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from rookery import protocol
+from rookery.aio import LoopThread, first_of
+from rookery.protocol.connection import DialledConnection, introduce
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.tokenization.registry import PREPARED, model_folder
@@ -77,9 +78,6 @@ class ScriptedWorker:
         self._url = url
         self._token = token
         self._replies = [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")] for text in replies]
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._work()))
-        self._stop: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._steps = 0
         self.read: dict[str, bytes] = {}
         """Adapter files that were read with tickets, by ``hash/name``."""
@@ -91,17 +89,13 @@ class ScriptedWorker:
         return cls(service.url, (settings.data / "worker.token").read_text().strip(), tokenizer(settings.cache.parent))
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._thread = LoopThread("scripted", self._work, daemon=False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._loop is not None and self._stop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self._thread.stop()
 
-    async def _work(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+    async def _work(self, stopping: asyncio.Event) -> None:
         address = self._url.replace("http", "ws", 1) + "/wire/worker"
         headers = {"Authorization": f"Bearer {self._token}"}
         async with (
@@ -113,20 +107,13 @@ class ScriptedWorker:
                 model_hash="0" * 64, roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64,
                 device="cpu", dtype="none",
             )  # fmt: skip
-            await socket.send(protocol.encode(hello))
-            welcome = protocol.decode(protocol.to_worker, bytes(await socket.recv()))
-            assert isinstance(welcome, protocol.Welcome)
-            working = [
-                asyncio.create_task(self._answer(socket, http, welcome.epoch)),
-                asyncio.create_task(self._beat(socket, welcome)),
-            ]
-            stopping = asyncio.create_task(self._stop.wait())
-            await asyncio.wait({*working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (*working, stopping):
-                task.cancel()
-            for result in await asyncio.gather(*working, return_exceptions=True):
-                if isinstance(result, Exception) and not isinstance(result, ConnectionClosed | httpx.TransportError):
-                    raise result
+            welcome = await introduce(DialledConnection(socket), hello, protocol.to_worker)
+            answering, beating = self._answer(socket, http, welcome.epoch), self._beat(socket, welcome)
+            with suppress(ConnectionClosed, httpx.TransportError):
+                async with first_of(answering, beating, stopping.wait()) as parts:
+                    for part in parts:
+                        if part.done():
+                            part.result()
 
     async def _beat(self, socket: ClientConnection, welcome: protocol.Welcome) -> None:
         beat = protocol.Heartbeat(

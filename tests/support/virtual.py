@@ -13,6 +13,7 @@ from typing import Any
 from tests.support.replies import full_length
 
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
@@ -129,9 +130,7 @@ def play(
             computed[view.name] = worker.compute.by_policy[now.policies[0].id]
             ended = await controller.queries.trajectories(tenant, view.id, 1000)
             episodes[view.name] = [[row["reward"], row["trajectories"]] for row in ended if row["state"] == "done"]
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+        await cancel_all(*requests)
         await worker.kill()
         await host.leave()
         await site.close()

@@ -15,6 +15,7 @@ from websockets.asyncio.server import ServerConnection, serve
 
 import rookery
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentRef
 from rookery.controller.jobs.trajectory import episode_result_decoder, turns_decoder
 from rookery.environments.host import Host
@@ -603,8 +604,7 @@ async def test_shipped_host_with_the_shipped_controller(service: Service) -> Non
         evaluations = await service.controller.queries.evaluations("alice", job)
         assert [e["version"] for e in evaluations] == [0, 3]
         assert [r["prompt"]["a"] for r in evaluations[1]["held_out"]] == [0, 1, 2, 3]
-        host.cancel()
-        await asyncio.gather(host, return_exceptions=True)
+        await cancel_all(host)
 
     await dialled(service, play)
     assert max(Sums.carried_out.values()) <= 2, "a group's members share their prompt and seed"
@@ -617,13 +617,11 @@ async def test_successor_process_takes_over_deterministic_episodes(service: Serv
         first = asyncio.create_task(Host(url, "alice-key", {"sums": Sums()}).run())
         job = await run(service, environment={"hosted": "sums"}, stop__steps=3)
         await eventually(lambda: any(g.request.endswith(".1") for g in worker.generates))
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
+        await cancel_all(first)
         second = asyncio.create_task(Host(url, "alice-key", {"sums": Sums()}).run())
         view = await service.ends(job)
         assert view.counters.get("episodes_failed", 0) == 0
         service.check_history(job)
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
+        await cancel_all(second)
 
     await dialled(service, play)

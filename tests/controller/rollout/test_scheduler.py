@@ -17,6 +17,7 @@ from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle,
 from tests.support.room import beat
 
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.rollout.scheduler import RolloutScheduler
@@ -70,9 +71,7 @@ class Room:
     async def close(self) -> None:
         for worker in self.workers:
             await worker.die()
-        for watch in self.watches:
-            watch.cancel()
-        await asyncio.gather(*self.watches, return_exceptions=True)
+        await cancel_all(*self.watches)
 
 
 def check(reply: SamplingResult, seed: int, max_tokens: int = 12) -> None:
@@ -222,8 +221,7 @@ async def test_tokens_in_flight_to_a_cancelled_caller_leave_no_gap(tmp_path: Pat
     if received:
         await worker.say(protocol.Output(epoch=0, chunks=parts(4, (0, received))))
         await eventually(lambda: room.rollouts.sampled_tokens == received)
-    reply.cancel()
-    await asyncio.gather(reply, return_exceptions=True)
+    await cancel_all(reply)
     await worker.say(protocol.Output(epoch=0, chunks=parts(4, (received, received + 2))))  # nobody waits for it
     await settle()
     reply = room.sample(4)
@@ -544,8 +542,7 @@ async def test_a_new_version_reaches_running_waiting_and_retained_requests(tmp_p
     await eventually(lambda: bool(worker.active))
     await send(worker, f"job-{parked}")
     await eventually(lambda: room.rollouts.sampled_tokens == 4)
-    away.cancel()
-    await asyncio.gather(away, return_exceptions=True)
+    await cancel_all(away)
 
     replies = [room.sample(runs, in_flight=in_flight), room.sample(finishes)]
     await eventually(lambda: len(worker.active) == 2)
@@ -585,8 +582,7 @@ async def test_a_resubmitted_request_with_another_prompt_starts_over(tmp_path: P
     await eventually(lambda: bool(worker.active))
     await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (0, 3))))
     await eventually(lambda: room.rollouts.sampled_tokens == 3)
-    reply.cancel()
-    await asyncio.gather(reply, return_exceptions=True)
+    await cancel_all(reply)
     reply = room.sample(seed, **changes)
     await eventually(lambda: len(worker.generates) == 2)
     again = worker.generates[1]
@@ -800,8 +796,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
                 case 8 if replies and random.random() < 0.4:
                     number = random.choice(list(replies))
                     if not replies[number].done():
-                        replies[number].cancel()
-                        await asyncio.gather(replies[number], return_exceptions=True)
+                        await cancel_all(replies[number])
                         sample(number)
                 case 9 if running:
                     await send(*random.choice(running), finish="abort")

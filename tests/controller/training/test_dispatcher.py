@@ -15,7 +15,7 @@ import pytest
 from tests.support.peers import ADAPTER, ManualClock, ScriptedWorker, Service, eventually, job_of, settle
 
 from rookery import protocol
-from rookery.aio import RandomIds
+from rookery.aio import RandomIds, cancel_all
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
@@ -348,8 +348,7 @@ async def test_cancelled_step_is_cancelled_at_the_worker(room: Room) -> None:
     worker.training.clear()
     stepping = asyncio.create_task(step(trainer, ref, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
-    stepping.cancel()
-    await asyncio.gather(stepping, return_exceptions=True)
+    await cancel_all(stepping)
     trainer.forget()
     await eventually(lambda: len(worker.other) == 2)
     assert isinstance(worker.other[0], protocol.CancelOperation)
@@ -589,6 +588,5 @@ async def test_cancelled_step_leaves_nothing_of_its_shares(room: Room) -> None:
     a.training.clear()
     stepping = asyncio.create_task(step(trainer, ref, 1, commit=True, members=4))
     await eventually(lambda: len(b.operations) == 1 and len(a.operations) == 2)
-    stepping.cancel()
-    await asyncio.gather(stepping, return_exceptions=True)
+    await cancel_all(stepping)
     assert room.staged() == 0 and room.artifacts.hashes() == {ref.hash}
