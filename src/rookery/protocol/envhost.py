@@ -53,18 +53,23 @@ class ChatMessage(Struct, kw_only=True):
     content: str
 
 
-class GetPrompts(Message, kw_only=True):
-    """Asks for the prompts ``start`` … ``start + count - 1`` of a split, in the job's order: finite splits are shuffled
-    again for each pass over the data from ``seed`` when ``shuffle``, and start over at their end."""
+class EnvironmentCall(Message, kw_only=True):
+    """Base class of the calls that build an environment: from ``environment`` and ``options``."""
 
     call: str
     job: str
     environment: str
     options: dict
+    seed: int
+
+
+class GetPrompts(EnvironmentCall, kw_only=True):
+    """Asks for the prompts ``start`` … ``start + count - 1`` of a split, in the job's order: finite splits are shuffled
+    again for each pass over the data from ``seed`` when ``shuffle``, and start over at their end."""
+
     split: Literal["train", "eval"]
     start: int
     count: int
-    seed: int
     shuffle: bool
 
 
@@ -79,16 +84,11 @@ class Prompts(EpochMessage, kw_only=True):
     error: str = ""
 
 
-class Reset(Message, kw_only=True):
-    """Begins an episode: builds the environment from (environment, options), answers :class:`Observation` of turn 0."""
+class Reset(EnvironmentCall, kw_only=True):
+    """Begins an episode; answers :class:`Observation` of turn 0."""
 
-    call: str
     episode: str
-    job: str
-    environment: str
-    options: dict
     prompt: bytes
-    seed: int
 
 
 class StepEpisode(Message, kw_only=True):

@@ -180,31 +180,27 @@ class Episode:
 
     async def _sample(self, trajectory: Trajectory, turn: int) -> AssistantTurn:
         job, sequence, chat = self.job, trajectory.sequence, self.job.chat
-        sampling, clock, stages = job.spec.sampling, job.controller.clock, job.progress.stages
-        stages.engine += 1
+        sampling, clock = job.spec.sampling, job.controller.clock
         began = clock.monotonic()
-        try:
-            with self._version() as ref:
-                generate = protocol.Generate(
-                    request=f"{self.id}.{turn}",
-                    adapter=ref,
-                    prompt=sequence,
-                    shared_prefix=len(trajectory.prompt),
-                    max_tokens=min(sampling.max_tokens, chat.context - len(sequence)),
-                    temperature=sampling.temperature,
-                    seed=derive_seed(self.seed, turn),
-                    stop_tokens=chat.stop_tokens,
-                    stop=sampling.stop,
-                    episode=self.id,
-                    group=self.row.group_id if self.row is not None else "",
-                    in_flight=self.in_flight,
-                )
-                algorithm, owner = job.spec.algorithm, (job.row.tenant, job.row.id)
-                waits = not (algorithm.max_staleness or algorithm.micro_batch)
-                request = SamplingRequest(*owner, job.spec.base_model, generate, turn > 0, synchronous=waits)
-                result = await job.controller.rollouts.sample(request)
-        finally:
-            stages.engine -= 1
+        with job.progress.waiting_for("engine"), self._version() as ref:
+            generate = protocol.Generate(
+                request=f"{self.id}.{turn}",
+                adapter=ref,
+                prompt=sequence,
+                shared_prefix=len(trajectory.prompt),
+                max_tokens=min(sampling.max_tokens, chat.context - len(sequence)),
+                temperature=sampling.temperature,
+                seed=derive_seed(self.seed, turn),
+                stop_tokens=chat.stop_tokens,
+                stop=sampling.stop,
+                episode=self.id,
+                group=self.row.group_id if self.row is not None else "",
+                in_flight=self.in_flight,
+            )
+            algorithm, owner = job.spec.algorithm, (job.row.tenant, job.row.id)
+            waits = not (algorithm.max_staleness or algorithm.micro_batch)
+            request = SamplingRequest(*owner, job.spec.base_model, generate, turn > 0, synchronous=waits)
+            result = await job.controller.rollouts.sample(request)
         self.seconds["queue"] += result.queue_seconds
         self.seconds["generation"] += max(0.0, clock.monotonic() - began - result.queue_seconds)
         text = chat.decode(result.tokens)
@@ -225,13 +221,12 @@ class Episode:
     async def _observe(
         self, host: EnvironmentHost, message: protocol.Reset | protocol.StepEpisode
     ) -> protocol.Observation:
-        controller, stages = self.job.controller, self.job.progress.stages
-        stages.environment += 1
+        controller = self.job.controller
         began = controller.clock.monotonic()
         try:
-            return await controller.hosts.observe(host, self.job.environment, message)
+            with self.job.progress.waiting_for("environment"):
+                return await controller.hosts.observe(host, self.job.environment, message)
         finally:
-            stages.environment -= 1
             self.seconds["environment"] += controller.clock.monotonic() - began
 
 

@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
@@ -42,18 +43,11 @@ _METRIC_NAMES = {
 """Names of the trainer's metrics in a row."""
 
 
-@dataclass
-class StageCounts:
-    """How many episodes of a job wait for the engine, and how many for their environment."""
-
-    engine: int = 0
-    environment: int = 0
-
-
 class Progress:
     def __init__(self, context: ControllerContext, row: JobRow, spec: JobSpec) -> None:
         self.counters: Counter[str] = Counter(row.counters)
-        self.stages = StageCounts()
+        self._stages: Counter[str] = Counter()
+        """How many episodes wait for the engine, and how many for their environment."""
         self.rewards: deque[float] = deque(maxlen=SHOWN_REWARDS)
         self.staleness: float | None = None
         self.training = False
@@ -89,6 +83,15 @@ class Progress:
         self.staleness = row["staleness_mean"]
         self._context.on_metrics(self._row.id, row)
 
+    @contextmanager
+    def waiting_for(self, stage: Literal["engine", "environment"]) -> Iterator[None]:
+        """An episode waits for it within."""
+        self._stages[stage] += 1
+        try:
+            yield
+        finally:
+            self._stages[stage] -= 1
+
     def add_sampled(self, count: int) -> None:
         """Count sampled tokens."""
         self.counters["tokens"] += count
@@ -120,11 +123,11 @@ class Progress:
         if self.training:
             return "trainer" + self._sharing()
         position = self._context.rollouts.position(self._row.tenant, self._row.id)
-        if self.stages.engine:
+        if engine := self._stages["engine"]:
             queue = f", {position} ahead in the queue" if position else ""
-            return f"engine ({self.stages.engine} {'reply' if self.stages.engine == 1 else 'replies'}{queue})"
-        if self.stages.environment:
-            return f"environment ({self.stages.environment} episodes)"
+            return f"engine ({engine} {'reply' if engine == 1 else 'replies'}{queue})"
+        if self._stages["environment"]:
+            return f"environment ({self._stages['environment']} episodes)"
         return ""
 
     def _sharing(self) -> str:
