@@ -54,8 +54,7 @@ def service(data: Path | None = None, **settings: Any) -> Iterator[Bench]:
         folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         given = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
         embedded = stack.enter_context(EmbeddedService(Settings.load(data=folder, **{"tenant_jobs": 64, **given})))
-        client = rookery.Client(embedded.url, embedded.key)
-        stack.callback(client.close)
+        client = stack.enter_context(rookery.Client(embedded.url, embedded.key))
         if given.get("workers", 1):
             until_served(client)
             client.sample(MODEL, "Hello", max_tokens=1)
