@@ -6,8 +6,6 @@ Promises, in addition to those of :class:`rookery.worker.trainer.base.Trainer`:
 * ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens, or one optimizer step. A larger
   group is split between its members. A trajectory stays whole: a longer one runs alone; if memory does not hold it, or
   a GPU runs out of memory in the pass, the result is ``lost``, because another worker may have more.
-* Tenants share the slices by the tokens that were trained for them (:mod:`rookery.scheduling.queues`), within a
-  tenant the policies take turns, within a policy operations run in order of arrival.
 * Metrics are finite numbers: a value that is not is omitted, and ``nonfinite`` counts it.
 """
 
@@ -15,40 +13,22 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.scheduling.queues import TokenCounters
-from rookery.worker.device import finish
 from rookery.worker.memory import MemoryUse, NoRoom
-from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers, init_adapter, read_adapter
+from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers
 from rookery.worker.trainer.base import TrainerResult
-from rookery.worker.trainer.native.microbatch import (
-    PassItem,
-    Queued,
-    QueuedBatch,
-    canary_logprobs,
-    check_loss,
-    operation_of,
-    run_pass,
-)
+from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, canary_logprobs, run_pass
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.states import (
-    EXPORT_BYTES,
-    OTHER_STATE,
-    HeldPolicy,
-    PolicyStates,
-    StaleOperation,
-    mark_committed,
-)
+from rookery.worker.trainer.native.states import EXPORT_BYTES, HeldPolicy, PolicyStates
+from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
 from rookery.worker.trainer.packed_pass import Backbone
 
 log = logging.getLogger("rookery.worker.trainer")
@@ -58,11 +38,8 @@ PROMPT_SHARE = 0.5
 may be longer than a slice, up to about twice the shortest possible, and are not nearly all prompt. The memory limit
 bounds them all the same."""
 
-OPTIMIZER_TOKENS = 64
-"""An optimizer step in trained tokens, by its time."""
 
-
-class PackedTrainer:
+class PackedTrainer(OperationTrainer):
     """See :class:`rookery.worker.trainer.base.Trainer`."""
 
     def __init__(
@@ -77,6 +54,7 @@ class PackedTrainer:
     ) -> None:
         """``base_model`` is the name in exported adapters; all training states take at most ``memory_bytes``. Committed
         versions have the log-probabilities of ``canary``, if it is given (:mod:`rookery.worker.model.canary`)."""
+        super().__init__()
         self._backbone = backbone
         self._max_rank = max_rank
         self._limits = backbone.limits
@@ -85,41 +63,22 @@ class PackedTrainer:
         self._canary = list(canary)
         self.states = PolicyStates(memory_bytes, lambda policy: bool(self._queue(policy)), self._reserved_bytes)
         self.held = self.states.held
-        self._queues: dict[str, dict[str, deque[Queued]]] = {}
-        """Tenant → policy → operations."""
-        self._weights: dict[str, float] = {}
-        self._counters = TokenCounters(self._weights)
-        self._results: list[TrainerResult] = []
-        self.trained = 0
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> AdapterExport:
         model = self._backbone.projections
         self.states.make_room(4 * adapter_numbers(model, op.rank, op.targets))
-        if source is None:
-            adapter = init_adapter(model, op.rank, op.alpha, op.targets, op.seed)
-        else:
-            adapter = read_adapter(source, model)
-            if adapter.rank != op.rank:
-                raise UserError(f"the adapter to start from has rank {adapter.rank}, the policy asks for {op.rank}")
-        return self.states.track(AdapterExport(adapter, base_model=self._base_model))
+        return self.states.track(AdapterExport(initial_adapter(op, source, model), base_model=self._base_model))
 
-    def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
-        held = self.held.get(policy)
-        queued = sum(isinstance(op, protocol.OptimStep) and op.adam is not None for op in self._queue(policy))
-        if held is None or not held.matches(lease, parent_hash, steps - queued):
-            return False
-        held.used, held.expected = time.monotonic(), True
-        return True
+    def _held_by(self, policy: str) -> HeldPolicy[PolicyState] | None:
+        return self.held.get(policy)
 
     def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
         weights = folder / WEIGHTS_FILE  # float32, as every version
         self._make_room(policy, parent.rank, weights.stat().st_size // 4 if weights.exists() else 0)
         export = AdapterExport.read(folder, self._backbone.projections)
-        rank = export.adapter.rank
-        if rank > self._max_rank:
-            raise UserError(f"the adapter's rank {rank} is above this worker's max_rank {self._max_rank}")
+        check_rank(export.adapter, self._max_rank)
         self._hold(policy, lease, parent, export)
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
@@ -151,10 +110,7 @@ class PackedTrainer:
         self.evict(policy)
 
     def evict(self, policy: str) -> None:
-        for queued in list(self._queue(policy)):
-            self._remove(queued)
-            if not (isinstance(queued, QueuedBatch) and queued.abandoned):
-                self._finish(operation_of(queued).op, "the policy was evicted from this worker", "lost")
+        self._lose(policy)
         self.held.pop(policy, None)
 
     def discard_offloaded(self, parent_hash: str) -> None:
@@ -163,31 +119,18 @@ class PackedTrainer:
     def clear_offloaded(self) -> None:
         self.states.offloaded.clear()
 
-    def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
-        mark_committed(self.held.get(policy), policy, lease, ref)
-
     # --- operations -------------------------------------------------------------------------------------------------
 
     def forward_backward(
         self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
     ) -> None:
-        """A batch that cannot be computed gets its result at once: ``failed``, or ``lost`` if memory does not hold
-        it."""
-        groups: list[PackedGroup] | None = None
-        try:
-            packed = [PackedGroup.from_group(group) for group in batch.groups]
-            packed += [PackedGroup.from_datum(datum) for datum in batch.data]
-            for group in packed:
-                if group.targets:
-                    group.check(self._backbone.context, self._backbone.vocab, self._limits.max_tokens)
-            groups = [piece for group in packed if group.targets for piece in self._split(group)]
-            check_loss(op.loss)
-        except ValueError as error:
-            groups = None
-            self._finish(op.op, str(error), "failed")
-        except MemoryError as error:
-            self._finish(op.op, str(error), "lost")
-        self._enqueue(QueuedBatch(op, groups, gradients))
+        base = self._backbone
+
+        def pieces() -> list[PackedGroup]:
+            groups = packed_groups(op, batch, base.context, base.vocab, self._limits.max_tokens)
+            return [piece for group in groups for piece in self._split(group)]
+
+        self._enqueue_batch(op, gradients, pieces)
 
     def optim_step(self, op: protocol.OptimStep) -> None:
         if op.commit and (held := self.held.get(op.policy)) is not None:
@@ -197,54 +140,11 @@ class PackedTrainer:
     def memory(self) -> dict[str, MemoryUse]:
         return self.states.memory()
 
-    def cancel(self, op: str) -> None:
-        for queued in [q for policies in self._queues.values() for queue in policies.values() for q in queue]:
-            if operation_of(queued).op != op:
-                continue
-            if isinstance(queued, QueuedBatch):
-                queued.abandon()
-            else:
-                self._remove(queued)
-
-    def drain(self) -> list[TrainerResult]:
-        results, self._results = self._results, []
-        return results
-
-    @property
-    def pending(self) -> int:
-        return sum(len(queue) for policies in self._queues.values() for queue in policies.values())
-
     # --- slices -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        heads = list(self._heads())
-        if not heads:
-            return False
-        self._rotate(heads[0])
-        if isinstance(heads[0], protocol.OptimStep):
-            self._counters.charge(heads[0].tenant, OPTIMIZER_TOKENS)
-            self._optimise(heads[0])
-        else:
-            self._pass([queued for queued in heads if isinstance(queued, QueuedBatch)])
-        return True
-
-    def _heads(self) -> Iterator[Queued]:
-        """The first operation of every policy, alternating between tenants, that of the next tenant first."""
-        tenants = self._counters.order(self._queues)
-        rows = [[queue[0] for queue in self._queues[tenant].values()] for tenant in tenants]
-        for column in range(max(map(len, rows), default=0)):
-            yield from (row[column] for row in rows if column < len(row))
-
-    def _rotate(self, queued: Queued) -> None:
-        """Move the operation's tenant, and its policy within the tenant, to the end of the line."""
-        op = operation_of(queued)
-        policies = self._queues.pop(op.tenant)
-        policies[op.policy] = policies.pop(op.policy)
-        self._queues[op.tenant] = policies
-
-    def _pass(self, queued: list[QueuedBatch]) -> None:
-        """One packed pass with the first of ``queued`` and others of its kind."""
-        ready = [b for b in queued if b.op.forward_only == queued[0].op.forward_only and self._begin(b)]
+    def _pass(self, batches: list[QueuedBatch]) -> None:
+        """One packed pass with the first of ``batches`` and others of its kind."""
+        ready = [b for b in batches if b.op.forward_only == batches[0].op.forward_only and self._begin(b)]
         items = self._select(ready)
         for item in items:
             self._counters.charge(item.queued.op.tenant, sum(group.tokens for group in item.groups))
@@ -302,40 +202,11 @@ class PackedTrainer:
             item.queued.abandon()  # the gradient may contain a part of it
             self._finish(item.queued.op.op, "this worker's memory did not hold the pass", "lost")
 
-    def _begin(self, batch: QueuedBatch) -> bool:
-        """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result unless it was
-        abandoned."""
-        held = self.held.get(batch.op.policy)
-        if held is not None and held.begin(batch, held.state.zero_grad):
-            return True
-        self._remove(batch)
-        if not batch.abandoned:
-            self._finish(batch.op.op, OTHER_STATE, "stale")
-        return False
-
-    def _optimise(self, op: protocol.OptimStep) -> None:
-        began = time.perf_counter()
-        self._remove(op)
-        held = self.held.get(op.policy)
-        try:
-            if held is None:
-                raise StaleOperation(OTHER_STATE)
-            metrics = held.optim_step(op, held.state.adamw)
-        except StaleOperation as error:
-            self._finish(op.op, str(error), "stale")
-            return
-        export = None
-        if op.commit:
-            canary = canary_logprobs(self._backbone, held.state, self._canary) if self._canary else []
-            export, held.exported_steps = self.states.track(held.state.export(self._base_model, canary)), held.steps
-        finish(self._backbone.device)
-        metrics["seconds"] = time.perf_counter() - began
-        self._results.append(TrainerResult(op.op, metrics=metrics, export=export))
+    def _export(self, op: protocol.OptimStep, held: HeldPolicy[Any]) -> AdapterExport:
+        canary = canary_logprobs(self._backbone, held.state, self._canary) if self._canary else []
+        return self.states.track(held.state.export(self._base_model, canary))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
-
-    def _finish(self, op: str, error: str, category: Literal["stale", "failed", "lost"]) -> None:
-        self._results.append(TrainerResult(op, error, category))
 
     def _split(self, group: PackedGroup) -> list[PackedGroup]:
         max_tokens = max(self.slice_tokens, int(len(group.prompt) / PROMPT_SHARE))
@@ -343,28 +214,6 @@ class PackedTrainer:
 
     def _reserved_bytes(self) -> int:
         """Of the copies that queued commits will make."""
-        queued = [op for policies in self._queues.values() for queue in policies.values() for op in queue]
-        commits = [op.policy for op in queued if isinstance(op, protocol.OptimStep) and op.commit]
+        commits = [op.policy for op in self._queued() if isinstance(op, protocol.OptimStep) and op.commit]
         states = [held.state for policy in commits if (held := self.held.get(policy)) is not None]
         return EXPORT_BYTES * sum(state.masters.numel() for state in states)
-
-    def _queue(self, policy: str) -> deque[Queued]:
-        return next((policies[policy] for policies in self._queues.values() if policy in policies), deque())
-
-    def _enqueue(self, queued: Queued) -> None:
-        op = operation_of(queued)
-        self._weights[op.tenant] = op.weight
-        if op.tenant not in self._queues:
-            self._counters.lift(op.tenant)
-        if (held := self.held.get(op.policy)) is not None:
-            held.expected = False
-        self._queues.setdefault(op.tenant, {}).setdefault(op.policy, deque()).append(queued)
-
-    def _remove(self, queued: Queued) -> None:
-        op = operation_of(queued)
-        policies = self._queues[op.tenant]
-        policies[op.policy].remove(queued)
-        if not policies[op.policy]:
-            del policies[op.policy]
-        if not policies:
-            del self._queues[op.tenant]

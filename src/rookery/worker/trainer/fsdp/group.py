@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from rookery import protocol
 from rookery.worker.trainer.fsdp.shard import PolicyShard
 
 TIMEOUT = timedelta(minutes=10)
@@ -84,6 +85,15 @@ class TrainingGroup:
                 raise
             rank = min(rank for sentinel, rank in sentinels.items() if sentinel in ended)
             raise GroupLost(f"process {rank} of the training group has ended") from error
+
+    def zero_grad(self) -> None:
+        """See ``states.TrainingState``."""
+        self.call("zero_grad")
+
+    def adamw(self, adam: protocol.Adam, scale: float) -> dict[str, float]:
+        """See ``states.TrainingState``."""
+        metrics: dict[str, float] = self.call("optim_step", adam, scale)[0]
+        return metrics
 
     @property
     def pids(self) -> list[int]:

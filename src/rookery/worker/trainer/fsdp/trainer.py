@@ -11,36 +11,31 @@ Promises, in addition to those of :class:`rookery.worker.trainer.base.Trainer`:
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from rookery import protocol
-from rookery.errors import UserError
 from rookery.worker.memory import MemoryUse, NoRoom, require
-from rookery.worker.model.adapter import init_adapter, read_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.fsdp.passes import PassResult, plan_passes, sequences_of
-from rookery.worker.trainer.native.microbatch import Queued, QueuedBatch, check_loss, operation_of
+from rookery.worker.trainer.native.microbatch import QueuedBatch
 from rookery.worker.trainer.native.optim import AdapterExport
 from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.states import OTHER_STATE, HeldPolicy, StaleOperation, mark_committed
+from rookery.worker.trainer.native.states import HeldPolicy
+from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
 
 if TYPE_CHECKING:  # a second of imports, which only a group needs
     from rookery.worker.trainer.fsdp.group import TrainingGroup
-
-log = logging.getLogger("rookery.worker.trainer")
 
 STATE_BYTES = 16
 """Bytes per trained parameter in float32: weight, gradient and two moments."""
@@ -66,7 +61,7 @@ class FolderExport:
         return sorted(path.name for path in folder.iterdir())
 
 
-class FsdpTrainer:
+class FsdpTrainer(OperationTrainer):
     """See the module."""
 
     def __init__(
@@ -86,6 +81,7 @@ class FsdpTrainer:
         ``base_model`` its name in exported adapters. The group's states take at most ``memory_bytes``, each size
         after ``claim(size)``, which may raise ``NoRoom``; a process holds a pass of ``max_tokens``. Versions are
         written below ``exports`` first."""
+        super().__init__()
         self._start = start
         self._group: TrainingGroup | None = None
         self._model = model
@@ -99,13 +95,10 @@ class FsdpTrainer:
         self._exports = exports
         self._claim = claim
         self._policy = ""
-        self._held: HeldPolicy[None] | None = None
+        self._held: HeldPolicy[TrainingGroup] | None = None
         self._offloaded: tuple[str, str] | None = None
         """Policy and version of the state that the group still has, while no policy is held."""
         self._bytes = 0
-        self._queue: deque[Queued] = deque()
-        self._results: list[TrainerResult] = []
-        self.trained = 0
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -113,31 +106,15 @@ class FsdpTrainer:
         if not op.rank:
             self._fitting(None)  # before the job samples anything for it
             return FolderExport(self._exports, lambda folder: versions.write_base(folder, self._model, self._config))
-        if source is None:
-            adapter = init_adapter(self._config, op.rank, op.alpha, op.targets, op.seed)
-        else:
-            adapter = read_adapter(source, self._config)
-            if adapter.rank != op.rank:
-                raise UserError(f"the adapter to start from has rank {adapter.rank}, the policy asks for {op.rank}")
-        export = AdapterExport(adapter, base_model=self._base_model)
+        export = AdapterExport(initial_adapter(op, source, self._config), base_model=self._base_model)
         self._fitting(export)
         return export
-
-    def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
-        held = self._held_by(policy)
-        queued = sum(isinstance(op, protocol.OptimStep) and op.adam is not None for op in self._queue)
-        if held is None or not held.matches(lease, parent_hash, steps - queued):
-            return False
-        held.used, held.expected = time.monotonic(), True
-        return True
 
     def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
         self._make_room(policy)
         export = AdapterExport.read(folder, self._config) if parent.rank else None
-        if export is not None and export.adapter.rank > self._max_rank:
-            raise UserError(
-                f"the adapter's rank {export.adapter.rank} is above this worker's max_rank {self._max_rank}"
-            )
+        if export is not None:
+            check_rank(export.adapter, self._max_rank)
         size = self._fitting(export)
         if self._claim is not None:
             self._claim(size)
@@ -150,20 +127,25 @@ class FsdpTrainer:
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
         if self._offloaded != (policy, parent.hash):
             return False
-        self._call("zero_grad")
-        self._hold(policy, lease, parent)
+        self._hold(policy, lease, parent).zero_grad()
         return True
 
-    def _held_by(self, policy: str) -> HeldPolicy[None] | None:
+    def _held_by(self, policy: str) -> HeldPolicy[TrainingGroup] | None:
         return self._held if policy == self._policy else None
 
-    def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef) -> None:
+    def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef) -> TrainingGroup:
+        assert self._group is not None
         self._policy, self._offloaded = policy, None
-        self._held = HeldPolicy(lease, None, {parent.hash: 0})
+        self._held = HeldPolicy(lease, self._group, {parent.hash: 0})
+        return self._group
 
     def _make_room(self, policy: str) -> None:
         """Free the group's state. Raises ``NoRoom`` while another policy uses it."""
-        if self._held is not None and self._policy != policy and (self._queue or not self._held.idle(time.monotonic())):
+        if (
+            self._held is not None
+            and self._policy != policy
+            and (self.pending or not self._held.idle(time.monotonic()))
+        ):
             raise NoRoom
         self._free()
 
@@ -188,7 +170,7 @@ class FsdpTrainer:
         if held is None:
             return
         version = held.version
-        self._drop_queue()
+        self._lose(policy)
         if version is None:
             self._free()
         else:
@@ -196,14 +178,8 @@ class FsdpTrainer:
 
     def evict(self, policy: str) -> None:
         if policy == self._policy:
-            self._drop_queue()
+            self._lose(policy)
             self._free()
-
-    def _drop_queue(self) -> None:
-        for queued in self._queue:
-            if not (isinstance(queued, QueuedBatch) and queued.abandoned):
-                self._finish(operation_of(queued).op, "the policy was evicted from this worker", "lost")
-        self._queue.clear()
 
     def discard_offloaded(self, parent_hash: str) -> None:
         if self._offloaded is not None and self._offloaded[1] == parent_hash:
@@ -213,84 +189,31 @@ class FsdpTrainer:
         if self._offloaded is not None:
             self._free()
 
-    def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
-        mark_committed(self._held_by(policy), policy, lease, ref)
-
     # --- operations -------------------------------------------------------------------------------------------------
 
     def forward_backward(
         self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
     ) -> None:
-        """A batch that cannot be computed gets its result at once: ``failed``, or ``lost`` if memory does not hold
-        it."""
-        groups: list[PackedGroup] | None = None
-        try:
+
+        def groups() -> list[PackedGroup]:
             if op.commit or gradients:
                 raise ValueError("a training group shares no batch with other workers")
-            groups = [PackedGroup.from_group(group) for group in batch.groups]
-            groups += [PackedGroup.from_datum(datum) for datum in batch.data]
-            for group in groups:
-                group.check(self._config.context, self._config.vocab, self._max_tokens)
-            check_loss(op.loss)
             if op.kl_weight and not op.parent.rank:
                 raise ValueError("kl_weight: a full-parameter policy has no base model to compare with")
-        except (ValueError, MemoryError) as error:
-            groups = None
-            self._finish(op.op, str(error), "lost" if isinstance(error, MemoryError) else "failed")
-        self._enqueue(QueuedBatch(op, groups))
+            return packed_groups(op, batch, self._config.context, self._config.vocab, self._max_tokens)
 
-    def optim_step(self, op: protocol.OptimStep) -> None:
-        self._enqueue(op)
-
-    def _enqueue(self, queued: Queued) -> None:
-        if self._held is not None:
-            self._held.expected = False
-        self._queue.append(queued)
+        self._enqueue_batch(op, (), groups)
 
     def memory(self) -> dict[str, MemoryUse]:
         return {"training_states": MemoryUse(self._bytes, self._memory_bytes)}
 
-    def cancel(self, op: str) -> None:
-        for queued in [queued for queued in self._queue if operation_of(queued).op == op]:
-            if isinstance(queued, QueuedBatch):
-                queued.abandon()
-            else:
-                self._queue.remove(queued)
-
-    def drain(self) -> list[TrainerResult]:
-        results, self._results = self._results, []
-        return results
-
-    @property
-    def pending(self) -> int:
-        return len(self._queue)
-
     # --- slices -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        if not self._queue:
-            return False
-        first = self._queue[0]
-        if isinstance(first, protocol.OptimStep):
-            self._queue.popleft()
-            self._optimise(first)
-        elif self._begin(first):
-            self._pass(first)
-        return True
-
-    def _begin(self, batch: QueuedBatch) -> bool:
-        """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result unless it was
-        abandoned."""
-        held = self._held_by(batch.op.policy)
-        if held is not None and held.begin(batch, lambda: self._call("zero_grad")):
-            return True
-        self._queue.popleft()
-        if not batch.abandoned:
-            self._finish(batch.op.op, OTHER_STATE, "stale")
-        return False
-
-    def _pass(self, batch: QueuedBatch) -> None:
-        """The next groups of ``batch``, in as many passes of the group as they need."""
+    def _pass(self, batches: list[QueuedBatch]) -> None:
+        """The next groups of the first batch, in as many passes of the group as they need."""
+        batch = batches[0]
+        if not self._begin(batch):
+            return
         assert self._group is not None
         began = time.perf_counter()
         processes, tokens = self._group.options.processes, 0
@@ -302,46 +225,23 @@ class FsdpTrainer:
         logprobs: dict[int, Tensor] = {}
         for shares in plan_passes([len(sequence.tokens) for sequence in sequences], processes, self._slice_tokens):
             each = [[sequences[at] for at in share] for share in shares]
-            results: list[PassResult] = self._call("forward_backward", batch.op, each=each)
+            results: list[PassResult] = self._group.call("forward_backward", batch.op, each=each)
             for share, result in zip(shares, results, strict=True):
                 batch.add_metrics(result.metrics)
                 logprobs.update(zip(share, result.logprobs, strict=True))
         if batch.op.forward_only or batch.op.logprobs:
             for at in range(len(sequences)):
                 batch.add_logprobs(logprobs[at])
-        self.trained += sum(len(sequence.tokens) for sequence in sequences)
+        trained = sum(len(sequence.tokens) for sequence in sequences)
+        self.trained += trained
+        self._counters.charge(batch.op.tenant, trained)
         batch.add_metrics({"seconds": time.perf_counter() - began})
         if not batch.groups:
-            self._queue.popleft()
+            self._remove(batch)
             self._results.append(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
 
-    def _optimise(self, op: protocol.OptimStep) -> None:
-        began = time.perf_counter()
-        held = self._held_by(op.policy)
-        try:
-            if held is None:
-                raise StaleOperation(OTHER_STATE)
-            metrics = held.optim_step(op, lambda adam, scale: self._call("optim_step", adam, scale)[0])
-        except StaleOperation as error:
-            self._finish(op.op, str(error), "stale")
-            return
-        export = self._export(op.parent) if op.commit else None
-        if export is not None:
-            held.exported_steps = held.steps
-        metrics["seconds"] = time.perf_counter() - began
-        self._results.append(TrainerResult(op.op, metrics=metrics, export=export))
-
-    def _export(self, parent: protocol.AdapterRef) -> Export:
-        if not parent.rank:
-            return FolderExport(self._exports, lambda folder: self._call("export", folder))
-        export: AdapterExport = self._call("export", Path())[0]
+    def _export(self, op: protocol.OptimStep, held: HeldPolicy[TrainingGroup]) -> Export:
+        if not op.parent.rank:
+            return FolderExport(self._exports, lambda folder: held.state.call("export", folder))
+        export: AdapterExport = held.state.call("export", Path())[0]
         return AdapterExport(export.adapter, export.moments, export.step, self._base_model)
-
-    # --- helpers ----------------------------------------------------------------------------------------------------
-
-    def _call(self, method: str, *args: object, each: Sequence[object] | None = None) -> list[Any]:
-        assert self._group is not None
-        return self._group.call(method, *args, each=each)
-
-    def _finish(self, op: str, error: str, category: Literal["stale", "failed", "lost"]) -> None:
-        self._results.append(TrainerResult(op, error, category))

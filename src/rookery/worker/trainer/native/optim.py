@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rookery import protocol
 from rookery.errors import UserError
+from rookery.worker.device import finish
 from rookery.worker.model.adapter import Adapter, Projections, read_adapter, write_adapter
 from rookery.worker.model.canary import write_canary
 
@@ -226,6 +227,7 @@ class PolicyState:
             self.step += 1
             self._refresh()
         self.zero_grad()
+        finish(self.masters.device)
         return {"grad_norm": norm, "lr": adam.lr, "skipped": float(skipped)}
 
     def _apply(self, adam: protocol.Adam) -> None:

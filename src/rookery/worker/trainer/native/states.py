@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from rookery import protocol
@@ -24,7 +24,6 @@ from rookery.worker.trainer.native.optim import AdapterExport, GradientExport, P
 
 log = logging.getLogger("rookery.worker.trainer")
 
-S = TypeVar("S")
 E = TypeVar("E", AdapterExport, GradientExport)
 
 OTHER_STATE = "this worker holds another state of the policy"
@@ -47,6 +46,21 @@ Metrics = dict[str, float]
 
 class StaleOperation(Exception):
     """The operation does not continue the state that is held here."""
+
+
+class TrainingState(Protocol):
+    """Weights, gradient and moments of a policy, wherever they are."""
+
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
+        ...
+
+    def adamw(self, adam: protocol.Adam, scale: float) -> Metrics:
+        """One step on ``scale`` times the accumulated gradient, which is then cleared."""
+        ...
+
+
+S = TypeVar("S", bound=TrainingState)
 
 
 @dataclass(eq=False)
@@ -81,7 +95,7 @@ class HeldPolicy(Generic[S]):
         """The version that this state equals, if it is one."""
         return next((hash for hash, steps in self.versions.items() if steps == self.steps), None)
 
-    def begin(self, batch: QueuedBatch, zero_grad: Callable[[], object]) -> bool:
+    def begin(self, batch: QueuedBatch) -> bool:
         """Whether ``batch`` can run on this state; otherwise, if it names the state, the gradient misses it until the
         next ``zero_grad``."""
         op = batch.op
@@ -94,13 +108,13 @@ class HeldPolicy(Generic[S]):
             batch.state = self
             if not op.forward_only:
                 if op.zero_grad:
-                    zero_grad()
+                    self.state.zero_grad()
                     self.accumulated, self.complete = 0, True
                 self.accumulated += 1
         return True
 
-    def optim_step(self, op: protocol.OptimStep, adamw: Callable[[protocol.Adam, float], Metrics]) -> Metrics:
-        """The metrics of ``adamw(op.adam, op.scale)``, if the operation has a step. Raises :class:`StaleOperation`."""
+    def optim_step(self, op: protocol.OptimStep) -> Metrics:
+        """The metrics of the operation's step, if it has one. Raises :class:`StaleOperation`."""
         if not self.matches(op.lease, op.parent.hash, op.steps):
             raise StaleOperation(OTHER_STATE)
         self.used = time.monotonic()
@@ -108,23 +122,13 @@ class HeldPolicy(Generic[S]):
             return {}
         if not (self.complete and self.accumulated):
             raise StaleOperation("the gradient of this step is not complete")
-        metrics = adamw(op.adam, op.scale)
+        metrics = self.state.adamw(op.adam, op.scale)
         self.accumulated = 0
         if metrics["skipped"]:
             log.warning("step skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
         else:
             self.steps += 1
         return metrics
-
-
-def mark_committed(held: HeldPolicy[S] | None, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
-    """The last export of the policy's state ``held`` is version ``ref`` from now on. Operations may still name its
-    parent."""
-    if held is None or held.lease != lease or held.exported_steps is None:
-        log.info("commit of a state that is not held here", extra={"policy": policy, "version": ref.version})
-        return
-    newest = max(held.versions, key=lambda name: held.versions[name])
-    held.versions = {newest: held.versions[newest], ref.hash: held.exported_steps}
 
 
 class PolicyStates:
