@@ -19,7 +19,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.layers import PackedLinear
 from rookery.worker.trainer.base import Trainer
-from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.native.backbone import NativeBackbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 RANK, ALPHA = 16, 32.0

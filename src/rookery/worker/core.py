@@ -30,9 +30,7 @@ from rookery.worker.model.decoder import WEIGHTS, Decoder, best_dtype
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
-from rookery.worker.trainer.idle import IdleTrainer
-from rookery.worker.trainer.native.backbone import limits_for
-from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.native.backbone import NativeBackbone, limits_for
 from rookery.worker.trainer.packed_pass import Backbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 from rookery.worker.trainer.router import TrainerRouter
@@ -149,7 +147,7 @@ def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = Tru
         dtype = str(best_dtype()).removeprefix("torch.")
         cache = None if settings.engine.vllm_url else cache_alone(folder, where.type, before, total)
         engine: Engine = load_vllm(folder, settings, dtype, cache)
-        return WorkerCore(engine, IdleTrainer(), engine_name="vllm", device_name=str(where), dtype=dtype)
+        return WorkerCore(engine, TrainerRouter(), engine_name="vllm", device_name=str(where), dtype=dtype)
     needed = [name for name in dict.fromkeys((chosen.engine, chosen.trainer)) if name in _BACKENDS]
     models = {backend: _BACKENDS[backend].model(folder, settings, where) for backend in needed}
     dtype = str(models[chosen.trainer].dtype).removeprefix("torch.")
@@ -204,7 +202,7 @@ def _trainer(place: _Place, backbone: Backbone) -> Trainer:
         from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup  # a second, where it is needed
 
         recompute = settings.training.activation_checkpointing
-        return TrainingGroup(GroupOptions(processes, place.folder, backbone.dtype, place.device.type, recompute))
+        return TrainingGroup(GroupOptions(processes, place.folder, backbone.model.dtype, place.device.type, recompute))
 
     sharded = FsdpTrainer(
         start_group,

@@ -11,7 +11,7 @@ from tests.support.tiny import small
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.model.canary import CANARY_FILE, canary_tokens, mean_difference, read_canary
-from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.native.backbone import NativeBackbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 

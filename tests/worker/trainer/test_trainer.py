@@ -33,11 +33,11 @@ from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer import packed_trainer
 from rookery.worker.trainer.base import TrainerResult
-from rookery.worker.trainer.native import trainer as native_trainer
+from rookery.worker.trainer.native import backbone
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
-from rookery.worker.trainer.native.backbone import PassLimits, forward
+from rookery.worker.trainer.native.backbone import NativeBackbone, forward
 from rookery.worker.trainer.native.optim import GRADIENT_FILE, AdapterExport
-from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 HF = SIZES | {"tie_word_embeddings": True}
@@ -373,7 +373,7 @@ def test_copied_prompt_keys_count_as_memory(tmp_path: Path, monkeypatch: pytest.
         twice.append(recompute)
         return forward(*given, recompute=recompute)
 
-    monkeypatch.setattr(native_trainer, "forward", counted)
+    monkeypatch.setattr(backbone, "forward", counted)
     folder, rng = adapter_folder(tmp_path / "p", 4, 3), random.Random(0)
     batch = protocol.TrainingBatch(groups=[unit(rng, 16, [9] * 6), unit(rng, 8, [3])])  # the last token is not read
     gradients = []

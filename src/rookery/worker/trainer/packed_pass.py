@@ -10,16 +10,26 @@ Promises of every implementation:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from rookery.worker.model.adapter import Projections
-from rookery.worker.trainer.native.backbone import PassLimits
+from rookery.worker.engine.native.runner import EngineModel
 from rookery.worker.trainer.native.loss_head import TokenLogprobs
 from rookery.worker.trainer.native.packed_lora import PolicyRows
 from rookery.worker.trainer.native.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class PassLimits:
+    """In tokens. ``resident_tokens``: the longest batch whose activations are kept. ``max_tokens``: the longest batch
+    that is computed at all. ``copied_key_share``: memory of a key that attention copies for one more sequence, as a
+    share of a token's."""
+
+    resident_tokens: int
+    max_tokens: int
+    copied_key_share: float = 0.0
 
 
 class BackwardPass(Protocol):
@@ -39,21 +49,7 @@ class Backbone(Protocol):
     """See the module."""
 
     @property
-    def projections(self) -> Projections: ...
-
-    @property
-    def context(self) -> int:
-        """Tokens of the longest sequence."""
-        ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    def model(self) -> EngineModel: ...
 
     @property
     def limits(self) -> PassLimits: ...

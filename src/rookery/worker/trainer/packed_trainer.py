@@ -67,7 +67,7 @@ class PackedTrainer(OperationTrainer):
     # --- state ------------------------------------------------------------------------------------------------------
 
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> AdapterExport:
-        model = self._backbone.projections
+        model = self._backbone.model.projections
         self.states.make_room(4 * adapter_numbers(model, op.rank, op.targets))
         return self.states.track(AdapterExport(initial_adapter(op, source, model), base_model=self._base_model))
 
@@ -77,7 +77,7 @@ class PackedTrainer(OperationTrainer):
     def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
         weights = folder / WEIGHTS_FILE  # float32, as every version
         self._make_room(policy, parent.rank, weights.stat().st_size // 4 if weights.exists() else 0)
-        export = AdapterExport.read(folder, self._backbone.projections)
+        export = AdapterExport.read(folder, self._backbone.model.projections)
         check_rank(export.adapter, self._max_rank)
         self._hold(policy, lease, parent, export)
 
@@ -93,10 +93,10 @@ class PackedTrainer(OperationTrainer):
         return export is not None
 
     def _make_room(self, policy: str, rank: int, numbers: int) -> None:
-        self.states.hold(policy, PolicyState.bytes_for(numbers, self._backbone.dtype), numbers, rank)
+        self.states.hold(policy, PolicyState.bytes_for(numbers, self._backbone.model.dtype), numbers, rank)
 
     def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef, export: AdapterExport) -> None:
-        base = self._backbone
+        base = self._backbone.model
         state = PolicyState(export, base.projections, base.dtype, base.device)
         self.held[policy] = HeldPolicy(lease, state, {parent.hash: 0})
 
@@ -124,7 +124,7 @@ class PackedTrainer(OperationTrainer):
     def forward_backward(
         self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
     ) -> None:
-        base = self._backbone
+        base = self._backbone.model
 
         def pieces() -> list[PackedGroup]:
             groups = packed_groups(op, batch, base.context, base.vocab, self._limits.max_tokens)

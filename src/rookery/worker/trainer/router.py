@@ -1,6 +1,10 @@
-"""One trainer of two: LoRA policies go to the first, full-parameter policies to the second.
+"""The trainers of a worker: LoRA policies go to one, full-parameter policies to the other.
 
-Promise: while both have operations, they take turns by slices.
+Promises:
+
+* While both have operations, they take turns by slices.
+* A worker that only generates has neither: it holds nothing and takes no time. The controller sends it no operation,
+  since the worker lacks the role ``train``; one that arrives all the same is refused.
 """
 
 from __future__ import annotations
@@ -9,82 +13,87 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rookery import protocol
+from rookery.errors import UserError
 from rookery.worker.memory import MemoryUse
 from rookery.worker.trainer.base import Export, Trainer, TrainerResult
+
+REFUSAL = "this worker only generates; it was started without the role train"
 
 
 class TrainerRouter:
     """See :class:`rookery.worker.trainer.base.Trainer`."""
 
-    def __init__(self, lora: Trainer, full: Trainer) -> None:
-        self._lora = lora
-        self._full = full
-        self._both = [lora, full]
+    def __init__(self, lora: Trainer | None = None, full: Trainer | None = None) -> None:
+        self._lora, self._full = lora, full
+        self._all = [trainer for trainer in (lora, full) if trainer is not None]
         """The one whose turn it is first."""
 
-    def _of(self, ref: protocol.AdapterRef) -> Trainer:
-        return self._lora if ref.rank else self._full
+    def _of(self, rank: int) -> Trainer:
+        trainer = self._lora if rank else self._full
+        if trainer is None:
+            raise UserError(REFUSAL)
+        return trainer
 
     @property
     def trained(self) -> int:
-        return self._lora.trained + self._full.trained
+        return sum(trainer.trained for trainer in self._all)
 
     @property
     def pending(self) -> int:
-        return self._lora.pending + self._full.pending
+        return sum(trainer.pending for trainer in self._all)
 
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> Export:
-        return (self._lora if op.rank else self._full).initial_version(op, source)
+        return self._of(op.rank).initial_version(op, source)
 
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
-        return any(trainer.holds(policy, lease, parent_hash, steps) for trainer in self._both)
+        return any(trainer.holds(policy, lease, parent_hash, steps) for trainer in self._all)
 
     def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
-        self._of(parent).load(policy, lease, parent, folder)
+        self._of(parent.rank).load(policy, lease, parent, folder)
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
-        return self._of(parent).restore(policy, lease, parent)
+        return self._of(parent.rank).restore(policy, lease, parent)
 
     def offload(self, policy: str) -> None:
-        for trainer in self._both:
+        for trainer in self._all:
             trainer.offload(policy)
 
     def evict(self, policy: str) -> None:
-        for trainer in self._both:
+        for trainer in self._all:
             trainer.evict(policy)
 
     def discard_offloaded(self, parent_hash: str) -> None:
-        for trainer in self._both:
+        for trainer in self._all:
             trainer.discard_offloaded(parent_hash)
 
     def clear_offloaded(self) -> None:
-        for trainer in self._both:
+        for trainer in self._all:
             trainer.clear_offloaded()
 
     def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
-        self._of(ref).mark_committed(policy, lease, ref)
+        self._of(ref.rank).mark_committed(policy, lease, ref)
 
     def forward_backward(
         self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
     ) -> None:
-        self._of(op.parent).forward_backward(op, batch, gradients)
+        self._of(op.parent.rank).forward_backward(op, batch, gradients)
 
     def optim_step(self, op: protocol.OptimStep) -> None:
-        self._of(op.parent).optim_step(op)
+        self._of(op.parent.rank).optim_step(op)
 
     def memory(self) -> dict[str, MemoryUse]:
-        parts = self._lora.memory()
-        for part, use in self._full.memory().items():
+        parts: dict[str, MemoryUse] = {}
+        for part, use in (item for trainer in self._all for item in trainer.memory().items()):
             parts[part] = MemoryUse(parts[part].used + use.used if part in parts else use.used, use.budget)
         return parts
 
     def cancel(self, op: str) -> None:
-        for trainer in self._both:
+        for trainer in self._all:
             trainer.cancel(op)
 
     def step(self) -> bool:
-        self._both.reverse()
-        return any(trainer.step() for trainer in self._both)
+        self._all.reverse()
+        return any(trainer.step() for trainer in self._all)
 
     def drain(self) -> list[TrainerResult]:
-        return [*self._lora.drain(), *self._full.drain()]
+        return [result for trainer in self._all for result in trainer.drain()]

@@ -24,10 +24,9 @@ from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.base import Trainer, TrainerResult
 from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
-from rookery.worker.trainer.fsdp.passes import plan_passes, sequences_of
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
-from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.native.backbone import NativeBackbone
+from rookery.worker.trainer.native.packing import PackedGroup, plan_passes
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 TOLERANCE = 1e-5
@@ -163,7 +162,7 @@ def reference_step(model: transformers.PreTrainedModel, optimizer: torch.optim.O
     for number in range(2):
         groups = [PackedGroup.from_group(group) for group in batch(2 * seed + number).groups]
         groups += [PackedGroup.from_datum(datum) for datum in batch(2 * seed + number).data]
-        for sequence in (sequence for group in groups for sequence in sequences_of(group)):
+        for sequence in (sequence for group in groups for sequence in group.sequences()):
             logits = model(torch.tensor([sequence.tokens])).logits[0, sequence.rows] / 0.7
             logp = logits.log_softmax(-1)[range(len(sequence.rows)), sequence.targets]
             columns = [torch.tensor(x) for x in (sequence.logprobs, sequence.advantages, sequence.weights)]

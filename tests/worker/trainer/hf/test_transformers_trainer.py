@@ -24,9 +24,9 @@ from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.transformers_model import TransformersModel
 from rookery.worker.trainer.hf.trainer import TransformersBackbone
-from rookery.worker.trainer.native.backbone import PassLimits
+from rookery.worker.trainer.native.backbone import NativeBackbone
 from rookery.worker.trainer.native.optim import AdapterExport
-from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 RANKS = {"p": 4, "r": 7}

@@ -28,7 +28,7 @@ from rookery.worker.model.lora import LoraManager
 
 
 class EngineModel(Protocol):
-    """A base model as the engine knows it; a runner knows its class."""
+    """A base model as engine and trainer know it; runners and backbones know its class."""
 
     @property
     def context(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,9 +37,16 @@ from rookery.worker.trainer.fsdp.module import (
     weights_of,
     whole,
 )
-from rookery.worker.trainer.fsdp.passes import PassResult
 from rookery.worker.trainer.native.microbatch import agreement
 from rookery.worker.trainer.native.optim import CLIP_EPS, MOMENTS, AdapterExport
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Sums of metrics over the sequences of one process, and their log-probabilities, one tensor each."""
+
+    metrics: dict[str, float]
+    logprobs: list[Tensor]
 
 
 class PolicyShard:

@@ -27,15 +27,15 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.fsdp import versions
-from rookery.worker.trainer.fsdp.passes import PassResult, plan_passes, sequences_of
 from rookery.worker.trainer.native.microbatch import QueuedBatch
 from rookery.worker.trainer.native.optim import AdapterExport
-from rookery.worker.trainer.native.packing import PackedGroup
+from rookery.worker.trainer.native.packing import PackedGroup, plan_passes
 from rookery.worker.trainer.native.states import HeldPolicy
 from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
 
 if TYPE_CHECKING:  # a second of imports, which only a group needs
     from rookery.worker.trainer.fsdp.group import TrainingGroup
+    from rookery.worker.trainer.fsdp.shard import PassResult
 
 STATE_BYTES = 16
 """Bytes per trained parameter in float32: weight, gradient and two moments."""
@@ -221,7 +221,7 @@ class FsdpTrainer(OperationTrainer):
         while batch.groups and (not sequences or tokens + batch.groups[0].tokens <= self._slice_tokens * processes):
             group = batch.groups.popleft()
             tokens += group.tokens
-            sequences += sequences_of(group)
+            sequences += group.sequences()
         logprobs: dict[int, Tensor] = {}
         for shares in plan_passes([len(sequence.tokens) for sequence in sequences], processes, self._slice_tokens):
             each = [[sequences[at] for at in share] for share in shares]

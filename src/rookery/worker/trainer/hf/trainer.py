@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rookery.worker.model.transformers_model import Attend, AttentionPlan, TransformersModel
-from rookery.worker.trainer.native.backbone import PassLimits
 from rookery.worker.trainer.native.loss_head import TokenLogprobs
 from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.packing import AttentionBlock, PackedBatch
+from rookery.worker.trainer.packed_pass import PassLimits
 
 RESIDENT_TOKENS = 2048
 """On a CPU, longer passes recompute their layers in the backward pass, as in the native trainer."""
@@ -140,9 +140,6 @@ class TransformersBackbone:
     def __init__(self, model: TransformersModel, memory_bytes: float = math.inf) -> None:
         """Activations of a pass take about ``memory_bytes`` at most."""
         self.model = model
-        self.projections = model.projections
-        self.context, self.vocab = model.context, model.vocab
-        self.dtype, self.device = model.dtype, model.device
         self.limits = _limits(model, memory_bytes)
 
     def infer(self, batch: PackedBatch, policies: Sequence[PolicyRows]) -> Tensor:
@@ -158,7 +155,9 @@ class TransformersBackbone:
     def _compute(self, batch: PackedBatch, policies: Sequence[PolicyRows], *, recompute: bool) -> TransformersPass:
         plan = BlockAttention(batch) if self.model.streams else None
         if plan is not None:
-            layout = _Layout(torch.arange(len(batch.tokens), device=self.device)[None], None, None, list(policies))
+            layout = _Layout(
+                torch.arange(len(batch.tokens), device=self.model.device)[None], None, None, list(policies)
+            )
         else:
             layout = _padded(batch, policies)
         rows, lora = layout.index.numel(), PackedLora(layout.policies)

@@ -1,23 +1,33 @@
-"""One pass of the decoder over a packed batch, forward and backward, with bounded memory.
+"""The decoder that the native engine samples with as a ``Backbone``: passes over packed batches, with bounded memory.
+
+Promises, beyond those of :mod:`rookery.worker.trainer.packed_pass`: a group's shared prompt is computed once, forward
+and backward; where compiled kernels run, forward passes take the engine's (``kernel_pass``), bit for bit.
 
 A short batch keeps its layers' activations (about 0.5 MB per token on the 135M model). A long one keeps each layer's
 input only (35 kB per token there) and computes every layer once more, one at a time, in the backward pass: about a
-third more work. :class:`PassLimits` says which batches are long.
+third more work. ``PassLimits`` says which batches are long.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rookery.worker.engine.native import kernels
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import AttentionBackend, Decoder, LoraProduct
+from rookery.worker.trainer.native.attention import AttentionFactory, attention_for
+from rookery.worker.trainer.native.loss_head import TokenLogprobs, token_logprobs
+from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.packing import PackedBatch
+from rookery.worker.trainer.packed_pass import BackwardPass, PassLimits
 
 RECOMPUTE_TOKENS = 2048
 """On a CPU, longer batches recompute their layers in the backward pass: a 4,000-token group then needs some hundred MB
@@ -25,17 +35,6 @@ instead of 2 GB on the 135M model, and slices of the usual size keep their speed
 
 _LAYER_COPIES = 3
 """Copies of a layer's activations during its backward pass: themselves, their gradients, float32 copies of some."""
-
-
-@dataclass(frozen=True)
-class PassLimits:
-    """In tokens. ``resident_tokens``: the longest batch whose activations are kept. ``max_tokens``: the longest batch
-    that is computed at all. ``copied_key_share``: memory of a key that attention copies for one more sequence, as a
-    share of a token's."""
-
-    resident_tokens: int
-    max_tokens: int
-    copied_key_share: float = 0.0
 
 
 def pass_limits(config: DecoderConfig, itemsize: int, memory_bytes: float) -> PassLimits:
@@ -110,7 +109,46 @@ def forward(
         return ForwardPass(decoder.final_norm(inputs[-1]), decoder, batch, attend, lora, None, inputs)
 
 
-@torch.no_grad()
-def infer(decoder: Decoder, batch: PackedBatch, attend: AttentionBackend, lora: LoraProduct | None) -> Tensor:
-    """Hidden states without gradients; without ``lora``, those of the base model."""
-    return decoder.forward(batch.tokens, batch.positions, attend, lora)
+class NativeBackbone:
+    """The decoder as a :class:`~rookery.worker.trainer.packed_pass.Backbone`."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        limits: PassLimits | None = None,
+        attention: AttentionFactory | None = None,
+        *,
+        compiled: bool = True,
+        cache: Path | None = None,
+    ) -> None:
+        """``limits`` and ``attention`` default to those of the decoder's device; without ``attention``, ``compiled``
+        allows the CPU kernels, whose code is cached under ``cache``."""
+        self.model = self._decoder = decoder
+        self._compiled = compiled and attention is None and kernels.usable(decoder, cache)
+        self._attention = attention or attention_for(decoder)
+        self.limits = limits or limits_for(decoder)
+
+    def infer(self, batch: PackedBatch, policies: Sequence[PolicyRows]) -> Tensor:
+        """See ``Backbone``."""
+        if self._compiled:
+            from rookery.worker.trainer.native import kernel_pass
+
+            return kernel_pass.infer(self._decoder, batch, policies)
+        lora, attend = PackedLora(policies) if policies else None, self._attention(self._decoder, batch)
+        with torch.no_grad():
+            return self._decoder.forward(batch.tokens, batch.positions, attend, lora)
+
+    def forward(self, batch: PackedBatch, policies: Sequence[PolicyRows], *, recompute: bool) -> BackwardPass:
+        """See ``Backbone``."""
+        if self._compiled:
+            from rookery.worker.trainer.native import kernel_pass
+
+            return kernel_pass.KernelPass(self._decoder, batch, policies, recompute=recompute)
+        attend = self._attention(self._decoder, batch)
+        return forward(self._decoder, batch, attend, PackedLora(policies), recompute=recompute)
+
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
+    ) -> TokenLogprobs:
+        """See ``Backbone``."""
+        return token_logprobs(self._decoder, hidden, targets, temperatures, derivatives=derivatives)

@@ -82,10 +82,10 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
     of tokens. Layers are recomputed if the groups exceed ``resident_tokens`` of the backbone's limits."""
     began = time.perf_counter()
     groups = [group for item in items for group in item.groups]
-    batch, limits = pack_groups(groups, backbone.device), backbone.limits
+    batch, limits = pack_groups(groups, backbone.model.device), backbone.limits
     rows, loss_rows = _by_item(items, batch.row_ranges), _by_item(items, batch.loss_ranges)
     policies = [PolicyRows(r.start, r.stop, item.policy) for item, r in zip(items, rows, strict=True)]
-    temperatures = _temperatures(items, loss_rows, len(batch.sources), backbone.device)
+    temperatures = _temperatures(items, loss_rows, len(batch.sources), backbone.model.device)
     if items[0].queued.op.forward_only:
         hidden = backbone.infer(batch, policies)[batch.sources]
         logp = backbone.logprobs(hidden, batch.targets, temperatures, derivatives=False).logp
@@ -104,10 +104,10 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
             item.queued.add_metrics({"entropy:sum": float(scores.entropy[span].sum())})
             if item.queued.op.logprobs:
                 item.queued.add_logprobs(scores.logp[span])
-        d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=backbone.device)
+        d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=backbone.model.device)
         d_hidden.index_add_(0, batch.sources, scores.slopes.mul_(d_logp[:, None]))
-        passed.backward(d_hidden.to(backbone.dtype))
-    finish(backbone.device)
+        passed.backward(d_hidden.to(backbone.model.dtype))
+    finish(backbone.model.device)
     seconds = time.perf_counter() - began
     for item, span in zip(items, rows, strict=True):
         item.queued.add_metrics({"seconds": seconds * (span.stop - span.start) / len(batch.tokens)})
@@ -192,9 +192,9 @@ def _base_logprobs(
     base = torch.zeros_like(logp)
     needed = [(item, span) for item, span in zip(items, loss_rows, strict=True) if item.queued.op.kl_weight]
     if needed:
-        batch = pack_groups([group for item, _ in needed for group in item.groups], backbone.device)
+        batch = pack_groups([group for item, _ in needed for group in item.groups], backbone.model.device)
         hidden = backbone.infer(batch, [])[batch.sources]
-        rows = torch.cat([torch.arange(span.start, span.stop, device=backbone.device) for _, span in needed])
+        rows = torch.cat([torch.arange(span.start, span.stop, device=backbone.model.device) for _, span in needed])
         chosen = None if temperatures is None else temperatures[rows]
         base[rows] = backbone.logprobs(hidden, batch.targets, chosen, derivatives=False).logp
     return base
@@ -205,7 +205,7 @@ def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) 
     rows = len(tokens) - 1
     zeros = [0.0] * rows
     group = PackedGroup(tokens[:-1], [[]], list(range(rows)), tokens[1:], zeros, zeros, zeros, [0] * rows)
-    batch = pack_groups([group], backbone.device)
+    batch = pack_groups([group], backbone.model.device)
     hidden = backbone.infer(batch, [PolicyRows(0, len(batch.tokens), policy)])[batch.sources]
     return [float(x) for x in backbone.logprobs(hidden, batch.targets, None, derivatives=False).logp]
 

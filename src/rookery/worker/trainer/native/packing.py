@@ -149,6 +149,42 @@ class PackedGroup:
             )
         return pieces
 
+    def sequences(self) -> list[protocol.Datum]:
+        """The trajectories, in order, each with a copy of the prompt. Together they have the
+        targets in the group's order."""
+        found, start, at, length = [], len(self.prompt), 0, len(self.prompt)
+        for tail in self.tails:
+            first = at
+            while at < len(self.targets) and self.members[at] == self.members[first]:
+                at += 1
+            loss = slice(first, at)
+            rows = [source if source < length else source - start + length for source in self.sources[loss]]
+            found.append(
+                protocol.Datum(
+                    tokens=[*self.prompt, *tail],
+                    rows=rows,
+                    targets=self.targets[loss],
+                    logprobs=self.logprobs[loss],
+                    advantages=self.advantages[loss],
+                    weights=self.weights[loss],
+                )
+            )
+            start += len(tail)
+        return found
+
+
+def plan_passes(lengths: list[int], processes: int, slice_tokens: int) -> list[list[list[int]]]:
+    """Passes that cover sequences of these ``lengths``; of each pass, the indices of each process's sequences, none for
+    some if there are too few. Sequences of a pass are of similar length, and take at most ``slice_tokens`` tokens in a
+    process, padding included, or are single."""
+    order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
+    passes = []
+    while order:
+        rows = max(1, slice_tokens // max(1, lengths[order[0]])) * processes
+        taken, order = order[:rows], order[rows:]
+        passes.append([taken[rank::processes] for rank in range(processes)])
+    return passes
+
 
 @dataclass(frozen=True)
 class AttentionBlock:
