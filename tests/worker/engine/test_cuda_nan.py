@@ -35,7 +35,7 @@ from rookery.worker.trainer.native.backbone import forward
 from rookery.worker.trainer.native.loss_head import token_logprobs
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
-from rookery.worker.trainer.native.packing import PackedGroup, pack_groups
+from rookery.worker.trainer.native.packing import LossToken, PackedGroup, pack_groups
 
 DTYPE = torch.bfloat16
 EVERY = ["q", "k", "v", "o", "gate", "up", "down"]
@@ -167,7 +167,7 @@ def _unit(prompt: int, tails: list[int]) -> PackedGroup:
     return PackedGroup(
         prompt=[rng.randrange(200) for _ in range(prompt)],
         tails=[[rng.randrange(200) for _ in range(n)] for n in tails],
-        sources=[total - 1], targets=[1], logprobs=[0.0], advantages=[1.0], weights=[1.0], members=[0],
+        loss=[LossToken(total - 1, 1, 0.0, 1.0, 1.0)],
     )  # fmt: skip
 
 

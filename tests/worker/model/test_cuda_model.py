@@ -31,7 +31,7 @@ from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
 from rookery.worker.trainer.native.backbone import forward, layer_numbers, pass_limits
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
-from rookery.worker.trainer.native.packing import PackedGroup, pack_groups
+from rookery.worker.trainer.native.packing import LossToken, PackedGroup, pack_groups
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16
 
@@ -129,8 +129,8 @@ def _unit(rng: random.Random, prompt: int, tails: list[int]) -> PackedGroup:
     return PackedGroup(
         prompt=[rng.randrange(200) for _ in range(prompt)],
         tails=[[rng.randrange(200) for _ in range(n)] for n in tails],
-        sources=[total - 1], targets=[1], logprobs=[0.0], advantages=[1.0], weights=[1.0], members=[0],
-    )  # fmt: skip
+        loss=[LossToken(total - 1, 1, 0.0, 1.0, 1.0)],
+    )
 
 
 @pytest.mark.parametrize("product", [grouped_matmul, batched_matmul])

@@ -22,7 +22,7 @@ from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.device import finish
 from rookery.worker.trainer.native.optim import PolicyState
 from rookery.worker.trainer.native.packed_lora import PolicyRows
-from rookery.worker.trainer.native.packing import PackedBatch, PackedGroup, pack_groups
+from rookery.worker.trainer.native.packing import LossToken, PackedBatch, PackedGroup, pack_groups
 from rookery.worker.trainer.packed_pass import Backbone
 
 
@@ -38,7 +38,7 @@ class QueuedBatch:
         gradients to add after them."""
         self.op = op
         self.gradients = gradients
-        self.groups = deque(group for group in groups or () if group.targets)
+        self.groups = deque(group for group in groups or () if group.loss)
         self.abandoned = groups is None
         self.state: object = None
         self.metrics: dict[str, float] = {"loss:sum": 0.0, "tokens": 0.0, "seconds": 0.0}
@@ -175,8 +175,8 @@ def agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
 
 def _trajectories(item: PassItem, batch: PackedBatch, span: slice) -> Tensor:
     """Numbers from 0 for the trajectories of an item's loss tokens."""
-    counts = torch.tensor([len(group.sources) for group in item.groups], device=batch.members.device)
-    members = max((max(group.members, default=0) for group in item.groups), default=0) + 1
+    counts = torch.tensor([len(group.loss) for group in item.groups], device=batch.members.device)
+    members = max((token.member for group in item.groups for token in group.loss), default=0) + 1
     groups = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     return (groups * members + batch.members[span]).unique(return_inverse=True)[1]
 
@@ -202,9 +202,8 @@ def _base_logprobs(
 
 def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) -> list[float]:
     """Log-probabilities of ``tokens``, all but the first, under ``policy`` as it is now."""
-    rows = len(tokens) - 1
-    zeros = [0.0] * rows
-    group = PackedGroup(tokens[:-1], [[]], list(range(rows)), tokens[1:], zeros, zeros, zeros, [0] * rows)
+    loss = [LossToken(row, token, 0.0, 0.0, 0.0) for row, token in enumerate(tokens[1:])]
+    group = PackedGroup(tokens[:-1], [[]], loss)
     batch = pack_groups([group], backbone.model.device)
     hidden = backbone.infer(batch, [PolicyRows(0, len(batch.tokens), policy)])[batch.sources]
     return [float(x) for x in backbone.logprobs(hidden, batch.targets, None, derivatives=False).logp]

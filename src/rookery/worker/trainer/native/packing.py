@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,20 +33,26 @@ PACK_TOKENS = 64
 length first; below it the padding costs less than another call."""
 
 
+class LossToken(NamedTuple):
+    """A token that carries loss. ``source`` is the index of the token that predicts it within [prompt, tail, tail, …];
+    ``logprob`` is the behaviour policy's."""
+
+    source: int
+    target: int
+    logprob: float
+    advantage: float
+    weight: float
+    member: int = 0
+
+
 @dataclass(frozen=True)
 class PackedGroup:
     """A ``SharedPrefixGroup`` or ``Datum`` ready to be packed: ``prompt`` and the members' ``tails`` as they are read,
-    and per loss token ``sources`` (index of the predicting token within [prompt, tail, tail, …]), ``targets``, the
-    behaviour log-probs, advantages, weights and the member it belongs to."""
+    and the tokens that carry ``loss``."""
 
     prompt: list[int]
     tails: list[list[int]]
-    sources: list[int]
-    targets: list[int]
-    logprobs: list[float]
-    advantages: list[float]
-    weights: list[float]
-    members: list[int]
+    loss: list[LossToken]
 
     @property
     def tokens(self) -> int:
@@ -66,7 +73,7 @@ class PackedGroup:
         """Raises ``ValueError`` for an empty prompt or lists of different lengths."""
         if not group.prompt:
             raise ValueError("a group needs a prompt of at least one token")
-        packed = cls(list(group.prompt), [], [], [], [], [], [], [])
+        packed = cls(list(group.prompt), [], [])
         start = len(group.prompt)
         for number, member in enumerate(group.members):
             if not len(member.tokens) == len(member.logprobs) == len(member.advantages) == len(member.weights):
@@ -75,12 +82,8 @@ class PackedGroup:
             if not loss:
                 continue
             for i in loss:
-                packed.sources.append(start + i - 1 if i else len(group.prompt) - 1)
-                packed.targets.append(member.tokens[i])
-                packed.logprobs.append(member.logprobs[i])
-                packed.advantages.append(member.advantages[i])
-                packed.weights.append(member.weights[i])
-                packed.members.append(number)
+                token = member.tokens[i], member.logprobs[i], member.advantages[i], member.weights[i]
+                packed.loss.append(LossToken(start + i - 1 if i else len(group.prompt) - 1, *token, number))
             packed.tails.append(list(member.tokens[: loss[-1]]))
             start += loss[-1]
         return packed
@@ -95,10 +98,7 @@ class PackedGroup:
         if datum.rows and not 0 <= min(datum.rows) <= max(datum.rows) < len(datum.tokens):
             raise ValueError(f"a datum of {len(datum.tokens)} tokens has a target at row {max(datum.rows)}")
         read = datum.tokens[: max(datum.rows, default=-1) + 1]
-        return cls(
-            list(read), [[]], datum.rows, datum.targets, datum.logprobs, datum.advantages, datum.weights,
-            [0] * len(datum.rows),
-        )  # fmt: skip
+        return cls(list(read), [[]], [LossToken(*token) for token in zip(*lists, strict=True)])
 
     def check(self, context: int, vocab: int, max_tokens: int) -> None:
         """Raises ``ValueError`` if a model with this context and vocabulary cannot read it, ``MemoryError`` if a
@@ -106,7 +106,8 @@ class PackedGroup:
         longest = len(self.prompt) + max(map(len, self.tails), default=0)
         if longest > context:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {context}")
-        read = [*self.prompt, *self.targets, *(token for tail in self.tails for token in tail)]
+        targets = (token.target for token in self.loss)
+        read = [*self.prompt, *targets, *(token for tail in self.tails for token in tail)]
         if read and (min(read) < 0 or max(read) >= vocab):
             raise ValueError(f"a token id is outside of the vocabulary of {vocab}")
         if longest > max_tokens:
@@ -130,43 +131,33 @@ class PackedGroup:
                 tokens = len(self.prompt)
             tokens += len(tail)
         before = list(accumulate(map(len, self.tails), initial=0))
-        targets = list(accumulate(Counter(self.members).values(), initial=0))  # every tail has some, in order
+        counts = Counter(token.member for token in self.loss)  # every tail has some, in order
+        edge = list(accumulate(counts.values(), initial=0))
         last = len(self.prompt) - 1
         pieces = []
         for first, end in pairwise([*edges, len(self.tails)]):
-            loss = slice(targets[first], targets[end])
-            pieces.append(
-                PackedGroup(
-                    prompt=self.prompt,
-                    tails=self.tails[first:end],
-                    sources=[source - before[first] if source > last else last for source in self.sources[loss]],
-                    targets=self.targets[loss],
-                    logprobs=self.logprobs[loss],
-                    advantages=self.advantages[loss],
-                    weights=self.weights[loss],
-                    members=self.members[loss],
-                )
-            )
+            loss = [
+                token._replace(source=token.source - before[first]) if token.source > last else token
+                for token in self.loss[edge[first] : edge[end]]
+            ]
+            pieces.append(PackedGroup(self.prompt, self.tails[first:end], loss))
         return pieces
 
     def sequences(self) -> list[protocol.Datum]:
         """The trajectories, in order, each with a copy of the prompt. Together they have the
         targets in the group's order."""
-        found, start, at, length = [], len(self.prompt), 0, len(self.prompt)
-        for tail in self.tails:
-            first = at
-            while at < len(self.targets) and self.members[at] == self.members[first]:
-                at += 1
-            loss = slice(first, at)
-            rows = [source if source < length else source - start + length for source in self.sources[loss]]
+        found, start, length = [], len(self.prompt), len(self.prompt)
+        for tail, (_, tokens) in zip(self.tails, groupby(self.loss, key=lambda token: token.member), strict=True):
+            loss = list(tokens)
+            rows = [token.source if token.source < length else token.source - start + length for token in loss]
             found.append(
                 protocol.Datum(
                     tokens=[*self.prompt, *tail],
                     rows=rows,
-                    targets=self.targets[loss],
-                    logprobs=self.logprobs[loss],
-                    advantages=self.advantages[loss],
-                    weights=self.weights[loss],
+                    targets=[token.target for token in loss],
+                    logprobs=[token.logprob for token in loss],
+                    advantages=[token.advantage for token in loss],
+                    weights=[token.weight for token in loss],
                 )
             )
             start += len(tail)
@@ -272,9 +263,11 @@ def pack_groups(groups: Sequence[PackedGroup], device: torch.device | str = "cpu
         else:
             packs.append(Pack(start, 0, [(start, prompt)]))
             packs += [Pack(start, prompt, alike) for alike in _by_length(tails)]
-        loss_ranges.append((len(sources), len(sources) + len(group.sources)))
-        sources += [start + source for source in group.sources]
+        loss_ranges.append((len(sources), len(sources) + len(group.loss)))
+        sources += [start + token.source for token in group.loss]
         row_ranges.append((start, len(tokens)))
+
+    loss = [token for group in groups for token in group.loss]
 
     def tensor(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=device)
@@ -286,11 +279,11 @@ def pack_groups(groups: Sequence[PackedGroup], device: torch.device | str = "cpu
         row_ranges=row_ranges,
         loss_ranges=loss_ranges,
         sources=tensor(sources, torch.int64),
-        targets=tensor((target for group in groups for target in group.targets), torch.int64),
-        logprobs=tensor(value for group in groups for value in group.logprobs),
-        advantages=tensor(value for group in groups for value in group.advantages),
-        weights=tensor(value for group in groups for value in group.weights),
-        members=tensor((member for group in groups for member in group.members), torch.int64),
+        targets=tensor((token.target for token in loss), torch.int64),
+        logprobs=tensor(token.logprob for token in loss),
+        advantages=tensor(token.advantage for token in loss),
+        weights=tensor(token.weight for token in loss),
+        members=tensor((token.member for token in loss), torch.int64),
     )
 
 
