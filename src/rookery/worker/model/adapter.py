@@ -26,8 +26,9 @@ from rookery.errors import UserError
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
-_MODULES = {part: ("self_attn" if part in "qkvo" else "mlp") + f".{part}_proj" for part in PARTS}
-_PARTS = {module: part for part, module in _MODULES.items()}
+MODULES = {part: ("self_attn" if part in "qkvo" else "mlp") + f".{part}_proj" for part in PARTS}
+"""Name of each part's module within a layer, in the families that the native decoder knows."""
+_PARTS = {module: part for part, module in MODULES.items()}
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+?)\.(\d+)\.(.+)\.lora_([AB])\.weight")
 _UNSUPPORTED = ("use_dora", "layer_replication", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
 """PEFT options under which B A x is not the whole delta."""
@@ -77,7 +78,7 @@ class Adapter:
     def modules(self) -> list[str]:
         """Names of the modules that any layer adapts, parts of ``PARTS`` in that order."""
         parts = sorted({part for _, part in self.weights}, key=lambda part: ((*PARTS, part).index(part), part))
-        return list(dict.fromkeys(_MODULES.get(part, part).rpartition(".")[2] for part in parts))
+        return list(dict.fromkeys(MODULES.get(part, part).rpartition(".")[2] for part in parts))
 
 
 def targeted(model: Projections, targets: Sequence[str]) -> list[tuple[int, str]]:
@@ -168,7 +169,7 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str = "") -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
     tensors = {}
     for (layer, part), (a, b) in adapter.weights.items():
-        stem = f"base_model.model.{adapter.prefix}.{layer}.{_MODULES.get(part, part)}"
+        stem = f"base_model.model.{adapter.prefix}.{layer}.{MODULES.get(part, part)}"
         tensors[f"{stem}.lora_A.weight"] = a.contiguous()
         tensors[f"{stem}.lora_B.weight"] = b.contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})

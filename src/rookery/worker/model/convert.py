@@ -40,7 +40,8 @@ from torch import Tensor
 from rookery.aio import die_with_parent
 from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
 from rookery.tokenization import registry
-from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.adapter import MODULES
+from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS, Decoder, output_slices
 
 log = logging.getLogger("rookery.worker")
@@ -194,43 +195,39 @@ def _read_gguf(source: registry.Source, target: Path) -> tuple[dict[str, Any], d
     return raw, model.state_dict()
 
 
+def _published_names(config: DecoderConfig) -> dict[str, list[str]]:
+    """By each fused weight its parts in order of the rows, as a ``…ForCausalLM`` state dict names them."""
+    names = {"embed": ["model.embed_tokens.weight"], "norm": ["model.norm.weight"]}
+    if not config.tied:
+        names["head"] = ["lm_head.weight"]
+    modules = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"]}
+    if config.qk_norm:
+        modules |= {"q_norm": ["self_attn.q_norm"], "k_norm": ["self_attn.k_norm"]}
+    modules |= {site: [MODULES[part] for part in parts] for site, parts in SITES.items()}
+    biased = {"qkv": config.qkv_bias, "o": config.o_bias, "gate_up": config.mlp_bias, "down": config.mlp_bias}
+    for i in range(config.layers):
+        for name, parts in modules.items():
+            names[f"layers.{i}.{name}"] = [f"model.layers.{i}.{part}.weight" for part in parts]
+            if biased.get(name):
+                names[f"layers.{i}.{name}_bias"] = [f"model.layers.{i}.{part}.bias" for part in parts]
+    return names
+
+
 def fuse(config: DecoderConfig, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Concatenates the weights of a ``…ForCausalLM`` state dict into the fused ones that ``Decoder`` reads; no number
     changes. Raises ``UserError`` that names a missing or an unexpected weight."""
     left = {name: tensor for name, tensor in published.items() if not name.endswith(_IGNORED_WEIGHTS)}
-
-    def take(*names: str) -> Tensor:
-        missing = [name for name in names if name not in left]
-        if missing:
-            raise UserError(f"the model's weights lack {missing[0]}")
-        parts = [left.pop(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    fused = {"embed": take("model.embed_tokens.weight"), "norm": take("model.norm.weight")}
     if config.tied:
         left.pop("lm_head.weight", None)
-    else:
-        fused["head"] = take("lm_head.weight")
-    for i in range(config.layers):
-        source, target = f"model.layers.{i}.", f"layers.{i}."
-        attention, mlp = source + "self_attn.", source + "mlp."
-        fused[target + "attention_norm"] = take(source + "input_layernorm.weight")
-        fused[target + "mlp_norm"] = take(source + "post_attention_layernorm.weight")
-        if config.qk_norm:
-            fused[target + "q_norm"] = take(attention + "q_norm.weight")
-            fused[target + "k_norm"] = take(attention + "k_norm.weight")
-        for site, parts, biased in (
-            ("qkv", [attention + f"{p}_proj" for p in "qkv"], config.qkv_bias),
-            ("o", [attention + "o_proj"], config.o_bias),
-            ("gate_up", [mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
-            ("down", [mlp + "down_proj"], config.mlp_bias),
-        ):
-            fused[target + site] = take(*(part + ".weight" for part in parts))
-            if biased:
-                fused[target + site + "_bias"] = take(*(part + ".bias" for part in parts))
+    fused = {}
+    for name, parts in _published_names(config).items():
+        if missing := [part for part in parts if part not in left]:
+            raise UserError(f"the model's weights lack {missing[0]}")
+        tensors = [left.pop(part) for part in parts]
+        fused[name] = (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).contiguous()
     if left:
         raise UserError(f"the model has a weight that its config does not explain: {next(iter(left))}")
-    return {name: tensor.contiguous() for name, tensor in fused.items()}
+    return fused
 
 
 def read_full_version(folder: Path, base: Decoder) -> Decoder:
@@ -245,22 +242,11 @@ def read_full_version(folder: Path, base: Decoder) -> Decoder:
 def unfuse(config: DecoderConfig, fused: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of :func:`fuse`: the weights under the names of a ``…ForCausalLM`` state dict, as views. A tied head
     is left out."""
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    names |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-    published = {"model.embed_tokens.weight": fused["embed"], "model.norm.weight": fused["norm"]}
-    if not config.tied:
-        published["lm_head.weight"] = fused["head"]
-    for key, tensor in fused.items():
-        if not key.startswith("layers."):
-            continue
-        at, _, name = key.rpartition(".")
-        if name in names:
-            published[f"model.{at}.{names[name]}.weight"] = tensor
-            continue
-        site, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
-        for part, rows in output_slices(config, site).items():
-            module = "self_attn" if part in "qkvo" else "mlp"
-            published[f"model.{at}.{module}.{part}_proj.{kind}"] = tensor[rows]
+    published: dict[str, Tensor] = {}
+    for name, parts in _published_names(config).items():
+        site = name.rpartition(".")[2].removesuffix("_bias")
+        rows = output_slices(config, site).values() if site in SITES else [slice(None)]
+        published |= {part: fused[name][some] for part, some in zip(parts, rows, strict=True)}
     return published
 
 

@@ -118,19 +118,6 @@ class _SwiGlu(torch.autograd.Function):
         return swiglu_backward(gradients[0], y)
 
 
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        (g,) = gradients
-        return g * cos + (g * sin).roll(g.shape[-1] // 2, -1), None, None
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / √(mean(x²) + eps) · weight`` over the last dimension (arXiv:1910.07467); ``weight`` is frozen."""
     if torch.is_grad_enabled():
@@ -168,6 +155,4 @@ def swiglu_backward(g: Tensor, y: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE of x [tokens, heads, head_dim]; ``cos`` and ``sin`` [tokens, 1, head_dim], the sine's first half negated."""
-    if torch.is_grad_enabled():
-        return _Rotate.apply(x, cos, sin)
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin

@@ -37,7 +37,7 @@ from rookery.errors import UserError
 from rookery.tokenization.registry import PREPARED
 from rookery.worker.model.adapter import part_of
 from rookery.worker.model.convert import published
-from rookery.worker.model.decoder import best_dtype
+from rookery.worker.model.decoder import LoraProduct, best_dtype
 
 _ATTENTION = "rookery"
 """Name of the attention in transformers' registry."""
@@ -60,12 +60,6 @@ class AttentionPlan(Protocol):
         """q [1, heads, tokens, d], k and v [1, kv_heads, tokens, d], rotated; ``window`` as in ``DecoderConfig``
         (0: none) → [1, tokens, heads, d]."""
         ...
-
-
-class Lora(Protocol):
-    """The adapters of a stream, each projection a separate site; as ``decoder.LoraProduct``."""
-
-    def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor: ...
 
 
 class _Current:
@@ -159,7 +153,7 @@ class TransformersModel:
         """Whether tokens of several sequences may share a stream."""
         if self.streams:
             model.set_attn_implementation(_ATTENTION)
-        self.lora: Lora | None = None
+        self.lora: LoraProduct | None = None
         self._rows = 0
         self._layers, linear, prefix = _linear_modules(model)
         shapes = {key: (module.in_features, module.out_features) for key, module in linear.items()}
@@ -215,7 +209,7 @@ class TransformersModel:
         return self.lora(*key, x, y.flatten(0, -2)).view_as(y)
 
     @contextmanager
-    def adapted(self, lora: Lora | None, rows: int, plan: AttentionPlan | None = None) -> Iterator[None]:
+    def adapted(self, lora: LoraProduct | None, rows: int, plan: AttentionPlan | None = None) -> Iterator[None]:
         """Passes of ``rows`` tokens within compute ``lora`` and attend by ``plan``."""
         before = self.lora, self._rows, _Current.plan
         self.lora, self._rows, _Current.plan = lora, rows, plan

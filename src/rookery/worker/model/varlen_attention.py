@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,28 +29,20 @@ from rookery.worker import device
 
 @dataclass(frozen=True)
 class SequenceBounds:
-    """Where sequences begin, and the last one ends, in the stream of queries and in that of keys: ``of_queries`` and
-    ``of_keys`` [sequences + 1] int32 on the device, and the same numbers on the host."""
+    """Sequences in the stream of queries and in that of keys: the numbers of ``queries`` and of ``keys`` of each, and
+    where each begins, and the last one ends: ``of_queries`` and ``of_keys`` [sequences + 1] int32 on the device."""
 
     of_queries: Tensor
     of_keys: Tensor
-    host_queries: list[int]
-    host_keys: list[int]
+    queries: list[int]
+    keys: list[int]
 
     @classmethod
     def from_lengths(cls, queries: list[int], keys: list[int], device: torch.device | str) -> SequenceBounds:
         """From the numbers of queries and of keys of each sequence."""
         starts = [list(accumulate(counts, initial=0)) for counts in (queries, keys)]
         both = torch.tensor(starts, dtype=torch.int32, device=device)
-        return cls(both[0], both[1], *starts)
-
-    @property
-    def max_queries(self) -> int:
-        return _longest(self.host_queries)
-
-    @property
-    def max_keys(self) -> int:
-        return _longest(self.host_keys)
+        return cls(both[0], both[1], queries, keys)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBounds, window: int) -> Tensor:
@@ -64,17 +56,15 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBounds,
             v,
             sequences.of_queries,
             sequences.of_keys,
-            sequences.max_queries,
-            sequences.max_keys,
+            max(sequences.queries, default=0),
+            max(sequences.keys, default=0),
             window_size=(window - 1 if window else -1, 0),
         )
         return fused
     outs = []
-    at_q, at_k = sequences.host_queries, sequences.host_keys
-    for i in range(len(at_q) - 1):
-        rows, seen = at_q[i + 1] - at_q[i], at_k[i + 1] - at_k[i]
-        queries = q[at_q[i] : at_q[i + 1]].transpose(0, 1).unsqueeze(0)
-        keys, values = (x[at_k[i] : at_k[i + 1]].transpose(0, 1).unsqueeze(0) for x in (k, v))
+    for one, *both in zip(q.split(sequences.queries), *(x.split(sequences.keys) for x in (k, v)), strict=True):
+        rows, seen = len(one), len(both[0])
+        queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (one, *both))
         ahead = torch.arange(seen, device=q.device) - torch.arange(seen - rows, seen, device=q.device)[:, None]
         mask = (ahead <= 0) & (ahead > -window) if window else ahead <= 0
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
@@ -154,7 +144,3 @@ def fused_varlen_attention() -> Callable[..., Any]:
 def has_fused_kernels(q: Tensor) -> bool:
     """Whether the fused kernels take it."""
     return device.fuses(q.device, q.dtype)
-
-
-def _longest(starts: list[int]) -> int:
-    return max((stop - start for start, stop in pairwise(starts)), default=0)

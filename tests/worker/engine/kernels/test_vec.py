@@ -27,7 +27,7 @@ def _product(args: int) -> None:
         if block >= blocks:
             break
         here, there = x + 4 * block * rows * depth, out + 4 * block * rows * 16 * vectors
-        product.multiply(here, depth, rows, w, 16 * vectors, depth, there, 16 * vectors, vectors, half)
+        product.multiply(here, depth, rows, w, 16 * vectors, 16, depth, there, 16 * vectors, vectors, half)
 
 
 def _elementwise(args: int) -> None:

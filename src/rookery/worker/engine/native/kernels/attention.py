@@ -174,7 +174,7 @@ def _score(args: int, first: int, count: int, segment: int, head: int, query: in
             store_float(out, row * width + i, splat(0.0))
     keys = _address(args, _KEYS, first, segment, head, begin)
     vectors = _blocks_up(end - begin) // LANES
-    multiply(query, size, rows, keys, LANES, size, out, width, vectors, read_int(args, _HALF), LANES * size)
+    multiply(query, size, rows, keys, LANES, LANES * size, size, out, width, vectors, read_int(args, _HALF))
 
 
 @device_function
@@ -206,7 +206,7 @@ def _add_values(args: int, begin: int, end: int, rows: int, values: int, weights
     if begin < end:
         values += (2 if half else 4) * begin * size
         width = read_int(args, _WIDTH)
-        multiply(weights + 4 * begin, width, rows, values, size, end - begin, sums, size, size // LANES, half)
+        multiply(weights + 4 * begin, width, rows, values, size, LANES, end - begin, sums, size, size // LANES, half)
 
 
 @device_function

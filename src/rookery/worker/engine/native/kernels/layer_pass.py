@@ -62,13 +62,10 @@ def forward(
     tokens: Tensor,
     groups: Sequence[tuple[KernelAdapter | None, int]],
     attend: Attend,
-    keep: Callable[[LayerValues], None] | None = None,
 ) -> Tensor:
     """``Decoder.forward`` of tokens [tokens] by kernels, without gradients: hidden states after the final norm [tokens,
-    hidden]. ``groups`` as in ``LayerStages``; ``keep`` gets the values of each layer."""
+    hidden]. ``groups`` as in ``LayerStages``."""
     stages, y = LayerStages(decoder, F.embedding(tokens, decoder.embedding), groups), None
     for i in range(len(decoder.layers)):
-        y, values = run_layer(stages, i, y, attend, keep=keep is not None)
-        if keep is not None and values is not None:
-            keep(values)
+        y, _ = run_layer(stages, i, y, attend, keep=False)
     return stages.norm(decoder.norm, y, (len(decoder.layers) - 1, "down"), None)

@@ -3,7 +3,7 @@
 Promises:
 
 * A row's result is the same bits in any batch: blocks hold rows of one adapter, and each number of LoRA's two factors
-  is one chain of fused multiply-adds along its contraction (``vec.multiply``), whatever the block's size. A NaN stays
+  is one chain of fused multiply-adds along its contraction (``multiply``), whatever the block's size. A NaN stays
   in its adapter's rows.
 * Numbers are rounded to the base's dtype where the decoder's plain operations round them; all else is float32. The sum
   of squares of a norm is taken lane by lane along the row, then over the lanes.
@@ -91,7 +91,7 @@ def _expand(args: int, block: int, part: int, at: int, columns: int, out: int, s
         inner = read_int(args, _INNER) + 4 * (read_int(block, 0) * read_int(args, _STRIDE) + part * rank)
         b += (2 if half else 4) * at * rank
         rows, vectors = read_int(block, 1), columns // LANES
-        multiply(inner, read_int(args, _STRIDE), rows, b, LANES, rank, out, stride, vectors, half, LANES * rank)
+        multiply(inner, read_int(args, _STRIDE), rows, b, LANES, LANES * rank, rank, out, stride, vectors, half)
 
 
 @device_function
@@ -120,7 +120,7 @@ def _shrink(args: int, block: int, x: int, stride: int, at: int, columns: int, w
         a += (2 if half else 4) * at * LANES
         rows, vectors = read_int(block, 1), read_int(args, _PARTS) * rank // LANES
         out, out_stride = _next_inner(args, block), read_int(args, _STRIDE)
-        multiply(x, stride, rows, a, LANES, columns, out, out_stride, vectors, half, LANES * width)
+        multiply(x, stride, rows, a, LANES, LANES * width, columns, out, out_stride, vectors, half)
 
 
 @device_function

@@ -141,8 +141,15 @@ def _product(
 
 
 _PRODUCT = types.none(*[types.int64] * 11)
-_linked_product: Any = types.ExternalFunction("rookery_product", _PRODUCT)
 _compiled: list[Any] = []
+
+multiply: Any = types.ExternalFunction("rookery_product", _PRODUCT)
+"""``multiply(x, x_stride, rows, w, w_stride, w_column, depth, out, out_stride, vectors, half)``: ``out`` += x · w, with
+x [rows, depth] float32, w [depth, 16 · vectors] (``half``), out [rows, 16 · vectors] float32.
+
+Strides are in elements, between rows; ``w_column`` is that between the vectors of one row of w. Each number of ``out``
+is one chain of fused multiply-adds that begins with its value and follows the contraction from its first to its last
+index, for any number of rows and vectors."""
 
 
 def compile_product(*, cached: bool) -> None:
@@ -150,25 +157,3 @@ def compile_product(*, cached: bool) -> None:
     if not _compiled:
         _compiled.append(numba.cfunc(_PRODUCT, cache=cached, error_model="numpy")(_product))
         llvm.add_symbol("rookery_product", _compiled[0].address)
-
-
-@device_function
-def multiply(
-    x: int,
-    x_stride: int,
-    rows: int,
-    w: int,
-    w_stride: int,
-    depth: int,
-    out: int,
-    out_stride: int,
-    vectors: int,
-    half: int,
-    w_column: int = LANES,
-) -> None:
-    """``out`` += x · w: x [rows, depth] float32, w [depth, 16 · vectors] (``half``), out [rows, 16 · vectors] float32.
-
-    Strides are in elements, between rows; ``w_column`` is that between the vectors of one row of w. Each number of
-    ``out`` is one chain of fused multiply-adds that begins with its value and follows the contraction from its first to
-    its last index, for any number of rows and vectors."""
-    _linked_product(x, x_stride, rows, w, w_stride, w_column, depth, out, out_stride, vectors, half)

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -204,13 +204,6 @@ def _numba_cache(folder: Path | None) -> Iterator[bool]:
 @cache
 def code_key() -> str:
     """Names the cache of this code and these versions; Numba adds the processor."""
-    parts = [sys.version, *(_version(name) for name in ("numba", "llvmlite"))]
+    parts = [sys.version, version("numba"), version("llvmlite")]
     parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
