@@ -149,20 +149,3 @@ def local(parameter: Tensor | None) -> Tensor:
     """This process's shard."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
-
-
-class GatheredWeights(Mapping[str, Tensor]):
-    """Whole weights in ``dtype``, gathered from all processes one at a time as they are read."""
-
-    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self._weights = weights
-        self._dtype = dtype
-
-    def __getitem__(self, name: str) -> Tensor:
-        return whole(self._weights[name]).to(self._dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)

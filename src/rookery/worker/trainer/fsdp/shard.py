@@ -24,9 +24,9 @@ from rookery import protocol
 from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.convert import read_published
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.fsdp.module import (
-    GatheredWeights,
     LoraLinear,
     PolicyModule,
     build,
@@ -92,7 +92,7 @@ class PolicyShard:
         elif versions.has_state(folder):
             self._step = versions.load_state(folder, self._tensors())
         else:
-            set_weights(self._module, versions.read_weights(folder))
+            set_weights(self._module, read_published(folder))
 
     def unload(self) -> None:
         """Free all memory."""
@@ -106,8 +106,7 @@ class PolicyShard:
         assert self._module is not None
         if self._adapter is None:
             tensors = self._tensors()
-            gathered = GatheredWeights(tensors["weights"], self._dtype)
-            versions.write(folder, self._model, self._dtype, tensors, gathered, self._step)
+            versions.write(folder, self._model, self._dtype, tensors, self._step, whole)
             return None
         weights: dict[tuple[int, str], tuple[Tensor, ...]] = {}
         moments = {}

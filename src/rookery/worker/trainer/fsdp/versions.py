@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import COPIED, INDEX, read_published, unfuse
+from rookery.worker.model.convert import COPIED, INDEX, unfuse
 from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.transfer.cache import TRAINER_STATE
 
@@ -40,12 +40,9 @@ def base_weights(model: Path, config: DecoderConfig) -> dict[str, Tensor]:
 def write_base(folder: Path, model: Path, config: DecoderConfig) -> None:
     """Version 0: the weights of the prepared base model."""
     weights = base_weights(model, config)
-    _write_weights(folder, model, {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}, weights)
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Weights of a version under their published names. Raises ``UserError`` for a file that cannot be read."""
-    return read_published(folder)
+    _write_weights(
+        folder, model, {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}, weights.__getitem__
+    )
 
 
 def has_state(folder: Path) -> bool:
@@ -58,12 +55,12 @@ def write(
     model: Path,
     dtype: torch.dtype,
     tensors: Mapping[str, Mapping[str, Tensor]],
-    gathered: Mapping[str, Tensor],
     step: int,
+    gather: Callable[[Tensor], Tensor],
 ) -> None:
-    """Write a version of sharded ``tensors`` ("weights" and moments, by name); ``gathered`` has the whole weights in
-    ``dtype``, and reading one needs all processes. Every process calls this with the same ``folder``; the files are
-    complete when the call has returned in all."""
+    """Write a version of sharded ``tensors`` ("weights" and moments, by name), its weights in ``dtype``; ``gather``
+    makes one whole, and needs all processes. Every process calls this with the same ``folder``; the files are complete
+    when the call has returned in all."""
     import torch.distributed.checkpoint as dcp  # half a second, which a worker without a group saves
 
     written = folder / "state"
@@ -73,10 +70,10 @@ def write(
         for path in written.iterdir():
             path.rename(folder / f"{TRAINER_STATE}.{path.name.removeprefix('.')}")
         written.rmdir()
-        _write_weights(folder, model, sizes, gathered)
+        _write_weights(folder, model, sizes, lambda name: gather(tensors["weights"][name]).to(dtype))
     else:
-        for name in sizes:
-            gathered[name]
+        for weight in tensors["weights"].values():
+            gather(weight)
 
 
 def load_state(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
@@ -93,9 +90,9 @@ def load_state(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> int
 
 
 def _write_weights(
-    folder: Path, model: Path, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], weights: Mapping[str, Tensor]
+    folder: Path, model: Path, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], weight: Callable[[str], Tensor]
 ) -> None:
-    """Files of at most ``SHARD_BYTES`` (or one tensor) with the weights in the order of ``sizes``."""
+    """Files of at most ``SHARD_BYTES`` (or one tensor) with each ``weight(name)`` in the order of ``sizes``."""
     files: list[list[str]] = [[]]
     room = SHARD_BYTES
     for name, (shape, dtype) in sizes.items():
@@ -111,7 +108,7 @@ def _write_weights(
     names = [WEIGHTS]
     if len(files) > 1:
         names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-        index = {weight: name for name, listed in zip(names, files, strict=True) for weight in listed}
+        index = {weight_name: name for name, listed in zip(names, files, strict=True) for weight_name in listed}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    for name, listed in zip(names, files, strict=True):
-        save_file({w: weights[w].contiguous() for w in listed}, folder / name, metadata={"format": "pt"})
+    for file, listed in zip(names, files, strict=True):
+        save_file({name: weight(name).contiguous() for name in listed}, folder / file, metadata={"format": "pt"})
