@@ -42,7 +42,7 @@ def test_an_environment_needs_no_more_than_its_own_room() -> None:
 
 LIGHT = (
     "algorithms.advantages", "algorithms.schedules", "cli", "client", "cluster.local", "controller.controller",
-    "environments.process", "scheduling.balancing", "server.launcher", "simulation.replay", "spec.job", "storage.db",
+    "environments.host", "scheduling.balancing", "server.launcher", "simulation.replay", "spec.job", "storage.db",
     "telemetry.metrics", "tokenization.chat", "protocol",
 )  # fmt: skip
 

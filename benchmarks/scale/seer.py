@@ -3,7 +3,7 @@
 ``python -m benchmarks.scale.seer``; resumable. A synchronous step of 64 groups x 8 on 8 workers with eight
 rows each and memory for about twelve texts; a third curve has twice the rows in the same memory. Lengths are
 log-normal, correlated within a group. Arms: whole groups (each at one worker, as in
-veRL), requests (placed one by one), divided (chunks move by ``scheduling.division``), context (with
+veRL), requests (placed one by one), divided (chunks move by ``scheduling.balancing``), context (with
 ``scheduling.rollout_order``), oracle (longest first, by true lengths). Every arm of a seed has the same lengths. Two
 curves of a decode step: like a GPU's (assumed) and this machine's (of ``serving_simulation``).
 """
@@ -40,7 +40,7 @@ from rookery.controller.rollout.request import InflightRequest, SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
-from rookery.scheduling.division import Site
+from rookery.scheduling.balancing import Site
 from rookery.scheduling.rollout_order import RolloutOrder
 from rookery.scheduling.speculation import StepCosts, draft_budget
 from rookery.settings import Settings

@@ -19,8 +19,7 @@ import psutil
 import pytest
 from tests.support.processes import runs
 
-from rookery.cluster.base import PRELOAD, preloaded
-from rookery.cluster.local import Child, ProcessCluster, Supervisor, environment_host, local_workers
+from rookery.cluster.local import PRELOAD, Child, ProcessCluster, Supervisor, environment_host, local_workers, preloaded
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import Settings
 

@@ -26,7 +26,7 @@ from rookery.environments.calculator import calculate
 from rookery.environments.datasets import PromptDataset
 from rookery.environments.jsonl import count_rows, read_jsonl
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
-from rookery.environments.verifiers.scorers import LITERAL, restored, stored
+from rookery.environments.verifiers.pool import LITERAL, restored, stored
 from rookery.errors import UserError
 
 ROWS = [{"prompt": f"{number} + 1 = ?", "answer": number + 1} for number in range(10)]

@@ -355,7 +355,7 @@ async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:
     controller = Controller()
     async with serve(controller.handle, "127.0.0.1", 0) as controller.server:
         port = controller.server.sockets[0].getsockname()[1]
-        command = [sys.executable, "-m", "rookery.environments.process", "--die-with-parent"]
+        command = [sys.executable, "-m", "rookery.environments.host", "--die-with-parent"]
         process = await asyncio.create_subprocess_exec(
             *command,
             *("--connect", f"http://127.0.0.1:{port}"),

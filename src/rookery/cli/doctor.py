@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rookery.cli.options import FAILED, Cli, console, print_json, with_options
 from rookery.client import Client, Record
-from rookery.cluster.base import PRELOAD, preloaded
+from rookery.cluster.local import PRELOAD, preloaded
 from rookery.errors import RookeryError, installs
 from rookery.settings import Settings
 from rookery.tokenization.registry import status

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rookery.cli.options import DataOption
-from rookery.cluster.base import preloaded
+from rookery.cluster.local import preloaded
 from rookery.settings import Settings, token_of
 
 

@@ -20,14 +20,52 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from rookery.aio import wait_event
-from rookery.cluster.base import preloaded
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
+
+PRELOAD = "LD_PRELOAD"
+
+
+class Cluster(Protocol):
+    """Starts the workers of a service, which then connect to it by themselves."""
+
+    async def start(self) -> None:
+        """Start the workers of the service's base models, and the host of the built-in environments."""
+
+    def provide(self, model: str) -> None:
+        """Make sure that there are workers for ``model``; called when a job names it."""
+
+    def release(self, model: str) -> None:
+        """End the workers that :meth:`provide` started for ``model``; called when nothing has used it for a while."""
+
+    async def stop(self) -> None:
+        """End every process that was started."""
+
+
+def preloaded(environment: Mapping[str, str], name: str) -> dict[str, str]:
+    """``environment`` for a process that loads the allocator library ``name`` (as a linker names it) if this machine
+    has it. It is unchanged when the name is empty, or when an allocator (tcmalloc, jemalloc, mimalloc) is already
+    chosen.
+
+    A training or decode step allocates hundreds of tensors and frees them. The C library's allocator reuses the blocks
+    of a heap in turn, so a worker that has run for a while computes in memory that no cache holds; tcmalloc reuses the
+    most recently freed block. Measured with two cores on the 135M model: a decode step of 64 rows takes 67 to 72 ms
+    with the C library's allocator and 60 to 63 ms with tcmalloc; a job on a worker that had served 32 tenants before
+    takes 18.5 and 15.1 s of compute, on a fresh worker 16.5 s with either. The allocator is chosen by the process
+    environment; no Python package provides one.
+    """
+    before = environment.get(PRELOAD, "")
+    if not name or "malloc" in before:
+        return dict(environment)
+    found = find_library(name)
+    return {**environment, PRELOAD: f"{found} {before}".strip()} if found else dict(environment)
+
 
 log = logging.getLogger("rookery.cluster")
 
@@ -274,7 +312,7 @@ def ray_environment_host(settings: Settings, url: str, token: str) -> Child:
 
 def environment_host(settings: Settings, url: str, token: str) -> Child:
     """The process that runs the built-in environments."""
-    arguments = ["rookery.environments.process", "--connect", url, "--die-with-parent"]
+    arguments = ["rookery.environments.host", "--connect", url, "--die-with-parent"]
     return Child("environments", arguments, child_environment(settings, token))
 
 

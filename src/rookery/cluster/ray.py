@@ -30,8 +30,7 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from rookery.aio import die_with_parent, wait_event
-from rookery.cluster.base import preloaded
-from rookery.cluster.local import Child, Process, Supervisor, child_environment, environment_host, file_name
+from rookery.cluster.local import Child, Process, Supervisor, child_environment, environment_host, file_name, preloaded
 from rookery.errors import EXIT_REFUSED, UserError, installs
 from rookery.settings import Settings, token_of
 

@@ -2,7 +2,7 @@
 
 An entry is stored whole as the episode's prompt and scored from there, because some tasks give different entries in
 different processes for one seed. Replies are scored in separate processes
-(:mod:`rookery.environments.verifiers.scorers`). Tasks whose scorer runs replies as code are refused.
+(:mod:`rookery.environments.verifiers.pool`). Tasks whose scorer runs replies as code are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.environments.verifiers import scorers
+from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.pool import LIMIT_SECONDS, VerifierError, VerifierPool, VerifierTimeout
 from rookery.errors import UserError, installs
 
@@ -97,7 +97,7 @@ class ReasoningGym(Environment):
             "config": options.config,
         }
         try:
-            self._dataset = scorers.create(**arguments)
+            self._dataset = pool.create(**arguments)
         except ImportError:
             raise UserError(NOT_INSTALLED) from None
         except (ValueError, TypeError, AssertionError) as error:
@@ -109,7 +109,7 @@ class ReasoningGym(Environment):
         # Entry i is drawn from seed + i, so another seed would repeat entries: eval entries follow the training
         # entries.
         numbers = range(size) if split == "train" else range(size, whole)
-        return (scorers.stored(self._dataset[number]) for number in numbers)
+        return (pool.stored(self._dataset[number]) for number in numbers)
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         return [{"role": "user", "content": prompt["question"] + self._options.suffix}]

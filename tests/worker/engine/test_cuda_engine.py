@@ -21,8 +21,7 @@ from torch import Tensor
 from rookery import protocol
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.cuda import graph_runner
-from rookery.worker.engine.native.cuda.buckets import LEAST_KEYS, bucket
-from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
+from rookery.worker.engine.native.cuda.graph_runner import LEAST_KEYS, CudaGraphRunner, bucket
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.kv_cache import KVCache, KVSlot
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter

@@ -12,7 +12,7 @@ from tests.worker.engine.test_engine import finish, order, text
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.engine.native import weights
+from rookery.worker.engine.native import runner as runners
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import DenseRunner
@@ -60,7 +60,7 @@ def texts(engine: NativeEngine) -> dict[str, list[tuple[int, float]]]:
 def test_versions_base_and_lora_share_an_engine(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch, runner: RunnerClass
 ) -> None:
-    monkeypatch.setattr(weights, "WEIGHTS_SECONDS", 0.0)  # in turns, slice by slice
+    monkeypatch.setattr(runners, "WEIGHTS_SECONDS", 0.0)  # in turns, slice by slice
     base = Decoder.load(folders[0], COMPUTED)
     shared = engine(base, runner)
     for version in (1, 2):

@@ -30,15 +30,16 @@ from rookery.scheduling.balancing import (
     BEATS,
     Instance,
     SaturationEstimator,
+    Site,
     Tail,
     WorkerIndex,
     balance,
     load,
     merge,
+    moves,
     order,
     select,
 )
-from rookery.scheduling.division import Site, moves
 from rookery.scheduling.pipelines import Planner, StagePredictor
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.slo import CostTable
@@ -101,7 +102,7 @@ class WorkerSlots:
 
     @property
     def site(self) -> Site:
-        """Its figures for :func:`rookery.scheduling.division.moves`."""
+        """Its figures for :func:`rookery.scheduling.balancing.moves`."""
         pending, executing, free = self.load
         return Site(self.costs, executing, pending, free, self.heartbeats[-1].free_tokens if self.heartbeats else 0)
 

@@ -19,7 +19,7 @@ from rookery.errors import RookeryError
 
 REASONS = ("lost", "rejected", "offloaded", "balanced", "divided", "merged")
 """Why a request moved: its worker was lost or drains; the worker rejected it; :meth:`RolloutScheduler.migrate` took it;
-another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.division`); its
+another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.balancing`); its
 worker trains, and another's batch took it."""
 
 FAULTS = 3

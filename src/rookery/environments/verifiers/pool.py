@@ -10,12 +10,18 @@ They have none of the service's ``ROOKERY_`` variables and write no file while t
 
 ``concurrent.futures`` and pebble start all their workers with the library loaded and measure wall time; a child here
 costs a fork, is started when needed, and is measured by processor time, so a busy machine makes no reply wrong.
+
+The scorers are math-verify and reasoning-gym. Replies such as ``9^{9^{9^9}}`` or ``1e9999999999`` take for ever to
+evaluate exactly, and some scorers raise on unexpected input. A reply to reasoning-gym is scored with the entry as the
+library made it: prompts are stored as JSON, which has no tuples, and some scorers compare with them.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -40,9 +46,6 @@ IDLE_SECONDS = 60.0
 """A child without a question for this long is ended."""
 
 
-_SCORERS = "rookery.environments.verifiers.scorers"
-
-
 class VerifierTimeout(Exception):
     """A score exceeded its limit."""
 
@@ -52,12 +55,11 @@ class VerifierError(RuntimeError):
 
 
 class VerifierPool:
-    """Children that run :mod:`~rookery.environments.verifiers.scorers`, which calls :func:`serve`, with ``scorer`` and
-    its ``arguments``. Thread-safe; :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor
-    time."""
+    """Children that run this module, which calls :func:`serve`, with ``scorer`` and its ``arguments``. Thread-safe;
+    :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor time."""
 
     def __init__(self, scorer: str, *arguments: str, limit: float = LIMIT_SECONDS) -> None:
-        self._command = ["-m", _SCORERS, str(limit), scorer, *arguments]
+        self._command = ["-m", "rookery.environments.verifiers.pool", str(limit), scorer, *arguments]
         self._slots = threading.BoundedSemaphore(MAX_CHILDREN)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
@@ -202,3 +204,68 @@ def _confine(opens_nothing: bool) -> None:
         denied += [resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC]
     for limit in denied:
         resource.setrlimit(limit, (0, 0))
+
+
+LITERAL = "literal"
+"""Field of a stored prompt that holds the entry as a Python literal."""
+
+
+def stored(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry as a JSON prompt, with :data:`LITERAL` where JSON alone would lose something."""
+    # default=str keeps dates and the like readable
+    readable: dict[str, Any] = json.loads(json.dumps(entry, default=str))
+    with contextlib.suppress(Exception):  # not a literal, or not comparable
+        written = repr(entry)
+        if readable != entry and ast.literal_eval(written) == entry:
+            readable[LITERAL] = written
+    return readable
+
+
+def restored(prompt: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a prompt made by :func:`stored`."""
+    entry: dict[str, Any] = ast.literal_eval(prompt[LITERAL]) if LITERAL in prompt else prompt
+    return entry
+
+
+def create(task: str, size: int, seed: int, config: dict[str, Any]) -> Any:
+    """The library's dataset. Raises ImportError where the library is missing, and its own errors for bad arguments."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, size=size, seed=seed, **config)
+
+
+def prepare_reasoning_gym() -> Callable[[str | None, dict[str, Any]], float]:
+    dataset = create(**json.loads(sys.argv[3]))
+
+    def score(answer: str | None, prompt: dict[str, Any]) -> float:
+        return float(dataset.score_answer(answer=answer, entry=restored(prompt)))
+
+    with contextlib.suppress(Exception):  # the same error is reported when a reply is scored
+        first = stored(dataset[0])
+        for answer in (first["answer"], "1"):
+            score(answer, first)
+    return score
+
+
+def compare(reply: str, expected: str) -> bool | None:
+    """None if ``expected`` has no expression. math-verify's own limits are off: the pool's limit also stops big
+    integers."""
+    from math_verify import parse, verify
+
+    gold = parse(expected if "$" in expected or "\\boxed" in expected else f"${expected}$", parsing_timeout=None)
+    if not gold:
+        return None
+    return bool(verify(gold, parse(reply, parsing_timeout=None), timeout_seconds=None))
+
+
+def prepare_math() -> Callable[[str, str], bool | None]:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    compare("1", "1")
+    return compare
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "math":
+        serve(prepare_math)  # sympy imports more of itself as replies need it: it has to open files
+    else:  # scorers of 0.1.25 import nothing, open no file and start no thread
+        serve(prepare_reasoning_gym, opens_nothing=True)

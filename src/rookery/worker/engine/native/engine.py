@@ -17,7 +17,7 @@ Beyond what every engine promises (``engine.base``):
   it is from there bit for bit the request that starts under the newer version with these ``prefix_tokens``. With its
   cache kept, the tokens before the switch (except the last, which the newer version computes) are attended to as the
   older version computed them, as long as that cache lives. Requests that do not switch are not affected.
-* Full-parameter versions have separate weights; rows of different weights take turns (``weights``).
+* Full-parameter versions have separate weights; rows of different weights take turns (``runner.WeightSets``).
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ from rookery.worker.engine.native.admission import Admission, sequence_chunk
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, validate
-from rookery.worker.engine.native.runner import EngineModel, Runner, best_runner, logits_at
+from rookery.worker.engine.native.runner import EngineModel, Runner, WeightSets, best_runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey
 from rookery.worker.engine.native.slo_gate import SloGate
-from rookery.worker.engine.native.weights import WeightSets
 from rookery.worker.memory import MemoryUse
 from rookery.worker.model.lora import LoraManager
 

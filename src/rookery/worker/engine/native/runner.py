@@ -3,10 +3,14 @@
 ``KernelRunner`` is a CPU's; ``DenseRunner`` computes the same by PyTorch's operations, where the kernels cannot run.
 Both multiply in the shapes that make a token's result independent of the batch (``batch_invariance``).
 ``cuda.CudaGraphRunner`` is a GPU's.
+
+``WeightSets`` chooses the weights that a runner computes with: the base model's or a resident full-parameter version's.
+Promise: a slice computes rows of one set. Rows of another set wait for at most ``WEIGHTS_SECONDS`` at a time.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
@@ -16,13 +20,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rookery import protocol
 from rookery.worker import device
 from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk, TokenStream
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.kv_cache import KVCache, SegmentStore
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
-from rookery.worker.model.adapter import Projections
+from rookery.worker.model.adapter import Projections, read_adapter
+from rookery.worker.model.convert import read_full_version
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
@@ -182,3 +188,63 @@ def best_runner(
 def logits_at(decoder: EngineModel, hidden: Tensor, index: Tensor) -> Tensor:
     """Logits of the indexed positions; a lone one is doubled (``batch_invariance``)."""
     return decoder.compute_logits(hidden.index_select(0, index if len(index) > 1 else index.repeat(2)))
+
+
+WEIGHTS_SECONDS = 0.5
+"""Time after which another set that has rows is used. The exchange costs nothing on a CPU, and on a GPU the capture of
+the decode steps' graphs."""
+
+
+class WeightSets:
+    """Chooses the set that the runner computes with. A set is named by the hash of its version, the base model's by an
+    empty string."""
+
+    def __init__(self, base: EngineModel, bank: LoraManager, runner: Runner) -> None:
+        self._base = base
+        self._bank = bank
+        self._runner = runner
+        self._current = ""
+        self._since = 0.0
+        self.decoder: EngineModel = base
+        """With the weights in use."""
+
+    def add(self, ref: protocol.AdapterRef, folder: Path) -> None:
+        """Attach the adapter or the full-parameter version ``ref``; see ``Engine.add_adapter``."""
+        if ref.rank:
+            self._bank.make_room(ref.rank)  # before reading: a caller without room tries again
+            self._bank.add(ref.hash, read_adapter(folder, self._base.projections))
+            return
+        self._bank.add_full(ref.hash, self._base.bytes, lambda: self._read(folder))
+
+    def _read(self, folder: Path) -> Decoder:
+        assert isinstance(self._base, Decoder)
+        return read_full_version(folder, self._base)
+
+    def of(self, key: str) -> str:
+        """The set of an adapter's rows."""
+        return key if self._bank.decoder(key) is not None else ""
+
+    def serves(self, key: str) -> bool:
+        """Whether the weights in use are those of the adapter ``key``."""
+        return self.of(key) == self._current
+
+    def choose(self, keys: Iterable[str]) -> None:
+        """Before a slice: ``keys`` are the adapters of the running rows, in order of admission."""
+        sets = list(dict.fromkeys(map(self.of, keys)))
+        if not sets or sets == [self._current]:
+            return
+        if self._current in sets and time.monotonic() - self._since < WEIGHTS_SECONDS:
+            return
+        following = sets.index(self._current) + 1 if self._current in sets else 0
+        self._use(sets[following % len(sets)])
+
+    def clear_dropped(self) -> None:
+        """Use no weights that have left memory; clears the list of the adapters that have."""
+        if self._current in self._bank.dropped:
+            self._use("")
+        self._bank.dropped.clear()
+
+    def _use(self, name: str) -> None:
+        self._current, self._since = name, time.monotonic()
+        self.decoder = self._bank.decoder(name) or self._base
+        self._runner.use(self.decoder)

@@ -167,7 +167,7 @@ class PackedGroup:
 def plan_passes(lengths: list[int], processes: int, slice_tokens: int) -> list[list[list[int]]]:
     """Passes that cover sequences of these ``lengths``; of each pass, the indices of each process's sequences, none for
     some if there are too few. Sequences of a pass are of similar length, and take at most ``slice_tokens`` tokens in a
-    process, padding included, or are single."""
+    process, padding included, or are single. Every sequence is read once, whole, by one process."""
     order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
     passes = []
     while order:

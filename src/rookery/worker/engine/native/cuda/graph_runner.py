@@ -5,6 +5,7 @@ Promises:
 * A decode step is one copy to the device, one replay and the output projection; the device is asked nothing in between.
 * The padding rows of a bucket belong to no request: they write to the pool's scratch token and their results are not
   read.
+* Steps are padded to buckets of shapes, so that few graphs serve all of them.
 * Captured graphs are dropped when the adapters' tensors move; the pool's never do. At most ``MAX_GRAPHS`` are kept.
 
 On a device without CUDA graphs the same steps run eagerly, which is how they are tested.
@@ -13,6 +14,7 @@ On a device without CUDA graphs the same steps run eagerly, which is how they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +24,6 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.cuda.buckets import Bucket, bucket
 from rookery.worker.engine.native.kv_cache import SCRATCH, KVCache
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.config import DecoderConfig
@@ -35,6 +36,45 @@ from rookery.worker.model.varlen_attention import (
     range_attention,
     varlen_attention,
 )
+
+LEAST_KEYS = 1024
+KEYS_STEP = 4
+"""Key ranges are bounded by 1,024, 4,096, 16,384 …: the fused kernels read a range's real length, so that a loose bound
+costs nothing, while every further bound is another graph."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A decode step of ``rows`` rows over tails of at most ``keys`` tokens, shared prompts of at most ``prefix`` (0: no
+    row has one), and ``adapters`` adapter slots (0: all rows use the base model)."""
+
+    rows: int
+    keys: int
+    prefix: int
+    adapters: int
+
+
+def bucket(rows: int, keys: int, prefix: int, adapters: int) -> Bucket:
+    """The smallest bucket that holds a step."""
+    return Bucket(padded_rows(rows), padded_keys(keys), padded_keys(prefix) if prefix else 0, adapters)
+
+
+def padded_rows(rows: int) -> int:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24 …: at most a third more than asked for."""
+    size = 1
+    while size < rows:
+        if size % 2 == 0 and rows <= size * 3 // 2:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def padded_keys(keys: int) -> int:
+    size = LEAST_KEYS
+    while size < keys:
+        size *= KEYS_STEP
+    return size
+
 
 MAX_GRAPHS = 64
 """Graphs kept at once. A graph costs some megabytes of launch records and a second to capture; a worker in a steady
