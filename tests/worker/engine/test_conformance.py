@@ -259,6 +259,8 @@ def test_each_version_has_its_text(tested: Conforming) -> None:
     assert all(len(tokens) == 8 for tokens in texts.values())
     assert all(texts[n] != texts[n + 1] for n in range(0, 2 * ROWS, 2))
     assert {(chunk.policy, chunk.version) for chunk in chunks["r1"]} == {("p", 2)}
+    of_base = generate(tested.engine)[2]
+    assert (of_base.policy, of_base.version) == ("", 0)
 
 
 def test_adapters_leave_when_their_last_request_has_ended(tested: Conforming) -> None:
