@@ -4,6 +4,7 @@ instructions multiply."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from rookery.worker.model import batch_invariance, layers
+from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.convert import fuse, prepare
 from rookery.worker.model.decoder import Decoder, best_dtype
@@ -69,6 +71,20 @@ def reference(family: str) -> transformers.PreTrainedModel:
         else:  # far enough from zero for the logits to differ by some nats
             torch.nn.init.normal_(weight, 0.0, 0.15)
     return model
+
+
+def trained_adapter(
+    decoder: Decoder, rank: int, seed: int, strength: float = 0.3, targets: Sequence[str] = ()
+) -> Adapter:
+    """A LoRA with a random B, so that it changes the text; of all projections or of three by default."""
+    targets = targets or (PARTS if seed % 2 else ("q", "v", "down"))
+    initial = init_adapter(decoder.config, rank, 2.0 * rank, targets, seed)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        site: (a, torch.randn(b.shape, generator=generator) * strength / rank**0.5)
+        for site, (a, b) in initial.weights.items()
+    }
+    return Adapter(rank, initial.alpha, weights)
 
 
 @cache

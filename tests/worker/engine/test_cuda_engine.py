@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.tiny import small
-from tests.worker.engine.test_exactness import RANKS, adapter, order, prompt, run
+from tests.support.tiny import small, trained_adapter
+from tests.worker.engine.test_exactness import RANKS, order, prompt, run
 from torch import Tensor
 
 from rookery import protocol
@@ -43,7 +43,7 @@ def pooled(decoder: Decoder, product: GroupedMatmul = grouped_matmul, **options:
 def _engine(decoder: Decoder, product: GroupedMatmul | None, *, kv: int = 1 << 26, **options: int) -> NativeEngine:
     bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, (key, rank) in enumerate(RANKS.items()):
-        bank.add(key, adapter(decoder, rank, seed))
+        bank.add(key, trained_adapter(decoder, rank, seed))
     runner = CudaGraphRunner(decoder, bank, kv, product) if product is not None else None
     return NativeEngine(
         decoder, bank, lambda tokens: "", **{"max_rows": 32, "prefill_tokens": 64, "kv_budget_bytes": kv, **options},

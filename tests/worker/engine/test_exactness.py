@@ -10,35 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.tiny import COMPUTED, FAMILIES, divide, small, smollm2
+from tests.support.tiny import COMPUTED, FAMILIES, divide, small, smollm2, trained_adapter
 
 from rookery import protocol
 from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import DenseRunner, KernelRunner
-from rookery.worker.model.adapter import Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
-TARGETS = ["q", "k", "v", "o", "gate", "up", "down"]
 BEST: type[KernelRunner | DenseRunner] = KernelRunner if kernels.load(None) else DenseRunner
 """What workers run here."""
 RUNNERS = list(dict.fromkeys((BEST, DenseRunner)))
 DENSE = ("llama", "llama one head", "mistral window", "qwen3", "smollm3")
 """Families that differ in attention, checked without kernels too."""
 RANKS = {"a": 16, "b": 4, "c": 32, "d": 16}
-
-
-def adapter(decoder: Decoder, rank: int, seed: int, strength: float = 0.3) -> Adapter:
-    """A LoRA that really changes the text."""
-    fresh = init_adapter(decoder.config, rank, 2.0 * rank, TARGETS if seed % 2 else ["q", "v", "down"], seed)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        site: (a, torch.randn(b.shape, generator=generator) * strength / rank**0.5)
-        for site, (a, b) in fresh.weights.items()
-    }
-    return Adapter(rank, fresh.alpha, weights)
 
 
 class Recorder(Decoder):
@@ -60,7 +47,7 @@ def world(
     recorder.rows = set()
     bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, (key, rank) in enumerate(RANKS.items()):
-        bank.add(key, adapter(decoder, rank, seed))
+        bank.add(key, trained_adapter(decoder, rank, seed))
     kept = {"max_rows": 32, "kv_budget_bytes": 1 << 28, **options}
     made = runner(recorder, bank, kept["kv_budget_bytes"])
     engine = NativeEngine(recorder, bank, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), runner=made, **kept)

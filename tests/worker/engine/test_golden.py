@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tiny import small, smollm2
+from tests.support.tiny import small, smollm2, trained_adapter
 
 from rookery import protocol
 from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import DenseRunner, KernelRunner
-from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
@@ -38,17 +37,6 @@ Text = tuple[list[int], list[float]]
 
 def golden(model: str, dtype: str) -> list[dict[str, Any]]:
     return [text for text in GOLDEN["texts"] if (text["model"], text["dtype"]) == (model, dtype)]
-
-
-def trained_adapter(decoder: Decoder, rank: int, seed: int, strength: float) -> Adapter:
-    """An adapter with a random B, so that it changes the text."""
-    initial = init_adapter(decoder.config, rank, 2.0 * rank, list(PARTS) if seed % 2 else ["q", "v", "down"], seed)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        site: (a, torch.randn(b.shape, generator=generator) * strength / rank**0.5)
-        for site, (a, b) in initial.weights.items()
-    }
-    return Adapter(rank, initial.alpha, weights)
 
 
 def new_engine(decoder: Decoder, strength: float, runner: type[DenseRunner | KernelRunner]) -> NativeEngine:

@@ -19,38 +19,27 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.peers import settle
-from tests.support.tiny import reference, small
+from tests.support.tiny import reference, small, trained_adapter
 
 from rookery import protocol
 from rookery.worker.core import WorkerCore
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.generation import GenerationManager
-from rookery.worker.model.adapter import Adapter, init_adapter, write_adapter
+from rookery.worker.model.adapter import PARTS, Adapter, write_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.transfer.http import TransferFailed
 
-TARGETS = ["q", "k", "v", "o", "gate", "up", "down"]
 VERSIONS = ["v0", "v1", "v2", "v3"]
 RANK = 8
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
-def adapter(decoder: Decoder, seed: int) -> Adapter:
-    """A LoRA that really changes the text; seeds lie near each other, as versions of a policy do not."""
-    fresh = init_adapter(decoder.config, RANK, 2.0 * RANK, TARGETS, seed)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        site: (a, torch.randn(b.shape, generator=generator) * 0.3 / RANK**0.5) for site, (a, b) in fresh.weights.items()
-    }
-    return Adapter(RANK, fresh.alpha, weights)
-
-
 def make(decoder: Decoder, **options: int) -> NativeEngine:
     bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, key in enumerate(VERSIONS):
-        bank.add(key, adapter(decoder, seed))
+        bank.add(key, trained_adapter(decoder, RANK, seed, targets=PARTS))
     kept = {"max_rows": 16, "kv_budget_bytes": 1 << 26, **options}
     return NativeEngine(decoder, bank, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), **kept)
 
@@ -162,7 +151,7 @@ def kept_reference(family: str, texts: Sequence[tuple[int, Sequence[int]]]) -> t
     version upon the keys and values that the earlier ones computed."""
     cache, rows = transformers.DynamicCache(), []
     for number, tokens in texts:
-        model = merged(family, adapter(small(family, torch.float32), number))
+        model = merged(family, trained_adapter(small(family, torch.float32), RANK, number, targets=PARTS))
         with torch.no_grad():
             logits = model(torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True).logits[0]
         rows.append(logits.double().log_softmax(-1))
@@ -420,7 +409,8 @@ class Bench:
         folder = self._folder / ref.hash
         if not folder.exists():
             folder.mkdir()
-            write_adapter(folder, adapter(self.decoder, VERSIONS.index(ref.hash)))
+            version = VERSIONS.index(ref.hash)
+            write_adapter(folder, trained_adapter(self.decoder, RANK, version, targets=PARTS))
         yield folder
 
     # as the compute thread and the link

@@ -11,8 +11,8 @@ from inspect import signature
 
 import pytest
 import torch
-from tests.support.tiny import FAMILIES, small
-from tests.worker.engine.test_exactness import RANKS, adapter
+from tests.support.tiny import FAMILIES, small, trained_adapter
+from tests.worker.engine.test_exactness import RANKS
 from torch import Tensor
 
 from rookery.errors import UserError
@@ -139,7 +139,7 @@ def test_lora_as_one_product(product: GroupedMatmul, dtype: torch.dtype) -> None
     """Each row against its own adapter in float64, and base rows untouched."""
     decoder = small("llama", dtype)
     bank = LoraManager(decoder.config, dtype, "cpu", 64)
-    adapters = {key: adapter(decoder, rank, seed) for seed, (key, rank) in enumerate(RANKS.items())}
+    adapters = {key: trained_adapter(decoder, rank, seed) for seed, (key, rank) in enumerate(RANKS.items())}
     for key, one in adapters.items():
         bank.add(key, one)
     assert bank.assign_slots([""]) == 0
@@ -188,7 +188,7 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
-    state = PolicyState(AdapterExport(adapter(base, 4, 1)), base.config, torch.float32, torch.device("cpu"))
+    state = PolicyState(AdapterExport(trained_adapter(base, 4, 1)), base.config, torch.float32, torch.device("cpu"))
     lora = PackedLora([PolicyRows(0, len(stream.tokens), state)])
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda x: x):
         # keeps what the fused kernels keep: queries, keys and values; their stand-in on a CPU keeps scores as well

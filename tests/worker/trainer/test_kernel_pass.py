@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.tiny import COMPUTED, small, smollm2
-from tests.worker.engine.test_golden import run, trained_adapter
+from tests.support.tiny import COMPUTED, small, smollm2, trained_adapter
+from tests.worker.engine.test_golden import run
 
 from rookery import protocol
 from rookery.worker.engine.native import kernels

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chaos.mutations import DRAFT_UNCHECKED, applied
-from tests.support.tiny import small
-from tests.worker.engine.test_exactness import BEST, RANKS, RUNNERS, adapter
+from tests.support.tiny import small, trained_adapter
+from tests.worker.engine.test_exactness import BEST, RANKS, RUNNERS
 
 from rookery import protocol
 from rookery.scheduling.speculation import StepCosts
@@ -58,7 +58,7 @@ def make(
 
 @cache
 def adapters() -> dict[str, Adapter]:
-    return {key: adapter(small("llama"), rank, seed) for seed, (key, rank) in enumerate(RANKS.items())}
+    return {key: trained_adapter(small("llama"), rank, seed) for seed, (key, rank) in enumerate(RANKS.items())}
 
 
 @cache
