@@ -46,6 +46,9 @@ SETTINGS = {
     "drain_seconds": "20",
 }
 
+CHILDREN = {"worker": "rookery.worker.process", "environments": "rookery.environments.host"}
+"""The modules that the service's own children run."""
+
 T = TypeVar("T")
 
 
@@ -198,14 +201,14 @@ class Deployment:
         return row
 
     def child(self, kind: str) -> psutil.Process:
-        """The service's own child, a ``worker`` or the ``environments`` host; waits for one that is there."""
+        """The service's own child, of :data:`CHILDREN`; waits for one that is there."""
         assert self.service is not None
         parent = psutil.Process(self.service.pid)
 
         def found() -> psutil.Process | None:
             for process in parent.children():
                 try:
-                    if any(f"rookery.{kind}.process" in part for part in process.cmdline()):
+                    if any(CHILDREN[kind] in part for part in process.cmdline()):
                         return process
                 except (psutil.NoSuchProcess, psutil.ZombieProcess):
                     continue
