@@ -31,7 +31,7 @@ from benchmarks.lib.workload import stories
 
 NAME = "benchmarks.jobs.serving"
 QUICK = ", quick"
-"""Ends the names of cells of 30 s: a window is no minute there."""
+"""Ends the names of cells of one window."""
 TRACE = Path(__file__).with_name("serving_trace.csv")
 TRACE_RATE, TRACE_SECONDS = 12.0, 60.0
 LOADS = (0.2, 0.5, 0.8)
@@ -207,11 +207,11 @@ def figures(cells: Mapping[str, Cell]) -> Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="50%% load and 30 s of each arm: five minutes")
+    parser.add_argument("--quick", action="store_true", help="50%% load and a minute of each arm: six minutes")
     parser.add_argument("--load", nargs="*", type=float, choices=LOADS)
     parser.add_argument("--discard", action="store_true", help="drop the cells that are there")
     given = parser.parse_args()
-    seconds, shape = (30.0, QUICK) if given.quick else (600.0, "")
+    seconds, shape = (WINDOW, QUICK) if given.quick else (10 * WINDOW, "")
     cells = Cells(figures, {"model": MODEL}, discard=given.discard)
     rate = cells.measure("capacity", capacity)["rate"]
     cells.measure(f"rollouts only{shape}", lambda: measure("rollouts only", 0.0, seconds))

@@ -243,7 +243,7 @@ class TrainingSettings(Section):
 
     trainer: Literal["auto", "native", "transformers"] = "auto"
     """The trainer. `auto` as for `inference_engine`. Where the two differ, the worker holds the base model twice."""
-    slice_tokens: int = Field(1024, ge=16)
+    slice_tokens: int = Field(512, ge=16)
     """Tokens of one training micro-batch on a CPU: about a second on two cores, the longest that decoding waits."""
     gpu_slice_tokens: int = Field(16384, ge=16)
     """Tokens of one training micro-batch on a GPU, where a pass must outlast the launches of its kernels."""

@@ -87,6 +87,12 @@ def test_where_every_position_costs_the_same_there_are_no_drafts() -> None:
         assert draft_budget(fixed(0.99, rows, 8), measured(linear, rows)) == [0] * rows
 
 
+def test_drafts_that_take_longer_to_find_than_they_save_are_not_verified() -> None:
+    chances, costs = fixed(0.9, 4, 8), measured(this_machine, 4)
+    assert any(draft_budget(chances, costs, 0.001))
+    assert draft_budget(chances, costs, 1.0) == [0] * 4
+
+
 def test_likelier_drafts_come_first() -> None:
     chances = [[0.2, 0.1], [0.95, 0.9], [], [0.6, 0.3]]
     lengths = draft_budget(chances, measured(lambda rows, n: 1.0 + 0.1 * n, 4))

@@ -118,17 +118,18 @@ def kind_of(matched: int, share: float) -> int:
     return min(matched.bit_length(), _MATCHES - 1) * _SHARES + (share > 0.5) + (share > 0.9)
 
 
-def draft_budget(chances: Sequence[Sequence[float]], costs: StepCosts) -> list[int]:
-    """How many tokens of each row's draft to verify [rows], from ``Acceptance.chances`` of each."""
+def draft_budget(chances: Sequence[Sequence[float]], costs: StepCosts, drafting: float = 0.0) -> list[int]:
+    """How many tokens of each row's draft to verify [rows], from ``Acceptance.chances`` of each. ``drafting``: seconds
+    that finding these drafts took, which every step with drafts takes too."""
     rows = len(chances)
     tokens = sorted(((chance, row) for row, along in enumerate(chances) for chance in along), reverse=True)
     seconds = costs.seconds(rows, len(tokens))
     lengths = [0] * rows
     if not len(seconds):
         return lengths
-    speeds = (rows + np.cumsum([0.0, *(chance for chance, _ in tokens)])) / seconds
+    speeds = (rows + np.cumsum([0.0, *(chance for chance, _ in tokens)])) / (seconds + drafting)
     best = int(speeds.argmax())
-    if speeds[best] >= LEAST_GAIN * speeds[0]:
+    if speeds[best] >= LEAST_GAIN * rows / seconds[0]:
         for _, row in tokens[:best]:
             lengths[row] += 1
     return lengths

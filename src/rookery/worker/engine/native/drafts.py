@@ -196,12 +196,15 @@ class Speculator:
         began = time.perf_counter()
         while (full := self.states > MAX_STATES) and self._idle:
             self._forget()
-        drafts, chances = [], []
+        if not full:
+            for key in {_key(row) for row in rows}:
+                self._grow(self._groups[key])
+        drafts, chances, drafting = [], [], time.perf_counter()
         for row, most in zip(rows, room, strict=True):
-            draft = self._draft(row, grow=not full)[: max(most, 0)]
+            draft = self._draft(row)[: max(most, 0)]
             drafts.append([token for token, _, _ in draft])
             chances.append(self._accepted(row).chances([kind_of(matched, share) for _, matched, share in draft]))
-        lengths = draft_budget(chances, self.costs)
+        lengths = draft_budget(chances, self.costs, time.perf_counter() - drafting)
         if not any(lengths):
             self._vain_seconds += time.perf_counter() - began
         return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
@@ -211,14 +214,16 @@ class Speculator:
         self.costs.observe(rows, positions, seconds)
         self._vain_seconds = max(0.0, self._vain_seconds - VAIN_SHARE * seconds)
 
-    def _draft(self, row: EngineRequest, *, grow: bool) -> list[tuple[int, int, float]]:
-        """After the texts of the row's group are indexed, and its draft before was compared with its text."""
+    def _grow(self, group: _GroupTexts) -> None:
+        """Indexes what its texts have become."""
+        for text in (*(text for text, _ in group.ended), *group.live.values()):
+            _index(group.index, text)
+        self._clear(group)
+
+    def _draft(self, row: EngineRequest) -> list[tuple[int, int, float]]:
+        """From the texts as far as they are indexed, after the row's draft before was compared with its text."""
         group = self._groups[_key(row)]
         text = group.live[row.params.request]
-        if grow:
-            for other in (*(text for text, _ in group.ended), *group.live.values()):
-                _index(group.index, other)
-            self._clear(group)
         self._compare(row, text)
         draft = group.index.draft(text.state, MAX_DRAFT) if text.indexed == len(text) else []
         if not text.draft:
