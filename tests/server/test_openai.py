@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
 from tests.server.test_api import end_of
 from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer
@@ -23,6 +26,7 @@ from tests.support.small_model import save_small_model
 
 from rookery import protocol
 from rookery.server.launcher import EmbeddedService
+from rookery.server.responses import event_data
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import model_folder
@@ -151,6 +155,13 @@ def test_stream_ends_with_usage_and_done(face: Open) -> None:
     events = [event for event in response.text.split("\n\n") if event.startswith("data: ")]
     assert events[-1] == "data: [DONE]"
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-1])
+
+
+@given(st.text() | st.text("ab\x85\u2028\u2029"))
+def test_an_event_is_one_line_to_every_client(text: str) -> None:
+    """Also to those that end lines where ``str.splitlines`` does, as httpx."""
+    line, end = event_data(msgspec.json.encode(text)).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == text and end == ""
 
 
 async def test_async_client_runs_many_streams_at_once(face: Open) -> None:

@@ -18,6 +18,7 @@ from rookery.controller.rollout.completions import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import UserError
 from rookery.server.auth import ServiceContext
+from rookery.server.responses import event_data
 from rookery.spec.job import Temperature
 from rookery.tokenization.detokenizer import StreamingText
 
@@ -245,7 +246,7 @@ class ResponseFormat:
         data = {**self._head, "object": self.chunk_type, "choices": choices}
         if self.include_usage:
             data["usage"] = usage
-        return b"data: " + msgspec.json.encode(data) + b"\n\n"
+        return event_data(msgspec.json.encode(data))
 
     def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
         """The first chunk of a choice, before any token was sampled; None where the format has none."""

@@ -49,12 +49,23 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 """For ``responses=`` of a router, so that the API's documentation lists them."""
 
 
+LINE_SEPARATORS = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
+"""Characters that JSON leaves as they are and ``str.splitlines`` ends a line at, in UTF-8, and their escapes."""
+
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
 def json_response(content: Any, status: int = 200) -> Response:
     """``content`` (JSON-like data, also structs) as a JSON response; numbers that are not finite become null."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def event_data(data: bytes) -> bytes:
+    """The last line of a server-sent event, whose ``data`` is JSON, and its end. Characters at which clients such as
+    httpx end a line are escaped; in JSON they stand in strings only."""
+    for separator, escaped in LINE_SEPARATORS.items():
+        data = data.replace(separator, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 def error_response(

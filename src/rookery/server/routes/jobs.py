@@ -23,7 +23,7 @@ from rookery.environments.jsonl import count_rows
 from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.peft_archive import pack, unpack
-from rookery.server.responses import ERRORS
+from rookery.server.responses import ERRORS, event_data
 from rookery.server.schemas import (
     BaseModelView,
     DryRun,
@@ -213,7 +213,7 @@ async def health(service: Service, owner: Owner) -> Any:
 def _event(kind: str, data: bytes, id: int | None = None) -> bytes:
     """One server-sent event; ``data`` is JSON on one line."""
     number = b"" if id is None else f"id: {id}\n".encode()
-    return number + f"event: {kind}\n".encode() + b"data: " + data + b"\n\n"
+    return number + f"event: {kind}\n".encode() + event_data(data)
 
 
 async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int) -> AsyncIterator[bytes]:

@@ -42,7 +42,7 @@ from rookery.server.openai import (
     refuse_unsupported,
 )
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
-from rookery.server.responses import json_response, retry_after
+from rookery.server.responses import event_data, json_response, retry_after
 
 log = logging.getLogger("rookery.server.openai")
 
@@ -318,7 +318,7 @@ async def _events(
             yield b"data: [DONE]\n\n"
         except Exception as error:
             _, body = _error_body(error, path)
-            yield b"data: " + msgspec.json.encode(body) + b"\n\n"
+            yield event_data(msgspec.json.encode(body))
 
 
 class ClosingStream(StreamingResponse):

@@ -149,10 +149,10 @@ class Attached:
                 if response.is_error:
                     await response.aread()
                     raise TaskFailed(_reason(response))
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
+                async for line in _lines(response):
+                    if not line.startswith(b"data: {"):
                         continue
-                    event = json.loads(line.removeprefix("data: "))
+                    event = json.loads(line.removeprefix(b"data: "))
                     if "error" in event:
                         raise TaskFailed(short(str(event["error"].get("message", event["error"]))))
                     choice = event["choices"][0] if event.get("choices") else {}
@@ -209,6 +209,15 @@ class Attached:
     async def close(self) -> None:
         """See ``Backend``."""
         await self._http.aclose()
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """httpx's own lines also end where a text has a line separator of Unicode."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _seed(task: SamplingTask) -> int:
