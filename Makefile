@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -83,6 +83,13 @@ chaos: $(VENV)/.tests
 # The same in virtual time, at scale: about twenty minutes on one quiet core.
 chaos-at-scale: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.scale.chaos_at_scale
+
+# Whole services: restarts, standby, backups under load, training groups of several processes, other families, the CUDA
+# path as far as a CPU can tell: three minutes.
+INTEGRATION := tests/test_install.py tests/controller tests/server/tinker tests/worker/trainer \
+	tests/storage/test_standby.py tests/storage/test_backup.py tests/worker/engine/test_cuda_engine.py tests/worker/engine/test_cuda_nan.py
+test-integration: $(VENV)/.tests
+	@$(BIN)/python -m pytest -m heavy $(INTEGRATION) --numprocesses $(PROCESSES) --dist worksteal
 
 # Twenty minutes of small jobs, chats, Tinker clients, kills, and a tenant that attacks: what grows, what others notice.
 soak: $(VENV)/.tests

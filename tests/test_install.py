@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from rookery.tokenization import registry
@@ -41,6 +42,7 @@ def link(distributions: Iterable[Distribution], site: Path) -> None:
                 (site / top).symlink_to(str(one.locate_file(top)))
 
 
+@pytest.mark.heavy
 def test_the_packaged_model_is_made_ready_with_what_make_install_brings(tmp_path: Path) -> None:
     _, _, rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("$(VENV)/.installed:")
     extras = re.search(r"--editable '\.\[(.+?)\]'", rule)

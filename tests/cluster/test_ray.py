@@ -235,6 +235,7 @@ def test_a_job_runs_from_ray_job_submit(tmp_path: Path, model: str) -> None:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     port = free_port()
     head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": port, "_system_config": HEALTH}
+    head["dashboard_agent_listen_port"] = free_port()  # the other head's agent has the default one
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         script = tmp_path / "train.py"

@@ -12,6 +12,8 @@ from tests.support.storing import new_database, postgres_cluster
 from rookery.client import Client, Job
 from rookery.errors import RookeryError
 
+pytestmark = pytest.mark.heavy
+
 OUTAGES = 2
 
 

@@ -29,6 +29,7 @@ def postgres() -> Iterator[str]:
         yield server
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_backups_under_load_are_whole_and_jobs_go_on_from_one(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -35,6 +35,8 @@ CUT = text(
     "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database ="
     " (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
+
+pytestmark = pytest.mark.heavy
 """Ends the connection of a claim, as a network does."""
 
 

@@ -108,6 +108,7 @@ def weights(job: Job, version: int, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(job.adapter(version).download(folder / f"{job.id}-{version}") / "adapter_model.safetensors")
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(300)
 def test_step_whose_trainer_is_killed_is_repeated_from_its_last_commit(
     service: EmbeddedService, start: Start, tmp_path: Path

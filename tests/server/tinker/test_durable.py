@@ -33,6 +33,8 @@ from tinker import types
 
 from rookery.server.launcher import EmbeddedService
 
+pytestmark = pytest.mark.heavy
+
 CLIENTS, SLOTS = 8, 2
 
 

@@ -29,6 +29,8 @@ from rookery.worker.model.batch_invariance import LANES, key_capacity
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, grouped_matmul
 
+pytestmark = pytest.mark.heavy
+
 CLOSE = 1e-4
 
 

@@ -37,6 +37,8 @@ from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.packing import LossToken, PackedGroup, pack_groups
 
+pytestmark = pytest.mark.heavy
+
 DTYPE = torch.bfloat16
 EVERY = ["q", "k", "v", "o", "gate", "up", "down"]
 ROOT = Path(__file__).parents[3]

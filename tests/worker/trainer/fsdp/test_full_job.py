@@ -31,6 +31,7 @@ def spec(model: Path, **policy: object) -> dict[str, object]:
     }
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(300)
 def test_full_parameter_job_trains_and_resumes(tmp_path: Path) -> None:
     model = save_small_model(tmp_path / "model")

@@ -32,6 +32,7 @@ def spec(model: Path, **policy: object) -> dict[str, object]:
     }
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(300)
 def test_jobs_of_other_families_train_and_answer(tmp_path: Path) -> None:
     folders = {f: save_small_model(tmp_path / f, 0, small_config(f)) for f in ("qwen3_moe", "gemma3_text")}
