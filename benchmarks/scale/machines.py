@@ -41,7 +41,7 @@ def cpu_quotas(count: int) -> Iterator[list[Path]]:
     folders = [CGROUPS / f"rookery-bench-{at}" for at in range(count)]
     with ExitStack() as stack:
         for folder in folders:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)  # of a run that was killed
             stack.callback(folder.rmdir)
             period = int((folder / "cpu.cfs_period_us").read_text())
             (folder / "cpu.cfs_quota_us").write_text(str(round(period * QUOTA)))
