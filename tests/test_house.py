@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rookery"
 
-MAX_CODE, MAX_FILES, MAX_FILE, MIN_FILE, MAX_PACKAGE = 27_179, 246, 400, 40, 2_500
+MAX_CODE, MAX_FILES, MAX_FILE, MIN_FILE, MAX_PACKAGE = 27_177, 246, 400, 40, 2_500
 """Lines of code and files of ``src/rookery``, raw lines of a file and of a package. Lower the first two whenever the
 code shrinks."""
 

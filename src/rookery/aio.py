@@ -11,6 +11,7 @@
 * :func:`cancel_all` ends tasks; :func:`first_of` and :func:`unless` run several until one of them ends.
 * :class:`LoopThread` runs a service or an environment in a thread of another program.
 * :func:`restarting` keeps a background task running.
+* :class:`LineSplitter` cuts a streamed response into lines.
 * :func:`client_tls` says how a client of a service checks its certificate.
 """
 
@@ -26,7 +27,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -265,3 +266,19 @@ def die_with_parent(end: Callable[[], None]) -> None:
         end()
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+class LineSplitter:
+    """The complete lines of a stream without their ends. Only a newline ends a line: ``str.splitlines``, which httpx
+    uses, would also split at characters that may be part of a JSON string."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """The lines that end in the next ``chunk``."""
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield b"".join([*self._parts, end])
+            self._parts.clear()
+        self._parts.append(rest)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from typing import IO, Any
 
 import httpx
 
 from rookery import errors
-from rookery.aio import client_tls
+from rookery.aio import LineSplitter, client_tls
 
 TIMEOUT = httpx.Timeout(60.0, connect=5.0, read=600.0)
 """Reads may take minutes: a sample waits in the engine's queue, and a dry run may prepare a model."""
@@ -94,7 +95,7 @@ class HttpConnection:
                     response.read()
                     _raise_error(response)
                 kind = ""
-                for line in _lines(response.iter_bytes()):
+                for line in chain.from_iterable(map(LineSplitter().feed, response.iter_bytes())):
                     if line.startswith(b"event: "):
                         kind = line.removeprefix(b"event: ").decode(errors="replace")
                     elif line == b"data: [DONE]":
@@ -138,18 +139,6 @@ class HttpConnection:
                 f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"
             )
         return ConnectionBroken(f"the connection to {self.url} broke ({type(error).__name__}: {error}); try again")
-
-
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The complete lines of a stream without their ends. Only a newline ends a line: ``str.splitlines``, which httpx
-    uses, would also split at characters that may be part of a JSON string."""
-    parts: list[bytes] = []
-    for chunk in chunks:
-        *ends, rest = chunk.split(b"\n")
-        for end in ends:
-            yield b"".join([*parts, end])
-            parts.clear()
-        parts.append(rest)
 
 
 _ERRORS = {

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from rookery.aio import LineSplitter
 from rookery.errors import Unavailable, UserError, short
 from rookery.settings import Settings
 from rookery.worker.engine.base import EngineLimits
@@ -149,10 +150,7 @@ class Attached:
                 if response.is_error:
                     await response.aread()
                     raise TaskFailed(_reason(response))
-                async for line in _lines(response):
-                    if not line.startswith(b"data: {"):
-                        continue
-                    event = json.loads(line.removeprefix(b"data: "))
+                async for event in _events(response):
                     if "error" in event:
                         raise TaskFailed(short(str(event["error"].get("message", event["error"]))))
                     choice = event["choices"][0] if event.get("choices") else {}
@@ -211,13 +209,13 @@ class Attached:
         await self._http.aclose()
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """httpx's own lines also end where a text has a line separator of Unicode."""
-    rest = b""
-    async for part in response.aiter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a streamed response."""
+    lines = LineSplitter()
+    async for chunk in response.aiter_bytes():
+        for line in lines.feed(chunk):
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def _seed(task: SamplingTask) -> int:
