@@ -39,7 +39,7 @@ test-examples: $(VENV)/.tests
 test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest -m heavy tests/cluster/test_ray.py tests/test_deploy.py
 
-# Fifty kills of nodes, raylets, actors and workers while jobs train: a quarter of an hour.
+# Fifty kills of nodes, raylets, actors and workers while jobs train: seven minutes.
 chaos-ray: $(VENV)/.ray
 	ROOKERY_RAY_KILLS=50 $(BIN)/python -m pytest -m heavy -s tests/cluster/test_ray.py -k random_kills
 

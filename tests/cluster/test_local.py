@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 from tests.support.processes import runs
 
 from rookery.cluster.local import PRELOAD, Child, ProcessCluster, Supervisor, environment_host, local_workers, preloaded
-from rookery.errors import EXIT_REFUSED
+from rookery.errors import EXIT_NODE_LOST, EXIT_REFUSED
 from rookery.settings import Settings
 
 
@@ -130,6 +131,17 @@ async def test_child_that_refuses_to_start_is_not_restarted_and_its_last_line_is
     assert processes.children[0].reason == f"ended with code {EXIT_REFUSED}: no such model"
     assert processes.children[0].restarts == 0
     await processes.stop()
+
+
+@pytest.mark.parametrize(("code", "pauses"), [(1, "0.5, 1.0, 2.0"), (EXIT_NODE_LOST, "0.5, 0.5, 0.5")])
+async def test_pause_before_a_restart_grows_unless_the_machine_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, pauses: str
+) -> None:
+    processes = Supervisor([child(tmp_path, "short", f"raise SystemExit({code})")], tmp_path / "logs", stop_seconds=5)
+    await processes.start()
+    await until(lambda: processes.children[0].restarts == 3)
+    await processes.stop()
+    assert ", ".join(re.findall(r"restarting it in (\S+) s", caplog.text)) == pauses
 
 
 def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ cluster, where a child process for each model supervises them (:mod:`rookery.clu
 Promises:
 
 * A child ends with this process, however this process ends: the child exits when its standard input closes.
-* A child that ends is restarted, with a pause that grows while it keeps failing. A child whose exit code says that a
-  restart cannot help (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted; its last log line is reported.
+* A child that ends is restarted, with a pause that grows while it keeps failing; the loss of its machine is no failure
+  (:data:`~rookery.errors.EXIT_NODE_LOST`). A child whose exit code says that a restart cannot help
+  (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted; its last log line is reported.
 * ``stop`` sends SIGTERM first (a worker drains) and kills a child that has not ended in time, even a stopped one.
 * Tokens are passed in the environment, where other users of the machine cannot read them.
 """
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rookery.aio import wait_event
-from rookery.errors import EXIT_REFUSED
+from rookery.errors import EXIT_NODE_LOST, EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
 
 PRELOAD = "LD_PRELOAD"
@@ -193,7 +194,7 @@ class Supervisor:
                 child.state = "refused"
                 log.error("%s refused to start and is not restarted: %s", child.name, last_line(path))
                 return
-            if time.monotonic() - began > HEALTHY_SECONDS:
+            if code == EXIT_NODE_LOST or time.monotonic() - began > HEALTHY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             child.state = "waiting"
             child.restarts += 1

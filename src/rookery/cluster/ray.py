@@ -31,11 +31,11 @@ from weakref import WeakSet
 
 from rookery.aio import die_with_parent, wait_event
 from rookery.cluster.local import Child, Process, Supervisor, child_environment, environment_host, file_name, preloaded
-from rookery.errors import EXIT_REFUSED, UserError, installs
+from rookery.errors import EXIT_NODE_LOST, EXIT_REFUSED, UserError, installs
 from rookery.settings import Settings, token_of
 
 LOST = 1
-"""Exit code of a worker whose node or actor was lost."""
+"""Exit code of a worker whose actor was lost, and of this process without the service."""
 PLACE = "{place}"
 """In a worker's name: its node's address and its actor's id."""
 LOG_LINES = 20
@@ -104,7 +104,8 @@ class RayProcess:
         try:
             code, output = await self._actor.wait.remote()
         except ray.exceptions.RayActorError as error:
-            code, output = LOST, f"its node or actor was lost: {first_line(error)}\n"
+            code = LOST if self.node in await asyncio.to_thread(alive_nodes) else EXIT_NODE_LOST
+            output = f"its {'actor' if code == LOST else 'node'} was lost: {first_line(error)}\n"
         with self._path.open("a") as log:
             log.write(output)
         ray.kill(self._actor)
@@ -231,6 +232,13 @@ def draining_nodes() -> set[str]:
     import ray
 
     return set(ray._private.state.state.get_draining_nodes())
+
+
+def alive_nodes() -> set[str]:
+    """Ids of the cluster's nodes."""
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def check(address: str) -> None:
