@@ -1,6 +1,6 @@
 """``RESULTS.md`` from the files in ``results/``: one section per measure, verdicts first; the pictures, and the figures
 of pages elsewhere. No figure is typed. Results of another machine (``harness.LOCAL``) make a page of their own, beside
-them, and leave the committed pages alone."""
+them, and leave the committed pages alone; those kept in ``results/other`` stand at the end."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ ORDER = (
 )  # fmt: skip
 """What comes first; the others follow by name, simulated ones last."""
 
+HEADER = ["measure", "target", "measured", ""]
 HEAD = """# Results
 
 Made by `python -m benchmarks.lib.report` from `benchmarks/results/*.json`. Every figure is the median of the stated
 repeats, with their range; ratios are within one run. Simulated figures stand apart and say so.
+"""
+
+OTHERS = """
+# Other machines
+
+Results that the machine above lacks, measured on another one.
 """
 
 UNMEASURED_GPU = """
@@ -52,11 +59,15 @@ def main() -> None:
     found.sort(key=lambda r: (r["simulated"], ORDER.index(r["name"]) if r["name"] in ORDER else len(ORDER), r["name"]))
     by_name = {result["name"]: result for result in found}
     plots = draw(by_name) if not local else {}
-    parts = [HEAD, "## Targets\n", *markdown(["measure", "target", "measured", ""], _verdicts(found))]
+    parts = [HEAD, "## Targets\n", *markdown(HEADER, _verdicts(found))]
     for result in found:
         parts += _section(result, plots.get(result["name"]))
     if "gpu" not in by_name and not local:
         parts.append(UNMEASURED_GPU)
+    others = [_read(path) for path in sorted((RESULTS / "other").glob("*.json"))] if not local else []
+    parts += [OTHERS, *markdown(HEADER, _verdicts(others))] if others else []
+    for result in others:
+        parts += _section(result, None)
     path = (WORK if local else HERE) / "RESULTS.md"
     path.write_text("\n".join(parts) + "\n")
     for page in pages.PAGES if not local else ():

@@ -3,15 +3,17 @@ wrong, its scripts run on a tiny model, its arithmetic is that of the models."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from benchmarks.lib import report
-from benchmarks.lib.harness import HERE, RESULTS, Result
+from benchmarks.lib.harness import HERE, RESULTS, Result, Row, Verdict
 from benchmarks.micro import gpu, gpu_check, gpu_models, gpu_peers
 from torch import Tensor
 
@@ -54,14 +56,23 @@ def test_without_a_gpu_it_says_so_and_writes_nothing() -> None:
     assert (RESULTS / "gpu.json").exists() == before
 
 
-def test_the_results_say_that_it_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_results_say_that_it_was_not_measured_and_end_with_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Result("small", "Small", "measure it", machine="another machine")
+    other.rows.append(Row("a step", [2.0], "s"))
+    other.verdicts.append(Verdict("a step < 3 s", "2 s", True))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "small.json").write_text(json.dumps(asdict(other)))
     monkeypatch.setattr(report, "HERE", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "LOCAL", tmp_path / "local")
     monkeypatch.setattr(report, "draw", lambda found: {})
     monkeypatch.setattr(report.pages, "PAGES", ())
     report.main()
-    assert "## GPU\n\nNot measured yet" in (tmp_path / "RESULTS.md").read_text()
+    first, last = (tmp_path / "RESULTS.md").read_text().split("# Other machines")
+    assert "## GPU\n\nNot measured yet" in first and "a step" not in first
+    assert "| small | a step < 3 s | 2 s | met |" in last and "`measure it` on another machine" in last
 
 
 @pytest.mark.heavy

@@ -104,7 +104,8 @@ class RayProcess:
         try:
             code, output = await self._actor.wait.remote()
         except ray.exceptions.RayActorError as error:
-            code = LOST if self.node in await asyncio.to_thread(alive_nodes) else EXIT_NODE_LOST
+            alive = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
+            code = LOST if self.node in alive else EXIT_NODE_LOST
             output = f"its {'actor' if code == LOST else 'node'} was lost: {first_line(error)}\n"
         with self._path.open("a") as log:
             log.write(output)
@@ -232,13 +233,6 @@ def draining_nodes() -> set[str]:
     import ray
 
     return set(ray._private.state.state.get_draining_nodes())
-
-
-def alive_nodes() -> set[str]:
-    """Ids of the cluster's nodes."""
-    import ray
-
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def check(address: str) -> None:
