@@ -33,7 +33,7 @@ repeats, with their range; ratios are within one run. Simulated figures stand ap
 OTHERS = """
 # Other machines
 
-Results that the machine above lacks, measured on another one.
+What was measured on another machine than the one above, for the cells that are missing there.
 """
 
 UNMEASURED_GPU = """

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 EXIT_REFUSED = 2
 """Exit code of a child process (worker, environment host, model conversion) that cannot work as it was started: a
 restart does not help."""
-EXIT_NODE_LOST = 3
-"""Stands for the exit code of a child process that was lost with its machine."""
 
 
 class RookeryError(Exception):

@@ -15,13 +15,25 @@ import time
 from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
 from tests.support.processes import runs
 
-from rookery.cluster.local import PRELOAD, Child, ProcessCluster, Supervisor, environment_host, local_workers, preloaded
-from rookery.errors import EXIT_NODE_LOST, EXIT_REFUSED
+from rookery.cluster.local import (
+    NODE_LOST,
+    PRELOAD,
+    Child,
+    ProcessCluster,
+    Supervisor,
+    environment_host,
+    local_workers,
+    preloaded,
+    spawn_process,
+)
+from rookery.errors import EXIT_REFUSED
 from rookery.settings import Settings
 
 
@@ -133,11 +145,15 @@ async def test_child_that_refuses_to_start_is_not_restarted_and_its_last_line_is
     await processes.stop()
 
 
-@pytest.mark.parametrize(("code", "pauses"), [(1, "0.5, 1.0, 2.0"), (EXIT_NODE_LOST, "0.5, 0.5, 0.5")])
+LOST = AsyncMock(return_value=Mock(pid=1, wait=AsyncMock(return_value=NODE_LOST)))
+"""Starts a process on a machine that is lost at once."""
+
+
+@pytest.mark.parametrize(("spawn", "pauses"), [(spawn_process, "0.5, 1.0, 2.0"), (LOST, "0.5, 0.5, 0.5")])
 async def test_pause_before_a_restart_grows_unless_the_machine_was_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, pauses: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spawn: Any, pauses: str
 ) -> None:
-    processes = Supervisor([child(tmp_path, "short", f"raise SystemExit({code})")], tmp_path / "logs", stop_seconds=5)
+    processes = Supervisor([child(tmp_path, "short", "raise SystemExit(1)")], tmp_path / "logs", 5, spawn)
     await processes.start()
     await until(lambda: processes.children[0].restarts == 3)
     await processes.stop()

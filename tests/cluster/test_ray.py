@@ -143,8 +143,7 @@ def test_random_kills_of_nodes_raylets_actors_and_workers_lose_nothing(client: C
 
     def equals_quiet(ended: Job) -> None:
         assert ended.wait(PATIENCE_SECONDS).reason == f"{STEPS} steps"
-        versions = [(version.version, version.parent) for version in ended.versions()]
-        assert versions == [(n, n - 1 if n else None) for n in range(STEPS + 1)]
+        assert [(v.version, v.parent) for v in ended.versions()] == [(0, None), *((n + 1, n) for n in range(STEPS))]
         assert texts(ended) == expected
 
     while kills.total() < KILLS:

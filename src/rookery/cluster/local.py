@@ -5,7 +5,7 @@ Promises:
 
 * A child ends with this process, however this process ends: the child exits when its standard input closes.
 * A child that ends is restarted, with a pause that grows while it keeps failing; the loss of its machine is no failure
-  (:data:`~rookery.errors.EXIT_NODE_LOST`). A child whose exit code says that a restart cannot help
+  (:data:`NODE_LOST`). A child whose exit code says that a restart cannot help
   (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted; its last log line is reported.
 * ``stop`` sends SIGTERM first (a worker drains) and kills a child that has not ended in time, even a stopped one.
 * Tokens are passed in the environment, where other users of the machine cannot read them.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rookery.aio import wait_event
-from rookery.errors import EXIT_NODE_LOST, EXIT_REFUSED
+from rookery.errors import EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
 
 PRELOAD = "LD_PRELOAD"
@@ -76,6 +76,8 @@ LONGEST_PAUSE_SECONDS = 30.0
 """Longest pause before a restart: a machine without free memory must not be kept busy by starting processes."""
 HEALTHY_SECONDS = 60.0
 """After a child has run this long, its next pause is the first again."""
+NODE_LOST = 256
+"""In place of the exit code of a child that was lost with its machine: no process can end with it."""
 LOG_BYTES = 16 << 20
 """A child's log that is larger is rotated when the child starts; the service's own log has the same limit."""
 
@@ -106,7 +108,7 @@ class Process(Protocol):
     pid: int
 
     async def wait(self) -> int:
-        """Its exit code, negative for a signal."""
+        """Its exit code, negative for a signal, or :data:`NODE_LOST`."""
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -194,7 +196,7 @@ class Supervisor:
                 child.state = "refused"
                 log.error("%s refused to start and is not restarted: %s", child.name, last_line(path))
                 return
-            if code == EXIT_NODE_LOST or time.monotonic() - began > HEALTHY_SECONDS:
+            if code == NODE_LOST or time.monotonic() - began > HEALTHY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             child.state = "waiting"
             child.restarts += 1

@@ -30,8 +30,17 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from rookery.aio import die_with_parent, wait_event
-from rookery.cluster.local import Child, Process, Supervisor, child_environment, environment_host, file_name, preloaded
-from rookery.errors import EXIT_NODE_LOST, EXIT_REFUSED, UserError, installs
+from rookery.cluster.local import (
+    NODE_LOST,
+    Child,
+    Process,
+    Supervisor,
+    child_environment,
+    environment_host,
+    file_name,
+    preloaded,
+)
+from rookery.errors import EXIT_REFUSED, UserError, installs
 from rookery.settings import Settings, token_of
 
 LOST = 1
@@ -105,7 +114,7 @@ class RayProcess:
             code, output = await self._actor.wait.remote()
         except ray.exceptions.RayActorError as error:
             alive = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
-            code = LOST if self.node in alive else EXIT_NODE_LOST
+            code = LOST if self.node in alive else NODE_LOST
             output = f"its {'actor' if code == LOST else 'node'} was lost: {first_line(error)}\n"
         with self._path.open("a") as log:
             log.write(output)
