@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,12 +15,10 @@ import httpx
 import numpy as np
 from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed
 
 from rookery import protocol
 from rookery.aio import LoopThread, first_of
-from rookery.protocol.connection import DialledConnection, introduce
+from rookery.protocol.connection import Channel, stay_connected
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.tokenization.registry import PREPARED, model_folder
@@ -72,7 +70,7 @@ def adapter_files(value: float) -> dict[str, bytes]:
 
 class ScriptedWorker:
     """Replies to every request with one of two texts, chosen by the seed; completes every training step. Runs in a
-    thread until the ``with`` block ends."""
+    thread until the ``with`` block ends, and dials again when its connection closes."""
 
     def __init__(self, url: str, token: str, tokenizer: Tokenizer, replies: tuple[str, str] = ("4", "five")) -> None:
         self._url = url
@@ -96,43 +94,39 @@ class ScriptedWorker:
         self._thread.stop()
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        address = self._url.replace("http", "ws", 1) + "/wire/worker"
-        headers = {"Authorization": f"Bearer {self._token}"}
-        async with (
-            connect(address, max_size=None, additional_headers=headers) as socket,
-            httpx.AsyncClient(base_url=self._url) as http,
-        ):
-            hello = protocol.Hello(
-                protocol=protocol.PROTOCOL, name="scripted", instance="scripted", model=MODEL,
-                model_hash="0" * 64, roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64,
-                device="cpu", dtype="none",
-            )  # fmt: skip
-            welcome = await introduce(DialledConnection(socket), hello, protocol.to_worker)
-            answering, beating = self._answer(socket, http, welcome.epoch), self._beat(socket, welcome)
-            with suppress(ConnectionClosed, httpx.TransportError):
-                async with first_of(answering, beating, stopping.wait()) as parts:
-                    for part in parts:
-                        if part.done():
-                            part.result()
+        connected = stay_connected(
+            self._url, "/wire/worker", protocol.to_worker, token=self._token, ca_file="", hello=self._hello,
+            converse=self._converse, ping_seconds=20.0, ping_timeout=20.0,
+        )  # fmt: skip
+        async with httpx.AsyncClient(base_url=self._url) as self._http, first_of(connected, stopping.wait()) as parts:
+            for part in parts:
+                if part.done():
+                    part.result()
 
-    async def _beat(self, socket: ClientConnection, welcome: protocol.Welcome) -> None:
+    def _hello(self) -> protocol.Hello:
+        return protocol.Hello(
+            protocol=protocol.PROTOCOL, name="scripted", instance="scripted", model=MODEL,
+            model_hash="0" * 64, roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64,
+            device="cpu", dtype="none",
+        )  # fmt: skip
+
+    async def _converse(self, channel: Channel[protocol.ToWorker]) -> None:
         beat = protocol.Heartbeat(
-            epoch=welcome.epoch, progress=0, active=0, waiting=0, training=0, adapters=0, generated=0, trained=0,
+            epoch=channel.epoch, progress=0, active=0, waiting=0, training=0, adapters=0, generated=0, trained=0,
             decode_seconds=0, train_seconds=0, memory_bytes=0,
         )  # fmt: skip
-        while True:
-            await socket.send(protocol.encode(beat))
-            await asyncio.sleep(welcome.heartbeat_seconds)
+        messages: asyncio.Queue[protocol.ToWorker] = asyncio.Queue()
+        await channel.run(messages.put_nowait, lambda: beat, self._answer(channel, messages))
 
-    async def _answer(self, socket: ClientConnection, http: httpx.AsyncClient, epoch: int) -> None:
-        async for frame in socket:
-            message = protocol.decode(protocol.to_worker, bytes(frame))
+    async def _answer(self, channel: Channel[protocol.ToWorker], messages: asyncio.Queue[protocol.ToWorker]) -> None:
+        while True:
+            message = await messages.get()
             try:
-                reply = await self._reply(message, http, epoch)
-            except httpx.HTTPStatusError as error:  # the service has deleted or cancelled it meanwhile
-                reply = self._failed(message, str(error).splitlines()[0], epoch)
+                reply = await self._reply(message, self._http, channel.epoch)
+            except httpx.HTTPError as error:  # the service has deleted or cancelled it meanwhile, or is ending
+                reply = self._failed(message, str(error).partition("\n")[0], channel.epoch)
             if reply is not None:
-                await socket.send(protocol.encode(reply))
+                await channel.send(reply)
 
     def _failed(self, message: protocol.ToWorker, error: str, epoch: int) -> protocol.Message:
         match message:
