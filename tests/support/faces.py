@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rookery import protocol
-from rookery.aio import LoopThread, first_of
+from rookery.aio import LoopThread, unless
 from rookery.protocol.connection import Channel, stay_connected
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
@@ -44,13 +44,9 @@ def write_model(cache: Path) -> Path:
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "model_type": "qwen3",
-        "max_position_embeddings": 512,
-        "vocab_size": tokenizer.get_vocab_size(),
-        "num_hidden_layers": 1,
-        "hidden_size": 8,
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-    }
+        "model_type": "qwen3", "max_position_embeddings": 512, "vocab_size": tokenizer.get_vocab_size(),
+        "num_hidden_layers": 1, "hidden_size": 8, "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
     (folder / "model.safetensors").write_bytes(save({"w": np.zeros(1, np.float32)}))
@@ -98,16 +94,13 @@ class ScriptedWorker:
             self._url, "/wire/worker", protocol.to_worker, token=self._token, ca_file="", hello=self._hello,
             converse=self._converse, ping_seconds=20.0, ping_timeout=20.0,
         )  # fmt: skip
-        async with httpx.AsyncClient(base_url=self._url) as self._http, first_of(connected, stopping.wait()) as parts:
-            for part in parts:
-                if part.done():
-                    part.result()
+        async with httpx.AsyncClient(base_url=self._url) as self._http:
+            await unless(stopping.wait(), connected)
 
     def _hello(self) -> protocol.Hello:
         return protocol.Hello(
-            protocol=protocol.PROTOCOL, name="scripted", instance="scripted", model=MODEL,
-            model_hash="0" * 64, roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64,
-            device="cpu", dtype="none",
+            protocol=protocol.PROTOCOL, name="scripted", instance="scripted", model=MODEL, model_hash="0" * 64,
+            roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64, device="cpu", dtype="none",
         )  # fmt: skip
 
     async def _converse(self, channel: Channel[protocol.ToWorker]) -> None:
