@@ -177,7 +177,7 @@ class Compute:
                 stepped = chosen.steppable.step()
                 spent = time.perf_counter() - began
                 if chosen is slices[1]:
-                    core.gate.costs.record("train", 1, spent)
+                    core.gate.on_training(spent)
                 if core.gate.training_waits:  # rollouts make room for training: the time is training's
                     slices[1].clock += spent
                 else:
@@ -191,29 +191,16 @@ class Compute:
         chunks, results = core.engine.drain(), core.trainer.drain()
         adapters = frozenset(core.engine.adapters())
         beat = protocol.Heartbeat(
-            epoch=0,
-            progress=self.status.beat.progress + stepped,
-            active=core.engine.active,
-            waiting=core.engine.waiting,
-            training=core.trainer.pending,
-            generated=core.engine.generated,
-            draft_tokens=core.engine.draft_tokens,
-            accepted_tokens=core.engine.accepted_tokens,
-            engine_gap=core.engine.gap,
-            trained=core.trainer.trained,
-            decode_seconds=decode.seconds,
-            train_seconds=train.seconds,
-            adapters=len(adapters),
-            memory_bytes=0,
+            epoch=0, progress=self.status.beat.progress + stepped, active=core.engine.active,
+            waiting=core.engine.waiting, training=core.trainer.pending, generated=core.engine.generated,
+            draft_tokens=core.engine.draft_tokens, accepted_tokens=core.engine.accepted_tokens,
+            engine_gap=core.engine.gap, trained=core.trainer.trained, decode_seconds=decode.seconds,
+            train_seconds=train.seconds, adapters=len(adapters), memory_bytes=0,
             memory_parts={part: (use.used, use.budget) for part, use in core.memory().items()},
-            interactive=len(core.gate.tracked),
-            slo_slack=core.gate.least_slack(),
-            slo_met=core.gate.met,
-            slo_ended=core.gate.ended,
-            cache_cuts=core.gate.cache_cuts,
-            free_tokens=core.engine.free_tokens,
+            interactive=len(core.gate.tracked), slo_slack=core.gate.least_slack(), slo_met=core.gate.met,
+            slo_ended=core.gate.ended, cache_cuts=core.gate.cache_cuts, free_tokens=core.engine.free_tokens,
             costs=core.gate.costs.curves,
-        )
+        )  # fmt: skip
         self.status = ComputeStatus(beat, adapters)
         if chunks or results:
             with self._changed:
