@@ -21,7 +21,7 @@ def test_the_trace_is_thinned_alike_each_time_and_keeps_its_peaks() -> None:
     assert peak > 2 * (len(seconds) - 16 * peak) / 104
 
 
-def test_arms_of_a_load_are_compared_where_all_are_there() -> None:
+def test_arms_of_a_load_are_compared_with_serving_alone() -> None:
     arm = {"seen": [[1.0, 0.2, 0.05, 20]], "rollouts": 50.0, "machine": 1.0}
     cells = {"capacity": {"rate": 4.0}, f"rollouts only{QUICK}": {**arm, "rollouts": 100.0}}
     cells |= {f"50% {name}{QUICK}": arm for name in ARMS}
@@ -29,5 +29,5 @@ def test_arms_of_a_load_are_compared_where_all_are_there() -> None:
     [table] = result.data["tables"]
     assert [row[0] for row in table["rows"]] == [f"50% {name}{QUICK}" for name in ARMS]
     assert table["rows"][0][8] == 0.5 and result.verdicts[0].met
-    assert "gate 1.00 x, no gate 1.00 x" in result.notes[0]
+    assert "gate 1.00 x, gate, slices of 256 1.00 x, no gate 1.00 x" in result.notes[0]
     assert figures({}).data["tables"][0]["rows"] == []
