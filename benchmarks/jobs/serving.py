@@ -192,10 +192,10 @@ def figures(cells: Mapping[str, Cell]) -> Result:
                 [where, len(seen), *times, 100 * kept, 100 * windows(seen), cell["rollouts"], share, cell["machine"]]
             )
             if arm.startswith("gate"):
-                within, beside = windows(seen), cells.get(f"{load:.0%} serving only{shape}")
-                why = f"serving only: {windows(beside['seen']):.0%}" if beside else ""
-                told = f"{within:.0%}; {kept:.1%} of all requests"
-                result.judge(f"{where}: >= {WITHIN:.0%} of one-minute windows within", told, within >= WITHIN, why)
+                share_kept, serving_only = windows(seen), cells.get(f"{load:.0%} serving only{shape}")
+                why = f"serving only: {windows(serving_only['seen']):.0%}" if serving_only else ""
+                told = f"{share_kept:.0%}; {kept:.1%} of all requests"
+                result.judge(f"{where}: >= {WITHIN:.0%} of one-minute windows within", told, share_kept >= WITHIN, why)
         if "serving only" in p99:
             rises = [f"{arm} {p99[arm] / p99['serving only']:.2f} x" for arm in ARMS[:-1] if arm in p99]
             result.notes.append(f"{load:.0%}{shape}: P99 time to first token over serving only: {', '.join(rises)}.")
