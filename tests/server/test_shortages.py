@@ -26,6 +26,10 @@ LEFT = (64, 48, 32, 24, 16, 12, 8)
 """Megabytes of address space beside those that the service has: enough to read a request, to receive one but not to
 read it, or not even that. (With less, libraries in Rust find no memory for a few bytes, and end the process.)"""
 
+MALLOC = {f"MALLOC_{name}": value for name, value in [("ARENA_MAX", "1"), ("MMAP_THRESHOLD_", "131072")]}
+"""A large block is memory of its own, returned when freed. By default the C library keeps 64 MB of address space for
+each of some threads, in which all of these requests may find room, however low the limit is."""
+
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
@@ -35,7 +39,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
         "DATA": str(tmp_path / "data"), "CACHE": str(tmp_path / "cache"), "HEARTBEAT_SECONDS": "0.2",
         "OUTAGE_RETRY_SECONDS": "1",
     }  # fmt: skip
-    environment = {**os.environ, **{f"ROOKERY_{name}": value for name, value in settings.items()}}
+    environment = {**os.environ, **MALLOC, **{f"ROOKERY_{name}": value for name, value in settings.items()}}
     command = [sys.executable, "-m", "rookery.cli", "serve", "--port", "0", "--models", "", "--workers", "0"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as served:
         assert served.stderr is not None
