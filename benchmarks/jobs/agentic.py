@@ -18,6 +18,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from benchmarks.jobs.agentic_figures import (
@@ -106,18 +107,12 @@ def main() -> None:
     for seed in given.seeds:
         for latency in given.latency:
             for staleness in STALENESS:
-                cells.measure(
-                    f"solo/{latency:g}/{staleness}/{seed}",
-                    lambda latency=latency, staleness=staleness, seed=seed: solo(latency, staleness, seed),
-                )
+                cells.measure(f"solo/{latency:g}/{staleness}/{seed}", partial(solo, latency, staleness, seed))
             for count in given.tenants:
-                cells.measure(
-                    f"crowd/{latency:g}/{count}/{seed}",
-                    lambda latency=latency, count=count, seed=seed: crowd(latency, count, seed),
-                )
+                cells.measure(f"crowd/{latency:g}/{count}/{seed}", partial(crowd, latency, count, seed))
         if TOOL_SECONDS in given.latency and ABLATED_TENANTS in given.tenants:
             for arm in ABLATIONS:
-                cells.measure(f"ablation/{arm}/{seed}", lambda arm=arm, seed=seed: ablation(arm, seed))
+                cells.measure(f"ablation/{arm}/{seed}", partial(ablation, arm, seed))
     cells.tell()
 
 

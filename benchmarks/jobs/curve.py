@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.jobs.curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, figures
@@ -58,18 +59,12 @@ def main() -> None:
         if "solo" in given.cells:
             for latency in sorted({seconds for name in given.latency for seconds in LATENCIES[name]}):
                 for staleness in STALENESS:
-                    cells.measure(
-                        f"solo/{latency:g}/{staleness}/{seed}",
-                        lambda latency=latency, staleness=staleness, seed=seed: solo(latency, staleness, seed),
-                    )
+                    cells.measure(f"solo/{latency:g}/{staleness}/{seed}", partial(solo, latency, staleness, seed))
         if "crowd" in given.cells:
             for count in given.tenants:
                 for name in given.latency:
                     if count > 1:  # one alone is solo
-                        cells.measure(
-                            f"crowd/{name}/{count}/{seed}",
-                            lambda name=name, count=count, seed=seed: crowd(name, count, seed),
-                        )
+                        cells.measure(f"crowd/{name}/{count}/{seed}", partial(crowd, name, count, seed))
     cells.tell()
 
 

@@ -289,6 +289,15 @@ async def beat(worker: ScriptedWorker, active: int, waiting: int, generated: int
     await settle()
 
 
+async def finish(room: Room, seeds: list[int], replies: list[asyncio.Task[Any]], *workers: ScriptedWorker) -> None:
+    """Let the workers generate; every reply is the text of its seed."""
+    for worker in workers:
+        worker.generating.set()
+    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
+        check(reply, seed)
+    await room.close()
+
+
 async def test_a_joining_worker_gets_pending_requests_at_once(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=6)
     old = await frozen(room, "old", 4)
@@ -308,12 +317,8 @@ async def test_a_joining_worker_gets_pending_requests_at_once(tmp_path: Path) ->
     assert [g.request for g in new.generates] == [f"job-{seed}" for seed in reversed(seeds[-4:])], "the last given"
     assert set(old.active) == {f"job-{seed}" for seed in seeds[:6]}
     assert not any(g.prefix_tokens for g in new.generates)
-    for worker in (old, new):
-        worker.generating.set()
-    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
-        check(reply, seed)
+    await finish(room, seeds, replies, old, new)
     assert set((old.sampled + new.sampled).values()) == {1}
-    await room.close()
 
 
 async def test_heartbeats_report_requests_that_wait_despite_free_rows(tmp_path: Path) -> None:
@@ -356,10 +361,7 @@ async def test_a_worker_never_has_more_pending_requests_than_theta(tmp_path: Pat
     await beat(worker, active=4, waiting=2)
     await settle()
     assert len(worker.active) == 7, "two wait: one more may"
-    worker.generating.set()
-    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
-        check(reply, seed)
-    await room.close()
+    await finish(room, seeds, replies, worker)
 
 
 async def test_an_idle_worker_takes_what_decodes_beyond_the_plateau(tmp_path: Path) -> None:
@@ -385,11 +387,7 @@ async def test_an_idle_worker_takes_what_decodes_beyond_the_plateau(tmp_path: Pa
         "the fewest tokens to compute again"
     )
     assert len(old.active) == 4
-    for worker in (old, new):
-        worker.generating.set()
-    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
-        check(reply, seed)
-    await room.close()
+    await finish(room, seeds, replies, old, new)
 
 
 async def test_nothing_decoding_moves_before_the_plateau_is_known(tmp_path: Path) -> None:
@@ -498,12 +496,8 @@ async def test_rollouts_leave_a_worker_that_trains_where_that_gains(
     if merged:
         moved = {request.request: request.prefix_tokens for request in other.generates[-2:]}
         assert set(moved) == set(held) and all(len(tokens) == 1 for tokens in moved.values())
-    for worker in (trainer, other):
-        worker.generating.set()
-    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
-        check(reply, seed)
+    await finish(room, seeds, replies, trainer, other)
     assert set((trainer.sampled + other.sampled).values()) == {1}, "no token is sampled twice"
-    await room.close()
 
 
 # --- divided rollout ---

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tests.support.dialled import PATIENCE_SECONDS, Connection, Dialled
+from tests.support.dialled import PATIENCE_SECONDS, Connection, Dialled, Stream
 from tests.support.forked import ForkedProcess
 from tests.support.peers import eventually
 from tests.support.small_model import save_small_model
@@ -132,6 +132,14 @@ def make_policy(service: Dialled, link: Connection, policy: str, seed: int = 1) 
     assert done.error == ""
     assert service.collect(ticket) == done.manifest
     return service.ref(done.manifest, 0, policy)
+
+
+def begun(service: Dialled) -> tuple[Connection, protocol.AdapterRef, Stream]:
+    """The first connection, version 0 of a policy, and what that generates for the seed of all requests."""
+    link = service.connection(0)
+    adapter = make_policy(service, link, "p")
+    link.send(generate("whole", adapter))
+    return link, adapter, link.finished("whole")
 
 
 def batch(service: Dialled, tokens: int = 5) -> str:
@@ -314,10 +322,7 @@ def _files(service: Dialled, ref: protocol.AdapterRef) -> dict[str, bytes]:
 
 def test_killed_worker_loses_no_received_token(service: Dialled, start: Start) -> None:
     first = start(before=SLOW)
-    link = service.connection(0)
-    adapter = make_policy(service, link, "p")
-    link.send(generate("whole", adapter))
-    whole = link.finished("whole")
+    link, adapter, whole = begun(service)
     link.send(generate("cut", adapter))
     link.some("cut", 10)
     first.kill()
@@ -336,10 +341,7 @@ def test_killed_worker_loses_no_received_token(service: Dialled, start: Start) -
 
 def test_lost_connection_loses_no_token(service: Dialled, start: Start) -> None:
     worker = start()
-    link = service.connection(0)
-    adapter = make_policy(service, link, "p")
-    link.send(generate("whole", adapter))
-    whole = link.finished("whole")
+    link, adapter, whole = begun(service)
     names = ["claimed", "moved on", "left"]
     link.send(*(generate(name, adapter) for name in names))
     for name in names:
@@ -748,10 +750,7 @@ def test_computation_continues_during_an_upload_and_sigterm_waits_for_it(service
 
 def test_sigterm_during_generation_and_training_sends_sampled_tokens(service: Dialled, start: Start) -> None:
     worker = start(before=SLOW)
-    link = service.connection(0)
-    parent = make_policy(service, link, "p")
-    link.send(generate("whole", parent))
-    whole = link.finished("whole")
+    link, parent, whole = begun(service)
     service.flush_seconds = 60
     link.drop()
     link = service.connection(1)

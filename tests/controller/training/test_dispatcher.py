@@ -87,6 +87,11 @@ class Room:
     def content(self, ref: protocol.AdapterRef) -> str:
         return self.artifacts.path(ref.hash, ADAPTER).read_text()
 
+    async def close(self) -> None:
+        for worker in self.workers:
+            await worker.die()
+        self.writer.close()
+
     def staged(self) -> int:
         return len(list((self.artifacts.root / ".staging").iterdir()))
 
@@ -95,9 +100,16 @@ class Room:
 async def room(tmp_path: Path) -> AsyncIterator[Room]:
     room = Room(tmp_path, worker_wait_seconds=0.2)
     yield room
-    for worker in room.workers:
-        await worker.die()
-    room.writer.close()
+    await room.close()
+
+
+def refusing(worker: ScriptedWorker, error: str, category: Any) -> None:
+    """From now on it answers every operation so."""
+
+    async def refuse(op: Any) -> protocol.OperationDone:
+        return protocol.OperationDone(epoch=0, op=op.op, error=error, category=category)
+
+    worker.answer = refuse
 
 
 def forward(number: int, members: int = 1) -> ForwardRequest:
@@ -177,9 +189,7 @@ async def test_lost_worker_costs_its_computation_only(tmp_path: Path, every: int
     assert await history(rough, rough.trainer(), 3, every) == expected
     assert rough.fleet.losses == (1 if received > death else 0)
     for room in (calm, rough):
-        for worker in room.workers:
-            await worker.die()
-        room.writer.close()
+        await room.close()
 
 
 async def test_a_stale_worker_reloads(room: Room) -> None:
@@ -223,11 +233,7 @@ async def test_repeated_worker_losses_are_no_failure_of_the_job(room: Room, cate
     worker = await room.worker()
     trainer = room.trainer()
     ref = await room.begin(trainer)
-
-    async def refuse(op: Any) -> protocol.OperationDone:
-        return protocol.OperationDone(epoch=0, op=op.op, error="no luck", category=category)
-
-    worker.answer = refuse
+    refusing(worker, "no luck", category)
     with pytest.raises(Unavailable, match="training failed 4 times, the last: worker worker: no luck"):
         await step(trainer, ref, 1, commit=True)
 
@@ -247,19 +253,14 @@ async def test_error_names_the_worker_that_does_not_answer(tmp_path: Path) -> No
     )
     worker.training.set()
     assert (await step(trainer, ref, 1, commit=True)).manifest is not None, "it answers again"
-    await worker.die()
-    room.writer.close()
+    await room.close()
 
 
 async def test_operation_that_cannot_succeed_is_not_retried(room: Room) -> None:
     worker = await room.worker()
     trainer = room.trainer()
     ref = await room.begin(trainer)
-
-    async def refuse(op: Any) -> protocol.OperationDone:
-        return protocol.OperationDone(epoch=0, op=op.op, error="the batch is no batch", category="failed")
-
-    worker.answer = refuse
+    refusing(worker, "the batch is no batch", "failed")
     with pytest.raises(TrainingFailed, match="worker worker: the batch is no batch"):
         await step(trainer, ref, 1, commit=True)
     assert len(worker.operations) == 2
@@ -368,9 +369,7 @@ async def test_waiting_policy_gets_a_trainer_that_joins(tmp_path: Path) -> None:
     await settle()
     await room.worker()
     assert (await beginning).version == 0
-    for worker in room.workers:
-        await worker.die()
-    room.writer.close()
+    await room.close()
 
 
 async def test_policies_are_spread_over_the_trainers(room: Room) -> None:
@@ -406,11 +405,7 @@ async def test_abandoned_worker_evicts_the_policy(room: Room) -> None:
     trainer = room.trainer()
     ref = await room.begin(trainer)
     await step(trainer, ref, 1, commit=False)
-
-    async def gone(op: Any) -> protocol.OperationDone:
-        return protocol.OperationDone(epoch=0, op=op.op, error="it is gone", category="lost")
-
-    worker.answer = gone
+    refusing(worker, "it is gone", "lost")
     with pytest.raises(Unavailable, match="it is gone"):
         await step(trainer, ref, 2, commit=False)
     forgotten = [message for message in worker.other if isinstance(message, protocol.EvictArtifacts)]
@@ -512,9 +507,7 @@ async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monk
     slots.idle(two)
     await asyncio.wait_for(coming, 1)
     assert one.busy and offloaded == ["one", "two"]
-    for worker in room.workers:
-        await worker.die()
-    room.writer.close()
+    await room.close()
 
 
 # --- several trainers of one policy -----------------------------------------------------------------------------------
@@ -576,9 +569,7 @@ async def test_lost_trainer_of_a_share_costs_its_share_only(tmp_path: Path, deat
     assert room.fleet.losses == room.training.retries == 1
     assert room.staged() == 0
     assert len(room.artifacts.hashes()) == 4, "versions only"
-    for worker in room.workers:
-        await worker.die()
-    room.writer.close()
+    await room.close()
 
 
 async def test_cancelled_step_leaves_nothing_of_its_shares(room: Room) -> None:

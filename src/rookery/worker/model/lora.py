@@ -303,10 +303,5 @@ def batched_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 def best_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMatmul:
     """``grouped_matmul`` where it is one kernel, else ``batched_matmul``."""
-    if device.type == "cuda" and dtype is torch.bfloat16 and _has_grouped_kernel(device):
-        return grouped_matmul
-    return batched_matmul
-
-
-def _has_grouped_kernel(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) in _GROUPED_KERNELS
+    grouped = device.type == "cuda" and torch.cuda.get_device_capability(device) in _GROUPED_KERNELS
+    return grouped_matmul if grouped and dtype is torch.bfloat16 else batched_matmul
