@@ -16,11 +16,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rookery"
 
-MAX_CODE, MAX_FILES, MAX_FILE, MIN_FILE, MAX_PACKAGE = 27_177, 246, 400, 40, 2_500
+MAX_CODE, MAX_FILES, MAX_FILE, MIN_FILE, MAX_PACKAGE = 27_210, 246, 400, 40, 2_500
 """Lines of code and files of ``src/rookery``, raw lines of a file and of a package. Lower the first two whenever the
 code shrinks."""
 
-MAX_TEST_CODE, MAX_BENCHMARK_CODE, MAX_DOCS = 25_715, 5_801, 1_700
+MAX_TEST_CODE, MAX_BENCHMARK_CODE, MAX_DOCS = 25_720, 5_800, 1_700
 
 SAME_ROLE = {
     "admin", "app", "attention", "balancing", "base", "batch", "chat", "cli", "client", "codec", "common", "compute",

@@ -3,9 +3,8 @@
 ``python -m benchmarks.jobs.serving [--quick] [--load …] [--discard]``; resumable. Requests come in an open loop, each
 at its time, also while earlier ones wait: ``serving_trace.csv``, one recorded draw of a Poisson process with peaks of
 four times the mean in one second of eight, thinned to 20, 50 and 80% of the requests per second that the service alone
-answers to 16 clients. Arms: the gate, no gate, serving only, rollouts only, and the gate with training slices of half
-the usual tokens, for machines on which a usual one outlasts the first token's objective. A fixed split of rows is no
-setting any more: see the simulation (``benchmarks.scale.serving_simulation``)."""
+answers to 16 clients. Arms: the gate, no gate, serving only, rollouts only. A fixed split of rows is no setting any
+more: see the simulation (``benchmarks.scale.serving_simulation``)."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ TRACE = Path(__file__).with_name("serving_trace.csv")
 TRACE_RATE, TRACE_SECONDS = 12.0, 60.0
 LOADS = (0.2, 0.5, 0.8)
 QUICK_LOADS = (0.5,)
-ARMS = ("gate", "gate, slices of 256", "no gate", "serving only")
-SETTINGS: dict[str, dict[str, Any]] = {"no gate": {"slo_gate": False}, "gate, slices of 256": {"slice_tokens": 256}}
+ARMS = ("gate", "no gate", "serving only")
 CLIENTS = 16
 CAPACITY_SECONDS = 10.0
 WINDOW = 60.0
@@ -134,7 +132,7 @@ def training(bench: Bench, on: bool) -> Iterator[None]:
 
 def measure(arm: str, rate: float, seconds: float) -> Cell:
     """A service of its own; ``arm`` ``rollouts only`` has no requests."""
-    with service(**SETTINGS.get(arm, {})) as bench, training(bench, arm != "serving only"):
+    with service(slo_gate=arm != "no gate") as bench, training(bench, arm != "serving only"):
 
         async def run() -> Cell:
             clients = Clients(bench)
@@ -191,7 +189,7 @@ def figures(cells: Mapping[str, Cell]) -> Result:
             lines.append(
                 [where, len(seen), *times, 100 * kept, 100 * windows(seen), cell["rollouts"], share, cell["machine"]]
             )
-            if arm.startswith("gate"):
+            if arm == "gate":
                 share_kept, serving_only = windows(seen), cells.get(f"{load:.0%} serving only{shape}")
                 why = f"serving only: {windows(serving_only['seen']):.0%}" if serving_only else ""
                 told = f"{share_kept:.0%}; {kept:.1%} of all requests"

@@ -26,7 +26,7 @@ class Cells:
     def __init__(
         self, figures: Callable[[Mapping[str, Cell]], Result], plan: Mapping[str, Any], *, discard: bool = False
     ) -> None:
-        """``plan`` holds what all cells share, as JSON. ``anew`` drops the cells that are there. Raises ``SystemExit``
+        """``plan`` holds what all cells share, as JSON. ``discard`` drops the cells there. Raises ``SystemExit``
         where they are kept and of another plan."""
         self._figures = figures
         self._plan = dict(plan)

@@ -225,8 +225,8 @@ class EngineSettings(Section):
     """Interactive requests (chat, the OpenAI API) have the objectives below: rollouts and training slices of their
     worker run only as far as these allow. Off, they are admitted before rollouts, without objectives."""
     ttft_ms: float = Field(2000.0, gt=0)
-    """Objective of an interactive request's first token, in milliseconds. Twice the longest training slice of two
-    cores (`slice_tokens`), so that one that has just begun breaks none."""
+    """Objective of an interactive request's first token, in milliseconds. Where nothing interrupts a training slice
+    (`slice_tokens`), twice the longest one, so that one that has just begun breaks none."""
     tpot_ms: float = Field(250.0, gt=0)
     """Objective of each further token, on average: the pace of a fast reader. 64 rows of a 135M model decode on two
     cores in about that time."""
@@ -244,9 +244,9 @@ class TrainingSettings(Section):
     trainer: Literal["auto", "native", "transformers"] = "auto"
     """The trainer. `auto` as for `inference_engine`. Where the two differ, the worker holds the base model twice."""
     slice_tokens: int = Field(512, ge=16)
-    """Tokens of one training micro-batch on a CPU: about a second on two cores, the longest that decoding waits. On
-    cores half as fast 256 keep `ttft_ms`; a step takes 4% longer then, and 16 to 40% where groups are cut more often,
-    since each part computes the prompt again."""
+    """Tokens of one training micro-batch on a CPU: about a second on two cores, the longest that rollouts wait.
+    Interactive requests are computed between its layers where the CPU kernels train; elsewhere they wait too, and fewer
+    tokens keep `ttft_ms` on slow cores."""
     gpu_slice_tokens: int = Field(16384, ge=16)
     """Tokens of one training micro-batch on a GPU, where a pass must outlast the launches of its kernels."""
     trainer_processes: int = Field(1, ge=1, le=64)

@@ -29,5 +29,5 @@ def test_arms_of_a_load_are_compared_with_serving_alone() -> None:
     [table] = result.data["tables"]
     assert [row[0] for row in table["rows"]] == [f"50% {name}{QUICK}" for name in ARMS]
     assert table["rows"][0][8] == 0.5 and result.verdicts[0].met
-    assert "gate 1.00 x, gate, slices of 256 1.00 x, no gate 1.00 x" in result.notes[0]
+    assert "gate 1.00 x, no gate 1.00 x" in result.notes[0]
     assert figures({}).data["tables"][0]["rows"] == []

@@ -26,6 +26,7 @@ from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
 from rookery.worker.compute import IDLE, TimeSlice, next_slice
 from rookery.worker.connection import progress
+from rookery.worker.engine.native import kernels
 from rookery.worker.model.convert import prepare
 from rookery.worker.training_ops import TrainingOps
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed
@@ -867,6 +868,29 @@ def test_engine_and_trainer_share_time_equally() -> None:
     before = train.seconds
     spend(110)
     assert abs(train.seconds - before - 10) <= 1.0
+
+
+SLOW_LAYERS = """
+import time
+from rookery.worker.trainer.native.kernel_pass import KernelPass
+gradient = KernelPass._layer_gradient
+KernelPass._layer_gradient = lambda *arguments: time.sleep(1) or gradient(*arguments)
+"""
+
+
+@pytest.mark.skipif(not kernels.load(None), reason="no kernels")
+def test_chats_are_answered_between_the_layers_of_a_training_slice(service: Dialled, start: Start) -> None:
+    """One that comes while another is late, too."""
+    start(before=SLOW + SLOW_LAYERS)
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    link.send(forward("f", parent, batch(service)))
+    service.until(lambda: link.of(protocol.Heartbeat)[-1].training == 1)
+    for chat in ("late", "second"):
+        link.send(generate(chat, interactive=True, ttft_ms=500.0, tpot_ms=0.01))
+        link.some(chat, 1)
+        assert not link.stream("late").finish and not link.of(protocol.OperationDone)[1:]
+    assert link.done("f").error == "" and len(link.finished("second").tokens) == LONG
 
 
 def test_worker_ends_with_its_parent(service: Dialled, start: Start) -> None:

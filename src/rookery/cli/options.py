@@ -19,6 +19,7 @@ from rich.table import Table
 
 from rookery.client import Client
 from rookery.settings import Settings
+from rookery.telemetry.table import add_columns
 
 COMPLETED = 0
 FAILED = 1
@@ -116,10 +117,7 @@ def console() -> Console:
 def plain_table(left: Iterable[str] = (), right: Iterable[str] = ()) -> Table:
     """An empty table with columns aligned to the left and to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, no_wrap=True, justify="right")
+    add_columns(table, left, right)
     return table
 
 

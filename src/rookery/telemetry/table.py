@@ -7,7 +7,7 @@ show the same table. Render it to an image with ``rich.console.Console(record=Tr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -58,9 +58,9 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
 def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
     """One row per job view (``controller/views.JobView`` as a mapping)."""
     table = _table(title)
-    _columns(table, left=("job", "state"), right=("step", "reward"))
+    add_columns(table, left=("job", "state"), right=("step", "reward"))
     table.add_column("", no_wrap=True, min_width=SPARK_WIDTH)
-    _columns(table, right=("tok/s", "stale"))
+    add_columns(table, right=("tok/s", "stale"))
     table.add_column(_cut("waits for"), min_width=8)
     for job in jobs:
         running = job["state"] == "running"
@@ -77,9 +77,9 @@ def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Ta
 def job_list(jobs: Sequence[Mapping[str, Any]]) -> Table:
     """The same jobs with their ids, for commands that take one."""
     table = _table(None)
-    _columns(table, left=("job", "state"), right=("step", "reward"))
+    add_columns(table, left=("job", "state"), right=("step", "reward"))
     table.add_column(_cut("waits for"), min_width=8)
-    _columns(table, left=("id",))
+    add_columns(table, left=("id",))
     for job in jobs:
         table.add_row(*_job_cells(job), _cut(_waits(job), "dim"), str(job["id"]))
     return table
@@ -88,9 +88,9 @@ def job_list(jobs: Sequence[Mapping[str, Any]]) -> Table:
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     """One row per worker view. ``active`` requests decode, ``waiting`` ones do not yet."""
     table = _table(None)
-    _columns(table, left=("worker", "kind", "state"), right=("since",))
+    add_columns(table, left=("worker", "kind", "state"), right=("since",))
     table.add_column(_cut("model"), min_width=8)
-    _columns(table, left=("engine", "roles"), right=("adapters", "active", "waiting", "tok/s", "price/h"))
+    add_columns(table, left=("engine", "roles"), right=("adapters", "active", "waiting", "tok/s", "price/h"))
     table.add_column(_cut("note"), min_width=4)
     for worker in workers:
         state, beat = str(worker["state"]), worker.get("beat") or {}
@@ -117,7 +117,7 @@ def memory_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     beats = {str(worker["name"]): worker["beat"] for worker in workers if worker.get("beat")}
     parts = sorted({part for beat in beats.values() for part in beat.get("memory_parts", {})})
     table = _table(None)
-    _columns(table, left=("memory in GB",), right=("process", "budget", *parts))
+    add_columns(table, left=("memory in GB",), right=("process", "budget", *parts))
     for name, beat in beats.items():
         sizes = [beat.get("memory_parts", {}).get(part) for part in parts]
         table.add_row(
@@ -145,7 +145,8 @@ def _table(title: str | None) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
-def _columns(table: Table, left: Sequence[str] = (), right: Sequence[str] = ()) -> None:
+def add_columns(table: Table, left: Iterable[str] = (), right: Iterable[str] = ()) -> None:
+    """Columns aligned to the left and to the right."""
     for name in left:
         table.add_column(name, no_wrap=True)
     for name in right:

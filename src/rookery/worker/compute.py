@@ -3,10 +3,11 @@
 Promises:
 
 * Only this thread touches engine, trainer, adapters and tensors. :meth:`Compute.call` runs a function in it, between
-  two slices.
+  two slices, or, if it needs the engine only, between two layers of a training slice.
 * Engine and trainer alternate in bounded slices and get equal time while both have work; time spent idle gives no
-  credit. Time of interactive requests counts for neither. A training slice that would break one's objective waits;
-  rollouts wait with it, for as long as equal shares allow.
+  credit. Time of interactive requests counts for neither. A training slice that would break one's objective waits, as
+  does its rest between two layers, where the trainer allows it; rollouts wait with it, for as long as equal shares
+  allow.
 * Without work the thread sleeps until the next call.
 * Tokens and results wait in an outbox; ``on_output`` is called, in this thread, when the outbox stops being empty.
 * An exception in a call is raised to its caller. An exception in a slice ends the thread: ``failure`` holds it, and the
@@ -59,14 +60,19 @@ class Steppable(Protocol):
 
 
 class TimeSlice:
-    """Time used by the engine or the trainer. ``clock`` orders the two; ``seconds`` is reported."""
+    """Time used by the engine or the trainer. ``clock`` orders the two; ``seconds`` is reported, ``present`` is of the
+    present slice."""
 
     def __init__(self, steppable: Steppable, busy: Callable[[], bool]) -> None:
         self.steppable = steppable
         self.busy = busy
         self.clock = 0.0
-        self.seconds = 0.0
+        self.seconds = self.present = 0.0
         self.idle = True
+
+
+Call = tuple[Future[Any], Callable[[WorkerCore], Any], bool]
+"""A function that waits to be run in the thread, and whether it needs the engine only."""
 
 
 class Compute:
@@ -89,7 +95,11 @@ class Compute:
         self._settings = settings
         self._on_output = on_output
         self._changed = threading.Condition()
-        self._calls: list[tuple[Future[Any], Callable[[WorkerCore], Any]]] = []
+        self._calls: list[Call] = []
+        self._slices: list[TimeSlice] = []
+        """The engine's and the trainer's."""
+        self._charged = 0.0
+        """Until then time is charged to one of them."""
         self._stopping = False
         self._chunks: list[protocol.TokenChunk] = []
         self._results: list[TrainerResult] = []
@@ -110,14 +120,15 @@ class Compute:
             self._stopping = True
             self._changed.notify()
 
-    def call(self, function: Callable[[WorkerCore], T]) -> Future[T]:
-        """Run ``function`` between two slices; calls keep their order. Calls after the thread's end are cancelled."""
+    def call(self, function: Callable[[WorkerCore], T], *, engine_only: bool = False) -> Future[T]:
+        """Run ``function`` between two slices; calls keep their order, but those that need the ``engine_only`` may
+        come before others. Calls after the thread's end are cancelled."""
         future: Future[T] = Future()
         with self._changed:
             if self.ended.done():
                 future.cancel()
             else:
-                self._calls.append((future, function))
+                self._calls.append((future, function, engine_only))
                 self._changed.notify()
         return future
 
@@ -134,7 +145,7 @@ class Compute:
         try:
             if self._settings.worker.threads:
                 torch.set_num_threads(self._settings.worker.threads)
-            core = load_core(self._prepare(), self._settings, self._model, trains=self._trains)
+            core = load_core(self._prepare(), self._settings, self._model, self._between_layers, trains=self._trains)
             self.ready.set_result(core)
             try:
                 self._run(core)
@@ -147,47 +158,77 @@ class Compute:
         finally:
             with self._changed:
                 self.ended.set_result(None)
-                for future, _ in self._calls:
+                for future, *_ in self._calls:
                     future.cancel()
             self._on_output()
 
     def _run(self, core: WorkerCore) -> None:
-        slices = [
-            TimeSlice(core.engine, lambda: core.engine.active + core.engine.waiting > 0),
-            TimeSlice(core.trainer, lambda: core.trainer.pending > 0),
-        ]
+        engine = TimeSlice(core.engine, lambda: core.engine.active + core.engine.waiting > 0)
+        self._slices = [engine, TimeSlice(core.trainer, lambda: core.trainer.pending > 0)]
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._stopping or any(s.busy() for s in slices))
+                self._changed.wait_for(lambda: self._calls or self._stopping or any(s.busy() for s in self._slices))
                 if self._stopping:
                     return
                 calls, self._calls = self._calls, []
-            for future, function in calls:
-                if future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(function(core))
-                    except Exception as error:  # raised to the caller
-                        future.set_exception(error)
-            if calls:
-                self._publish(core, slices, stepped=False)
+            self._answer(core, calls)
             core.gate.training_waits = False
-            chosen = next_slice(slices, core.gate.allows_training)
+            chosen = next_slice(self._slices, core.gate.allows_training)
             if chosen is not None:
-                began = time.perf_counter()
-                stepped = chosen.steppable.step()
-                spent = time.perf_counter() - began
-                if chosen is slices[1]:
-                    core.gate.on_training(spent)
-                if core.gate.training_waits:  # rollouts make room for training: the time is training's
-                    slices[1].clock += spent
-                else:
-                    chosen.clock += spent * (core.gate.rollout_share if chosen is slices[0] else 1)
-                chosen.seconds += spent
-                self._publish(core, slices, stepped)
+                self._step(core, chosen)
 
-    def _publish(self, core: WorkerCore, slices: list[TimeSlice], stepped: bool) -> None:
+    def _answer(self, core: WorkerCore, calls: list[Call]) -> None:
+        for future, function, _ in calls:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(core))
+                except Exception as error:  # raised to the caller
+                    future.set_exception(error)
+        if calls:
+            self._publish(core, stepped=False)
+
+    def _step(self, core: WorkerCore, chosen: TimeSlice) -> bool:
+        self._charged, chosen.present = time.perf_counter(), 0.0
+        stepped = chosen.steppable.step()
+        self._charge(core, chosen)
+        if chosen is self._slices[1]:
+            core.gate.costs.record("train", 1, chosen.present)
+        self._publish(core, stepped=stepped)
+        return stepped
+
+    def _charge(self, core: WorkerCore, used: TimeSlice) -> None:
+        """The time since the last call is that of ``used``."""
+        spent = time.perf_counter() - self._charged
+        self._charged += spent
+        engine, trainer = self._slices
+        if core.gate.training_waits:  # rollouts make room for training: the time is training's
+            trainer.clock += spent
+        else:
+            used.clock += spent * (core.gate.rollout_share if used is engine else 1)
+        used.seconds += spent
+        used.present += spent
+
+    def _between_layers(self) -> None:
+        """Within a training slice: answer what needs the engine only, and let it step while a request's objective does
+        not allow the rest of the slice."""
+        core, (engine, trainer) = self.ready.result(), self._slices
+        self._charge(core, trainer)
+        stepped = True
+        while stepped and not self._stopping:
+            with self._changed:
+                calls = [call for call in self._calls if call[2]]
+                self._calls = [call for call in self._calls if not call[2]]
+            self._answer(core, calls)
+            if not engine.busy() or core.gate.allows_training(trainer.present):
+                break
+            core.gate.training_waits = next_slice(self._slices) is trainer
+            stepped = self._step(core, engine)
+        core.gate.training_waits = False
+        self._charged = time.perf_counter()
+
+    def _publish(self, core: WorkerCore, *, stepped: bool) -> None:
         """Update status and outbox: after every slice, and after calls so that a stuck slice shows its work."""
-        decode, train = slices
+        decode, train = self._slices
         chunks, results = core.engine.drain(), core.trainer.drain()
         adapters = frozenset(core.engine.adapters())
         beat = protocol.Heartbeat(

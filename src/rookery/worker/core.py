@@ -118,6 +118,7 @@ class _Place:
     device: torch.device
     budget: MemoryBudget
     gate: SloGate
+    between_layers: Callable[[], None]
 
     @property
     def slice_tokens(self) -> int:
@@ -134,10 +135,12 @@ class _Backend:
     trainer: Callable[[_Place, Any], Trainer]
 
 
-def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = True) -> WorkerCore:
-    """With the base model of ``folder``; ``name`` is its name in exported adapters. A vLLM worker that does not train
-    loads the model in vLLM only. Raises ``UserError`` if it does not fit the memory budget, or the settings name an
-    engine or trainer that does not compute it."""
+def load_core(
+    folder: Path, settings: Settings, name: str, between_layers: Callable[[], None], *, trains: bool = True
+) -> WorkerCore:
+    """With the base model of ``folder``; ``name`` is its name in exported adapters. ``between_layers`` is for
+    :class:`NativeBackbone`. A vLLM worker that does not train loads the model in vLLM only. Raises ``UserError`` if it
+    does not fit the memory budget, or the settings name an engine or trainer that does not compute it."""
     where = device.choose(settings.worker.device)
     total, before = memory.total_bytes(settings, where), device.used_bytes(where)
     inspected = inspect(folder)
@@ -154,7 +157,7 @@ def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = Tru
     mapped = (folder / WEIGHTS).stat().st_size  # on a CPU not all of it is in memory yet
     budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
     gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
-    place = _Place(folder, settings, name, Chat.load(folder), inspected.not_native, where, budget, gate)
+    place = _Place(folder, settings, name, Chat.load(folder), inspected.not_native, where, budget, gate, between_layers)
     if chosen.engine == "vllm":
         engine = load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
     else:
@@ -242,7 +245,10 @@ def _native_engine(place: _Place, decoder: Decoder) -> Engine:
 def _native_trainer(place: _Place, decoder: Decoder) -> Trainer:
     settings, limits = place.settings, limits_for(decoder, place.budget.activations)
     compiled = settings.engine.cpu_kernels
-    return _trainer(place, NativeBackbone(decoder, limits, compiled=compiled, cache=settings.cache))
+    backbone = NativeBackbone(
+        decoder, limits, compiled=compiled, cache=settings.cache, between_layers=place.between_layers
+    )
+    return _trainer(place, backbone)
 
 
 def _use_amx(config: DecoderConfig, max_rank: int) -> bool:

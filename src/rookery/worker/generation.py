@@ -175,14 +175,14 @@ class GenerationManager:
             if task is not None:
                 task.cancel()
         if not held.finish:
-            self._compute.call(lambda core: core.engine.abort(held.key))
+            self._compute.call(lambda core: core.engine.abort(held.key), engine_only=True)
 
     def release(self, request: str) -> None:
         """End a request that continues elsewhere: its tokens are sent, and then its end. One that has ended, or that
         the engine does not have yet, is not changed."""
         held = self.held.get(request)
         if held is not None and held.submitted and not held.finish:
-            self._compute.call(lambda core: core.engine.abort(held.key))
+            self._compute.call(lambda core: core.engine.abort(held.key), engine_only=True)
 
     def _resume(self, held: HeldRequest, claim: protocol.Generate) -> None:
         held.claimed, held.end_sent, held.sent = True, False, len(claim.prefix_tokens)
@@ -247,7 +247,7 @@ class GenerationManager:
         room, later ones wait behind it, even those whose adapter is in memory: they could keep it there for ever."""
 
         async def call(folder: Path | None) -> bool:
-            return await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder)))
+            return await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder), engine_only=True))
 
         if ref is None:
             await call(None)

@@ -71,6 +71,11 @@ class Room:
         row = PolicyRow(id=policy, tenant="alice", name=policy, rank=8, alpha=16.0, targets=["q"])
         return PolicyTrainer(self.training, row, MODEL, next_lease, trainers)
 
+    async def begun(self) -> tuple[ScriptedWorker, PolicyTrainer, protocol.AdapterRef]:
+        """A worker, a policy's trainer, and the policy's first version."""
+        worker, trainer = await self.worker(), self.trainer()
+        return worker, trainer, await self.begin(trainer)
+
     async def begin(self, trainer: PolicyTrainer, policy: str = "p") -> protocol.AdapterRef:
         return self.commit(trainer, await trainer.init(1, None), policy)
 
@@ -193,9 +198,7 @@ async def test_lost_worker_costs_its_computation_only(tmp_path: Path, every: int
 
 
 async def test_a_stale_worker_reloads(room: Room) -> None:
-    worker = await room.worker()
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    worker, trainer, ref = await room.begun()
     ref = room.commit(trainer, (await step(trainer, ref, 1, commit=True)).manifest)
     worker.trainer = FakeTrainer()  # it dropped the policy: the pending step must not be built on nothing
 
@@ -230,9 +233,7 @@ async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
 
 @pytest.mark.parametrize("category", ["lost", "stale"])
 async def test_repeated_worker_losses_are_no_failure_of_the_job(room: Room, category: Any) -> None:
-    worker = await room.worker()
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    worker, trainer, ref = await room.begun()
     refusing(worker, "no luck", category)
     with pytest.raises(Unavailable, match="training failed 4 times, the last: worker worker: no luck"):
         await step(trainer, ref, 1, commit=True)
@@ -240,9 +241,7 @@ async def test_repeated_worker_losses_are_no_failure_of_the_job(room: Room, cate
 
 async def test_error_names_the_worker_that_does_not_answer(tmp_path: Path) -> None:
     room = Room(tmp_path, request_timeout_seconds=0.2)
-    worker = await room.worker()
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    worker, trainer, ref = await room.begun()
     worker.training.clear()
     before = len(worker.other)
     with pytest.raises(Unavailable, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
@@ -257,9 +256,7 @@ async def test_error_names_the_worker_that_does_not_answer(tmp_path: Path) -> No
 
 
 async def test_operation_that_cannot_succeed_is_not_retried(room: Room) -> None:
-    worker = await room.worker()
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    worker, trainer, ref = await room.begun()
     refusing(worker, "the batch is no batch", "failed")
     with pytest.raises(TrainingFailed, match="worker worker: the batch is no batch"):
         await step(trainer, ref, 1, commit=True)
@@ -269,9 +266,7 @@ async def test_operation_that_cannot_succeed_is_not_retried(room: Room) -> None:
 
 @pytest.mark.parametrize("sent", [0, 1, 3])
 async def test_results_have_one_log_probability_per_target(room: Room, sent: int) -> None:
-    worker = await room.worker()
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    worker, trainer, ref = await room.begun()
 
     async def answer(op: Any) -> protocol.OperationDone:
         return protocol.OperationDone(epoch=0, op=op.op, logprobs=bytes(4 * sent))
@@ -325,9 +320,7 @@ async def test_false_counts_cost_the_worker_its_connection(room: Room, false: di
 
 
 async def test_late_answers_are_ignored(room: Room) -> None:
-    worker = await room.worker()
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    worker, trainer, ref = await room.begun()
     worker.training.clear()
     stepping = asyncio.create_task(step(trainer, ref, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
@@ -343,9 +336,7 @@ async def test_late_answers_are_ignored(room: Room) -> None:
 
 
 async def test_cancelled_step_is_cancelled_at_the_worker(room: Room) -> None:
-    worker = await room.worker()
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    worker, trainer, ref = await room.begun()
     worker.training.clear()
     stepping = asyncio.create_task(step(trainer, ref, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
@@ -401,9 +392,7 @@ async def test_policy_returns_to_the_worker_with_its_offloaded_state(room: Room)
 
 
 async def test_abandoned_worker_evicts_the_policy(room: Room) -> None:
-    worker = await room.worker()
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    worker, trainer, ref = await room.begun()
     await step(trainer, ref, 1, commit=False)
     refusing(worker, "it is gone", "lost")
     with pytest.raises(Unavailable, match="it is gone"):

@@ -372,13 +372,14 @@ class Bench:
     """A worker's requests with the engine that computes them, a slice at a time, and adapters that arrive when they are
     told to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *arrived: int) -> None:
         self._folder = folder
         self.decoder = small("llama")
         bank = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
         engine = NativeEngine(self.decoder, bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
         self.core = WorkerCore(engine, None)  # type: ignore[arg-type]
         self.arrived = {key: asyncio.Event() for key in VERSIONS}
+        self.arrive(*arrived)
         self.refused: set[str] = set()
         self.requests = GenerationManager(self, self, lambda urgent: None)  # type: ignore[arg-type]
         self.sent: list[protocol.TokenChunk] = []
@@ -389,7 +390,7 @@ class Bench:
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(adapters=frozenset(self.core.engine.adapters()))
 
-    def call(self, function: Callable[[WorkerCore], Any]) -> Future[Any]:
+    def call(self, function: Callable[[WorkerCore], Any], *, engine_only: bool) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(function(self.core))
@@ -457,8 +458,7 @@ def chain(*spans: tuple[int, int]) -> Said:
 
 
 async def test_a_request_runs_on_until_the_newer_version_is_here(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.arrive(0)
+    bench = Bench(tmp_path, 0)
     bench.requests.generate(order(in_flight="recompute"))
     await bench.compute("r", 3)
     bench.switch(1)
@@ -476,8 +476,7 @@ async def test_a_request_runs_on_until_the_newer_version_is_here(tmp_path: Path)
 
 
 async def test_a_still_newer_version_supersedes_the_one_that_is_waited_for(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.arrive(0)
+    bench = Bench(tmp_path, 0)
     bench.requests.generate(order(in_flight="recompute"))
     await bench.compute("r", 3)
     bench.switch(1)
@@ -491,8 +490,7 @@ async def test_a_still_newer_version_supersedes_the_one_that_is_waited_for(tmp_p
 
 
 async def test_a_version_that_cannot_be_had_leaves_a_request_where_it_is(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.arrive(0, 1, 2)
+    bench = Bench(tmp_path, 0, 1, 2)
     bench.refused.add("v1")
     bench.requests.generate(order(in_flight="recompute"))
     await bench.compute("r", 3)
@@ -524,8 +522,7 @@ async def test_a_request_that_has_not_begun_begins_with_what_there_is(tmp_path: 
 
 
 async def test_tokens_keep_their_versions_over_a_broken_link(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.arrive(0, 1, 2)
+    bench = Bench(tmp_path, 0, 1, 2)
     bench.requests.generate(order(in_flight="recompute"))
     await bench.compute("r", 4)
     bench.switch(1)
@@ -549,8 +546,7 @@ async def test_tokens_keep_their_versions_over_a_broken_link(tmp_path: Path) -> 
 @pytest.mark.parametrize(("number", "in_flight"), [(0, "recompute"), (2, "finish")])
 async def test_what_is_no_claim_of_it_begins_anew(tmp_path: Path, number: int, in_flight: str) -> None:
     """An older version than it runs on; a newer one of a request that finishes on its own."""
-    bench = Bench(tmp_path)
-    bench.arrive(0, 1, 2)
+    bench = Bench(tmp_path, 0, 1, 2)
     bench.requests.generate(order(number=1, in_flight=in_flight))
     await bench.compute("r", 5)
     bench.take()

@@ -8,7 +8,9 @@ Sampling sums a row's exponentials in another order than training, so equal logi
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,11 +84,10 @@ def train(
     groups: dict[str, list[protocol.SharedPrefixGroup]],
     folders: dict[str, Path],
     limits: PassLimits | None = None,
-    *,
-    compiled: bool = True,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Log-probabilities and gradients by policy, all policies in one pass."""
-    trainer = PackedTrainer(NativeBackbone(decoder, limits, compiled=compiled), max_rank=64, slice_tokens=4096)
+    **options: Any,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+    """Log-probabilities and gradients by policy, all policies in one pass, and its seconds."""
+    trainer = PackedTrainer(NativeBackbone(decoder, limits, **options), max_rank=64, slice_tokens=4096)
     for policy, found in groups.items():
         trainer.load(policy, 1, reference(policy), folders[policy])
         op = protocol.ForwardBackward(
@@ -98,7 +99,8 @@ def train(
         pass
     done = {finished.op: finished for finished in trainer.drain()}
     logprobs = {policy: torch.frombuffer(bytearray(done[policy].logprobs), dtype=torch.float32) for policy in groups}
-    return logprobs, {policy: trainer.held[policy].state.gradient for policy in groups}
+    gradients = {policy: trainer.held[policy].state.gradient for policy in groups}
+    return logprobs, gradients, sum(finished.metrics["seconds"] for finished in done.values())
 
 
 def written(made: dict[str, Adapter], folder: Path) -> dict[str, Path]:
@@ -114,7 +116,7 @@ def test_logprobs_of_training_are_those_of_sampling(tmp_path: Path, family: str)
     made = adapters(decoder, 0.02 if family == "smollm2" else 0.1)
     groups = sample(decoder, made, 6)
     for limits in (None, PassLimits(resident_tokens=0, max_tokens=4096)):
-        logprobs, _ = train(decoder, groups, written(made, tmp_path / str(limits is None)), limits)
+        logprobs, *_ = train(decoder, groups, written(made, tmp_path / str(limits is None)), limits)
         for policy, found in groups.items():
             sampled = torch.tensor([x for group in found for member in group.members for x in member.logprobs])
             assert (logprobs[policy] - sampled).abs().max() < SAME
@@ -127,8 +129,21 @@ def test_gradient_is_that_of_the_plain_pass(tmp_path: Path, family: str) -> None
     decoder = small(family, torch.float32)
     made = adapters(decoder, 0.1)
     groups, folders = sample(decoder, made, 20), written(made, tmp_path)
-    _, wanted = train(decoder, groups, folders, compiled=False)
+    _, wanted, _ = train(decoder, groups, folders, compiled=False)
     for limits in (None, PassLimits(resident_tokens=0, max_tokens=4096)):
-        _, found = train(decoder, groups, folders, limits)
+        _, found, _ = train(decoder, groups, folders, limits)
         for policy, gradient in wanted.items():
             assert (found[policy] - gradient).abs().max() < 2e-5 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("resident", [0, 4096], ids=["computed again", "kept"])
+def test_generation_between_layers_changes_no_bit_and_is_not_charged(tmp_path: Path, resident: int) -> None:
+    decoder = small("llama")
+    made = adapters(decoder, 0.1)
+    groups, folders, limits = sample(decoder, made, 6), written(made, tmp_path), PassLimits(resident, 4096)
+    wanted, texts = train(decoder, groups, folders, limits), []
+    between_layers = lambda: texts.append(sample(decoder, made, 6)) or time.sleep(0.5)  # noqa: E731
+    *found, seconds = train(decoder, groups, folders, limits, between_layers=between_layers)
+    assert texts == [groups] * 2 * len(decoder.layers) and seconds < 0.5
+    for before, after in zip(wanted, found, strict=False):
+        assert all(torch.equal(before[policy], after[policy]) for policy in groups)

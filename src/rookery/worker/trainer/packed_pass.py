@@ -48,6 +48,9 @@ class BackwardPass(Protocol):
 class Backbone(Protocol):
     """See the module."""
 
+    paused: float
+    """Seconds within passes in which others computed."""
+
     @property
     def model(self) -> EngineModel: ...
 

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +20,6 @@ from rookery.worker import device
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.request import EngineRequest
 from rookery.worker.engine.native.runner import Runner
-
-log = logging.getLogger("rookery.engine")
 
 LEAST_PREFILL = 16
 """Prompt tokens for which a slice of rollouts is worth its fixed cost."""
@@ -90,7 +87,6 @@ class SloGate:
         """Of the rollouts' part of the KV cache."""
         self._clock = clock
         self._slacks: list[tuple[float, float]] = []
-        self._trains = self._explained = False
 
     def cache_budget(self, tokens: int) -> CacheBudget | None:
         """The rollouts' budget in a KV cache of so many tokens; None if the gate is off."""
@@ -124,21 +120,6 @@ class SloGate:
         if held is not None and request.finish in ("stop", "length"):
             self.ended += 1
             self.met += held.within()
-            self._explain(held)
-
-    def on_training(self, seconds: float) -> None:
-        """A training slice took so long."""
-        self.costs.record("train", 1, seconds)
-        self._trains = True
-
-    def _explain(self, ended: TrackedRequest) -> None:
-        """Log, once, that a request missed its objectives where training slices are too long for them."""
-        seconds, ttft_ms = self.costs.predict("train", 1), ended.request.params.ttft_ms
-        if self._trains and not self._explained and seconds > ttft_ms / 2000 > 0 and not ended.within():
-            self._explained = True
-            log.warning("a client waited longer than its objective: a training slice, which nothing interrupts, takes "
-                        "%.1f s on this worker, and ttft_ms is %.0f; set ROOKERY_SLICE_TOKENS lower",
-                        seconds, ttft_ms)  # fmt: skip
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
@@ -165,9 +146,10 @@ class SloGate:
         self.rollout_share = others / max(1, own + others)
         return own + others if own or others >= LEAST_PREFILL else 0
 
-    def allows_training(self) -> bool:
-        """Whether a training slice may run now."""
-        allowed = not self.tracked or slack(self.demand(), "train", 1, self._clock(), self.costs) >= 0
+    def allows_training(self, spent: float = 0.0) -> bool:
+        """Whether a training slice may run now, or the rest of one that has taken ``spent`` seconds."""
+        left = max(0.0, self.costs.seconds("train", 1) - spent)
+        allowed = not self.tracked or slack(self.demand(), "train", 0, self._clock(), self.costs) >= left
         self.training_waits = not allowed
         return allowed
 

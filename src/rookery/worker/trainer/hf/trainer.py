@@ -137,6 +137,8 @@ class TransformersPass:
 class TransformersBackbone:
     """See the module and ``packed_pass.Backbone``."""
 
+    paused = 0.0
+
     def __init__(self, model: TransformersModel, memory_bytes: float = math.inf) -> None:
         """Activations of a pass take about ``memory_bytes`` at most."""
         self.model = model

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,10 +121,13 @@ class NativeBackbone:
         *,
         compiled: bool = True,
         cache: Path | None = None,
+        between_layers: Callable[[], None] = lambda: None,
     ) -> None:
         """``limits`` and ``attention`` default to those of the decoder's device; without ``attention``, ``compiled``
-        allows the CPU kernels, whose code is cached under ``cache``."""
+        allows the CPU kernels, whose code is cached under ``cache``. With them, ``between_layers`` is called between
+        two layers of a pass with gradients, forward and backward; it may use the decoder."""
         self.model = self._decoder = decoder
+        self._between_layers, self.paused = between_layers, 0.0
         self._compiled = compiled and attention is None and kernels.usable(decoder, cache)
         self._attention = attention or attention_for(decoder)
         self.limits = limits or limits_for(decoder)
@@ -143,9 +147,14 @@ class NativeBackbone:
         if self._compiled:
             from rookery.worker.trainer.native import kernel_pass
 
-            return kernel_pass.KernelPass(self._decoder, batch, policies, recompute=recompute)
+            return kernel_pass.KernelPass(self._decoder, batch, policies, self._pause, recompute=recompute)
         attend = self._attention(self._decoder, batch)
         return forward(self._decoder, batch, attend, PackedLora(policies), recompute=recompute)
+
+    def _pause(self) -> None:
+        began = time.perf_counter()
+        self._between_layers()
+        self.paused += time.perf_counter() - began
 
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool

@@ -7,7 +7,7 @@ operations from the values that the forward pass kept, or computes again one lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,9 +44,15 @@ class KernelPass:
 
     @torch.no_grad()
     def __init__(
-        self, decoder: Decoder, batch: PackedBatch, policies: Sequence[PolicyRows], *, recompute: bool
+        self,
+        decoder: Decoder,
+        batch: PackedBatch,
+        policies: Sequence[PolicyRows],
+        between_layers: Callable[[], None],
+        *,
+        recompute: bool,
     ) -> None:
-        self._decoder, self._batch, self._policies = decoder, batch, policies
+        self._decoder, self._batch, self._policies, self._between_layers = decoder, batch, policies, between_layers
         self._groups = _groups(decoder, policies, len(batch.tokens))
         self._attend = _attention(decoder, batch)
         self._rotation = decoder.rotation(batch.positions)
@@ -58,6 +64,7 @@ class KernelPass:
             y, values = run_layer(stages, i, y, self._attend, keep=True)
             assert values is not None
             self._values.append(values.x if recompute else values)
+            between_layers()
         self.hidden = stages.norm(decoder.norm, y, (len(decoder.layers) - 1, "down"), None)
         self._last = stages.residual
 
@@ -73,6 +80,7 @@ class KernelPass:
                 assert again is not None
                 values = again
             gradient = self._layer_gradient(i, values, gradient)
+            self._between_layers()
 
     def _layer_gradient(self, i: int, values: LayerValues, gradient: Tensor) -> Tensor:
         """From the gradient by a layer's output to that by its input; of the first layer none is needed."""

@@ -80,7 +80,7 @@ class PassItem:
 def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
     """Computes ``items`` in one pass (all forward-only or none) and records the results in their operations; the number
     of tokens. Layers are recomputed if the groups exceed ``resident_tokens`` of the backbone's limits."""
-    began = time.perf_counter()
+    began = time.perf_counter() - backbone.paused
     groups = [group for item in items for group in item.groups]
     batch, limits = pack_groups(groups, backbone.model.device), backbone.limits
     rows, loss_rows = _by_item(items, batch.row_ranges), _by_item(items, batch.loss_ranges)
@@ -108,7 +108,7 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
         d_hidden.index_add_(0, batch.sources, scores.slopes.mul_(d_logp[:, None]))
         passed.backward(d_hidden.to(backbone.model.dtype))
     finish(backbone.model.device)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - backbone.paused - began
     for item, span in zip(items, rows, strict=True):
         item.queued.add_metrics({"seconds": seconds * (span.stop - span.start) / len(batch.tokens)})
     return len(batch.tokens)
