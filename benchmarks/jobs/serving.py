@@ -207,7 +207,7 @@ def figures(cells: Mapping[str, Cell]) -> Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="50%% load and a minute of each arm: seven minutes")
+    parser.add_argument("--quick", action="store_true", help="50%% load and a minute of each arm: six minutes")
     parser.add_argument("--load", nargs="*", type=float, choices=LOADS)
     parser.add_argument("--discard", action="store_true", help="drop the cells that are there")
     given = parser.parse_args()

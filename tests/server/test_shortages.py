@@ -27,7 +27,7 @@ LEFT = (64, 48, 32, 24, 16, 12, 8)
 read it, or not even that. (With less, libraries in Rust find no memory for a few bytes, and end the process.)"""
 
 MALLOC = {f"MALLOC_{name}": value for name, value in [("ARENA_MAX", "1"), ("MMAP_THRESHOLD_", "131072")]}
-"""A large block is memory of its own, returned when freed. By default the C library keeps 64 MB of address space for
+"""A large block is mapped separately and returned when freed. By default the C library keeps 64 MB of address space for
 each of some threads, in which all of these requests may find room, however low the limit is."""
 
 
