@@ -120,6 +120,8 @@ def test_methods_that_a_path_has_not_are_told(fuzzed: Any) -> None:
     paths = {re.sub(r"{\w+}", "x", path): path for path in DOCUMENT["paths"] if not path.startswith("/v1/")}
     for url in paths:
         fitting = [path for path in paths.values() if re.fullmatch(re.sub(r"{\w+}", "[^/]+", path), url)]
+        if url in fitting:  # a path without parameters is itself, never a value of another path's parameter
+            fitting = [url]
         allowed = {method.upper() for path in fitting for method in DOCUMENT["paths"][path]}
         for method in {"DELETE", "GET", "PATCH", "POST", "PUT"} - allowed:
             response = httpx.request(method, service.url + url, headers=headers["admin"])

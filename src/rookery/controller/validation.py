@@ -246,7 +246,7 @@ class JobValidator:
         if target.startswith(SCHEME):
             checkpoint, run, policy = await find_checkpoint(context, tenant, target)
             return Target(checkpoint.path, run.base_model, adapter_ref(policy, checkpoint))
-        job, _, version = target.removesuffix(":latest").partition("@")
+        job, at, version = target.removesuffix(":latest").partition("@")
         try:
             row = await context.store.get_job(tenant, job)
         except NotFound:
@@ -264,7 +264,7 @@ class JobValidator:
                     ) from None
                 raise Unavailable(f"no worker serves {model} now: rookery worker or rookery serve starts one") from None
             return Target(model, model, None)
-        if version and version != "latest" and not NUMBER.fullmatch(version):
+        if at and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
         policy = (await context.store.policies(tenant, job))[0]
         number = int(version) if NUMBER.fullmatch(version) else None

@@ -14,6 +14,7 @@ from rookery.server import responses
 from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders
 from rookery.server.connections import Connections
+from rookery.server.methods import RequestMethods
 from rookery.server.routes import admin, gateway, jobs, openai
 from rookery.spec.job import JobSpec
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
@@ -36,14 +37,14 @@ def build(context: ServiceContext) -> FastAPI:
     responses.add_exception_handlers(app)
     app.add_middleware(BodyLimit)
     app.add_middleware(SecurityHeaders)
-    app.include_router(jobs.routes)
-    app.include_router(admin.routes)
-    app.include_router(openai.routes)
-    app.include_router(gateway.routes)
+    routers = [jobs.routes, admin.routes, openai.routes, gateway.routes]
+    for router in routers:
+        app.include_router(router)
     app.add_api_route("/healthz", healthz, tags=["service"])
     app.add_api_route("/metrics", prometheus, tags=["service"], response_class=Response, include_in_schema=False)
     _document_jobs(app)
     _mount_tinker(app, context)
+    app.add_middleware(RequestMethods, routes=[*app.routes, *(route for router in routers for route in router.routes)])
     return app
 
 

@@ -17,6 +17,7 @@ import sys
 from collections import Counter, deque
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr
@@ -45,6 +46,10 @@ and a ping or two in a minute."""
 PIPELINED = 16
 """Requests of one connection that may wait for the response to an earlier one. Clients wait for it before they send the
 next; a read of the socket has thousands, and each takes 200 µs."""
+
+
+UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+"""Headers by which a client asks for another protocol on its connection; ``Connection`` names them too."""
 
 
 class Slot:
@@ -146,6 +151,8 @@ class BoundedHttp(HttpToolsProtocol):
     _handshake: asyncio.Task[None] | None = None
     _early = b""
     """Received with the end of the handshake."""
+    _fed = b""
+    """The bytes that the parser reads now."""
 
     @property
     def _bounds(self) -> Connections:
@@ -186,6 +193,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if self._timer is not None and (self.cycle is None or not self.cycle.more_body):  # else a body without a reader
             self._head_bytes += len(data)
+        self._fed = data
         super().data_received(data)
         if self.slot is None or not self.slot.idle or self.transport.get_protocol() is not self:
             return  # in a request, or a WebSocket now
@@ -193,6 +201,31 @@ class BoundedHttp(HttpToolsProtocol):
             self._await_head()
         if self._head_bytes > self._bounds.settings.head_bytes:
             self._bounds.end_flood(self.slot)
+
+    def _should_upgrade(self) -> bool:
+        """A WebSocket begins with GET (RFC 6455, section 4.1). A request for any other protocol is answered as if it
+        did not ask for one (RFC 9110, section 7.8): Java's client and ``curl --http2`` ask for h2c with every POST."""
+        return bool(self.scope["method"] == "GET" and super()._should_upgrade())
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser ends after the head of a request that asks for another protocol. A new one reads the same request
+        without that wish, and the bytes that follow."""
+        stopped = sys.exc_info()[1]
+        assert isinstance(stopped, httptools.HttpParserUpgrade)
+        rest = self._fed[stopped.args[0] :]
+        version = self.scope["http_version"].encode()
+        head = [self.scope["method"].encode(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(part for part in value.split(b",") if part.strip().lower() not in UPGRADE_HEADERS)
+            if name not in UPGRADE_HEADERS:
+                head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join([*head, b"\r\n", rest]))
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else there is no request yet, see above, or it is a WebSocket
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn could not parse a request: that it found no memory for it is no mistake of the client's."""
@@ -211,7 +244,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_arrived()
         if self.slot is not None and len(self.pipeline) >= PIPELINED:
             self._bounds.end_flood(self.slot)
-        if not self.transport.is_closing():
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        if not self.transport.is_closing() and (not self.parser.should_upgrade() or self._should_upgrade()):
             super().on_headers_complete()
 
     def on_response_complete(self) -> None:

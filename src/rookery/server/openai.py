@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
 from rookery.controller.rollout.completions import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
-from rookery.errors import UserError
+from rookery.errors import UserError, short
 from rookery.server.auth import ServiceContext
 from rookery.server.responses import event_data
 from rookery.spec.job import Temperature
@@ -136,6 +136,12 @@ class ConversationMessage(OpenAIModel):
     def _has_content(cls, value: Any) -> Any:
         if value is None:
             raise ValueError("null is not supported: give a text; tool calls, which replace it, are not supported")
+        if not isinstance(value, str | list):
+            raise ValueError("give a text, or a list of parts of the type text")
+        for number, part in enumerate(value if isinstance(value, list) else []):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text":
+                raise ValueError(f"part {number} is of the type {short(str(kind))}; the models here read text alone")
         return value
 
     def for_template(self, where: str) -> dict[str, str]:
@@ -175,6 +181,14 @@ class CompletionRequest(CompletionOptions):
         if not fits:
             raise ValueError("a text, token ids, or a list of either")
         return value
+
+    @field_validator("prompt")
+    @classmethod
+    def _has_no_empty_one(cls, prompt: Any) -> Any:
+        empty = next((number for number, one in enumerate(prompt) if one in ("", [])), None)
+        if not isinstance(prompt, str) and empty is not None:
+            raise ValueError(f"prompt {empty} is empty: an answer needs at least one token to follow")
+        return prompt
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
-from rookery.errors import RookeryError, TooManyRequests, Unavailable, shortage
+from rookery.errors import RookeryError, TooManyRequests, Unavailable, short, shortage
 
 log = logging.getLogger("rookery.server")
 
@@ -100,7 +100,7 @@ def add_exception_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        problems = [_line(detail) for detail in error.errors()]
+        problems = [": ".join(filter(None, problem(detail, request))) for detail in error.errors()]
         return error_response(422, "the request is refused: " + "; ".join(problems), problems)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -145,6 +145,17 @@ def _is_allowed(request: Request, method: str) -> bool:
     return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
 
-def _line(detail: Any) -> str:
-    where = ".".join(str(part) for part in detail["loc"] if part not in ("body", "query", "path")) or "body"
-    return f"{where}: {detail['msg']}"
+def problem(detail: Any, request: Request) -> tuple[str, str]:
+    """The field that an error of pydantic concerns, empty for the body as a whole, and what is wrong with it."""
+    where = [str(part) for part in detail["loc"] if part not in ("body", "query", "path")]
+    if detail["type"] == "json_invalid":
+        return "", f"the body is not JSON in UTF-8 ({detail.get('ctx', {}).get('error') or detail['msg']})"
+    if not where:
+        if detail["type"] == "missing":
+            return "", "the body is empty; send a JSON object"
+        kind = request.headers.get("content-type", "")
+        if "json" not in kind:
+            given = f"it has Content-Type {short(kind)}" if kind else "it has no Content-Type"
+            return "", f"the body is not read as JSON: {given}; send it with Content-Type: application/json"
+        return "", f"the body must be a JSON object ({detail['msg']})"
+    return ".".join(where), str(detail["msg"]).removeprefix("Value error, ")

@@ -30,7 +30,8 @@ SEED_BITS = 48
 
 
 class PromptTooLong(UserError):
-    """The prompt leaves no room for a completion in the model's context."""
+    """The prompt leaves no room for a completion in the model's context. The message begins as OpenAI's does, by
+    which litellm and crewAI recognise it."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Completions:
         letters, most = sum(map(len, texts)), chat.context * self._context.settings.edge.characters_per_token
         if letters > most:
             raise PromptTooLong(
-                f"the prompt has {letters} characters, the model's context is {chat.context}, which holds at most"
-                f" {most} characters: shorten it"
+                f"this model's maximum context length is {chat.context} tokens, at most {most} characters; the prompt"
+                f" has {letters}: shorten it"
             )
         if isinstance(source, str):
             prompt = chat.encode(source)
@@ -88,7 +89,8 @@ class Completions:
             raise UserError("the prompt is empty: an answer needs at least one token to follow")
         if len(prompt) >= chat.context:
             raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens, the model's context is {chat.context}: shorten it"
+                f"this model's maximum context length is {chat.context} tokens; the prompt has {len(prompt)}:"
+                " shorten it"
             )
         return PreparedPrompt(target, chat, prompt)
 

@@ -42,7 +42,7 @@ from rookery.server.openai import (
     refuse_unsupported,
 )
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
-from rookery.server.responses import event_data, json_response, retry_after
+from rookery.server.responses import event_data, json_response, problem, retry_after
 
 log = logging.getLogger("rookery.server.openai")
 
@@ -59,14 +59,13 @@ CLIENT_GONE = 499
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _error_body(error: Exception, path: str) -> tuple[int, dict[str, Any]]:
+def _error_body(error: Exception, request: Request) -> tuple[int, dict[str, Any]]:
     """Status and body of an error in OpenAI's format. Unexpected errors and those of the server are logged."""
     error = shortage(error) or error
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     if isinstance(error, RequestValidationError):
-        detail = error.errors()[0]
-        where = ".".join(str(part) for part in detail["loc"] if part != "body")
-        status, message, param = 400, f"{where}: {detail['msg']}" if where else detail["msg"], where or None
+        where, line = problem(error.errors()[0], request)
+        status, message, param = 400, f"{where}: {line}" if where else line, where or None
     elif isinstance(error, RookeryError):
         status, message = error.status, " ".join(str(error).split())
         if isinstance(error, Unauthorized):
@@ -79,10 +78,10 @@ def _error_body(error: Exception, path: str) -> tuple[int, dict[str, Any]]:
         status, message = error.status_code, error.detail
     else:
         status, message = 500, f"internal error ({type(error).__name__}); the service's log has the traceback"
-        log.error("%s failed", path, exc_info=error)
+        log.error("%s failed", request.url.path, exc_info=error)
     kind = "server_error" if status >= 500 else "invalid_request_error"
     if isinstance(error, RookeryError) and status >= 500:
-        log.warning("%s: %s", path, error)
+        log.warning("%s: %s", request.url.path, error)
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -96,7 +95,7 @@ class OpenAIRoute(AuthenticatedRoute):
             try:
                 return await handle(request)
             except Exception as error:  # every error becomes a response of one format
-                status, body = _error_body(error, request.url.path)
+                status, body = _error_body(error, request)
                 response = json_response(body, status)
                 response.headers.update(getattr(error, "headers", None) or retry_after(shortage(error) or error))
                 if status == Unauthorized.status:
@@ -202,7 +201,7 @@ async def _respond(
     growth = _generate(service, owner, options, choices, limit)
     headers = {"x-request-id": form.id}
     if options.stream:
-        events = _events(form, choices, growth, request.url.path)
+        events = _events(form, choices, growth, request)
         return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
     if not await unless(_disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
@@ -297,7 +296,7 @@ async def _events(
     form: ResponseFormat,
     choices: Sequence[Choice],
     growth: AsyncGenerator[tuple[Choice, str, str | None] | None],
-    path: str,
+    request: Request,
 ) -> AsyncGenerator[bytes]:
     """The events of a streamed response. An error is its last event."""
     async with aclosing(growth):
@@ -317,7 +316,7 @@ async def _events(
                 yield form.chunk([], _usage(choices))
             yield b"data: [DONE]\n\n"
         except Exception as error:
-            _, body = _error_body(error, path)
+            _, body = _error_body(error, request)
             yield event_data(msgspec.json.encode(body))
 
 

@@ -1,0 +1,209 @@
+"""Requests as other programs send them: protocol upgrades, methods, and bodies that are no JSON object."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.faces import MODEL, job, served
+
+from rookery.server.launcher import EmbeddedService
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
+    with served(tmp_path_factory.mktemp("foreign")) as running:
+        yield running
+
+
+@pytest.fixture
+def http(service: EmbeddedService) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {service.key}"}
+    with httpx.Client(base_url=service.url, headers=headers, timeout=30) as client:
+        yield client
+
+
+H2C = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+SOCKET = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+def response_of(connection: socket.socket, buffer: bytearray) -> tuple[int, Any]:
+    """Status and JSON body of the next response; what follows it stays in ``buffer``."""
+    while b"\r\n\r\n" not in buffer:
+        read = connection.recv(1 << 16)
+        assert read, bytes(buffer)
+        buffer += read
+    head, _, rest = bytes(buffer).partition(b"\r\n\r\n")
+    lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    length = int(lengths[0].split(b":")[1])
+    while len(rest) < length:
+        rest += connection.recv(1 << 16)
+    buffer[:] = rest[length:]
+    return int(head.split()[1]), json.loads(rest[:length])
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "",
+        H2C,
+        "Connection: keep-alive, Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n",
+        SOCKET + "Sec-WebSocket-Version: 13\r\n",
+        "Connection: upgrade\r\n",
+        "Upgrade: TLS/1.0\r\nConnection: Upgrade\r\n",
+    ],
+    ids=["none", "h2c", "h2c-keep-alive", "websocket", "connection-alone", "tls"],
+)
+def test_wish_for_another_protocol_does_not_change_a_request(
+    service: EmbeddedService, headers: str, split: bool, chunked: bool
+) -> None:
+    """The body arrives with the head or after it, and a second request follows on the same connection."""
+    url, body = httpx.URL(service.url), json.dumps(job()).encode()
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+    head = (
+        f"POST /api/v1/jobs/dry-run HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {service.key}\r\n{headers}"
+        f"Content-Type: application/json\r\n{length}\r\n\r\n"
+    ).encode()
+    sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    buffer = bytearray()
+    with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
+        for _ in range(2):
+            if split:
+                connection.sendall(head)
+                connection.sendall(sent[:100])
+                connection.sendall(sent[100:])
+            else:
+                connection.sendall(head + sent)
+            status, found = response_of(connection, buffer)
+            assert status == 200 and found["spec"]["name"] == "sums", found
+
+
+def test_pipelined_wishes_for_another_protocol_are_all_answered(service: EmbeddedService) -> None:
+    url, buffer = httpx.URL(service.url), bytearray()
+    request = f"GET /healthz HTTP/1.1\r\nHost: x\r\n{H2C}\r\n".encode()
+    with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
+        connection.sendall(request * 3)
+        for _ in range(3):
+            assert response_of(connection, buffer)[0] == 200
+
+
+def test_connection_is_closed_where_the_client_asks_for_it(service: EmbeddedService) -> None:
+    url = httpx.URL(service.url)
+    request = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
+        connection.sendall(request)
+        received = b""
+        while read := connection.recv(1 << 16):
+            received += read
+    assert received.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/api/v1/jobs", "/metrics", "/docs", "/nothing"])
+def test_head_is_get_without_the_body(http: httpx.Client, path: str) -> None:
+    head, get = http.head(path), http.get(path)
+    assert head.status_code == get.status_code
+    assert head.content == b""
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_head_of_a_stream_ends(http: httpx.Client) -> None:
+    submitted = http.post("/api/v1/jobs", json=job()).json()
+    for _ in range(2):
+        assert http.head(f"/api/v1/jobs/{submitted['id']}/metrics", params={"follow": True}).status_code == 200
+    http.post(f"/api/v1/jobs/{submitted['id']}/cancel")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", {"POST"}),
+        ("HEAD", "/v1/completions", {"POST"}),
+        ("POST", "/v1/models", {"GET"}),
+        ("GET", "/api/v1/jobs/dry-run", {"POST"}),
+        ("GET", "/api/v1/datasets", {"POST"}),
+        ("PUT", "/api/v1/jobs", {"GET", "POST"}),
+        ("DELETE", "/healthz", {"GET"}),
+    ],
+)
+def test_methods_that_a_path_lacks_are_refused_with_those_it_has(
+    http: httpx.Client, method: str, path: str, allowed: set[str]
+) -> None:
+    refused = http.request(method, path)
+    assert refused.status_code == 405
+    assert set(refused.headers["allow"].split(", ")) >= allowed
+    if method != "HEAD":
+        error = refused.json()["error"]
+        assert path in (error["message"] if path.startswith("/v1/") else error)
+
+
+@pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])
+def test_socket_whose_upgrade_a_proxy_removed_is_told_so(http: httpx.Client, path: str) -> None:
+    refused = http.get(path)
+    assert refused.status_code == 426 and "proxy_set_header Upgrade" in refused.json()["error"]
+
+
+CHAT = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x"}]}).encode()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/v1/jobs", "/api/v1/jobs/dry-run"])
+@pytest.mark.parametrize(
+    ("body", "kind", "line"),
+    [
+        (CHAT, None, "it has no Content-Type; send it with Content-Type: application/json"),
+        (CHAT, "text/plain", "it has Content-Type text/plain"),
+        (CHAT, "application/x-www-form-urlencoded", "Content-Type: application/json"),
+        (b"", "application/json", "the body is empty"),
+        (b"", None, "the body is empty"),
+        (b'{"a":', "application/json", "not JSON in UTF-8"),
+        (CHAT.decode().encode("utf-16"), "application/json", "not JSON in UTF-8"),
+        (b"[[]]", "application/json", "must be a JSON object"),
+        (b"null", "application/json", "must be a JSON object"),
+        (b'"x"', "application/json", "must be a JSON object"),
+        (b"3", "application/json", "must be a JSON object"),
+    ],
+)
+def test_bodies_that_are_no_json_object_are_named(
+    http: httpx.Client, path: str, body: bytes, kind: str | None, line: str
+) -> None:
+    refused = http.post(path, content=body, headers={"Content-Type": kind} if kind else {})
+    assert refused.status_code in (400, 422)
+    error = refused.json()["error"]
+    assert line in (error["message"] if path.startswith("/v1/") else error)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "data:,"}}], "part 0 is of the type image_url"),
+        ([{"type": "text", "text": "a"}, {"type": "input_audio"}], "part 1 is of the type input_audio"),
+        ([[]], "part 0 is of the type list"),
+        (["x"], "part 0 is of the type str"),
+        (5, "give a text, or a list of parts of the type text"),
+        ({"type": "text", "text": "x"}, "give a text, or a list of parts of the type text"),
+        (None, "null is not supported"),
+    ],
+)
+def test_contents_that_are_no_text_are_named(http: httpx.Client, content: Any, line: str) -> None:
+    messages = [{"role": "user", "content": content}]
+    refused = http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "messages.0.content" and line in error["message"]
+
+
+@pytest.mark.parametrize("prompt", [[[]], [[1], []], [""], ["x", ""], "", []])
+def test_empty_prompts_are_refused(http: httpx.Client, prompt: Any) -> None:
+    refused = http.post("/v1/completions", json={"model": MODEL, "prompt": prompt})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+
+
+def test_version_is_named_after_the_at_sign(http: httpx.Client) -> None:
+    submitted = http.post("/api/v1/jobs", json=job()).json()
+    refused = http.get(f"/v1/models/{submitted['id']}@")
+    http.post(f"/api/v1/jobs/{submitted['id']}/cancel")
+    assert refused.status_code == 400 and "after the @" in refused.json()["error"]["message"]
