@@ -12,6 +12,7 @@
 * :class:`LoopThread` runs a service or an environment in a thread of another program.
 * :func:`restarting` keeps a background task running.
 * :class:`LineSplitter` cuts a streamed response into lines.
+* :func:`interpreter` is the command of every child process in Python.
 * :func:`client_tls` says how a client of a service checks its certificate.
 """
 
@@ -24,6 +25,7 @@ import logging
 import os
 import random
 import ssl
+import sys
 import threading
 import time
 import uuid
@@ -254,6 +256,12 @@ def client_tls(address: str, ca_file: str) -> ssl.SSLContext | None:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = not is_loopback(address)
     return context
+
+
+def interpreter(module: str, *arguments: str) -> list[str]:
+    """The command that runs ``module`` in a child process with this interpreter. It does not import from the working
+    directory (``-P``): a ``random.py`` in a user's folder must neither replace the library's module nor run."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def die_with_parent(end: Callable[[], None]) -> None:

@@ -18,7 +18,6 @@ import contextlib
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from ctypes.util import find_library
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rookery.aio import wait_event
+from rookery.aio import interpreter, wait_event
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
 
@@ -223,9 +222,7 @@ async def spawn_process(child: Child, path: Path) -> Process:
     """A child process of this one, with its output in ``path``. Raises OSError."""
     with path.open("ab") as output:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            *child.arguments,
+            *interpreter(*child.arguments),
             stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
             stdout=output,
             stderr=output,

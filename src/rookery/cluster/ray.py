@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from rookery.aio import die_with_parent, wait_event
+from rookery.aio import die_with_parent, interpreter, wait_event
 from rookery.cluster.local import (
     NODE_LOST,
     Child,
@@ -76,7 +76,7 @@ class ProcessActor:
         context = ray.get_runtime_context()
         place = f"{ray.util.get_node_ip_address()}/{context.get_actor_id()[:8]}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *[text.replace(PLACE, place) for text in self._arguments]],
+            interpreter(*[text.replace(PLACE, place) for text in self._arguments]),
             stdin=subprocess.PIPE,  # never written to: it closes when this actor ends
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 
-from rookery.aio import cancel_all
+from rookery.aio import cancel_all, interpreter
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
@@ -48,8 +47,7 @@ class BaseModels:
     async def _prepare(self, model: str) -> None:
         log.info("preparing base model %s; the first time takes a while", model)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rookery.worker.model.convert", model, "--cache", str(self._cache)),
-            "--die-with-parent",
+            *interpreter("rookery.worker.model.convert", model, "--cache", str(self._cache), "--die-with-parent"),
             stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rookery.aio import interpreter
 from rookery.errors import short
 
 LIMIT_SECONDS = 5.0
@@ -59,7 +60,8 @@ class VerifierPool:
     :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor time."""
 
     def __init__(self, scorer: str, *arguments: str, limit: float = LIMIT_SECONDS) -> None:
-        self._command = ["-m", "rookery.environments.verifiers.pool", str(limit), scorer, *arguments]
+        self._scorer = scorer
+        self._command = interpreter("rookery.environments.verifiers.pool", str(limit), scorer, *arguments)
         self._slots = threading.BoundedSemaphore(MAX_CHILDREN)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
@@ -85,7 +87,7 @@ class VerifierPool:
                 child = self._idle.pop()
                 if child.alive():
                     return child
-        return _Child(self._command)
+        return _Child(self._scorer, self._command)
 
     def _put(self, child: _Child) -> None:
         with self._lock:
@@ -114,10 +116,10 @@ class VerifierPool:
 class _Child:
     """A process with its library loaded and the process that it forked, in a process group."""
 
-    def __init__(self, command: list[str]) -> None:
-        self._scorer = command[3]
+    def __init__(self, scorer: str, command: list[str]) -> None:
+        self._scorer = scorer
         self._process = subprocess.Popen(
-            [sys.executable, *command],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,49 @@
+"""Child processes: they import nothing from the working directory."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rookery.aio import interpreter
+
+SOURCE = Path(__file__).parents[1] / "src" / "rookery"
+
+MODULES = {
+    "rookery.worker.process": ["--help"],
+    "rookery.environments.host": ["--help"],
+    "rookery.environments.verifiers.pool": ["1", "none"],
+    "rookery.worker.model.convert": ["--help"],
+    "rookery.cluster.ray": ["--help"],
+}
+"""Every module that the service starts as a process, with arguments that end it at once."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_children_import_nothing_from_the_working_directory(tmp_path: Path, module: str) -> None:
+    """Files of a research folder may have the names of the library's modules, and of packages."""
+    run = tmp_path / "imported"
+    names = {*sys.stdlib_module_names, "torch", "numpy", "msgspec", "rookery", "websockets", "httpx", "regex", "ray"}
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"open({str(run)!r}, 'a').write({name!r})\n")
+    done = subprocess.run(
+        interpreter(module, *MODULES[module]), cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert not run.exists(), run.read_text()
+    assert "Error" not in done.stderr.replace("UserError", "") or module.endswith("pool"), done.stderr
+
+
+def test_every_child_is_started_by_the_same_command() -> None:
+    """``sys.executable`` stands in texts for people, and in the one function that makes a child's command."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.List | ast.Tuple):
+                continue
+            if any(ast.unparse(element) == "sys.executable" for element in function.elts):
+                found.add(str(path.relative_to(SOURCE)))
+    assert found == {"aio.py"}
