@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,21 @@ def test_the_ray_cluster_agrees_with_the_settings() -> None:
     assert arguments is not None
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     assert command.make_context("rookery serve", shlex.split(arguments[1])).params["cluster"] == "ray"
+
+
+def pods(document: Any) -> Iterator[dict[str, Any]]:
+    """Every pod's specification in a manifest."""
+    if isinstance(document, dict):
+        if "containers" in document:
+            yield document
+        document = list(document.values())
+    for part in document if isinstance(document, list) else []:
+        yield from pods(part)
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.name)
+def test_no_pod_gets_variables_of_services(path: Path) -> None:
+    """A Service named rookery would set ROOKERY_PORT=tcp://... in it."""
+    found = list(pods(list(yaml.safe_load_all(path.read_text(encoding="utf-8")))))
+    assert found or path.name == "sky.yaml"
+    assert all(pod.get("enableServiceLinks") is False for pod in found)

@@ -7,8 +7,10 @@ generated from the docstrings here.
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -350,14 +352,26 @@ class Settings(Section):
         return self.model_validate(self.flat() | changes)
 
     @classmethod
-    def load(cls, environment: Mapping[str, str] = os.environ, **given: object) -> Self:
-        """Settings from ``ROOKERY_<FIELD>`` variables; ``given`` (None is absent) wins. Raises :class:`UserError`."""
-        names = ["data", "cache", *SECTION_OF]
+    def load(
+        cls, environment: Mapping[str, str] = os.environ, *, uses: Collection[str] | None = None, **given: object
+    ) -> Self:
+        """Settings from ``ROOKERY_<FIELD>`` variables; ``given`` (None is absent) wins. Raises :class:`UserError`.
+
+        ``uses`` has the fields and sections that the caller uses (None: all): the variables of others are not read, so
+        that a wrong one fails only the commands that it concerns. Variables that a platform sets
+        (:func:`variable_notes`) are not settings."""
+        explicit = {name: value for name, value in given.items() if value is not None}
+        names = [
+            name for name in ("data", "cache", *SECTION_OF) if uses is None or {name, SECTION_OF.get(name)} & {*uses}
+        ]
         variables = {name: f"ROOKERY_{name.upper()}" for name in names}
         values: dict[str, object] = {
-            name: environment[variable] for name, variable in variables.items() if variable in environment
-        }
-        values.update({name: value for name, value in given.items() if value is not None})
+            name: environment[variable]
+            for name, variable in variables.items()
+            if variable in environment and not _ADDRESS.fullmatch(environment[variable])
+        } | explicit
+        if uses is not None and values.get("url"):  # the address says both
+            values = {name: value for name, value in values.items() if name in explicit or name not in ("host", "port")}
         try:
             settings = cls.model_validate(values)
         except ValidationError as error:
@@ -368,6 +382,46 @@ class Settings(Section):
             data=settings.data.expanduser().absolute(), cache=settings.cache.expanduser().absolute()
         )
 
+
+CLIENT_SETTINGS = ("data", "cache", "host", "port", "url", "key", "tls_cert", "ca_file")
+"""Fields that a client of a service uses: the address, the key, and the folder where the administrator's key is."""
+
+WORKER_SETTINGS = ("cache", "worker", "engine", "training", "log_level", "tls_cert", "ca_file")
+"""Fields and sections that a worker uses."""
+
+HOST_SETTINGS = ("log_level", "tls_cert", "ca_file")
+"""Fields that the host of the built-in environments uses."""
+
+STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
+"""Fields that a backup and a restoration use."""
+
+_ADDRESS = re.compile(r"(tcp|udp|sctp)://[^/]+")
+"""The value that Kubernetes and Docker give to ``<NAME>_PORT`` for a service or linked container of that name."""
+
+_PLATFORM = re.compile(r"ROOKERY(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+"""Names of the variables that these two set for a service or container whose name begins with ``rookery``."""
+
+
+def variable_notes(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for every ``ROOKERY_*`` variable that is no setting: the platform's, in one line, and unknown names, each
+    with the closest setting."""
+    settings = {f"ROOKERY_{name.upper()}" for name in ("data", "cache", *SECTION_OF)} | {TOKEN_VARIABLE}
+    theirs, unknown = [], []
+    for name in sorted(name for name in environment if name.startswith("ROOKERY_")):
+        if _PLATFORM.fullmatch(name) and (name not in settings or _ADDRESS.fullmatch(environment[name])):
+            theirs.append(name)
+        elif name not in settings and len(name) <= LONGEST_NAME:
+            endings = sorted(known.removeprefix("ROOKERY_") for known in settings)
+            close = difflib.get_close_matches(name.removeprefix("ROOKERY_"), endings, 1)
+            unknown.append(f"{name} is no setting" + (f"; did you mean ROOKERY_{close[0]}?" if close else ""))
+    if theirs:
+        reason = "Kubernetes or Docker sets them for a service or container named rookery"
+        unknown.append(f"ignored: {', '.join(theirs)} ({reason}; enableServiceLinks: false in the pod avoids them)")
+    return unknown
+
+
+LONGEST_NAME = 64
+"""Characters of an unknown variable's name that is worth a comparison with every setting."""
 
 SECTION_OF: dict[str, str] = {
     field: section

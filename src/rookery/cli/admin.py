@@ -10,7 +10,7 @@ from rich.console import Group
 
 from rookery.cli.options import Cli, DataOption, console, plain_table, time_of, with_options
 from rookery.errors import UserError, short
-from rookery.settings import Settings
+from rookery.settings import STORAGE_SETTINGS, Settings
 from rookery.telemetry.table import memory_table, worker_table
 
 app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)
@@ -155,7 +155,7 @@ def backup(
     from rookery.storage.artifacts import Place
     from rookery.storage.backup import back_up
 
-    settings = Settings.load(data=data)
+    settings = Settings.load(uses=STORAGE_SETTINGS, data=data)
     count = back_up(settings.data, settings.server.database, folder.absolute(), Place(*settings.server.artifacts))
     console().print(f"{folder}: the database and {count} artifacts of {settings.data}", markup=False)
 
@@ -168,7 +168,7 @@ def restore(
     from rookery.storage.artifacts import Place
     from rookery.storage.backup import restore
 
-    settings = Settings.load(data=data)
+    settings = Settings.load(uses=STORAGE_SETTINGS, data=data)
     count = restore(folder.absolute(), settings.data, settings.server.database, Place(*settings.server.artifacts))
     shown = (
         f"{settings.data}: the database and {count} artifacts; rookery serve --data {settings.data} resumes the jobs"

@@ -22,8 +22,8 @@ from rich.text import Text
 from rookery.cli.options import FAILED, Cli, console, print_json, with_options
 from rookery.client import Client, Record
 from rookery.cluster.local import PRELOAD, preloaded
-from rookery.errors import RookeryError, installs
-from rookery.settings import Settings
+from rookery.errors import RookeryError, UserError, installs
+from rookery.settings import Settings, variable_notes
 from rookery.tokenization.registry import status
 
 GIGABYTE = 1 << 30
@@ -65,8 +65,15 @@ def doctor(
     cache: Annotated[Path | None, typer.Option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
 ) -> None:
     """Check what this machine can do, and show how to fix what is missing. Exit code 1 if something required is."""
-    settings = cli.settings if cache is None else cli.settings.replace(cache=cache.expanduser().absolute())
-    findings = examine(settings)
+    wrong: list[Finding] = []
+    try:
+        settings = cli.every_setting()
+    except UserError as error:
+        settings = cli.settings
+        wrong = [Finding("settings", "bad", str(error), "correct or unset the variable; its default is shown below")]
+    if cache is not None:
+        settings = settings.replace(cache=cache.expanduser().absolute())
+    findings = [*wrong, *(Finding("settings", "optional", note) for note in variable_notes()), *examine(settings)]
     out = console()
     for finding in findings:
         if cli.json:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.control import strip_control_codes
 
+from rookery.aio import interpreter
 from rookery.cli.options import Cli, plain_table, print_json, with_options
 from rookery.client import Client
 from rookery.errors import NotFound, Unavailable, UserError
@@ -41,7 +42,7 @@ def prepare(cli: Cli, name: str) -> None:
     """Fetches and converts a model into the cache, in a child process, because that needs torch. Raises
     :class:`UserError` with the last line of that process."""
     resolve(name)  # refuses an impossible name before a process is started for it
-    command = [sys.executable, "-m", "rookery.worker.model.convert", name, "--cache", str(cli.settings.cache)]
+    command = interpreter("rookery.worker.model.convert", name, "--cache", str(cli.settings.cache))
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
@@ -57,7 +58,7 @@ def _rows(cli: Cli) -> list[dict[str, Any]]:
     except Unavailable:
         if cli.settings.server.url:
             raise
-    settings = cli.settings
+    settings = cli.every_setting("inference_engine", "trainer")
     found = [status(settings.cache, name) for name in (*CATALOGUE, *prepared_models(settings.cache))]
     chosen = [row.backends(settings.engine.inference_engine, settings.training.trainer) for row in found]
     return [

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rookery.client import Client
-from rookery.settings import Settings
+from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.telemetry.table import add_columns
 
 COMPLETED = 0
@@ -50,6 +50,13 @@ class Cli:
     json: bool
     data: Path | None
     """The data folder, where the option or its variable gives one."""
+    options: Mapping[str, Any]
+    """The given options, of which None is absent."""
+
+    def every_setting(self, *more: str) -> Settings:
+        """``settings`` has a client's alone. These are all, or a client's and ``more``. Raises
+        :class:`~rookery.errors.UserError`."""
+        return Settings.load(uses=(*CLIENT_SETTINGS, *more) if more else None, **self.options)
 
     def client(self) -> Client:
         return Client(settings=self.settings)
@@ -90,7 +97,8 @@ def with_options(command: Callable[Concatenate[Cli, P], R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapper(*args: Any, **given: Any) -> R:
         url, key, data, as_json = (given.pop(name) for name in OPTIONS)
-        cli = Cli(Settings.load(url=url, key=key, data=data), as_json, data)
+        given_options = {"url": url, "key": key, "data": data}
+        cli = Cli(Settings.load(uses=CLIENT_SETTINGS, **given_options), as_json, data, given_options)
         return command(cli, *args, **given)
 
     signature = inspect.signature(command, eval_str=True)

@@ -104,7 +104,7 @@ def _embedded(cli: Cli, folder: Path, models: str) -> Iterator[Client]:
     """A client of a service in this process, on a free port; on exit everything that it started is stopped."""
     from rookery.server.launcher import EmbeddedService
 
-    settings = cli.settings.replace(data=folder.absolute(), port=0, models=models)
+    settings = cli.every_setting().replace(data=folder.absolute(), port=0, models=models)
     with EmbeddedService(settings) as service, Client(service.url, service.key, settings=settings) as client:
         yield client
 

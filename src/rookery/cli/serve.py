@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
+from rookery.aio import interpreter
 from rookery.cli.options import DataOption
 from rookery.cluster.local import preloaded
-from rookery.settings import Settings, token_of
+from rookery.settings import WORKER_SETTINGS, Settings, token_of, variable_notes
 
 
 def serve(
@@ -68,7 +69,9 @@ def worker(
 ) -> None:
     """Load a base model and work for a service on any machine; ROOKERY_TOKEN holds a key of the role worker, such as
     worker.token in its data folder. Ctrl-C or SIGTERM drains first."""
-    settings = Settings.load(cache=cache)
+    settings = Settings.load(uses=WORKER_SETTINGS, cache=cache)
+    for line in variable_notes():
+        print(line, file=sys.stderr)
     options = {
         "connect": connect, "model": model, "roles": roles, "cache": settings.cache, "price": price or None,
         "address": address, "peer-port": peer_port, "max-rows": max_rows, "name": name, "engine": engine,
@@ -79,4 +82,4 @@ def worker(
         arguments.append("--preemptible")
     token_of()  # refused here where there is none
     environment = preloaded({**os.environ}, settings.worker.allocator)
-    os.execve(sys.executable, [sys.executable, "-m", "rookery.worker.process", *arguments], environment)
+    os.execve(sys.executable, interpreter("rookery.worker.process", *arguments), environment)

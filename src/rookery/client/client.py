@@ -20,7 +20,7 @@ from rookery.client.job import Job, sample, stream
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
-from rookery.settings import Settings
+from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
 
 log = logging.getLogger("rookery.client")
@@ -64,7 +64,7 @@ class Client:
     """
 
     def __init__(self, url: str | None = None, key: str | None = None, *, settings: Settings | None = None) -> None:
-        settings = settings if settings is not None else Settings.load()
+        settings = settings if settings is not None else Settings.load(uses=CLIENT_SETTINGS)
         self.url = (url or settings.base_url).rstrip("/")
         self._key = (key or settings.server.key).strip() or read_secret(settings.data, ADMIN_KEY_FILE) or ""
         self._connection = HttpConnection(self.url, self._key or None, settings.trusted)

@@ -37,7 +37,7 @@ from rookery.environments.datasets import PromptDataset
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
 from rookery.errors import UserError
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
-from rookery.settings import Settings, token_of
+from rookery.settings import HOST_SETTINGS, Settings, token_of
 
 log = logging.getLogger("rookery.environments")
 
@@ -255,7 +255,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        settings = Settings.load()
+        settings = Settings.load(uses=HOST_SETTINGS)
         logging.getLogger("rookery").setLevel(settings.server.log_level)  # others log requests with their keys
         asyncio.run(serve(arguments.connect, settings, end_with_parent=arguments.die_with_parent))
     except UserError as error:

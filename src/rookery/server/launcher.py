@@ -36,7 +36,7 @@ from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
-from rookery.settings import ServerSettings, Settings
+from rookery.settings import ServerSettings, Settings, variable_notes
 from rookery.storage.artifacts import Artifacts, Place, open_artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database, DatabaseInUse
@@ -305,7 +305,7 @@ async def serve(settings: Settings) -> None:
 
     async def run() -> None:
         async with Service(settings, [terminal_handler()]) as service:
-            for line in _greeting(service):
+            for line in [*variable_notes(), *_greeting(service)]:
                 print(line, file=sys.stderr, flush=True)
             await service.serving()
 

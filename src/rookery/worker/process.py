@@ -29,7 +29,7 @@ from urllib.parse import urlsplit, urlunsplit
 from rookery.aio import cancel_all, die_with_parent
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.protocol.connection import RegistrationRefused
-from rookery.settings import Settings, token_of
+from rookery.settings import WORKER_SETTINGS, Settings, token_of
 from rookery.tokenization import registry
 from rookery.worker.compute import Compute
 from rookery.worker.connection import ServiceConnection, WorkerOptions
@@ -151,7 +151,11 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(lambda: os._exit(FAILED))  # no process is left to send output to
     try:
         settings = Settings.load(
-            cache=given.cache, max_rows=given.max_rows, inference_engine=given.engine, vllm_url=given.vllm_url
+            uses=WORKER_SETTINGS,
+            cache=given.cache,
+            max_rows=given.max_rows,
+            inference_engine=given.engine,
+            vllm_url=given.vllm_url,
         )
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("rookery").setLevel(settings.server.log_level)  # others log requests with their keys

@@ -1,0 +1,113 @@
+"""Settings from variables: which commands they concern, and variables that are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rookery.errors import UserError
+from rookery.settings import (
+    CLIENT_SETTINGS,
+    HOST_SETTINGS,
+    SECTION_OF,
+    STORAGE_SETTINGS,
+    WORKER_SETTINGS,
+    Settings,
+    variable_notes,
+)
+
+KUBERNETES = {
+    "ROOKERY_PORT": "tcp://10.0.0.7:7077",
+    "ROOKERY_PORT_7077_TCP": "tcp://10.0.0.7:7077",
+    "ROOKERY_PORT_7077_TCP_ADDR": "10.0.0.7",
+    "ROOKERY_PORT_7077_TCP_PORT": "7077",
+    "ROOKERY_PORT_7077_TCP_PROTO": "tcp",
+    "ROOKERY_SERVICE_HOST": "10.0.0.7",
+    "ROOKERY_SERVICE_PORT": "7077",
+    "ROOKERY_SERVICE_PORT_HTTP": "7077",
+}
+"""As the kubelet sets them in every container beside a Service named rookery whose port is named http."""
+
+
+def test_variables_of_a_service_named_rookery_are_no_settings() -> None:
+    assert Settings.load(KUBERNETES).server.port == 7077
+    (note,) = variable_notes(KUBERNETES)
+    assert all(name in note for name in KUBERNETES) and "enableServiceLinks: false" in note
+    assert Settings.load({**KUBERNETES, "ROOKERY_PORT": "8000"}).server.port == 8000
+
+
+@pytest.mark.parametrize("service", ["ROOKERY_WORKER", "ROOKERY_RAY_HEAD_SVC", "ROOKERY_DB"])
+def test_variables_of_services_whose_name_begins_so_are_no_settings(service: str) -> None:
+    theirs = {name.replace("ROOKERY", service, 1): value for name, value in KUBERNETES.items()}
+    (note,) = variable_notes(theirs)
+    assert "did you mean" not in note and all(name in note for name in theirs)
+
+
+def test_unknown_variables_are_named_with_the_closest_setting() -> None:
+    assert variable_notes({"ROOKERY_MAX_ROW": "8"}) == ["ROOKERY_MAX_ROW is no setting; did you mean ROOKERY_MAX_ROWS?"]
+    assert variable_notes({"ROOKERY_ZZZZZZ": "", "PATH": "x", "ROOKERY_TOKEN": "x", "ROOKERY_DATA": "x"}) == [
+        "ROOKERY_ZZZZZZ is no setting"
+    ]
+
+
+WRONG = {
+    "ROOKERY_RAY_CPUS": "many", "ROOKERY_MAX_ROWS": "-1", "ROOKERY_TRAINER": "none", "ROOKERY_LOG_LEVEL": "LOUD",
+    "ROOKERY_PORT": "http", "ROOKERY_SEED_ETA": "x", "ROOKERY_JSON_BYTES": "1 MB",
+}  # fmt: skip
+"""A wrong value in every part of the settings."""
+
+
+@pytest.mark.parametrize(
+    ("uses", "fails"),
+    [
+        (CLIENT_SETTINGS, {"ROOKERY_PORT"}),
+        (WORKER_SETTINGS, {"ROOKERY_MAX_ROWS", "ROOKERY_TRAINER", "ROOKERY_LOG_LEVEL"}),
+        (HOST_SETTINGS, {"ROOKERY_LOG_LEVEL"}),
+        (STORAGE_SETTINGS, set()),
+        (None, set(WRONG)),
+    ],
+)
+def test_wrong_values_fail_only_commands_that_use_them(uses: tuple[str, ...] | None, fails: set[str]) -> None:
+    for name, value in WRONG.items():
+        if name in fails:
+            with pytest.raises(UserError, match=name):
+                Settings.load({name: value}, uses=uses)
+        else:
+            Settings.load({name: value}, uses=uses)
+
+
+def test_address_makes_host_and_port_needless_for_clients() -> None:
+    settings = Settings.load({"ROOKERY_PORT": "x", "ROOKERY_URL": "http://a:1"}, uses=CLIENT_SETTINGS)
+    assert settings.base_url == "http://a:1"
+
+
+def test_uses_name_fields_and_sections() -> None:
+    named = {*CLIENT_SETTINGS, *WORKER_SETTINGS, *HOST_SETTINGS, *STORAGE_SETTINGS}
+    assert named <= {"data", "cache", *SECTION_OF, *SECTION_OF.values()}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["doctor"], ["worker", "--connect", "http://127.0.0.1:9"], ["backup", "{folder}/b"], ["jobs", "list"]],
+    ids=lambda command: command[0],
+)
+def test_commands_run_beside_a_service_named_rookery(tmp_path: Path, command: list[str]) -> None:
+    """None of them fails by a variable that Kubernetes sets."""
+    environment = {**KUBERNETES, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "ROOKERY_TOKEN": "x"}
+    program = "import sys; from rookery.cli import main; main(sys.argv[1:])"
+    arguments = [part.format(folder=tmp_path) for part in command]
+    environment["PYTHONPATH"] = ":".join(sys.path)
+    running = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        out, err = running.communicate(timeout=20 if command[0] != "worker" else 8)
+    except subprocess.TimeoutExpired:  # a worker dials again and again
+        running.kill()
+        out, err = running.communicate()
+    assert b"setting ROOKERY_PORT" not in err + out
+    if command[0] in ("doctor", "worker"):
+        assert b"enableServiceLinks" in err + out
