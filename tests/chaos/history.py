@@ -250,8 +250,10 @@ class WatchedDatabase(Database):
     history: History
     """Set before it is used."""
 
-    def submit_job(self, row: JobRow, policies: Sequence[PolicyRow]) -> tuple[JobRow, bool]:
-        row, created = super().submit_job(row, policies)
+    def submit_job(
+        self, row: JobRow, policies: Sequence[PolicyRow], warnings: Sequence[str] = ()
+    ) -> tuple[JobRow, bool]:
+        row, created = super().submit_job(row, policies, warnings)
         if created:
             self.history.submitted(row.id, row.spec, policies)
         return row, created

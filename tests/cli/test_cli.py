@@ -123,6 +123,23 @@ def test_run_dry_run_shows_the_job_and_three_prompts(here: Path, capsys: pytest.
     assert "planned" not in capsys.readouterr().out
 
 
+def test_run_shows_warnings_and_steps_without_a_signal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    idle = {"main": {"rank": 4, "targets": ["q"], "optimizer": {"schedule": {"name": "linear", "total_steps": 1}}}}
+    rows = [{"prompt": f"{a}?", "answer": "never"} for a in range(8)]
+    environment = {"id": "jsonl", "rows": rows, "verifier": "exact"}
+    path = written(here, job(name="hardly-meant", policies=idle, environment=environment, stop={"steps": 4}))
+    warning = "policies.main.optimizer.schedule.total_steps: 1: the rate is 0% of lr from step 2 of stop.steps 4"
+    assert call("run", path, "--dry-run") == 0
+    assert f"warning: {warning}" in capsys.readouterr().out
+    assert call("run", path) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"warning: {warning}") == 1
+    assert said.count("no signal: steps 1 to 3: all rewards were equal within every group (mean reward 0)") == 1
+    assert call("run", path, "--json") == 0
+    events = [line["event"] for line in lines(capsys.readouterr().out) if "event" in line]
+    assert [event["kind"] for event in events] == ["warning", "no_signal"]
+
+
 def test_jobs_commands_list_show_and_control(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(here, job(name="steered", environment={"hosted": "nobody"}))
     assert call("run", path, "--detach") == 0

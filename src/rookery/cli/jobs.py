@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, console, figures, print_json, time_of, with_options
 from rookery.client import Job
@@ -18,6 +19,9 @@ Name = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its nam
 
 STEP_FIGURES = ("reward", "loss", "kl", "entropy", "staleness_mean", "logp_diff_mean", "seconds/train")
 """Metrics in the line of a step where its row has them; --json prints all."""
+
+NOTICES = ("warning", "no_signal")
+"""Kinds of events that the follower of a job sees as they come."""
 
 
 @app.command("list")
@@ -107,14 +111,15 @@ def logs(
     """A job's events, then its steps; with -f the exit code says how it ended."""
     with cli.client() as client:
         found = client.job(job)
-        for event in found.events(limit):
+        events = found.events(limit)
+        for event in events:
             cli.show({"event": event}, f"{time_of(event.time)}  {event.kind}: {event.text}")
         if not follow:
             for row in found.metrics(follow=False):
                 print_step(cli, row)
             return
         try:
-            code = _follow(cli, found)
+            code = _follow(cli, found, Notices(cli, found, console(), shown=events))
         except KeyboardInterrupt:
             code = INTERRUPTED
     raise typer.Exit(code)
@@ -138,10 +143,12 @@ def delete_upload(cli: Cli, hash: Annotated[str, typer.Argument(metavar="HASH")]
     cli.show({"deleted": hash}, f"{hash} is deleted")
 
 
-def _follow(cli: Cli, job: Job) -> int:
+def _follow(cli: Cli, job: Job, notices: Notices) -> int:
     """Follow a job until it has ended; returns the exit code of how it ended."""
     state = ""
     for kind, data in job.follow():
+        if kind != "heartbeat":
+            notices.print_new()
         if kind == "metrics":
             print_step(cli, data)
         elif kind in ("job", "end"):
@@ -153,6 +160,25 @@ def _follow(cli: Cli, job: Job) -> int:
 def print_step(cli: Cli, row: dict[str, Any]) -> None:
     """A metrics row on one line."""
     cli.show({"metrics": row}, f"step {row['step']:>5}  {figures(row, STEP_FIGURES)}")
+
+
+class Notices:
+    """The events of a followed job that its owner should read: warnings about its spec, and steps without a signal."""
+
+    def __init__(self, cli: Cli, job: Job, out: Console, shown: Iterable[Mapping[str, Any]] = ()) -> None:
+        """``shown`` were printed already."""
+        self._cli, self._job, self._out = cli, job, out
+        self._shown = {(event["time"], event["text"]) for event in shown}
+
+    def print_new(self) -> None:
+        """Print those that were not printed yet, oldest first."""
+        for event in self._job.events():
+            if event.kind in NOTICES and (event.time, event.text) not in self._shown:
+                self._shown.add((event.time, event.text))
+                if self._cli.json:
+                    print_json({"event": event})
+                else:
+                    self._out.print(f"{event.kind.replace('_', ' ')}: {event.text}", markup=False, style="yellow")
 
 
 def _act(cli: Cli, action: str, job: str) -> None:

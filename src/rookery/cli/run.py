@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
-from rookery.cli.jobs import print_step
+from rookery.cli.jobs import Notices, print_step
 from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, console, print_json, with_options
 from rookery.client import Client, Job
 from rookery.errors import Unavailable
@@ -143,9 +143,12 @@ def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str) -> int:
 def _watch(cli: Cli, job: Job, out: Console) -> dict[str, Any]:
     """The job when it has ended or paused. Shows lines of JSON, a live table on a terminal, or a line per step."""
     view: dict[str, Any] = {}
+    notices = Notices(cli, job, out)
     live = Live(console=out, auto_refresh=False, transient=True) if out.is_terminal and not cli.json else None
     with live if live is not None else nullcontext():
         for kind, data in job.follow():
+            if kind != "heartbeat":
+                notices.print_new()
             if kind in ("job", "end"):
                 view = data
                 if cli.json:
@@ -180,6 +183,8 @@ def _plan(cli: Cli, client: Client, raw: dict[str, Any], folder: Path) -> int:
         return COMPLETED
     out = console()
     out.print(yaml.safe_dump(jsons.loads(jsons.dumps(plan["spec"])), sort_keys=False, allow_unicode=True), markup=False)
+    for line in plan["warnings"]:
+        out.print(f"warning: {line}", markup=False, style="yellow")
     for number, prompt in enumerate(plan["prompts"], 1):
         out.print(f"--- prompt {number}, {prompt['tokens']} tokens\n{prompt['text']}", markup=False)
     return COMPLETED

@@ -173,11 +173,13 @@ class Controller:
         False."""
         self.context.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
         spec, policies = await self._validator.check(tenant, data)
+        warnings = await self._validator.warnings(tenant, spec)
         dumped = spec.model_dump(mode="json")
         id, now = self.context.ids.new("job"), self.context.clock.time()
         row, created = await self.context.store.submit_job(
             JobRow(id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key),
             [replace(policy, job=id) for policy in policies],
+            warnings,
         )
         if created:
             self.jobs.states["queued"] += 1
@@ -191,9 +193,14 @@ class Controller:
         return await self.queries.show(tenant, row.id), created
 
     async def dry_run(self, tenant: str, data: Any) -> dict[str, Any]:
-        """The job with every default filled in, and three of its prompts as the policy would read them."""
+        """The job with every default filled in, the warnings about it, and three of its prompts as the policy would
+        read them."""
         spec, _ = await self._validator.check(tenant, data)
-        return {"spec": spec.model_dump(mode="json"), "prompts": await self._validator.preview(tenant, spec)}
+        return {
+            "spec": spec.model_dump(mode="json"),
+            "warnings": await self._validator.warnings(tenant, spec),
+            "prompts": await self._validator.preview(tenant, spec),
+        }
 
     async def pause(self, tenant: str, job: str) -> None:
         """Stop working on the job until it is resumed; its groups and versions stay."""

@@ -20,6 +20,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
 from rookery.controller.quotas import ROWS, as_jsonl, job_problems
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
+from rookery.controller.spec_warnings import spec_warnings
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError
@@ -106,6 +107,10 @@ class JobValidator:
         )  # fmt: skip
         await self.warm_start(tenant, spec, new)
         return spec, [new]
+
+    async def warnings(self, tenant: str, spec: JobSpec) -> list[str]:
+        """What the owner of a job that :meth:`check` accepted should know before it runs, a line each."""
+        return spec_warnings(spec)
 
     async def model(self, tenant: str, name: str) -> str:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""

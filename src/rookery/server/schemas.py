@@ -20,9 +20,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class MetricsRow(BaseModel):
-    """One optimizer step. Further fields: ``reward/<name>`` for each metric of the environment, ``lag_share/<n>`` for
-    the share of tokens that were n steps old, and the loss's own metrics; docs/operations.md explains each. A number
-    that was not finite is null."""
+    """One optimizer step. Further fields: ``reward/<name>`` for each metric of the environment, the mean over the
+    ``reward_episodes/<name>`` episodes that have it; ``lag_share/<n>`` for the share of tokens that were n steps old;
+    and the loss's own metrics; docs/operations.md explains each. A number that was not finite is null."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -337,6 +337,7 @@ class DryRun(BaseModel):
     """A job with every default filled in, and three of its prompts as the policy would read them."""
 
     spec: dict[str, Any]
+    warnings: list[str] = Field(description="Settings that are allowed and hardly meant, a line each")
     prompts: list[PromptView]
 
 

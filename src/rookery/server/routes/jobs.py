@@ -61,7 +61,7 @@ async def submit(
 
 @routes.post("/jobs/dry-run", response_model=DryRun, tags=["jobs"])
 async def dry_run(service: Service, owner: Owner, data: JobData) -> Any:
-    """Validate a job, fill in its defaults and render three of its prompts. Nothing is created."""
+    """Validate a job, fill in its defaults, list warnings and render three of its prompts. Nothing is created."""
     return await service.controller.dry_run(owner.id, data)
 
 

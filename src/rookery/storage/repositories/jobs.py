@@ -65,12 +65,17 @@ JOBS_AT_ONCE = 16
 # --- jobs and policies ------------------------------------------------------------------------------------------------
 
 
-def submit_job(connection: Connection, row: JobRow, policies: Sequence[PolicyRow]) -> tuple[JobRow, bool]:
-    """Store a new job and its policies; returns it and True. If the tenant used this idempotency key before, returns
-    that job as it is now and False (the caller compares the specs)."""
+def submit_job(
+    connection: Connection, row: JobRow, policies: Sequence[PolicyRow], warnings: Sequence[str] = ()
+) -> tuple[JobRow, bool]:
+    """Store a new job and its policies, with ``warnings`` in its log; returns it and True. If the tenant used this
+    idempotency key before, returns that job as it is now and False (the caller compares the specs)."""
     stored, created = add_or_find(connection, row, tenant=row.tenant, idempotency_key=row.idempotency_key)
     if created and policies:
         add(connection, *policies)
+    if created and warnings:
+        event = {"tenant": row.tenant, "job": row.id, "time": row.created, "kind": "warning"}
+        connection.execute(insert(EventRow), [{**event, "text": text} for text in warnings])
     return stored, created
 
 

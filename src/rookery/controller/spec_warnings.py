@@ -1,0 +1,89 @@
+"""Warnings about a valid job spec: settings that are allowed and hardly meant. Pure.
+
+A warning is one line: which field, what happens, what to do instead. A dry run shows the lines, and a submitted job has
+them as events of kind ``warning``. Warnings that need more than the spec, such as those about the rows of a dataset,
+are added where the rows are read (:meth:`rookery.controller.validation.JobValidator.warnings`).
+"""
+
+from __future__ import annotations
+
+from rookery.algorithms.schedules import rate
+from rookery.spec.job import JobSpec
+
+NEGLIGIBLE_RATE = 1e-3
+"""A share of ``lr`` at which a step counts as changing nothing: a whole job at it moves the weights as far as one step
+in a thousand would."""
+
+
+def spec_warnings(spec: JobSpec) -> list[str]:
+    """The warnings about ``spec``, none for most."""
+    return [*schedule_warnings(spec), *length_warnings(spec)]
+
+
+def length_warnings(spec: JobSpec) -> list[str]:
+    """Of ``dr_grpo`` where nobody said how long an episode may be."""
+    environment = spec.environment
+    if spec.algorithm.name != "dr_grpo" or "max_turns" in environment.model_fields_set or environment.hosted is None:
+        return []
+    return [
+        f"environment.max_turns: absent: dr_grpo divides by {environment.max_turns} replies of sampling.max_tokens"
+        f" {spec.sampling.max_tokens}; give max_turns the most replies that an episode takes, 1 for one reply"
+    ]
+
+
+def schedule_warnings(spec: JobSpec) -> list[str]:
+    """Of a learning rate that never reaches ``lr``, is (almost) zero before the job ends, or is still high at its end;
+    and of fields of the schedule that have no effect."""
+    name, policy = spec.policy
+    optimizer, steps = policy.optimizer, spec.stop.steps
+    schedule = optimizer.schedule
+    where, warmup, floor = f"policies.{name}.optimizer.schedule", schedule.warmup_steps, schedule.min_ratio
+    total = schedule.total_steps or steps
+    decays = schedule.name in ("linear", "cosine", "uba")
+
+    def share(step: int) -> float:
+        """The rate of a step (from 0) as a share of ``lr``."""
+        return rate(
+            schedule.name, step, lr=1.0, warmup_steps=warmup, total_steps=total, min_ratio=floor, phi=schedule.phi
+        )
+
+    lines = []
+    if steps is not None and steps <= warmup:
+        lines.append(
+            f"{where}.warmup_steps: {warmup} of stop.steps {steps}: the rate never reaches lr, it ends at"
+            f" {_percent(share(steps - 1))} of it; give fewer warmup_steps"
+        )
+    elif decays and total is not None and total <= warmup:
+        lines.append(
+            f"{where}.total_steps: {total}, of which the warm-up takes {warmup}: the rate falls to"
+            f" {_percent(floor)} of lr in the step after the warm-up; give total_steps above warmup_steps"
+        )
+    if decays and total is not None and (steps is None or steps > total):
+        last = max(total, warmup + 1)  # the first step, from 0, with the schedule's lowest rate
+        if floor < NEGLIGIBLE_RATE and (steps is None or last < steps):
+            after = f"{last + 1} of stop.steps {steps}" if steps is not None else f"{last + 1}, and stop has no steps"
+            lines.append(
+                f"{where}.total_steps: {total}: the rate is {_percent(floor)} of lr from step {after}, so nothing is"
+                " learned from there on; give total_steps as many steps as the job takes, or a min_ratio"
+            )
+    if decays and steps is not None and warmup < steps < (total or 0):
+        lines.append(
+            f"{where}.total_steps: {total}, above stop.steps {steps}: the job ends at"
+            f" {_percent(share(steps - 1))} of lr; leave total_steps out to end at the lowest rate"
+        )
+    idle = {
+        "warmup_steps": schedule.name == "warmup" and warmup == 0,
+        "total_steps": not decays and schedule.total_steps is not None,
+        "min_ratio": not decays and floor > 0,
+        "phi": schedule.name != "uba" and schedule.phi != 1.0,
+    }
+    for field, is_idle in idle.items():
+        if is_idle and field == "warmup_steps":
+            lines.append(f"{where}.warmup_steps: 0: warmup without steps is constant; give warmup_steps")
+        elif is_idle:
+            lines.append(f"{where}.{field}: no effect with {schedule.name}; leave it out, or name another schedule")
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"

@@ -1,0 +1,115 @@
+"""Warnings about job specs that are allowed and hardly meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.peers import Service, job_of
+
+from rookery.algorithms.schedules import rate
+from rookery.controller.spec_warnings import spec_warnings
+from rookery.spec.job import JobSpec
+
+SCHEDULE = "policies.main.optimizer.schedule"
+
+
+def spec(schedule: Any, **stop: Any) -> JobSpec:
+    return JobSpec.model_validate(job_of(policies={"main": {"optimizer": {"schedule": schedule}}}, stop=stop))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stop", "expected"),
+    [
+        ({"name": "cosine", "warmup_steps": 10}, {"steps": 6}, ["warmup_steps: 10 of stop.steps 6", "54.5% of it"]),
+        ({"name": "warmup", "warmup_steps": 6}, {"steps": 6}, ["warmup_steps: 6 of stop.steps 6", "85.7% of it"]),
+        ({"name": "constant", "warmup_steps": 9}, {"steps": 6, "reward": 1}, ["warmup_steps: 9 of stop.steps 6"]),
+        ({"name": "linear", "total_steps": 3}, {"steps": 6}, ["total_steps: 3", "0% of lr from step 4 of stop"]),
+        ({"name": "uba", "total_steps": 3}, {"reward": 1}, ["0% of lr from step 4, and stop has no steps"]),
+        ({"name": "cosine", "total_steps": 5}, {"wall_time": "1h"}, ["from step 6, and stop has no steps"]),
+        ({"name": "cosine", "total_steps": 5, "min_ratio": 1e-6}, {"steps": 9}, ["0.0001% of lr from step 6"]),
+        ({"name": "linear", "warmup_steps": 4, "total_steps": 4}, {"steps": 9},
+         ["total_steps: 4, of which the warm-up takes 4", "0% of lr from step 6 of stop.steps 9"]),
+        ({"name": "linear", "warmup_steps": 4, "total_steps": 4, "min_ratio": 0.5}, {"steps": 9},
+         ["falls to 50% of lr in the step after the warm-up"]),
+        ({"name": "linear", "total_steps": 100}, {"steps": 10}, ["above stop.steps 10: the job ends at 91% of lr"]),
+        ({"name": "warmup"}, {"steps": 6}, ["warmup_steps: 0: warmup without steps is constant"]),
+        ({"name": "constant", "total_steps": 3}, {"steps": 6}, ["total_steps: no effect with constant"]),
+        ({"name": "warmup", "warmup_steps": 2, "min_ratio": 0.1}, {"steps": 6}, ["min_ratio: no effect with warmup"]),
+        ({"name": "cosine", "phi": 2.0}, {"steps": 6}, ["phi: no effect with cosine"]),
+    ],
+)  # fmt: skip
+def test_schedules_that_are_hardly_meant(schedule: dict[str, Any], stop: dict[str, Any], expected: list[str]) -> None:
+    lines = spec_warnings(spec(schedule, **stop))
+    assert all(line.startswith(f"{SCHEDULE}.") for line in lines)
+    for part in expected:
+        assert any(part in line for line in lines), (part, lines)
+    assert len(lines) == (2 if len(expected) > 1 and schedule.get("total_steps") == 4 else 1), lines
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stop"),
+    [
+        ("constant", {"steps": 6}),
+        ("constant", {"reward": 1}),
+        ("cosine", {"steps": 6}),
+        ({"name": "cosine", "warmup_steps": 2}, {"steps": 6}),
+        ({"name": "uba", "phi": 2.0}, {"steps": 6}),
+        ({"name": "linear", "total_steps": 6}, {"steps": 6}),
+        ({"name": "linear", "total_steps": 3, "min_ratio": 0.1}, {"steps": 6}),
+        ({"name": "linear", "total_steps": 30, "min_ratio": 0.1}, {"tokens": 1000}),
+        ({"name": "warmup", "warmup_steps": 3}, {"tokens": 1000}),
+        ({"name": "cosine"}, {"steps": 1}),
+    ],
+)
+def test_usual_schedules_have_no_warning(schedule: Any, stop: dict[str, Any]) -> None:
+    assert spec_warnings(spec(schedule, **stop)) == []
+
+
+@given(
+    st.sampled_from(["constant", "linear", "cosine", "warmup", "uba"]), st.integers(0, 12),
+    st.none() | st.integers(1, 12), st.integers(1, 12), st.sampled_from([0.0, 1e-9, 0.1, 1.0]),
+)  # fmt: skip
+def test_every_rate_of_zero_and_every_unfinished_warm_up_has_a_warning(
+    name: str, warmup: int, total: int | None, steps: int, floor: float
+) -> None:
+    """Compared with the rates that the steps get."""
+    job = spec({"name": name, "warmup_steps": warmup, "total_steps": total, "min_ratio": floor}, steps=steps)
+    lines = spec_warnings(job)
+    parameters: dict[str, Any] = {"warmup_steps": warmup, "total_steps": total or steps, "min_ratio": floor, "phi": 1.0}
+    rates = [rate(name, step, lr=1.0, **parameters) for step in range(steps)]
+    idle = [step + 1 for step, value in enumerate(rates) if value < 1e-6]
+    found = [line for line in lines if "nothing is learned" in line]
+    assert bool(found) == bool(idle)
+    if idle:
+        assert f"from step {idle[0]} of stop.steps {steps}" in found[0]
+        assert idle == list(range(idle[0], steps + 1))
+    assert any("never reaches lr" in line for line in lines) == (max(rates) < 1.0)
+
+
+def test_dr_grpo_asks_for_the_turns_of_a_hosted_environment() -> None:
+    lines = spec_warnings(JobSpec.model_validate(job_of(algorithm__name="dr_grpo")))
+    assert lines == [
+        "environment.max_turns: absent: dr_grpo divides by 8 replies of sampling.max_tokens 8; give max_turns the most"
+        " replies that an episode takes, 1 for one reply"
+    ]
+    for changes in (
+        {"algorithm__name": "dr_grpo", "environment__max_turns": 8},
+        {"algorithm__name": "dr_grpo", "environment": {"id": "jsonl", "rows": [], "verifier": "exact"}},
+        {"algorithm__name": "grpo"},
+    ):
+        assert spec_warnings(JobSpec.model_validate(job_of(**changes))) == []
+
+
+async def test_warnings_are_in_the_dry_run_and_once_in_the_events(service: Service) -> None:
+    await service.host().join()
+    job = job_of(policies__main__optimizer__schedule={"name": "linear", "total_steps": 1})
+    plan = await service.controller.dry_run("alice", job)
+    assert len(plan["warnings"]) == 1
+    for _ in range(2):
+        view, _ = await service.controller.submit("alice", job, "once")
+    events = await service.controller.queries.events("alice", view.id)
+    assert [event["text"] for event in events if event["kind"] == "warning"] == plan["warnings"]
+    assert (await service.controller.dry_run("alice", job_of()))["warnings"] == []
