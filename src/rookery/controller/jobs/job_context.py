@@ -17,6 +17,7 @@ from typing import Any, Literal
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentRef
+from rookery.controller.jobs.no_signal import NO_SIGNAL_STEPS, no_signal_line, without_signal
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import JobSpec
 from rookery.storage.models import JobRow
@@ -24,6 +25,12 @@ from rookery.tokenization.chat import Chat
 
 RATE_SECONDS = 30.0
 """Window of the shown tokens per second: long enough to span a training step."""
+
+NO_SIGNAL = "no_signal"
+"""Kind of the event of :mod:`~rookery.controller.jobs.no_signal`."""
+
+EVENTS_READ = 1000
+"""Newest events among which a restart looks for one."""
 
 SHOWN_REWARDS = 64
 """Steps kept for the sparkline."""
@@ -54,7 +61,9 @@ class Progress:
         """Whether a step is being taken."""
         self._context = context
         self._row = row
-        self._model = spec.base_model
+        self._spec = spec
+        self._flat_steps: list[dict[str, Any]] = []
+        """The newest steps in a row that had no signal, at most one more than cause an event."""
         self._began = context.clock.monotonic()
         self._earlier_seconds = float(row.rng.get("seconds", 0.0))
         self._sampled: deque[tuple[float, int]] = deque()
@@ -71,9 +80,15 @@ class Progress:
         await self._context.store.add_event(self._row.tenant, self._row.id, now, kind, text)
 
     async def recover(self) -> None:
-        """Read the rewards of the committed steps."""
-        rows = await self._context.store.steps(self._row.tenant, self._row.id)
-        self.rewards.extend(row["reward"] for row in rows)
+        """Read the committed steps."""
+        for row in await self._context.store.steps(self._row.tenant, self._row.id):
+            self.rewards.append(row["reward"])
+            self._note_signal(row)
+        if len(self._flat_steps) >= NO_SIGNAL_STEPS:
+            line = self._no_signal()
+            events = await self._context.store.events(self._row.tenant, self._row.id, EVENTS_READ)
+            if not any(event.kind == NO_SIGNAL and event.text == line for event in events):
+                await self.add_event(NO_SIGNAL, line)  # a crash came between the step and its event
 
     async def publish(self, metrics: dict[str, Any], version: int) -> None:
         """Make a committed step's metrics visible."""
@@ -81,7 +96,19 @@ class Progress:
         row = {**metrics, "version": version}
         self.rewards.append(row["reward"])
         self.staleness = row["staleness_mean"]
+        self._note_signal(row)
+        if len(self._flat_steps) == NO_SIGNAL_STEPS:
+            await self.add_event(NO_SIGNAL, self._no_signal())
         self._context.on_metrics(self._row.id, row)
+
+    def _note_signal(self, row: dict[str, Any]) -> None:
+        if not without_signal(row):
+            self._flat_steps.clear()
+        elif len(self._flat_steps) <= NO_SIGNAL_STEPS:
+            self._flat_steps.append(row)
+
+    def _no_signal(self) -> str:
+        return no_signal_line(self._flat_steps[:NO_SIGNAL_STEPS], self._spec)
 
     @contextmanager
     def waiting_for(self, stage: Literal["engine", "environment"]) -> Iterator[None]:
@@ -117,7 +144,7 @@ class Progress:
 
     def waits_for(self) -> str:
         """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
-        fleet, model = self._context.fleet, self._model
+        fleet, model = self._context.fleet, self._spec.base_model
         if not fleet.serving("train", model) or not fleet.serving("rollout", model):
             return "worker: " + fleet.missing("rollout and training", model)
         if self.training:
@@ -132,7 +159,7 @@ class Progress:
 
     def _sharing(self) -> str:
         """The number of operations that share the trainer, where there are others than this job's."""
-        trainers = self._context.fleet.serving("train", self._model)
+        trainers = self._context.fleet.serving("train", self._spec.base_model)
         operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
         return f" ({operations} operations take turns)" if operations > OPERATIONS_PER_STEP else ""
 
