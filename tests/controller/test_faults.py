@@ -137,8 +137,8 @@ PAUSED = {
     "raises-in-reset": (faulty.RaisesInReset(), {}, "RuntimeError: no beginning"),
     "raises-in-step": (faulty.RaisesInStep(), {}, "RuntimeError: no step"),
     "raises-in-prompts": (faulty.RaisesInPrompts(), {}, "RuntimeError: no prompts"),
-    "nan": (faulty.NotANumber(), {}, "the environment's reward of turn 0 is nan, not a number"),
-    "too-much": (TooMuch(), {}, "rewards add up to 1.7e+308, allowed"),
+    "nan": (faulty.NotANumber(), {}, "NotANumber.step gave the reward nan (float), expected a finite number ("),
+    "too-much": (TooMuch(), {}, "rewards of too-much add up to 1.7e+308 in turn 0, allowed"),
     "stuck": (STUCK, {"step_timeout": 2}, "step was not answered within 2 s"),
     "late": (faulty.SlowAsync(6), {"step_timeout": 2}, "step was not answered within 2 s"),
     "late-with-a-thread": (faulty.Slow(6), {"step_timeout": 2}, "step was not answered within 2 s"),
@@ -195,7 +195,9 @@ def test_a_job_whose_episodes_fail_pauses_with_the_reason(troubled: Troubled, na
 def test_metrics_that_are_no_numbers_stop_nothing(troubled: Troubled) -> None:
     assert (troubled.views["odd-metrics"].state, troubled.views["odd-metrics"].step) == ("completed", 4)
     for row in troubled.jobs["odd-metrics"].metrics(follow=False):
-        assert row["reward"] == 1.0 and row["reward/share"] is None and row["zero_variance_share"] == 1.0
+        assert row["reward"] == 1.0 and row["zero_variance_share"] == 1.0
+        assert row["reward/share"] is row["reward/endless"] is None and row["reward/huge"] == 1.7e308
+        assert (row["reward_episodes/share"], row["reward_episodes/huge"]) == (0.0, row["episodes"])
 
 
 def test_a_neighbour_of_failing_jobs_is_not_affected(troubled: Troubled) -> None:

@@ -12,15 +12,18 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support import faulty
 from websockets.asyncio.server import Server, ServerConnection, serve
 
 from rookery import protocol
 from rookery.aio import cancel_all
-from rookery.environments.base import Environment
+from rookery.environments.base import Environment, Step
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.host import Host, Hosted
@@ -167,7 +170,10 @@ async def test_an_episode_from_hello_to_reward() -> None:
         (faulty.WrongAnswers("none"), "TypeError: reset gave NoneType"),
         (faulty.WrongAnswers("messages"), "TypeError: message 0 that reset gave is {'role': 'user'}"),
         (faulty.WrongAnswers("empty"), "TypeError: reset gave no messages"),
-        (faulty.WrongAnswers("reward"), "ValueError: could not convert string to float"),
+        (
+            faulty.WrongAnswers("reward"),
+            r"TypeError: WrongAnswers\.step gave the reward 'much' \(str\), expected a number",
+        ),
         (faulty.WrongAnswers("step"), "TypeError: step returned float, not a rookery.Step"),
         (faulty.WrongAnswers("surrogate"), "UnicodeEncodeError: .*surrogates not allowed$"),
     ],
@@ -205,11 +211,75 @@ async def test_an_answer_too_large_for_a_frame_is_its_calls_error() -> None:
         assert len(controller.hellos) == 1
 
 
-async def test_not_a_number_is_passed_on() -> None:
-    async with hosting(env=faulty.NotANumber()) as controller:
+class Gives(faulty.Good):
+    """Its steps have the given fields, and by default end the episode."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+    def step(self, reply: Any) -> Any:
+        return Step(**{"done": True, **self.given})
+
+
+class Unshown:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+PLACE = r" \(.*test_host\.py:[0-9]+ in step\)$"
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"reward": None}, r"TypeError: Gives\.step gave the reward None \(NoneType\), expected a number"),
+        ({"reward": "1.0"}, r"TypeError: Gives\.step gave the reward '1\.0' \(str\), expected a number"),
+        ({"reward": b"1"}, r"TypeError: .* the reward b'1' \(bytes\), expected a number"),
+        ({"reward": [1.0]}, r"TypeError: .* the reward \[1\.0\] \(list\), expected a number"),
+        ({"reward": {"score": 1}}, r"TypeError: .* the reward .*\(dict\), expected a number"),
+        ({"reward": 1j}, r"TypeError: .* the reward 1j \(complex\), expected a number"),
+        ({"reward": math.nan}, r"ValueError: .* the reward nan \(float\), expected a finite number"),
+        ({"reward": -math.inf}, r"ValueError: .* the reward -inf \(float\), expected a finite number"),
+        ({"reward": np.float32("inf")}, r"ValueError: .* \(float32\), expected a finite number"),
+        ({"reward": Decimal("NaN")}, r"ValueError: .* \(Decimal\), expected a finite number"),
+        ({"reward": Decimal("sNaN")}, r"ValueError: .* \(Decimal\), expected one number that a float can hold"),
+        ({"reward": Decimal("1e400")}, r"ValueError: .* \(Decimal\), expected a finite number"),
+        ({"reward": HUGE}, r"ValueError: .* the reward 1000*\.\.\. \(int\), expected one number that a float can hold"),
+        ({"reward": np.array([1.0, 2.0])}, r"ValueError: .* \(ndarray\), expected one number"),
+        ({"reward": Unshown()}, r"TypeError: .* the reward … \(Unshown\), expected a number"),
+        ({"metrics": {"right": None}}, r"TypeError: .* the metric right None \(NoneType\), expected a number"),
+        ({"metrics": {"right": "yes"}}, r"TypeError: .* the metric right 'yes' \(str\), expected a number"),
+        ({"metrics": {"right": HUGE}}, r"ValueError: .* the metric right 1000*\.\.\. \(int\), expected one number"),
+        ({"metrics": None}, r"TypeError: .* the metrics None \(NoneType\), expected a mapping"),
+        ({"metrics": [("right", 1.0)]}, r"TypeError: .* the metrics .* \(list\), expected a mapping"),
+        ({"done": "false"}, r"TypeError: .* the value of done 'false' \(str\), expected True or False"),
+        ({"done": None}, r"TypeError: .* the value of done None \(NoneType\), expected True or False"),
+    ],
+)
+async def test_a_value_that_is_no_number_is_named_with_its_class_and_place(given: dict[str, Any], says: str) -> None:
+    async with hosting(env=Gives(given)) as controller:
         await controller.ask(reset("e1"))
         answer = await controller.ask(step("e1"))
-        assert math.isnan(answer.reward) and math.isnan(answer.metrics["share"]) and not answer.error
+        assert re.match(says + ".*" + PLACE, answer.error), answer.error
+
+
+async def test_numbers_of_any_type_are_taken() -> None:
+    given = {
+        "reward": np.float32(0.5),
+        "done": np.bool_(True),
+        "metrics": {
+            "flag": True, "whole": np.int64(3), "exact": Decimal("0.25"), "part": Fraction(1, 4), "zero": np.array(2.0),
+            "absent": math.nan, "large": 2**63,
+        },
+    }  # fmt: skip
+    async with hosting(env=Gives(given)) as controller:
+        await controller.ask(reset("e1"))
+        answer = await controller.ask(step("e1"))
+        assert (answer.error, answer.reward, answer.done) == ("", 0.5, True)
+        assert math.isnan(answer.metrics.pop("absent"))
+        assert answer.metrics == {"flag": 1, "whole": 3, "exact": 0.25, "part": 0.25, "zero": 2, "large": 2.0**63}
 
 
 async def test_wrong_calls_and_prompts_are_answered_with_an_error() -> None:

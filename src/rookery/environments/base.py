@@ -42,10 +42,11 @@ class Step:
     messages: Sequence[Message] = ()
     """Messages that the policy reads next; ignored when ``done``."""
     reward: float = 0.0
-    """Added to the episode's reward, which is the sum over its steps."""
+    """Added to the episode's reward, which is the sum over its steps: a finite number of any type (also of numpy)."""
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures to average over episodes and show; the last step wins where names repeat."""
+    """Numbers to average over the episodes that have them, and to show; the last step wins where names repeat. NaN and
+    infinities count as absent."""
 
 
 class Environment:

@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import threading
 import traceback
 import weakref
@@ -27,7 +28,7 @@ from typing import Any
 from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.environments.base import Environment, Message, Reply, Step
-from rookery.errors import UserError
+from rookery.errors import UserError, short
 
 log = logging.getLogger("rookery.environments")
 
@@ -154,9 +155,7 @@ class Episodes:
         step = await self._run(episode, environment.step, reply)
         if not isinstance(step, Step):
             raise TypeError(f"step returned {type(step).__name__}, not a rookery.Step")
-        metrics = {str(name): float(value) for name, value in step.metrics.items()}
-        "".join(metrics).encode()  # as in _checked
-        return Step(_checked(step.messages, "step"), float(step.reward), bool(step.done), metrics)
+        return _checked_step(step, environment)
 
     async def _run(self, episode: _Episode, method: Callable[..., Any], *arguments: Any) -> Any:
         episode.cancellable = cancellable(method)
@@ -271,6 +270,45 @@ def describe_error(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     text = str(error).encode("utf-8", "replace").decode()
     return " ".join(text.split()) or type(error).__name__
+
+
+def _checked_step(step: Step, environment: Environment) -> Step:
+    """``step`` with its values as they are sent. Raises :class:`TypeError` or :class:`ValueError` that names the value,
+    the class of the environment and the place of its method."""
+
+    def refusal(kind: type[Exception], name: str, value: object, expected: str) -> Exception:
+        cls, code = type(environment), getattr(inspect.unwrap(environment.step), "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno} in {code.co_name})" if code is not None else ""
+        return kind(f"{cls.__name__}.step gave the {name} {_shown(value)}, expected {expected}{place}")
+
+    def number(name: str, value: object, *, finite: bool) -> float:
+        if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):  # of any library, and no text
+            raise refusal(TypeError, name, value, "a number")
+        try:
+            converted = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, ArithmeticError, RuntimeError):  # an array of several, an integer too large, …
+            raise refusal(ValueError, name, value, "one number that a float can hold") from None
+        if finite and not math.isfinite(converted):
+            raise refusal(ValueError, name, value, "a finite number")
+        return converted
+
+    if not isinstance(step.metrics, Mapping):
+        raise refusal(TypeError, "metrics", step.metrics, "a mapping of names to numbers")
+    if step.done is None or not hasattr(type(step.done), "__bool__"):
+        raise refusal(TypeError, "value of done", step.done, "True or False")
+    reward = number("reward", step.reward, finite=True)
+    metrics = {str(name): number(f"metric {name}", value, finite=False) for name, value in step.metrics.items()}
+    "".join(metrics).encode()  # as in _checked
+    return Step(_checked(step.messages, "step"), reward, bool(step.done), metrics)
+
+
+def _shown(value: object) -> str:
+    """A value and its type, in at most a line."""
+    try:
+        text = repr(value)
+    except Exception:  # user code raised, or an integer has too many digits for a text
+        text = "…"
+    return f"{short(' '.join(text.split()))} ({type(value).__name__})"
 
 
 def _checked(messages: Any, method: str) -> list[Message]:

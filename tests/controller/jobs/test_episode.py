@@ -161,8 +161,8 @@ async def test_an_episode_that_reaches_max_turns_keeps_its_reward(service: Servi
     ("answer", "problem"),
     [
         ({"error": "ValueError: boom"}, "ValueError: boom"),
-        ({"reward": float("nan"), "done": True}, "the environment's reward of turn 0 is nan, not a number"),
-        ({"reward": float("-inf"), "done": True}, "reward of turn 0 is -inf"),
+        ({"reward": float("nan"), "done": True}, "the reward of task in turn 0 is nan, expected a finite number"),
+        ({"reward": float("-inf"), "done": True}, "reward of task in turn 0 is -inf"),
         ({"reward": 1.0, "done": False}, "the environment's step 0 is not done and has no messages"),
         (HANG, "step was not answered within 2 s"),
     ],

@@ -120,10 +120,16 @@ class Episode:
             )
             observation = await self._observe(host, step)
             if not math.isfinite(observation.reward):
-                raise EpisodeFailed(f"the environment's reward of turn {turn} is {observation.reward}, not a number")
+                raise EpisodeFailed(
+                    f"the reward of {job.environment.name} in turn {turn} is {observation.reward}, expected a finite"
+                    " number"
+                )
             reward += observation.reward
             if not abs(reward) <= LARGEST_REWARD:
-                raise EpisodeFailed(f"the environment's rewards add up to {reward:g}, allowed: ±{LARGEST_REWARD:g}")
+                raise EpisodeFailed(
+                    f"the rewards of {job.environment.name} add up to {reward:g} in turn {turn}, allowed:"
+                    f" ±{LARGEST_REWARD:g}"
+                )
             metrics.update(observation.metrics)
             conversation += observation.messages
             if observation.done:
