@@ -58,9 +58,6 @@ OPERATION_BYTES = 4096
 ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
 """Options of a ``jsonl`` environment that hold rows, with the option that names their stored dataset."""
 
-SINGLE_TURN = frozenset({"jsonl", "reasoning-gym"})
-"""Built-in environments whose episodes end with the first reply."""
-
 
 class Quotas:
     def __init__(self, settings: LimitSettings, clock: Clock, store: Store, refused: Counter[str]) -> None:
@@ -250,7 +247,7 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
             f"environment: its options have {size} bytes without rows, allowed: at most {limits.options_bytes}"
             " (the service's ROOKERY_OPTIONS_BYTES)"
         )
-    algorithm, turns = spec.algorithm, _turns(spec.environment.id, spec.environment.max_turns)
+    algorithm, turns = spec.algorithm, spec.environment.turns
     groups = algorithm.groups_per_step * (algorithm.max_staleness + 1)
     tokens = tokens_in_memory(spec.model_dump(include={"algorithm", "environment", "sampling"}))
     if tokens > limits.job_tokens:
@@ -267,13 +264,8 @@ def tokens_in_memory(spec: Mapping[str, Any]) -> int:
     """Sampled tokens that the groups of a stored job may hold at once."""
     algorithm, environment = spec["algorithm"], spec["environment"]
     groups = algorithm["groups_per_step"] * (algorithm["max_staleness"] + 1)
-    most = environment.get("max_turns", EnvironmentSpec.model_fields["max_turns"].default)
-    turns = _turns(environment["id"], most)
+    turns = EnvironmentSpec.model_construct(**environment).turns
     return int(groups * algorithm["group_size"] * spec["sampling"]["max_tokens"] * turns)
-
-
-def _turns(environment: str | None, most: int) -> int:
-    return 1 if environment in SINGLE_TURN else most
 
 
 def groups_at_once(spec: JobSpec, limits: LimitSettings) -> int:

@@ -26,6 +26,9 @@ LOSS_PARAMETERS: dict[str, dict[str, float]] = {
 """Losses by name, with their parameters' defaults (``algorithms/losses.py`` has the formulas)."""
 
 
+BUILTIN_TURNS = {"jsonl": 1, "reasoning-gym": 1, "calculator": 2}
+"""The most replies of an episode of each built-in environment."""
+
 MIN_TEMPERATURE = 1e-6
 """Logits over a smaller one can exceed float32."""
 
@@ -74,6 +77,11 @@ class EnvironmentSpec(SpecModel):
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
+
+    @property
+    def turns(self) -> int:
+        """The most replies of an episode."""
+        return min(self.max_turns, BUILTIN_TURNS.get(self.id or "", self.max_turns))
 
 
 class LossSpec(SpecModel):

@@ -169,7 +169,8 @@ class TrainingJob:
 
     async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
         """Add the gradient of ``groups`` to that of the next step."""
-        done = await self._timed(self._trainer.forward(self._parent, forward_backward(self.spec, groups)))
+        context = self._job.chat.context
+        done = await self._timed(self._trainer.forward(self._parent, forward_backward(self.spec, groups, context)))
         self._next.add(done.metrics)
 
     async def _optim_step(self) -> protocol.Manifest | None:
@@ -213,7 +214,7 @@ class TrainingJob:
         began = self._controller.clock.monotonic()
         counters, steps = self.progress.counters, self._uncommitted
         for step in steps:  # not earlier: a crash takes uncommitted steps back
-            counters["zero_variance_groups"] += sum(len(set(group.rewards)) == 1 for group in step.groups)
+            counters["zero_variance_groups"] += sum(not group.has_variance for group in step.groups)
             counters["steps_skipped"] += int(step.metrics.get("skipped", 0))
         consumed = [group.id for step in steps for group in step.groups]
         await self._commit_version(manifest, consumed, [step.metrics for step in steps])

@@ -9,13 +9,15 @@ consumes them all at once, so a crash in between takes every micro-batch back.
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rookery import protocol
-from rookery.algorithms.advantages import advantages, step_scale, token_weights
+from rookery.algorithms.advantages import advantages, has_variance, step_scale, token_weights
 from rookery.algorithms.schedules import rate
 from rookery.controller.jobs.trajectory import EpisodeResult
 from rookery.controller.training.policy_trainer import ForwardRequest
@@ -45,25 +47,38 @@ class CompleteGroup:
     def rewards(self) -> list[float]:
         return [episode.reward for episode in self.episodes]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Sampled tokens of each episode."""
+        return [episode.num_action_tokens for episode in self.episodes]
 
-def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup]) -> protocol.TrainingBatch:
-    """The training batch of some groups of a step, weighted up to the step's scale. A group whose rewards
-    are all equal has no advantage: it counts in the normalisation, and is differentiated only where a KL penalty or the
-    loss itself gives it a gradient."""
+    @property
+    def has_variance(self) -> bool:
+        """Whether the episodes' rewards differ."""
+        return has_variance(self.rewards)
+
+
+def longest_episode(spec: JobSpec, context: int) -> int:
+    """The most tokens that the policy may sample in an episode of the job, with a context of ``context`` tokens."""
+    return min(spec.environment.turns * spec.sampling.max_tokens, context)
+
+
+def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup], context: int = sys.maxsize) -> protocol.TrainingBatch:
+    """The training batch of some groups of a step, weighted up to the step's scale. All trajectories of an episode have
+    the weight of the episode. A group whose rewards are all equal has no advantage: it counts in the normalisation, and
+    is differentiated only where a KL penalty or the loss itself gives it a gradient. ``context`` is the model's."""
     algorithm = spec.algorithm
     always = algorithm.kl_weight > 0 or algorithm.loss.name in ANCHORED
-    all_trajectories = [t for group in groups for episode in group.episodes for t in episode.trajectories]
-    longest = spec.sampling.max_tokens * spec.environment.max_turns
-    weights = iter(token_weights(algorithm.name, [t.num_action_tokens for t in all_trajectories], longest))
+    longest = longest_episode(spec, context)
     units = []
     for group in groups:
         scores = advantages(algorithm.name, group.rewards)
+        weights = token_weights(algorithm.name, group.lengths, longest)
         members: dict[tuple[int, ...], list[protocol.GroupMember]] = {}
-        for episode, score in zip(group.episodes, scores, strict=True):
+        for episode, score, weight in zip(group.episodes, scores, weights, strict=True):
+            if algorithm.loss.name == "cross_entropy":
+                weight *= max(score, 0.0)  # imitate only episodes better than their group
             for trajectory in episode.trajectories:
-                weight = next(weights)
-                if algorithm.loss.name == "cross_entropy":
-                    weight *= max(score, 0.0)  # imitate only episodes better than their group
                 if trajectory.num_action_tokens and (score != 0.0 or always):
                     members.setdefault(tuple(trajectory.prompt), []).append(
                         protocol.GroupMember(
@@ -82,7 +97,7 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
     by version lag, and the mean seconds of an episode in each stage."""
     episodes = [episode for group in groups for episode in group.episodes]
     rewards = [episode.reward for episode in episodes]
-    lengths = [episode.num_action_tokens for episode in episodes]
+    lengths = [length for group in groups for length in group.lengths]
     lags: Counter[int] = Counter()
     for group in groups:
         lags.update({step - sampler: count for sampler, count in group.sampled.items()})
@@ -91,7 +106,7 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
         "reward_std": statistics.pstdev(rewards),
         "episodes": float(len(episodes)),
         "groups": float(len(groups)),
-        "zero_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        "zero_variance_share": sum(not group.has_variance for group in groups) / len(groups),
         "length_mean": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
         "turns_mean": statistics.fmean(len(episode.replies) for episode in episodes),
@@ -101,18 +116,37 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
         **{f"lag_share/{lag}": count / lags.total() for lag, count in sorted(lags.items())},
         **{f"seconds/{name}": statistics.fmean(o.seconds.get(name, 0.0) for o in episodes) for name in STAGES},
     }
-    names = sorted({name for episode in episodes for name in episode.metrics})
-    for name in names:
-        values = [episode.metrics.get(name, 0.0) for episode in episodes]
-        row[f"reward/{name}"] = sum(values) / len(values)  # plainly: these may be infinite, and fmean raises there
+    for name, (mean, count) in metric_means([episode.metrics for episode in episodes]).items():
+        row[f"reward/{name}"], row[f"reward_episodes/{name}"] = mean, float(count)
     return row
 
 
-def forward_backward(spec: JobSpec, groups: Sequence[CompleteGroup]) -> ForwardRequest:
-    """The operation that adds the gradient of ``groups``, before :attr:`StepAccumulator.scale`."""
+def metric_means(metrics: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
+    """By name, the mean over the episodes that have the metric, and their number; ``metrics`` are those of each
+    episode. A value that is not a finite number is no value: where an episode has only such a one, it does not have the
+    metric. The mean is NaN where no episode has it."""
+    values: dict[str, list[float]] = {name: [] for name in sorted({name for each in metrics for name in each})}
+    for each in metrics:
+        for name, value in each.items():
+            if math.isfinite(value):
+                values[name].append(value)
+    return {name: (_mean(found), len(found)) for name, found in values.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN for none."""
+    try:
+        return statistics.fmean(values) if values else math.nan
+    except OverflowError:  # the sum of finite numbers exceeds the largest float, their mean does not
+        return math.fsum(value / len(values) for value in values)
+
+
+def forward_backward(spec: JobSpec, groups: Sequence[CompleteGroup], context: int = sys.maxsize) -> ForwardRequest:
+    """The operation that adds the gradient of ``groups``, before :attr:`StepAccumulator.scale`; ``context`` as in
+    :func:`make_batch`."""
     algorithm = spec.algorithm
     return ForwardRequest(
-        batch=protocol.encode(make_batch(spec, groups)),
+        batch=protocol.encode(make_batch(spec, groups, context)),
         loss=protocol.Loss(name=algorithm.loss.name, params=algorithm.loss.params),
         temperature=spec.sampling.temperature,
         kl_weight=algorithm.kl_weight,
@@ -160,8 +194,7 @@ class StepAccumulator:
     @property
     def scale(self) -> float:
         """The factor of the summed gradient, once nothing is missing."""
-        episodes = [episode for group in self.groups for episode in group.episodes]
-        lengths = [t.num_action_tokens for episode in episodes for t in episode.trajectories]
+        lengths = [length for group in self.groups for length in group.lengths]
         return step_scale(self.spec.algorithm.name, lengths)
 
     def add(self, metrics: Mapping[str, float]) -> None:
