@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import re
 import socket
 import stat
@@ -366,14 +367,44 @@ def test_lone_surrogate_in_a_job_is_refused(faces: Faces) -> None:
     assert "half" not in [row["name"] for row in faces.ada.get("/api/v1/jobs").json()]
 
 
-def test_job_starts_from_an_uploaded_adapter(faces: Faces) -> None:
-    tar = io.BytesIO()
+def adapter_archive(value: float = 3.0, weights: bytes | None = None, **options: Any) -> bytes:
+    """A tar of a PEFT folder, whose weights follow its configuration, with these options."""
+    tar, files = io.BytesIO(), adapter_files(value)
+    files["adapter_config.json"] = json.dumps({**json.loads(files["adapter_config.json"]), **options}).encode()
+    files["adapter_model.safetensors"] = weights or files["adapter_model.safetensors"]
     with tarfile.open(fileobj=tar, mode="w") as archive:
-        for name, content in adapter_files(3.0).items():
+        for name, content in files.items():
             about = tarfile.TarInfo(f"folder/{name}")
             about.size = len(content)
             archive.addfile(about, io.BytesIO(content))
-    digest = faces.ada.post("/api/v1/adapters", content=tar.getvalue()).json()["adapter"]
+    return tar.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("archive", "said"),
+    [
+        (adapter_archive(init_lora_weights="pissa"), "init_lora_weights.*path_initial_model_for_weight_conversion"),
+        (adapter_archive(init_lora_weights="olora"), "init_lora_weights"),
+        (adapter_archive(alora_invocation_tokens=[1]), "alora_invocation_tokens"),
+        (adapter_archive(rank_pattern={"q_proj": 2}), "rank_pattern"),
+        (adapter_archive(use_dora=True), "use_dora"),
+        (adapter_archive(of_tomorrow=True), "of_tomorrow"),
+        (adapter_archive(r=8), "do not fit rank r = 8"),
+        (adapter_archive(value=math.nan), "self_attn.q_proj.lora_A.weight' has a number that is NaN or infinite"),
+        (adapter_archive(value=math.inf), "NaN or infinite"),
+        (adapter_archive(weights=b"no tensors"), "no safetensors file"),
+        (adapter_archive(weights=adapter_files(1.0)["adapter_model.safetensors"][:-1]), "no safetensors file"),
+    ],
+    ids=range(11),
+)
+def test_an_adapter_that_is_no_plain_lora_is_refused_at_upload(faces: Faces, archive: bytes, said: str) -> None:
+    before = faces.ada.get("/api/v1/uploads").json()
+    assert re.search(said, refused(faces.ada.post("/api/v1/adapters", content=archive), 400))
+    assert faces.ada.get("/api/v1/uploads").json() == before
+
+
+def test_job_starts_from_an_uploaded_adapter(faces: Faces) -> None:
+    digest = faces.ada.post("/api/v1/adapters", content=adapter_archive()).json()["adapter"]
     start = {"main": {"rank": 4, "targets": ["q"], "warm_start": {"upload": digest}}}
     wanted = job(name="warm", policies=start, stop={"steps": 1})
     refused(faces.bob.post("/api/v1/jobs", json=wanted), 422)

@@ -55,13 +55,12 @@ def write_model(cache: Path) -> Path:
 
 
 def adapter_files(value: float) -> dict[str, bytes]:
-    """A PEFT folder as far as names and formats go."""
+    """A PEFT folder of a model with one layer."""
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    weight = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    return {
-        "adapter_config.json": json.dumps(config).encode(),
-        "adapter_model.safetensors": save({weight: np.full((4, 8), value, np.float32)}),
-    }
+    lora = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    shapes = {"A": (4, 8), "B": (8, 4)}
+    weights = {f"{lora}{side}.weight": np.full(shape, value, np.float32) for side, shape in shapes.items()}
+    return {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": save(weights)}
 
 
 class ScriptedWorker:

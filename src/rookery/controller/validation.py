@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
@@ -26,6 +24,7 @@ from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
+from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, read_config, read_lora
 from rookery.spec.policy import TARGETS
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
@@ -192,24 +191,31 @@ class JobValidator:
                     raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
                 _, found = await find_version(context.store, tenant, start.job, start.policy, start.version)
                 digest = found.hash
-            config = await context.store.transfer(context.artifacts.path, digest, "adapter_config.json")
-            problems = await asyncio.to_thread(self._unfit, config, spec)
+            config = await context.store.transfer(context.artifacts.path, digest, CONFIG_FILE)
+            problems = await asyncio.to_thread(self._unfit, config, spec, start.upload is not None)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
         if problems:
             raise SpecError(problems)
         return protocol.AdapterRef(policy=policy.id, version=0, hash=digest, rank=asked.rank, alpha=asked.scale_alpha)
 
-    def _unfit(self, config: Path, spec: JobSpec) -> list[str]:
-        """Why the job's policy cannot start from the adapter with this PEFT configuration, a line each. Blocks."""
+    def _unfit(self, config: Path, spec: JobSpec, uploaded: bool) -> list[str]:
+        """Why the job's policy cannot start from the adapter with this PEFT configuration, a line each. Blocks. What is
+        ``uploaded`` is read as a worker reads it."""
         (name, asked), model = spec.policy, spec.base_model
         where = f"policies.{name}.warm_start"
         try:
-            about = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
-            adapted = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
-            found = {"rank": about["r"], "alpha": about["lora_alpha"], "targets": adapted}
-        except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
-            return [f"{where}: its adapter_config.json is not that of a LoRA ({error})"]
+            if uploaded:
+                weights = config.with_name(WEIGHTS_FILE)
+                with weights.open("rb") as file:
+                    lora = read_lora(config.read_bytes(), file, weights.stat().st_size)
+                about, adapted = lora.options, lora.targets
+            else:
+                about = read_config(config.read_bytes())
+                adapted = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
+        except UserError as error:
+            return [f"{where}: {error}"]
+        found = {"rank": about["r"], "alpha": about["lora_alpha"], "targets": adapted}
         given = {"rank": asked.rank, "alpha": asked.scale_alpha, "targets": list(asked.targets)}
         if self._not_native(model) and set(asked.targets) == set(TARGETS):
             del given["targets"]  # any projections are all of a family whose modules have other names

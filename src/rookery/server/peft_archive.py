@@ -7,11 +7,11 @@ more bytes than it has.
 
 from __future__ import annotations
 
-import json
 import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from fastapi import Response
@@ -19,9 +19,10 @@ from fastapi.responses import StreamingResponse
 
 from rookery.errors import UserError
 from rookery.protocol import Manifest, Shard
+from rookery.spec.peft_folder import CONFIG_BYTES, CONFIG_FILE, WEIGHTS_FILE, check_finite, read_lora
 from rookery.storage.artifacts import Artifacts
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 """The files of a PEFT folder, which an upload must have."""
 
 TRAINER_STATE = "trainer_state."
@@ -94,9 +95,8 @@ def _padding(size: int) -> int:
 
 @contextmanager
 def unpack(path: Path) -> Iterator[dict[str, Iterator[bytes]]]:
-    """The files of an uploaded PEFT folder by name, in pieces. Raises :class:`UserError` with the reason if it is not
-    usable."""
-    config_name = ADAPTER_FILES[0]
+    """The files of an uploaded PEFT folder by name, in pieces, once they are judged. Raises :class:`UserError` with the
+    reason if they are not usable."""
     try:
         with tarfile.open(path, mode="r:") as archive:  # a compressed one could have any size
             members = _members(archive, path.stat().st_size)
@@ -105,9 +105,13 @@ def unpack(path: Path) -> Iterator[dict[str, Iterator[bytes]]]:
                 raise UserError(
                     f"adapter: the archive has no {' and no '.join(missing)}; send a folder that PEFT saved"
                 )
-            if members[config_name].size > CHUNK_BYTES:
-                raise UserError(f"adapter: {config_name} is larger than {CHUNK_BYTES} bytes")
-            _check_config(b"".join(_content(archive, members[config_name])))
+            config, weights = (members[name] for name in ADAPTER_FILES)
+            if config.size > CONFIG_BYTES:
+                raise UserError(f"adapter: {CONFIG_FILE} is larger than {CONFIG_BYTES} bytes")
+            with path.open("rb") as file:  # a regular member is one range of the archive
+                for read in (partial(read_lora, b"".join(_content(archive, config))), check_finite):
+                    file.seek(weights.offset_data)
+                    read(file, weights.size)
             yield {name: _content(archive, member) for name, member in members.items()}
     except BROKEN as error:
         raise UserError(
@@ -133,16 +137,6 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[byte
     assert extracted is not None  # a regular file has content
     while chunk := extracted.read(CHUNK_BYTES):
         yield chunk
-
-
-def _check_config(content: bytes) -> None:
-    """Raises :class:`UserError` for the configuration of something else than a LoRA."""
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError):
-        raise UserError(f"adapter: {ADAPTER_FILES[0]} is not JSON; send a folder that PEFT saved") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise UserError(f"adapter: {ADAPTER_FILES[0]} does not have peft_type LORA; only LoRA adapters are supported")
 
 
 def _check_member(member: tarfile.TarInfo, name: str, number: int, limit: int) -> None:

@@ -10,7 +10,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 from sqlalchemy import update
 from tests.support.peers import (
     ADAPTER,
@@ -33,6 +35,7 @@ from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable
 from rookery.protocol.connection import RegistrationRefused
 from rookery.spec.parsing import SpecError
+from rookery.spec.policy import TARGETS
 from rookery.storage import models
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import JobRow, JobState
@@ -866,21 +869,34 @@ async def test_warm_starts(service: Service) -> None:
     async def archive() -> AsyncIterator[bytes]:
         yield b"files"
 
-    files = {ADAPTER: [b"mi", b"ne"], CONFIG: [peft_config()]}
+    modules = [("self_attn" if target in "qkvo" else "mlp") + f".{target}_proj" for target in TARGETS]
+    lora = {
+        f"base_model.model.model.layers.0.{module}.lora_{side}.weight": np.ones((16, 16), np.float32)
+        for module in modules
+        for side in "AB"
+    }
+    mine = save(lora)
+    files = {ADAPTER: [mine[:9], mine[9:]], CONFIG: [peft_config()]}
     upload = await service.controller.add_adapter("alice", archive(), lambda path: nullcontext(files))
     job = await run(service, policies={"main": {"warm_start": {"upload": upload}}}, stop__steps=1)
     await service.ends(job)
-    assert service.artifacts.path(service.check_history(job)[0].hash, ADAPTER).read_bytes() == b"mine"
+    assert service.artifacts.path(service.check_history(job)[0].hash, ADAPTER).read_bytes() == mine
     files[CONFIG] = [peft_config().replace(b"{", b'{"base_model_name_or_path": "Qwen/Qwen3-0.6B", ', 1)]
     foreign = await service.controller.add_adapter("alice", archive(), lambda path: nullcontext(files))
     with pytest.raises(SpecError, match=f"trained on Qwen/Qwen3-0.6B, this job trains {MODEL}; give that base_model"):
         await run(service, policies={"main": {"warm_start": {"upload": foreign}}})
+    files[CONFIG] = [peft_config()]
     with pytest.raises(SpecError, match=r"policies\.main\.rank: given 8, the adapter to start from has 16"):
         await run(service, policies={"main": {"rank": 8, "alpha": 32, "warm_start": {"job": first}}})
     with pytest.raises(SpecError, match="no job"):
         await run(service, "bob", policies={"main": {"warm_start": {"job": first}}})
     with pytest.raises(SpecError, match="no adapter"):
         await run(service, "bob", policies={"main": {"warm_start": {"upload": upload}}})
+    for some in (dict(list(lora.items())[2:]), dict(list(lora.items())[1:])):  # one module fewer; half of a pair
+        files[ADAPTER] = [save(some)]
+        fewer = await service.controller.add_adapter("alice", archive(), lambda path: nullcontext(files))
+        with pytest.raises(SpecError, match=r"targets: given .* has \['k'|self_attn.q_proj has no lora_A"):
+            await run(service, policies={"main": {"warm_start": {"upload": fewer}}})
     assert worker.operations
 
 

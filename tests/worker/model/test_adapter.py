@@ -8,11 +8,12 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.support.tiny import divide, reference, small
 from tests.worker.model.test_decoder import Causal
 
@@ -62,16 +63,129 @@ def test_peft_gives_the_same_logits(tmp_path: Path, family: str, rank: int, targ
     torch.testing.assert_close(logits(decoder, bank(decoder, x=back), "x", tokens), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_peft_folders_are_read(tmp_path: Path) -> None:
-    decoder = small("llama", torch.float32)
-    config = peft.LoraConfig(r=6, lora_alpha=12, target_modules="all-linear", init_lora_weights=False)
+def trained(**options: Any) -> peft.PeftModel:
+    """A PEFT model with these options whose trainable weights have moved."""
+    config = peft.LoraConfig(**{"r": 6, "lora_alpha": 12, "task_type": "CAUSAL_LM"} | options)
     model = peft.get_peft_model(reference("llama"), config).eval()
-    model.save_pretrained(tmp_path)
-    tokens = torch.randint(0, 211, (17,))
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data += 0.05 * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def same_as_peft(folder: Path) -> Adapter:
+    """The adapter in ``folder``, which gives PEFT's logits. Raises ``UserError``."""
+    decoder, tokens = small("llama", torch.float32), torch.arange(5, 22)
+    adapter = read_adapter(folder, decoder.config)
+    model = peft.PeftModel.from_pretrained(reference("llama"), folder).eval()
     with torch.no_grad():
-        expected = model(tokens[None]).logits[0]
-    adapter = read_adapter(tmp_path, decoder.config)
+        expected, base = model(tokens[None]).logits[0], reference("llama")(tokens[None]).logits[0]
+    assert (expected - base).abs().max() > 0.1
     torch.testing.assert_close(logits(decoder, bank(decoder, x=adapter), "x", tokens), expected, atol=2e-4, rtol=1e-4)
+    return adapter
+
+
+LISTED = {"target_modules": ["q_proj", "down_proj"]}
+PARTLY = {"layers_to_transform": [0, 2], "layers_pattern": "layers"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": "all-linear", "init_lora_weights": False},
+        {**LISTED, "use_rslora": True},
+        {**LISTED, "init_lora_weights": "gaussian", "lora_dropout": 0.1},
+        {**LISTED, "init_lora_weights": "orthogonal"},
+        {**LISTED, "init_lora_weights": "mica"},
+        {**LISTED, "fan_in_fan_out": True},
+        {**LISTED, "ensure_weight_tying": True},
+        {**LISTED, "lora_alpha": -3.5},
+        {**LISTED, **PARTLY},
+        {**LISTED, "layers_to_transform": 1},
+        {"target_modules": r".*layers\.[02]\..*\.(q_proj|up_proj)", "exclude_modules": r".*\.2\..*q_proj"},
+        {"target_modules": ["self_attn.q_proj", "model.layers.1.mlp.up_proj"], "exclude_modules": ["mlp.down_proj"]},
+        {**LISTED, "runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=False), "megatron_core": "other"},
+        {**LISTED, "qalora_group_size": 32, "task_type": None},
+    ],
+    ids=str,
+)
+def test_accepted_options_of_peft_give_its_logits(tmp_path: Path, options: dict[str, Any]) -> None:
+    trained(**options).save_pretrained(tmp_path)
+    same_as_peft(tmp_path)
+
+
+def test_an_adapter_with_eva_gives_the_logits_of_peft(tmp_path: Path) -> None:
+    """A real initialisation needs a data loader; the file differs by its options only."""
+    trained(**LISTED).save_pretrained(tmp_path)
+    change(tmp_path, init_lora_weights="eva", eva_config={"rho": 2.0, "tau": 0.99})
+    same_as_peft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"alora_invocation_tokens": [5, 6]},
+        {"use_dora": True},
+        {"rank_pattern": {"q_proj": 2}},
+        {"alpha_pattern": {"q_proj": 2}},
+        {"lora_bias": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1, 2]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ],
+    ids=str,
+)
+def test_other_options_of_peft_are_refused_by_name(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Without the folder's path."""
+    trained(**LISTED | options).save_pretrained(tmp_path)
+    name = "embed_tokens|lm_head" if "target_modules" in options else next(iter(options))
+    with pytest.raises(UserError, match=name) as refusal:
+        read_adapter(tmp_path, small("llama").config)
+    assert str(tmp_path) not in str(refusal.value)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_what_peft_converts_to_a_lora_is_accepted(tmp_path: Path, init: str, rslora: bool) -> None:
+    model = peft.get_peft_model(
+        reference("llama"), peft.LoraConfig(r=6, init_lora_weights=init, use_rslora=rslora, **LISTED)
+    )
+    model.save_pretrained(tmp_path / "initial")
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data += 0.05 * torch.randn(weight.shape)
+    tokens = torch.arange(5, 22)
+    with torch.no_grad():
+        expected = model.eval()(tokens[None]).logits[0]
+    model.save_pretrained(tmp_path / "made", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    adapter, decoder = same_as_peft(tmp_path / "made"), small("llama", torch.float32)
+    torch.testing.assert_close(logits(decoder, bank(decoder, x=adapter), "x", tokens), expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"rank_pattern": {"q_proj": 2}}], ids=str)
+def test_what_peft_extracts_as_a_lora_is_accepted(tmp_path: Path, options: dict[str, Any]) -> None:
+    peft.save_as_lora(tmp_path, trained(**LISTED | options), rank=6)
+    assert same_as_peft(tmp_path).rank == 6
+
+
+def change(folder: Path, **options: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+
+
+def test_an_adapter_that_peft_would_complete_at_random_is_refused(tmp_path: Path) -> None:
+    trained(target_modules=["q_proj"], init_lora_weights=False).save_pretrained(tmp_path)
+    change(tmp_path, target_modules=["q_proj", "k_proj"])
+    with pytest.raises(UserError, match="layer 0 k is in target_modules and has no weights"):
+        read_adapter(tmp_path, small("llama").config)
+    change(tmp_path, init_lora_weights=True)  # zero then
+    same_as_peft(tmp_path)
 
 
 def test_reading_adapters_keeps_no_memory(tmp_path: Path) -> None:
@@ -99,29 +213,26 @@ def test_version_zero_is_the_base_and_depends_on_its_seed() -> None:
 
 def test_what_is_no_lora_of_this_model_is_refused(tmp_path: Path) -> None:
     decoder = small("llama", torch.float32)
-    with pytest.raises(UserError, match=r"adapter_config\.json is missing"):
+    with pytest.raises(UserError, match=r"^adapter: the PEFT folder has no adapter_config\.json$"):
         read_adapter(tmp_path, decoder.config)
     write_adapter(tmp_path, filled(small("qwen3", torch.float32), 4, 0, list(PARTS)))
-    with pytest.raises(UserError, match="does not fit"):
+    with pytest.raises(UserError, match=r"layer 0 \w+ does not fit this base model: it is for 64 to \d+ features"):
         read_adapter(tmp_path, decoder.config)
     write_adapter(tmp_path, filled(decoder, 4, 0, list(PARTS)))
-    about = json.loads((tmp_path / "adapter_config.json").read_text())
-    for change, match in (
-        ({"use_dora": True}, "use_dora"),
-        ({"peft_type": "IA3"}, "IA3"),
-        ({"bias": "all"}, "bias"),
-        ({"r": 5}, "does not fit"),
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    for old, new, match in (
+        ("layers.2.", "layers.3.", "layer 3 .* does not have"),
+        ("model.layers", "model.h", "no projection of this base model"),
+        ("down_proj", "fc_proj", "no projection of this base model"),
     ):
-        (tmp_path / "adapter_config.json").write_text(json.dumps({**about, **change}))
+        save_file({name.replace(old, new): w for name, w in tensors.items()}, tmp_path / "adapter_model.safetensors")
+        change(tmp_path, target_modules="all-linear")
         with pytest.raises(UserError, match=match):
             read_adapter(tmp_path, decoder.config)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
-    save_file({}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="no weights"):
-        read_adapter(tmp_path, decoder.config)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"no")
-    with pytest.raises(UserError, match="no PEFT adapter"):
-        read_adapter(tmp_path, decoder.config)
+    for content in (b"no", b""):
+        (tmp_path / "adapter_model.safetensors").write_bytes(content)
+        with pytest.raises(UserError, match="no safetensors file"):
+            read_adapter(tmp_path, decoder.config)
 
 
 @pytest.mark.parametrize("divided", [False, True])

@@ -197,7 +197,7 @@ def chain_of(parent: str, steps: Sequence[TrainedStep]) -> str:
 def peft_config(rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = TARGETS) -> bytes:
     """An adapter's configuration file."""
     modules = [f"{target}_proj" for target in targets]
-    return json.dumps({"r": rank, "lora_alpha": alpha, "target_modules": modules}).encode()
+    return json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": modules}).encode()
 
 
 def stale(op: PolicyOperation, reason: str) -> protocol.OperationDone:

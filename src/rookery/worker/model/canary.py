@@ -39,7 +39,7 @@ def read_canary(folder: Path) -> list[float]:
     try:
         return [float(value) for value in json.loads(path.read_text())["logprobs"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no canary: {error}") from None
+        raise UserError(f"{path.name} is no canary: {error}") from None
 
 
 def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:

@@ -153,7 +153,8 @@ def read_published(folder: Path) -> dict[str, Tensor]:
             with safe_open(folder / name, framework="pt") as file:
                 published.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (no mapping)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"base_model: {folder / name} cannot be read: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"base_model: {folder.name}/{name} cannot be read: {reason}") from None
     return published
 
 
@@ -235,7 +236,7 @@ def read_full_version(folder: Path, base: Decoder) -> Decoder:
     base model."""
     weights = fuse(base.config, read_published(folder))
     if weights["embed"].shape != base.embedding.shape:
-        raise UserError(f"{folder} holds weights of another base model")
+        raise UserError("the version holds weights of another base model")
     return Decoder(base.config, {k: w.to(base.device, base.dtype) for k, w in weights.items()}, pack=base.pack)
 
 

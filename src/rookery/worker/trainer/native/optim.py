@@ -102,7 +102,7 @@ class AdapterExport:
                     step = int(file.metadata()["step"])
                     moments = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             except (SafetensorError, KeyError, TypeError, ValueError) as error:
-                raise UserError(f"{path} does not fit its adapter: {error}") from None
+                raise UserError(f"{path.name} does not fit its adapter: {error}") from None
         return cls(adapter, moments, step)
 
 
