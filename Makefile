@@ -35,9 +35,10 @@ test-learning: $(VENV)/.tests
 test-examples: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy tests/test_examples.py
 
-# Workers on a real Ray cluster with several nodes on this machine; manifests against their schemas: two minutes.
+# Workers on a real Ray cluster with several nodes on this machine, and over two network namespaces as two hosts (needs
+# root and iproute2); manifests against their schemas: four minutes.
 test-ray: $(VENV)/.ray
-	@$(BIN)/python -m pytest -m heavy tests/cluster/test_ray.py tests/test_deploy.py
+	@$(BIN)/python -m pytest -m heavy tests/cluster/test_ray.py tests/cluster/test_two_hosts.py tests/test_deploy.py
 
 # Fifty kills of nodes, raylets, actors and workers while jobs train: seven minutes.
 chaos-ray: $(VENV)/.ray

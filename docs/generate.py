@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
@@ -130,13 +130,20 @@ def allowed(field: FieldInfo) -> str:
     """Choices and bounds."""
     options = list(choices(field.annotation))
     if options:
-        return ", ".join(f"`{option}`" for option in options)
+        numbers = [inner for inner in get_args(field.annotation) if get_origin(inner) is Annotated]
+        return ", ".join(
+            [*(f"`{option}`" for option in options), *(bounds_of(inner.__metadata__[0].metadata) for inner in numbers)]
+        )
     if field.annotation is bool:
         return "`true`, `false`"
+    return bounds_of(field.metadata)
+
+
+def bounds_of(metadata: Iterable[Any]) -> str:
     words = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
     bounds = [
         text.format(number(getattr(limit, name)))
-        for limit in field.metadata
+        for limit in metadata
         for name, text in words.items()
         if isinstance(limit, getattr(annotated_types, name.capitalize()))
     ]

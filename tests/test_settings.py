@@ -111,3 +111,16 @@ def test_commands_run_beside_a_service_named_rookery(tmp_path: Path, command: li
     assert b"setting ROOKERY_PORT" not in err + out
     if command[0] in ("doctor", "worker"):
         assert b"enableServiceLinks" in err + out
+
+
+def test_fields_are_taken_in_any_order_with_a_section_of_the_same_name() -> None:
+    given = {"ROOKERY_RAY_SPOT_WORKERS": "2", "ROOKERY_CLUSTER": "ray", "ROOKERY_RAY_CPUS": "3"}
+    for settings in (
+        Settings.load(given),
+        Settings.load(dict(reversed(given.items()))),
+        Settings.load({"ROOKERY_RAY_SPOT_WORKERS": "2", "ROOKERY_RAY_CPUS": "3"}, cluster="ray"),
+        Settings(ray_spot_workers=2, cluster="ray", ray_cpus=3),  # type: ignore[arg-type]
+        Settings.load({"ROOKERY_RAY_SPOT_WORKERS": "2"}).replace(cluster="ray", ray_cpus=3),
+    ):
+        cluster = settings.cluster
+        assert (cluster.cluster, cluster.ray_spot_workers, cluster.ray_cpus) == ("ray", 2, 3)

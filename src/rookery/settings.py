@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -106,13 +106,15 @@ class ClusterSettings(Section):
 
     cluster: Literal["local", "ray"] = "local"
     """`local`: child processes on the service's machine. `ray`: actors on the nodes of a Ray cluster; every node has
-    Rookery installed and reaches the service's `host`."""
+    Rookery installed, and reaches the service at `url`, or else at the address by which Ray knows the service's
+    machine, for which `host` must be `0.0.0.0`."""
     ray_address: str = "auto"
     """HOST:PORT of the Ray cluster's head. `auto` finds the one on this machine."""
     ray_cpus: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker; it computes with as many threads."""
-    ray_gpus: float = Field(0.0, ge=0)
-    """GPUs that Ray reserves for a worker."""
+    ray_gpus: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    """GPUs that Ray reserves for a worker. `auto` is one where a node that may run it has one, else none; give a number
+    where the first node has yet to be started."""
     ray_spot_workers: int = Field(0, ge=0, le=1024)
     """Preemptible workers per model, on the nodes that `ray_spot_label` names. Those without a node wait for one, and
     Ray's autoscaler sees them."""
@@ -324,11 +326,16 @@ class Settings(Section):
     @model_validator(mode="before")
     @classmethod
     def _into_sections(cls, given: Any) -> Any:
-        """Moves each field that a section has into that section."""
-        values = dict(given)
-        for name in [name for name in values if name in SECTION_OF]:
-            section, value = SECTION_OF[name], values.pop(name)
-            values[section] = {**values.get(section, {}), name: value}
+        """Moves each field that a section has into that section. A field and its section may share a name: ``cluster``
+        is the section where its value is one."""
+        fields = {
+            name: value
+            for name, value in given.items()
+            if name in SECTION_OF and not isinstance(value, Mapping | Section)
+        }
+        values = {name: value for name, value in given.items() if name not in fields}
+        for name, value in fields.items():
+            values[SECTION_OF[name]] = {**values.get(SECTION_OF[name], {}), name: value}
         return values
 
     @property

@@ -23,13 +23,14 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 from weakref import WeakSet
 
-from rookery.aio import die_with_parent, interpreter, wait_event
+from rookery.aio import die_with_parent, interpreter, is_loopback, wait_event
 from rookery.cluster.local import (
     NODE_LOST,
     Child,
@@ -133,9 +134,17 @@ class RayProcess:
 class RayActors:
     """Processes on Ray's nodes, each in an actor with a separate placement."""
 
-    def __init__(self, settings: Settings, reserved: list[Child], spot: list[Child], hosts: list[Child]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        reserved: list[Child],
+        spot: list[Child],
+        hosts: list[Child],
+        check: Callable[[Collection[str]], object],
+    ) -> None:
         """``reserved`` are placed together and spread; ``spot`` wait for nodes that may vanish; ``hosts`` need no CPU
-        of their own."""
+        of their own. ``check`` raises UserError where the service cannot be reached from nodes of these addresses."""
+        self._check = check
         self._settings = settings.cluster
         self._allocator = settings.worker.allocator
         self._label, self._value = settings.cluster.ray_spot_label.split("=")
@@ -151,11 +160,12 @@ class RayActors:
 
     async def run(self) -> str:
         """Keep the processes alive until :attr:`stopped`. Returns why one refused to start, which a restart cannot
-        repair, or an empty text."""
+        repair, or an empty text. Raises UserError as ``check`` does."""
+        import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
         if self._reserved:
-            resources = {"CPU": self._settings.ray_cpus, "GPU": self._settings.ray_gpus}
+            resources = {"CPU": self._settings.ray_cpus, "GPU": await self._gpus(spot=False)}
             bundles = [{kind: amount for kind, amount in resources.items() if amount}] * len(self._reserved)
             selectors = [{self._label: f"!{self._value}"}] * len(bundles)
             self._group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
@@ -165,6 +175,7 @@ class RayActors:
                 if refused := next((child for child in self.supervisor.children if child.state == "refused"), None):
                     return refused.reason
                 draining = await asyncio.to_thread(draining_nodes)
+                self._check(addresses(await asyncio.to_thread(ray.nodes)))  # one may have joined
                 for process in [process for process in self._processes if process.node in draining]:
                     self._processes.discard(process)
                     process.terminate()
@@ -175,13 +186,27 @@ class RayActors:
             if self._group is not None:
                 remove_placement_group(self._group)
 
-    def _options(self, child: Child) -> dict[str, Any]:
+    async def _gpus(self, *, spot: bool) -> float:
+        """GPUs of a worker."""
+        import ray
+
+        if self._settings.ray_gpus != "auto":
+            return self._settings.ray_gpus
+        nodes = await asyncio.to_thread(ray.nodes)
+        return float(any(node["Resources"].get("GPU", 0) >= 1 for node in self._candidates(nodes, spot=spot)))
+
+    def _candidates(self, nodes: list[dict[str, Any]], *, spot: bool) -> list[dict[str, Any]]:
+        """The nodes that may run preemptible workers, or reserved ones."""
+        return [node for node in nodes if node["Alive"] and (node["Labels"].get(self._label) == self._value) == spot]
+
+    async def _options(self, child: Child) -> dict[str, Any]:
         """Where the actor of ``child`` may run."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if child in self._hosts:
             return {"num_cpus": 0, "label_selector": {self._label: f"!{self._value}"}}
-        resources = {"num_cpus": self._settings.ray_cpus, "num_gpus": self._settings.ray_gpus}
+        gpus = await self._gpus(spot=child not in self._reserved)
+        resources = {"num_cpus": self._settings.ray_cpus, "num_gpus": gpus}
         if child in self._reserved:
             place = PlacementGroupSchedulingStrategy(self._group, self._reserved[child])
             return {**resources, "scheduling_strategy": place}
@@ -191,7 +216,7 @@ class RayActors:
         """Raises OSError."""
         import ray
 
-        runner = ray.remote(ProcessActor).options(max_concurrency=3, **self._options(child))
+        runner = ray.remote(ProcessActor).options(max_concurrency=3, **await self._options(child))
         actor = runner.remote(child.arguments, child.environment, self._allocator)
         starting = asyncio.ensure_future(actor.start.remote())
         stopping = asyncio.create_task(self.stopped.wait())
@@ -221,7 +246,9 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def workers(settings: Settings, url: str, model: str, token: str) -> RayActors:
+def workers(
+    settings: Settings, url: str, model: str, token: str, check: Callable[[Collection[str]], object]
+) -> RayActors:
     """``settings.server.workers`` reserved and ``ray_spot_workers`` preemptible workers of ``model``."""
     threads = settings.worker.threads or max(1, int(settings.cluster.ray_cpus))
     environment = child_environment(settings.replace(threads=threads), token, {})
@@ -234,7 +261,30 @@ def workers(settings: Settings, url: str, model: str, token: str) -> RayActors:
     reserved = [child(f"{name}-{i + 1}") for i in range(settings.server.workers)]
     options = ("--preemptible", "--roles", "rollout")
     spot = [child(f"{name}-spot-{i + 1}", *options) for i in range(settings.cluster.ray_spot_workers)]
-    return RayActors(settings, reserved, spot, [])
+    return RayActors(settings, reserved, spot, [], check)
+
+
+def addresses(nodes: list[dict[str, Any]]) -> set[str]:
+    """The addresses of those of Ray's ``nodes`` that are alive."""
+    return {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+
+
+def address_for_nodes(settings: Settings, connect: str, own: str, nodes: Collection[str]) -> str:
+    """The address at which processes on all ``nodes`` (their addresses, as Ray knows them) reach the service, which
+    this machine, ``own`` to Ray, reaches at ``connect``. Raises UserError if the service listens for this machine
+    alone and there are others."""
+    if settings.server.url:
+        return settings.server.url.rstrip("/")
+    parts = urlsplit(connect)
+    if settings.server.host in ("0.0.0.0", "::", ""):
+        host = f"[{own}]" if ":" in own else own
+        return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}"))
+    if is_loopback(connect) and (others := sorted({*nodes} - {own})):
+        raise UserError(
+            f"the Ray cluster has nodes at {', '.join(others[:3])}, which do not reach {connect}; start the service"
+            " with --host 0.0.0.0, or set ROOKERY_URL to an address that they reach"
+        )
+    return connect
 
 
 def draining_nodes() -> set[str]:
@@ -291,12 +341,16 @@ def main() -> int:
     try:
         settings, token = Settings.load(), token_of()
         connect(settings.cluster.ray_address)
+        import ray
+
+        check = partial(address_for_nodes, settings, given.connect, ray.util.get_node_ip_address())
+        url = check(addresses(ray.nodes()))
         if given.model:
-            actors = workers(settings, given.connect, given.model, token)
+            actors = workers(settings, url, given.model, token, check)
         else:
-            host = environment_host(settings, given.connect, token)
+            host = environment_host(settings, url, token)
             host.environment = child_environment(settings, token, {})
-            actors = RayActors(settings, [], [], [host])
+            actors = RayActors(settings, [], [], [host], check)
         refused = asyncio.run(supervise(actors))
     except UserError as error:
         refused = str(error)
