@@ -213,7 +213,7 @@ def test_version_zero_is_the_base_and_depends_on_its_seed() -> None:
 
 def test_what_is_no_lora_of_this_model_is_refused(tmp_path: Path) -> None:
     decoder = small("llama", torch.float32)
-    with pytest.raises(UserError, match=r"^adapter: the PEFT folder has no adapter_config\.json$"):
+    with pytest.raises(UserError, match=r"^adapter: adapter_config\.json is missing$"):
         read_adapter(tmp_path, decoder.config)
     write_adapter(tmp_path, filled(small("qwen3", torch.float32), 4, 0, list(PARTS)))
     with pytest.raises(UserError, match=r"layer 0 \w+ does not fit this base model: it is for 64 to \d+ features"):

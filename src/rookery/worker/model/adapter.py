@@ -93,7 +93,7 @@ def read_adapter(folder: Path, model: Projections) -> Adapter:
     try:
         config, content = (folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes()
     except FileNotFoundError as error:
-        raise UserError(f"adapter: the PEFT folder has no {Path(error.filename).name}") from None
+        raise UserError(f"adapter: {Path(error.filename).name} is missing") from None
     lora = read_lora(config, io.BytesIO(content), len(content))
     if problem := lora.misfit(model):
         raise UserError(f"adapter: {problem}")
