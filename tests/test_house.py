@@ -190,3 +190,39 @@ def test_tests_use_exported_names() -> None:
                     f"{path.relative_to(ROOT)}:{node.lineno} {a.name}" for a in node.names if private.fullmatch(a.name)
                 ]
     assert len(found) <= PRIVATE_NAMES_ALLOWED, found
+
+
+TEXT_MODE = re.compile(r"[rwax]\+?t?")
+
+
+def names_no_encoding(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in the platform's encoding, which is not UTF-8 everywhere."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "encoding" in given or None in given:
+        return False
+    if name in ("read_text", "write_text"):
+        return len(call.args) < (2 if name == "write_text" else 1)
+    if name in ("run", "Popen", "check_output"):
+        return any(isinstance(given.get(text), ast.Constant) for text in ("text", "universal_newlines"))
+    if name in ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile"):
+        of_path = name == "open" and isinstance(call.func, ast.Attribute)
+        if of_path and given.keys() - {"mode", "buffering", "errors", "newline"}:
+            return False  # an archive, or another thing that opens
+        modes = [given["mode"]] if "mode" in given else call.args[0 if of_path else 1 :][:1]
+        if not modes:
+            return name == "open" and (not of_path or not call.args)
+        mode = modes[0]
+        return isinstance(mode, ast.Constant) and bool(TEXT_MODE.fullmatch(str(mode.value)))
+    return False
+
+
+def test_every_text_file_names_its_encoding() -> None:
+    calls = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in (SOURCE, ROOT / "docs")
+        for path, text in sources(folder).items()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.Call) and names_no_encoding(node)
+    ]
+    assert "\n".join(calls) == ""

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_jobs_commands_list_show_and_control(here: Path, capsys: pytest.CaptureF
     assert call("run", path, "--detach") == 0
     assert "jobs logs -f" in capsys.readouterr().out
     assert call("jobs", "list", "--json") == 0
-    views = {view["name"]: view for view in lines(capsys.readouterr().out)}
+    views = {view["name"]: view for view in json.loads(capsys.readouterr().out)}
     assert views["steered"]["state"] in ("queued", "running")
     for command, state in (("pause", "paused"), ("resume", "queued"), ("pause", "paused"), ("cancel", "cancelled")):
         assert call("jobs", command, "steered", "--json") == 0
@@ -164,6 +165,35 @@ def test_jobs_commands_list_show_and_control(here: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert call("jobs", "show", "nobody") == 2
     assert capsys.readouterr().err == "rookery: no job 'nobody'; rookery jobs list shows yours\n"
+
+
+def test_run_waits_while_its_job_is_paused_by_its_owner(here: Path, service: EmbeddedService) -> None:
+    path = written(here, job(name="waited-for", environment={"hosted": "nobody"}))
+    process = started(here, "run", path)
+    with Client(service.url, service.key) as client:
+        deadline = time.monotonic() + 60
+        while not (views := [view for view in client.views() if view.name == "waited-for"]):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        followed = client.job(views[0].id)
+        for _ in range(2):
+            followed.pause()
+            until(process, "stdout", f"is paused: paused by its owner; waiting for: rookery jobs resume {followed.id}")
+            assert followed.show().paused_by == "owner" and process.poll() is None
+            followed.resume()
+            until(process, "stdout", "waited-for is queued", "waited-for is running")
+            assert followed.show().paused_by == ""
+        followed.cancel()
+    assert process.wait(60) == 3
+
+
+def test_events_are_shown_as_they_come(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", written(here, job(name="eventful", evaluation={"prompts": 2}))) == 0
+    out = capsys.readouterr().out
+    assert "evaluation: version 0: mean reward" in out
+    assert call("jobs", "logs", "eventful", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in found["metrics"]] == [1, 2] and found["events"][-1]["kind"] == "state"
 
 
 def test_uploads_are_listed_and_deleted(
@@ -211,17 +241,17 @@ def test_workers_are_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert call("workers") == 0
     assert "serving" in capsys.readouterr().out
     assert call("workers", "--json") == 0
-    (row,) = lines(capsys.readouterr().out)
+    (row,) = json.loads(capsys.readouterr().out)
     assert (row["state"], row["kind"], row["price"]) == ("serving", "reserved", 0)
 
 
 def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("models", "--json") == 0
-    assert {row["name"]: row["state"] for row in lines(capsys.readouterr().out)}[MODEL] == "loaded"
+    assert {row["name"]: row["state"] for row in json.loads(capsys.readouterr().out)}[MODEL] == "loaded"
     assert call("models") == 0
     assert "loaded" in capsys.readouterr().out
     call("doctor", "--json")
-    found = {line["what"]: line for line in lines(capsys.readouterr().out)}
+    found = {line["what"]: line for line in json.loads(capsys.readouterr().out)}
     assert found["service"]["state"] == "good" and found["cores"]["state"] == "good"
     for finding in found.values():
         assert finding["state"] != "bad" or finding["fix"]
@@ -288,14 +318,14 @@ def ended(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, 
     return process.returncode, out + err
 
 
-def until(process: subprocess.Popen[str], stream: str, text: str) -> None:
-    """Reads a command's output up to a line with ``text``."""
+def until(process: subprocess.Popen[str], stream: str, *texts: str) -> None:
+    """Reads a command's output up to a line with one of ``texts``."""
     said = []
     for line in getattr(process, stream):
         said.append(line)
-        if text in line:
+        if any(text in line for text in texts):
             return
-    pytest.fail(f"the output has no line with {text!r}: {said}")
+    pytest.fail(f"the output has no line with {texts!r}: {said}")
 
 
 def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> None:
@@ -348,7 +378,7 @@ def test_tenants_keys_and_costs(
     assert call("tenants", "key", "ada", "--label", "laptop", "--expires", "30d") == 0
     key = capsys.readouterr().out.splitlines()[-1]
     assert call("tenants", "keys", "ada", "--json") == 0
-    (row,) = lines(capsys.readouterr().out)
+    (row,) = json.loads(capsys.readouterr().out)
     assert row["label"] == "laptop" and row["revoked"] is None and key not in str(row)
     assert row["role"] == "tenant" and row["expires"] - row["created"] == 30 * 86400
     with monkeypatch.context() as others:
@@ -378,5 +408,5 @@ def test_tenants_keys_and_costs(
     assert call("tenants", "keys", "nobody") == 2
     assert "no tenant 'nobody'" in capsys.readouterr().err
     assert call("costs", "--json") == 0
-    (told,) = lines(capsys.readouterr().out)
+    told = json.loads(capsys.readouterr().out)
     assert {row["name"] for row in told["tenants"]} >= {"admin", "ada"}

@@ -10,7 +10,9 @@ import typer
 
 from rookery.cli import admin, demo, doctor, jobs, models, run, serve, simulate
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
+from rookery.cli.output import flush_output, prepare_streams
 from rookery.errors import RookeryError
+from rookery.telemetry.rows import printable
 
 app = typer.Typer(
     help="Many LoRA policies learn by reinforcement at once, on one resident base model.",
@@ -45,22 +47,23 @@ def root(debug: Annotated[bool, typer.Option(DEBUG, help="Show tracebacks; may s
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits with its code."""
+    prepare_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
     try:
-        app([argument for argument in given if argument != DEBUG], prog_name="rookery")
+        try:
+            app([argument for argument in given if argument != DEBUG], prog_name="rookery")
+        finally:
+            flush_output()
     except RookeryError as error:
         if debug:
             raise
         problems = getattr(error, "problems", None) or [str(error)]
         for line in problems:
-            print(f"rookery: {line}", file=sys.stderr)
+            print(f"rookery: {printable(line)}", file=sys.stderr)
         sys.exit(REFUSED if error.status < RookeryError.status else FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader of the output has exited
-        sys.stderr.close()
-        sys.exit(FAILED)
     except Exception as error:
         if debug:
             raise

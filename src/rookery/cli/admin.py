@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Group
 
-from rookery.cli.options import Cli, DataOption, console, plain_table, time_of, with_options
+from rookery.cli.options import Cli, DataOption, with_options
+from rookery.cli.output import print_json, show, time_of
 from rookery.errors import UserError, short
 from rookery.settings import STORAGE_SETTINGS, Settings
+from rookery.telemetry.rows import Rows, columns
 from rookery.telemetry.table import memory_table, worker_table
 
 app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)
@@ -29,13 +31,12 @@ def list_tenants(cli: Cli) -> None:
         costs = {row.tenant: row.cost for row in client.costs().tenants}
         tenants = [{**row, "cost": costs.get(row.id)} for row in client.tenants()]
     numbers = ("cost", "reserved", "preemptible", "compute hours", "tokens today")
-    table = plain_table(("tenant", "since", "id", "limits"), numbers)
+    table = Rows(columns(("tenant", "id", "since"), numbers, ("limits",)))
     for row in tenants:
         cost = costs[row["id"]]
-        shown = (cost.cost, cost.reserved, cost.preemptible, cost.seconds / 3600, row["tokens_today"])
+        shown = (cost.cost, cost.reserved, cost.preemptible, cost.seconds / 3600)
         limits = ", ".join(f"{name} {value:g}" for name, value in row["overrides"].items())
-        columns = (row["name"], time_of(row["created"]), row["id"], limits)
-        table.add_row(*columns, *(f"{number:.4g}" for number in shown))
+        table.add(row["name"], row["id"], time_of(row["created"]), *shown, f"{row['tokens_today']:,}", limits)
     cli.show_rows(tenants, lambda: table)
 
 
@@ -82,10 +83,10 @@ def keys(cli: Cli, tenant: Tenant) -> None:
     """A tenant's keys: labels and ids, never their texts."""
     with cli.client() as client:
         rows = client.keys(tenant)
-    table = plain_table(("key", "role", "label", "created", "expires", "revoked"))
+    table = Rows(columns(("key", "role", "created", "expires", "revoked"), notes=("label",)))
     for row in rows:
         times = [time_of(seconds or 0) for seconds in (row.created, row.expires, row.revoked)]
-        table.add_row(row.id, row.role, row.label, *times)
+        table.add(row.id, row.role, *times, row.label)
     cli.show_rows(rows, lambda: table)
 
 
@@ -129,11 +130,14 @@ def costs(cli: Cli) -> None:
     key."""
     with cli.client() as client:
         found = client.costs()
-    table = plain_table(("base model", "kind"), ("hours", "cost", "used", "idle", "in progress"))
+    table = Rows(columns(("base model", "kind"), ("hours", "cost", "used", "idle", "in progress")))
     for row in found.workers:
         numbers = (row.hours, row.cost, row.used, row.idle, row.waiting)
-        table.add_row(row.model, row.kind, *(f"{number:.4g}" for number in numbers))
-    cli.show_rows([found], lambda: table)
+        table.add(row.model, row.kind, *(f"{number:.4g}" for number in numbers))
+    if cli.json:
+        print_json(found)
+    else:
+        show(table)
 
 
 @with_options
@@ -144,7 +148,7 @@ def workers(cli: Cli) -> None:
     if rows or cli.json:
         cli.show_rows(rows, lambda: Group(worker_table(rows), memory_table(rows)))
     else:
-        console().print("no worker has connected; rookery worker --connect URL starts one")
+        show("no worker has connected; rookery worker --connect URL starts one")
 
 
 def backup(
@@ -157,7 +161,7 @@ def backup(
 
     settings = Settings.load(uses=STORAGE_SETTINGS, data=data)
     count = back_up(settings.data, settings.server.database, folder.absolute(), Place(*settings.server.artifacts))
-    console().print(f"{folder}: the database and {count} artifacts of {settings.data}", markup=False)
+    show(f"{folder}: the database and {count} artifacts of {settings.data}")
 
 
 def restore(
@@ -170,7 +174,4 @@ def restore(
 
     settings = Settings.load(uses=STORAGE_SETTINGS, data=data)
     count = restore(folder.absolute(), settings.data, settings.server.database, Place(*settings.server.artifacts))
-    shown = (
-        f"{settings.data}: the database and {count} artifacts; rookery serve --data {settings.data} resumes the jobs"
-    )
-    console().print(shown, markup=False)
+    show(f"{settings.data}: the database and {count} artifacts; rookery serve --data {settings.data} resumes the jobs")

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rookery.cli.options import COMPLETED, FAILED, INTERRUPTED
+from rookery.cli.output import console, is_terminal
 from rookery.client import Client, Job, Record
 from rookery.environments.base import Environment
 from rookery.errors import RookeryError
@@ -116,7 +117,7 @@ def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0) 
     """Run ``tasks`` at the same time on a service for them alone. Returns the exit code."""
     from rookery.server.launcher import EmbeddedService
 
-    out = Console()
+    out = console()
     folder = folder if folder is not None else Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -162,12 +163,12 @@ def _watch(runs: Sequence[TaskRun], out: Console, start: float) -> None:
             views = [{**run.job.show(), "name": f"{run.task.tenant}/{run.task.name}"} for run in runs]
             done = all(view["state"] not in ("queued", "running") for view in views)
             now = time.monotonic()
-            if out.is_terminal or done or now - shown > PIPED_SECONDS:
+            if is_terminal() or done or now - shown > PIPED_SECONDS:
                 shown = now
                 title = f"Rookery: {len(runs)} tenants, one {MODEL}, {now - start:.0f} s"
                 picture = Group(job_table(views, title=title), Text("Ctrl-C stops everything", style="dim"))
                 live.update(picture, refresh=True)
-                if not out.is_terminal and not done:
+                if not is_terminal() and not done:
                     out.print(picture)
             if done:
                 return

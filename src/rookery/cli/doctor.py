@@ -19,7 +19,8 @@ import psutil
 import typer
 from rich.text import Text
 
-from rookery.cli.options import FAILED, Cli, console, print_json, with_options
+from rookery.cli.options import FAILED, Cli, with_options
+from rookery.cli.output import print_json, show
 from rookery.client import Client, Record
 from rookery.cluster.local import PRELOAD, preloaded
 from rookery.errors import RookeryError, UserError, installs
@@ -74,15 +75,13 @@ def doctor(
     if cache is not None:
         settings = settings.replace(cache=cache.expanduser().absolute())
     findings = [*wrong, *(Finding("settings", "optional", note) for note in variable_notes()), *examine(settings)]
-    out = console()
-    for finding in findings:
-        if cli.json:
-            print_json(asdict(finding))
-            continue
+    if cli.json:
+        print_json([asdict(finding) for finding in findings])
+    for finding in [] if cli.json else findings:
         mark, style = {"good": ("ok", "green"), "optional": ("--", "yellow"), "bad": ("!!", "bold red")}[finding.state]
-        out.print(Text.assemble((f"{mark}  ", style), f"{finding.what:<22} {finding.found}"))
+        show(Text.assemble((f"{mark}  ", style), f"{finding.what:<22} {finding.found}"))
         if finding.fix:
-            out.print(Text(f"    {'':<22} → {finding.fix}", "dim"))
+            show(Text(f"    {'':<22} → {finding.fix}", "dim"))
     if any(finding.state == "bad" for finding in findings):
         raise typer.Exit(FAILED)
 
@@ -169,7 +168,7 @@ def _accelerator() -> Finding:
     if program is None:
         return Finding("GPU", "optional", "none found (no nvidia-smi); the CPU does the work")
     query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, encoding="utf-8", errors="replace")
     if done.returncode != 0 or not done.stdout.strip():
         output, *_ = [*(done.stdout or done.stderr).strip().splitlines(), "no output"]
         return Finding("GPU", "optional", f"nvidia-smi fails: {output}", "repair the driver")

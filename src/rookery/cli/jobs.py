@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, console, figures, print_json, time_of, with_options
-from rookery.client import Job
-from rookery.telemetry.table import job_list, job_table, sparkline
+from rookery.cli.follow import Follower
+from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, with_options
+from rookery.cli.output import console, fields, is_terminal, print_json, show, time_of
+from rookery.cli.steps import StepLines
+from rookery.telemetry.rows import Rows, columns, printable
+from rookery.telemetry.table import job_line, job_list, sparkline
 
 app = typer.Typer(help="List, show, follow, control and delete jobs.", no_args_is_help=True)
 uploads = typer.Typer(help="List and delete uploaded datasets and adapters.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name where only one has it.")]
-
-STEP_FIGURES = ("reward", "loss", "kl", "entropy", "staleness_mean", "logp_diff_mean", "seconds/train")
-"""Metrics in the line of a step where its row has them; --json prints all."""
-
-NOTICES = ("warning", "no_signal")
-"""Kinds of events that the follower of a job sees as they come."""
 
 
 @app.command("list")
@@ -33,12 +29,12 @@ def list_jobs(cli: Cli) -> None:
     if views or cli.json:
         cli.show_rows(views, lambda: job_list(views))
     else:
-        console().print("no jobs yet; rookery run job.yaml submits one")
+        show("no jobs yet; rookery run job.yaml submits one")
 
 
 @app.command("show")
 @with_options
-def show(cli: Cli, job: Name) -> None:
+def show_job(cli: Cli, job: Name) -> None:
     """One job: its progress, policies, counters and evaluations."""
     with cli.client() as client:
         found = client.job(job)
@@ -46,8 +42,7 @@ def show(cli: Cli, job: Name) -> None:
     if cli.json:
         print_json({**view, "evaluations": evaluations})
         return
-    out = console()
-    out.print(job_table([view]))
+    show(job_line(view))
     lines: list[tuple[str, Any]] = [
         ("id", view.id),
         ("base model", view.base_model),
@@ -64,9 +59,7 @@ def show(cli: Cli, job: Name) -> None:
         *((f"evaluation of version {e.version}", f"{e.mean:.3f} ± {e.stderr:.3f} ({e.prompts} prompts)")
           for e in evaluations),
     ]  # fmt: skip
-    for name, value in lines:
-        if value not in ("", None):
-            out.print(f"{name:<28} {value}", markup=False)
+    fields(lines)
 
 
 @app.command("pause")
@@ -108,21 +101,25 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
     limit: Annotated[int, typer.Option(help="How many events to show.", min=1, max=1000)] = 100,
 ) -> None:
-    """A job's events, then its steps; with -f the exit code says how it ended."""
+    """A job's events, then its steps; with -f the exit code says how it ended, and a paused job is waited for."""
     with cli.client() as client:
         found = client.job(job)
-        events = found.events(limit)
-        for event in events:
-            cli.show({"event": event}, f"{time_of(event.time)}  {event.kind}: {event.text}")
-        if not follow:
-            for row in found.metrics(follow=False):
-                print_step(cli, row)
-            return
-        try:
-            code = _follow(cli, found, Notices(cli, found, console(), shown=events))
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-    raise typer.Exit(code)
+        if follow:
+            try:
+                code = ENDINGS[Follower(cli, found, ends_paused=False).follow().state]
+            except KeyboardInterrupt:
+                code = INTERRUPTED
+            raise typer.Exit(code)
+        events, rows, spec = found.events(limit), list(found.metrics(follow=False)), found.show().spec
+    if cli.json:
+        print_json({"events": events, "metrics": rows})
+        return
+    for event in events:
+        show(f"{time_of(event.time)}  {event.kind}: {printable(event.text)}")
+    lines = StepLines(console().width if is_terminal() else None)
+    for row in rows:
+        for line in lines.of(row, spec):
+            show(line)
 
 
 @uploads.command("list")
@@ -130,8 +127,11 @@ def logs(
 def list_uploads(cli: Cli) -> None:
     """The datasets, inline rows of jobs too, and adapters of this key's tenant."""
     with cli.client() as client:
-        for row in client.uploads():
-            cli.show(row, f"{row.hash}  {row.kind:<7}  {time_of(row.created)}  {row.size:,} bytes")
+        rows = client.uploads()
+    table = Rows(columns(("hash", "kind"), ("bytes",), ("stored",)))
+    for row in rows:
+        table.add(row.hash, row.kind, f"{row.size:,}", time_of(row.created))
+    cli.show_rows(rows, lambda: table)
 
 
 @uploads.command("delete")
@@ -141,44 +141,6 @@ def delete_upload(cli: Cli, hash: Annotated[str, typer.Argument(metavar="HASH")]
     with cli.client() as client:
         client.delete_upload(hash)
     cli.show({"deleted": hash}, f"{hash} is deleted")
-
-
-def _follow(cli: Cli, job: Job, notices: Notices) -> int:
-    """Follow a job until it has ended; returns the exit code of how it ended."""
-    state = ""
-    for kind, data in job.follow():
-        if kind != "heartbeat":
-            notices.print_new()
-        if kind == "metrics":
-            print_step(cli, data)
-        elif kind in ("job", "end"):
-            cli.show({"job": data}, _state_line(job.name, data))
-            state = data.state
-    return ENDINGS[state]
-
-
-def print_step(cli: Cli, row: dict[str, Any]) -> None:
-    """A metrics row on one line."""
-    cli.show({"metrics": row}, f"step {row['step']:>5}  {figures(row, STEP_FIGURES)}")
-
-
-class Notices:
-    """The events of a followed job that its owner should read: warnings about its spec, and steps without a signal."""
-
-    def __init__(self, cli: Cli, job: Job, out: Console, shown: Iterable[Mapping[str, Any]] = ()) -> None:
-        """``shown`` were printed already."""
-        self._cli, self._job, self._out = cli, job, out
-        self._shown = {(event["time"], event["text"]) for event in shown}
-
-    def print_new(self) -> None:
-        """Print those that were not printed yet, oldest first."""
-        for event in self._job.events():
-            if event.kind in NOTICES and (event.time, event.text) not in self._shown:
-                self._shown.add((event.time, event.text))
-                if self._cli.json:
-                    print_json({"event": event})
-                else:
-                    self._out.print(f"{event.kind.replace('_', ' ')}: {event.text}", markup=False, style="yellow")
 
 
 def _act(cli: Cli, action: str, job: str) -> None:

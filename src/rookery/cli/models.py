@@ -9,12 +9,13 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.control import strip_control_codes
 
 from rookery.aio import interpreter
-from rookery.cli.options import Cli, plain_table, print_json, with_options
+from rookery.cli.options import Cli, with_options
+from rookery.cli.output import print_json, visible
 from rookery.client import Client
 from rookery.errors import NotFound, Unavailable, UserError
+from rookery.telemetry.rows import Rows, columns
 from rookery.tokenization.registry import CATALOGUE, prepared_models, resolve, status
 
 
@@ -29,12 +30,10 @@ def models(
         prepare(cli, get)
         return
     rows = _rows(cli)
-    table = plain_table()
-    for column in ("model", "state", "engine", "trainer", "notes"):
-        table.add_column(column, overflow="fold")
+    table = Rows(columns(("model", "state", "engine", "trainer"), notes=("notes",)))
     for row in rows:
         notes = row["reason"] or "; ".join(filter(None, (row["note"], row["why"])))
-        table.add_row(*(str(row[column]) for column in ("name", "state", "engine", "trainer")), notes)
+        table.add(*(str(row[column]) for column in ("name", "state", "engine", "trainer")), notes)
     cli.show_rows(rows, lambda: table)
 
 
@@ -43,7 +42,7 @@ def prepare(cli: Cli, name: str) -> None:
     :class:`UserError` with the last line of that process."""
     resolve(name)  # refuses an impossible name before a process is started for it
     command = interpreter("rookery.worker.model.convert", name, "--cache", str(cli.settings.cache))
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise UserError(lines[-1] if lines else f"preparing {name} ended with {done.returncode}")
@@ -107,7 +106,7 @@ def _print_stream(chunks: Iterator[str]) -> str:
     """Prints each chunk when it arrives; returns the whole text."""
     text = ""
     for chunk in chunks:
-        print(strip_control_codes(chunk), end="", flush=True)
+        print(visible(chunk), end="", flush=True)
         text += chunk
     print()
     return text

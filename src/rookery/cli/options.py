@@ -1,25 +1,19 @@
-"""Connection options, exit codes and output formats of all commands."""
+"""Connection options and exit codes of all commands."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from rookery.cli.output import print_json, show
 from rookery.client import Client
 from rookery.settings import CLIENT_SETTINGS, Settings
-from rookery.telemetry.table import add_columns
 
 COMPLETED = 0
 FAILED = 1
@@ -34,9 +28,6 @@ EXIT_CODES = "Exit codes: 0 completed, 1 failed, 2 refused or used wrongly, 3 ca
 
 ENDINGS = {"completed": COMPLETED, "failed": FAILED, "cancelled": CANCELLED, "paused": FAILED}
 """Exit codes by the state of a job."""
-
-PIPED_WIDTH = 160
-"""Columns of a table that is not shown on a terminal: enough to cut nothing."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,21 +57,22 @@ class Cli:
         if self.json:
             print_json(value)
         else:
-            console().print(line, markup=False)
+            show(line)
 
     def show_rows(self, rows: Iterable[Any], table: Callable[[], Any]) -> None:
-        """Prints one line of JSON per row, or the table."""
+        """Prints the rows as one JSON list, or the table."""
         if self.json:
-            for row in rows:
-                print_json(row)
+            print_json(list(rows))
         else:
-            console().print(table())
+            show(table())
 
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="The service's address.", envvar="ROOKERY_URL")]
 KeyOption = Annotated[str | None, typer.Option("--key", help="An API key.", envvar="ROOKERY_KEY", show_envvar=True)]
 DataOption = Annotated[Path | None, typer.Option("--data", help="The data folder.", envvar="ROOKERY_DATA")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document, for scripts; while a job is followed, one per line.")
+]
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "url": (UrlOption, None),
     "key": (KeyOption, None),
@@ -111,30 +103,3 @@ def with_options(command: Callable[Concatenate[Cli, P], R]) -> Callable[P, R]:
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del wrapper.__wrapped__
     return wrapper
-
-
-def time_of(seconds: float) -> str:
-    """Unix seconds as local time; empty for 0."""
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
-
-
-def console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-
-
-def plain_table(left: Iterable[str] = (), right: Iterable[str] = ()) -> Table:
-    """An empty table with columns aligned to the left and to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    add_columns(table, left, right)
-    return table
-
-
-def print_json(value: Any) -> None:
-    """One line: scripts read lines."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
-
-
-def figures(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The numbers of a row that are present, as ``name value``."""
-    shown = [(name, row.get(name)) for name in names]
-    return "  ".join(f"{name} {value:.4g}" for name, value in shown if isinstance(value, int | float))

@@ -1,8 +1,8 @@
 """``rookery run job.yaml``: runs one job from its file to its end.
 
 With a service (a configured one, or one that answers at the default address) the job is submitted there and followed;
-Ctrl-C only stops following. Without one, a service is started for this run alone. Its data folder is named after the
-job's content, so the same file again resumes the unfinished job there.
+Ctrl-C only stops following, and a job that its owner pauses is waited for. Without one, a service is started for this
+run alone. Its data folder is named after the job's content, so the same file again resumes the unfinished job there.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import json as jsons
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
-from rich.live import Live
 
-from rookery.cli.jobs import Notices, print_step
-from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, console, print_json, with_options
-from rookery.client import Client, Job
+from rookery.cli.follow import Follower, pause_line
+from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, with_options
+from rookery.cli.output import print_json, show
+from rookery.client import Client, Job, Record
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job, read_job
-from rookery.telemetry.table import job_table
+from rookery.telemetry.table import job_line
 
 RUNS = Path("runs")
 """The folder of runs without a service, in the working directory."""
@@ -76,14 +75,14 @@ def _submit(cli: Cli, client: Client, raw: dict[str, Any], folder: Path, detach:
 def _run_alone(cli: Cli, raw: dict[str, Any], spec: JobSpec, folder: Path, adapter: Path | None) -> int:
     data = cli.settings.data if cli.data is not None else _run_folder(raw, spec)
     if not cli.json:
-        console().print(f"no service is running: starting one for this job; its data: {data}", markup=False)
+        show(f"no service is running: starting one for this job; its data: {data}")
     with _embedded(cli, data, spec.base_model) as client:
         job = _unfinished(client, spec) or client.submit(raw, folder=folder)
         target = adapter if adapter is not None else data / "adapter"
         code = _follow(cli, job, target, "stopped; the same command resumes from the last step")
     if code == COMPLETED and not cli.json:
         steps = f"rookery serve --data {data}, then: rookery chat {job.id} --data {data}"
-        console().print(f"chat with it: {steps}", markup=False)
+        show(f"chat with it: {steps}")
     return code
 
 
@@ -127,52 +126,29 @@ def _unfinished(client: Client, spec: JobSpec) -> Job | None:
 
 
 def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str) -> int:
-    """Shows the job until it ends or pauses; returns the exit code."""
+    """Shows the job until it ends, or pauses for a fault of its own; returns the exit code."""
     try:
-        view = _watch(cli, job, console())
+        view = Follower(cli, job, ends_paused=True).follow()
     except KeyboardInterrupt:
         _note(cli, interrupted, job)
         return INTERRUPTED
-    if adapter is not None and view["state"] == "completed":
+    if adapter is not None and view.state == "completed":
         job.adapter().download(adapter)
     if not cli.json:
         _summary(job, view, adapter)
-    return ENDINGS[view["state"]]
+    return ENDINGS[view.state]
 
 
-def _watch(cli: Cli, job: Job, out: Console) -> dict[str, Any]:
-    """The job when it has ended or paused. Shows lines of JSON, a live table on a terminal, or a line per step."""
-    view: dict[str, Any] = {}
-    notices = Notices(cli, job, out)
-    live = Live(console=out, auto_refresh=False, transient=True) if out.is_terminal and not cli.json else None
-    with live if live is not None else nullcontext():
-        for kind, data in job.follow():
-            if kind != "heartbeat":
-                notices.print_new()
-            if kind in ("job", "end"):
-                view = data
-                if cli.json:
-                    print_json({"job": data})
-            if live is not None:
-                live.update(job_table([job.show()]), refresh=True)
-            elif kind == "metrics":
-                print_step(cli, data)
-            if view["state"] == "paused":
-                break
-    return view
-
-
-def _summary(job: Job, view: dict[str, Any], adapter: Path | None) -> None:
-    out = console()
-    out.print(job_table([view]))
+def _summary(job: Job, view: Record, adapter: Path | None) -> None:
+    show(job_line(view))
     for row in job.evaluations():
-        out.print(f"version {row.version}: {row.mean:.3f} ± {row.stderr:.3f} on {row.prompts} held-out prompts")
-    if view["state"] == "completed" and adapter is not None:
-        out.print(f"adapter: {adapter}", markup=False)
-    elif view["state"] == "completed":
-        out.print(f"chat with it: rookery chat {job.id}", markup=False)
-    elif view["state"] == "paused":
-        out.print(f"paused: {view['reason']}; when that is fixed: rookery jobs resume {job.id}", markup=False)
+        show(f"version {row.version}: {row.mean:.3f} ± {row.stderr:.3f} on {row.prompts} held-out prompts")
+    if view.state == "completed" and adapter is not None:
+        show(f"adapter: {adapter}")
+    elif view.state == "completed":
+        show(f"chat with it: rookery chat {job.id}")
+    elif view.state == "paused":
+        show(pause_line(job, view))
 
 
 def _plan(cli: Cli, client: Client, raw: dict[str, Any], folder: Path) -> int:
@@ -181,12 +157,11 @@ def _plan(cli: Cli, client: Client, raw: dict[str, Any], folder: Path) -> int:
     if cli.json:
         print_json(plan)
         return COMPLETED
-    out = console()
-    out.print(yaml.safe_dump(jsons.loads(jsons.dumps(plan["spec"])), sort_keys=False, allow_unicode=True), markup=False)
+    show(yaml.safe_dump(jsons.loads(jsons.dumps(plan["spec"])), sort_keys=False, allow_unicode=True).rstrip())
     for line in plan["warnings"]:
-        out.print(f"warning: {line}", markup=False, style="yellow")
+        show(f"warning: {line}")
     for number, prompt in enumerate(plan["prompts"], 1):
-        out.print(f"--- prompt {number}, {prompt['tokens']} tokens\n{prompt['text']}", markup=False)
+        show(f"--- prompt {number}, {prompt['tokens']} tokens\n{prompt['text']}")
     return COMPLETED
 
 

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli.options import JsonOption, console, print_json
+from rookery.cli.options import JsonOption
+from rookery.cli.output import print_json, show
 
 
 def simulate(
@@ -75,8 +76,8 @@ def simulate(
     if json:
         print_json(found)
     else:
-        console().print(tables(outcomes))
-        console().print(f"event log {digest(outcomes)}")
+        show(tables(outcomes))
+        show(f"event log {digest(outcomes)}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json").write_text(jsons.dumps(found, indent=1) + "\n", encoding="utf-8")

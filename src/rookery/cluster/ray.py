@@ -83,6 +83,8 @@ class ProcessActor:
             stderr=subprocess.STDOUT,
             text=True,
             env=preloaded({**os.environ, **self._environment}, self._allocator),
+            encoding="utf-8",
+            errors="replace",
         )
         return context.get_node_id(), self._process.pid
 
@@ -117,7 +119,7 @@ class RayProcess:
             alive = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
             code = LOST if self.node in alive else NODE_LOST
             output = f"its {'actor' if code == LOST else 'node'} was lost: {first_line(error)}\n"
-        with self._path.open("a") as log:
+        with self._path.open("a", encoding="utf-8") as log:
             log.write(output)
         ray.kill(self._actor)
         return int(code)

@@ -36,7 +36,7 @@ from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator
-from rookery.controller.views import JobState, JobView
+from rookery.controller.views import BY_OWNER, JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
@@ -299,7 +299,7 @@ class Controller:
                 if row.state in FINAL_JOB_STATES:
                     return
             try:
-                await self._set_state(row, state, f"{state} by its owner")
+                await self._set_state(row, state, BY_OWNER.format(state=state))
             except (StorageFull, Unavailable):
                 if runner is not None or waiting is not None:
                     self._admit(row)  # the command failed: the job continues, or reports itself why it cannot

@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,7 +23,7 @@ from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.quotas import REFUSED
 from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
-from rookery.controller.views import JobView, PolicyView
+from rookery.controller.views import BY_OWNER, JobView, PolicyView
 from rookery.scheduling.usage import Usage
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
 from rookery.storage.store import ReaderThreads, Store
@@ -159,8 +159,12 @@ class JobQueries:
         else:
             rewards, step, counters = [*stored], row.step, row.counters
         state, reason, waits = row.state, row.reason, ""
+        by_owner = reason == BY_OWNER.format(state="paused")
+        paused_by: Literal["", "owner", "outage", "fault"] = ""
+        if state == "paused":
+            paused_by = "outage" if row.resumes else "owner" if by_owner else "fault"
         if running is not None and running.unstored:
-            state, reason = "paused", running.unstored
+            state, reason, paused_by = "paused", running.unstored, "outage"
         elif row.id in self._jobs.waiting:
             waits = self._admission.waits_for(row)
         elif row.state in ("queued", "running"):
@@ -171,6 +175,7 @@ class JobQueries:
             tenant=tenant.name,
             state=state,
             reason=reason,
+            paused_by=paused_by,
             waits_for=waits,
             base_model=row.spec["base_model"],
             step=step,

@@ -7,7 +7,7 @@ and their field docstrings are its documentation.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -15,6 +15,9 @@ from rookery.storage.models import JobState as JobState
 
 NUMBER = re.compile(r"[0-9]{1,18}")
 """A version's or a step's number as text: what fits the database and every message."""
+
+BY_OWNER = "{state} by its owner"
+"""The reason of a job that its owner paused or cancelled."""
 
 
 class View(BaseModel):
@@ -70,6 +73,8 @@ class JobView(View):
     state: JobState
     reason: str
     """Why it is paused or failed, or how it ended."""
+    paused_by: Literal["", "owner", "outage", "fault"] = ""
+    """Who paused it: its owner; an outage, after which it resumes by itself; or a fault that its owner must mend."""
     waits_for: str
     """The resource that a running job waits for: ``engine``, ``environment``, ``trainer``, ``worker: …``, or empty."""
     base_model: str

@@ -7,12 +7,14 @@ show the same table. Render it to an image with ``rich.console.Console(record=Tr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from rookery.telemetry.rows import Rows, columns, printable
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -57,10 +59,10 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
 
 def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
     """One row per job view (``controller/views.JobView`` as a mapping)."""
-    table = _table(title)
-    add_columns(table, left=("job", "state"), right=("step", "reward"))
-    table.add_column("", no_wrap=True, min_width=SPARK_WIDTH)
-    add_columns(table, right=("tok/s", "stale"))
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("job", "state", "step", "reward", "", "tok/s", "stale"):
+        justify: Literal["left", "right"] = "right" if name in ("step", "reward", "tok/s", "stale") else "left"
+        table.add_column(name, no_wrap=True, justify=justify, min_width=0 if name else SPARK_WIDTH)
     table.add_column(_cut("waits for"), min_width=8)
     for job in jobs:
         running = job["state"] == "running"
@@ -74,54 +76,61 @@ def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Ta
     return table
 
 
-def job_list(jobs: Sequence[Mapping[str, Any]]) -> Table:
+def job_line(job: Mapping[str, Any]) -> Text:
+    """One job's present state on one line, or several where the terminal is narrow."""
+    name, state, step, reward = _job_cells(job)
+    running = job["state"] == "running"
+    parts: list[str | Text | tuple[str, str]] = [name, " ", state, f"  step {step}  reward {reward} "]
+    parts.append((sparkline(job.get("rewards") or []), "green"))
+    if running:
+        parts.append(f"  {_number(job.get('tokens_per_second'), '{:.0f}')} tokens/s")
+    if waits := _waits(job):
+        parts.append((f"  waits for {waits}" if running else f"  {waits}", "dim"))
+    return Text.assemble(*parts, overflow="fold")
+
+
+def job_list(jobs: Sequence[Mapping[str, Any]]) -> Rows:
     """The same jobs with their ids, for commands that take one."""
-    table = _table(None)
-    add_columns(table, left=("job", "state"), right=("step", "reward"))
-    table.add_column(_cut("waits for"), min_width=8)
-    add_columns(table, left=("id",))
+    table = Rows([*columns(("job", "state"), ("step", "reward")), *columns(("id",), notes=("reason",))])
     for job in jobs:
-        table.add_row(*_job_cells(job), _cut(_waits(job), "dim"), str(job["id"]))
+        table.add(*_job_cells(job), job["id"], Text(printable(_waits(job)), "dim"))
     return table
 
 
-def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+def worker_table(workers: Sequence[Mapping[str, Any]]) -> Rows:
     """One row per worker view. ``active`` requests decode, ``waiting`` ones do not yet."""
-    table = _table(None)
-    add_columns(table, left=("worker", "kind", "state"), right=("since",))
-    table.add_column(_cut("model"), min_width=8)
-    add_columns(table, left=("engine", "roles"), right=("adapters", "active", "waiting", "tok/s", "price/h"))
-    table.add_column(_cut("note"), min_width=4)
+    numbers = ("adapters", "active", "waiting", "tok/s", "price/h")
+    head = columns(("worker", "kind", "state"), ("since",)) + columns(("model", "engine", "roles"), numbers, ("note",))
+    table = Rows(head)
     for worker in workers:
         state, beat = str(worker["state"]), worker.get("beat") or {}
-        table.add_row(
-            Text(str(worker["name"])),
-            str(worker["kind"]),
+        table.add(
+            worker["name"],
+            worker["kind"],
             Text(state, WORKER_STYLES.get(state, "")),
             _ago(float(worker["seconds"])),
-            _cut(str(worker["model"])),
-            str(worker["engine"]) or "–",
+            worker["model"],
+            worker["engine"] or "–",
             ", ".join(worker["roles"]),
-            str(worker["adapters"]),
+            worker["adapters"],
             _number(beat.get("active"), "{:d}"),
             _number(beat.get("waiting"), "{:d}"),
             _number(worker["tokens_per_second"], "{:.0f}"),
             _number(worker["price"], "{:g}"),
-            _cut(str(worker["note"]), "dim"),
+            Text(printable(str(worker["note"])), "dim"),
         )
     return table
 
 
-def memory_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+def memory_table(workers: Sequence[Mapping[str, Any]]) -> Rows:
     """The memory of each worker that has sent a heartbeat: its resident size and budget, and use and budget by part."""
     beats = {str(worker["name"]): worker["beat"] for worker in workers if worker.get("beat")}
     parts = sorted({part for beat in beats.values() for part in beat.get("memory_parts", {})})
-    table = _table(None)
-    add_columns(table, left=("memory in GB",), right=("process", "budget", *parts))
+    table = Rows(columns(("memory in GB",), ("process", "budget", *parts)))
     for name, beat in beats.items():
         sizes = [beat.get("memory_parts", {}).get(part) for part in parts]
-        table.add_row(
-            Text(name),
+        table.add(
+            name,
             _gigabytes(beat.get("memory_bytes", 0)),
             _gigabytes(beat.get("memory_budget", 0)),
             *("" if size is None else "/".join(map(_gigabytes, size)) for size in sizes),
@@ -141,23 +150,11 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _table(title: str | None) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def add_columns(table: Table, left: Iterable[str] = (), right: Iterable[str] = ()) -> None:
-    """Columns aligned to the left and to the right."""
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, no_wrap=True, justify="right")
-
-
 def _job_cells(job: Mapping[str, Any]) -> list[Text | str]:
     """Name, state, step and reward."""
     state, steps = str(job["state"]), job.get("steps")
     return [
-        Text(str(job["name"])),
+        Text(printable(str(job["name"]))),
         Text(state, STYLES.get(state, "")),
         f"{job['step']}/{steps}" if steps is not None else str(job["step"]),
         _number(job.get("reward"), "{:.3f}"),

@@ -28,5 +28,5 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
-if _PROCESSORS.exists() and "GenuineIntel" in _PROCESSORS.read_text(errors="replace"):
+if _PROCESSORS.exists() and "GenuineIntel" in _PROCESSORS.read_text(errors="replace", encoding="utf-8"):
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

@@ -176,8 +176,8 @@ def serve(prepare: Callable[[], Callable[..., Any]], *, opens_nothing: bool = Fa
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the parent is gone
     limit = float(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    with open(os.devnull, "w") as nowhere:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # a library's output is no answer
     scorer = prepare()
     while forked := os.fork():

@@ -129,7 +129,7 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str = "") -> None:
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     tensors = {}
     for (layer, part), (a, b) in adapter.weights.items():
         tensors[_weight_name(adapter.prefix, layer, part, "A")] = a.contiguous()

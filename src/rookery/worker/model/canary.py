@@ -27,7 +27,9 @@ def canary_tokens(encode: Callable[[str], list[int]]) -> list[int]:
 
 def write_canary(folder: Path, logprobs: Sequence[float]) -> None:
     """Write the log-probabilities at temperature 1 of every token but the first."""
-    (folder / CANARY_FILE).write_text(json.dumps({"logprobs": [round(logprob, 4) for logprob in logprobs]}) + "\n")
+    (folder / CANARY_FILE).write_text(
+        json.dumps({"logprobs": [round(logprob, 4) for logprob in logprobs]}) + "\n", encoding="utf-8"
+    )
 
 
 def read_canary(folder: Path) -> list[float]:
@@ -37,7 +39,7 @@ def read_canary(folder: Path) -> list[float]:
     if not path.is_file():
         return []
     try:
-        return [float(value) for value in json.loads(path.read_text())["logprobs"]]
+        return [float(value) for value in json.loads(path.read_text(encoding="utf-8"))["logprobs"]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path.name} is no canary: {error}") from None
 

@@ -92,7 +92,7 @@ class DecoderConfig:
     @classmethod
     def read(cls, folder: Path) -> DecoderConfig:
         """Of the model in ``folder``. Raises ``UserError``."""
-        return cls.from_hf(json.loads((folder / "config.json").read_text()))
+        return cls.from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:

@@ -144,7 +144,7 @@ def read_published(folder: Path) -> dict[str, Tensor]:
     """Weights of a folder of safetensors by name, mapped. Raises ``UserError`` for one that cannot be read."""
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     published: dict[str, Tensor] = {}
@@ -267,10 +267,10 @@ def published(folder: Path) -> Path:
                     shutil.copyfile(folder / name, part / name)
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-            about = json.loads((folder / "config.json").read_text())
+            about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             config = DecoderConfig.from_hf(about)
             about |= {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], "dtype": "bfloat16"}
-            (part / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+            (part / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
             weights = {name: w.contiguous() for name, w in unfuse(config, load_file(folder / WEIGHTS)).items()}
             save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
             part.rename(target)
@@ -293,7 +293,7 @@ def _write(
     if not reason:
         weights = fuse(config, weights)
     save_file(weights, target / WEIGHTS, metadata={"format": "pt"} if reason else None)  # for transformers
-    (target / "config.json").write_text(json.dumps(raw, indent=2, default=str) + "\n")
+    (target / "config.json").write_text(json.dumps(raw, indent=2, default=str) + "\n", encoding="utf-8")
     with (target / WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     mark = {
@@ -303,12 +303,12 @@ def _write(
         "model_type": raw["model_type"],
         registry.NOT_NATIVE: reason,
     }
-    (target / registry.PREPARED).write_text(json.dumps(mark, indent=2) + "\n")
+    (target / registry.PREPARED).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes or the process dies
         yield
 

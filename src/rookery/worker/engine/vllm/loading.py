@@ -40,7 +40,7 @@ def load_vllm(folder: Path, settings: Settings, dtype: str, cache_bytes: int | N
         projections = DecoderConfig.read(folder)
     except UserError:
         projections = None  # of a family that the native decoder does not know: vLLM checks adapters
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     engine = VllmEngine(
         backend,
         vocabulary,

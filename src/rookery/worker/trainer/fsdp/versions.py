@@ -109,6 +109,6 @@ def _write_weights(
     if len(files) > 1:
         names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
         index = {weight_name: name for name, listed in zip(names, files, strict=True) for weight_name in listed}
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
     for file, listed in zip(names, files, strict=True):
         save_file({name: weight(name).contiguous() for name in listed}, folder / file, metadata={"format": "pt"})

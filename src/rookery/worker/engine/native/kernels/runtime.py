@@ -185,7 +185,7 @@ def _numba_cache(folder: Path | None) -> Iterator[bool]:
         import fcntl
 
         place.mkdir(parents=True, exist_ok=True)
-        lock = (place / "lock").open("w")
+        lock = (place / "lock").open("w", encoding="utf-8")
     except OSError as error:
         log.warning("kernels are compiled at every start: %s", error)
         yield False
@@ -205,5 +205,5 @@ def _numba_cache(folder: Path | None) -> Iterator[bool]:
 def code_key() -> str:
     """Names the cache of this code and these versions; Numba adds the processor."""
     parts = [sys.version, version("numba"), version("llvmlite")]
-    parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    parts += [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,130 @@
+"""The output of every command: text for a person, JSON for a script.
+
+* A character that the stream's encoding lacks is written as a similar one, and JSON as an escape: no output fails for
+  its letters. A stream that was closed before the start is one to nowhere.
+* Cursor codes go to a terminal only, also where ``FORCE_COLOR`` asks for colours in a pipe.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+
+from rookery.errors import RookeryError
+from rookery.telemetry.rows import printable
+
+READER_GONE = 1
+"""Exit code where the reader of the output has ended, such as ``head``."""
+
+PIPED_WIDTH = 160
+"""Columns of a table that is not shown on a terminal."""
+
+SIMILAR = {
+    "…": "...", "–": "-", "—": "-", "−": "-", "→": "->", "±": "+/-", "·": "-", "─": "-", "≤": "<=", "≥": ">=",
+    "‘": "'", "’": "'", "“": '"', "”": '"', "\u00a0": " ", "\u202f": " ",
+    **dict(zip("▁▂▃▄▅▆▇█", "12345678", strict=True)),
+}  # fmt: skip
+"""What stands for a character that an encoding lacks; any other is a question mark."""
+
+ENCODING_ERRORS = "rookery.similar"
+"""The name of the error handler of :data:`SIMILAR`."""
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = "".join(SIMILAR.get(letter, "?") for letter in error.object[error.start : error.end])
+    return text.encode(error.encoding, "replace").decode(error.encoding), error.end
+
+
+def prepare_streams() -> None:
+    """Make the standard streams fit for every output. A closed one becomes the null device: else the next file that is
+    opened would get its number, and with it what is printed."""
+    codecs.register_error(ENCODING_ERRORS, _similar)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(number, True)
+        setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - it stays open
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=ENCODING_ERRORS)
+
+
+class OutputLost(RookeryError):
+    """Standard output takes no more."""
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Within, an error of standard output raises :class:`OutputLost`, or ends the process where a pipe's reader has
+    ended. Then nothing more is written."""
+    try:
+        yield
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
+        if isinstance(error, BrokenPipeError):
+            sys.exit(READER_GONE)
+        raise OutputLost(f"the output cannot be written ({error.strerror}); give it another place") from None
+
+
+def flush_output() -> None:
+    """Write what is still buffered."""
+    with writing():
+        sys.stdout.flush()
+
+
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Whether cursor codes may be written: a terminal reads standard output."""
+    return (stream or sys.stdout).isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console on standard output, as wide as its terminal."""
+    terminal = is_terminal(stream)
+    return Console(
+        file=stream, highlight=False, force_interactive=terminal, width=None if terminal else PIPED_WIDTH, emoji=False
+    )
+
+
+def show(value: RenderableType) -> None:
+    """Print a text, as it is, or a table. Lines of a text are not broken: they may be commands to copy."""
+    with writing():
+        console().print(value, markup=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on one line."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "").replace("_", "")
+    with writing():
+        print(json.dumps(value, ensure_ascii=not encoding.startswith("utf")), flush=True)
+
+
+def time_of(seconds: float) -> str:
+    """Unix seconds as local time; empty for 0."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
+
+
+def visible(text: str) -> str:
+    """``text`` without the control characters that move a terminal's cursor or change its colours."""
+    return "".join(letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
+
+
+def fields(lines: Mapping[str, Any] | Iterable[tuple[str, Any]], width: int = 28) -> None:
+    """Print ``name value`` lines of a single thing, without those that are empty."""
+    for name, value in lines.items() if isinstance(lines, Mapping) else lines:
+        if value not in ("", None):
+            show(f"{name:<{width}} {printable(str(value))}")

@@ -1,0 +1,183 @@
+"""The optimizer steps of a job for a reader: a line per step, and advice.
+
+The lines show the metrics that ``docs/quickstart.md`` says to watch, on a terminal as a table of as many as its width
+allows; ``--json`` has all. :func:`advice` is a pure function of the rows: a line for each metric of that page that
+needs attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+Row = Mapping[str, Any]
+
+HEADER_ROWS = 20
+"""Lines after which a terminal shows the header again."""
+
+ADVICE_STEPS = 3
+"""Steps in a row that must agree before advice is given: a single one may be chance."""
+
+LOGP_DIFF_LIMIT = 0.06
+"""Nats per token at staleness 0 above which engine and trainer disagree: bf16 alone stays below."""
+
+RATIO_RANGE = (0.5, 2.0)
+"""Mean ratios outside of it: the policy has moved far from the one that sampled."""
+
+ENTROPY_FLOOR = 0.02
+"""Nats per token below which every reply is the same."""
+
+WAITING_TIMES = 5.0
+"""A step that waits this many times as long as it trains is bound by its rollouts."""
+
+
+@dataclass(frozen=True)
+class StepColumn:
+    """A metric in the table. ``head`` is its name in two lines, ``rank`` its order among those that get a place."""
+
+    metric: str
+    head: tuple[str, str]
+    width: int
+    form: Callable[[float], str]
+    rank: int
+
+
+def _fixed(digits: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{digits}f}"
+
+
+def _short(value: float) -> str:
+    """A number of any size in at most six characters."""
+    size = abs(value)
+    if size >= 99_999.5:
+        return f"{value:.0e}"
+    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+
+
+def _small(value: float) -> str:
+    return f"{value:.4f}" if value == 0 or 1e-4 <= abs(value) < 10 else f"{value:.0e}"
+
+
+STEP_COLUMNS = (
+    StepColumn("step", ("step", ""), 5, _fixed(0), 0),
+    StepColumn("reward", ("reward", ""), 6, _fixed(3), 1),
+    StepColumn("zero_variance_share", ("zero_", "var"), 5, _fixed(2), 2),
+    StepColumn("length_mean", ("length", "mean"), 6, _short, 3),
+    StepColumn("length_max", ("length", "max"), 6, _short, 15),
+    StepColumn("staleness_mean", ("stale-", "ness"), 6, _fixed(2), 4),
+    StepColumn("entropy", ("en-", "tropy"), 5, _fixed(2), 10),
+    StepColumn("logp_diff_mean", ("logp_", "diff"), 6, _small, 9),
+    StepColumn("ratio", ("ratio", ""), 5, _fixed(2), 11),
+    StepColumn("kl", ("kl", ""), 6, _small, 14),
+    StepColumn("grad_norm", ("grad_", "norm"), 6, _short, 13),
+    StepColumn("tokens/s", ("tokens", "/s"), 6, _short, 5),
+    StepColumn("seconds/queue", ("queue", "s"), 5, _short, 12),
+    StepColumn("seconds/generation", ("gen", "s"), 5, _short, 6),
+    StepColumn("seconds/environment", ("env", "s"), 5, _short, 8),
+    StepColumn("seconds/waiting", ("wait", "s"), 5, _short, 7),
+    StepColumn("seconds/train", ("train", "s"), 5, _short, 7),
+    StepColumn("seconds/commit", ("commit", "s"), 6, _short, 16),
+)
+"""Every column in the order of the table. ``tokens/s`` is :func:`tokens_per_second`."""
+
+
+def tokens_per_second(row: Row, before: Row | None) -> float | None:
+    """Tokens that the job sampled per second between two steps; None for the first one."""
+    if before is None or not row.get("time", 0.0) > before.get("time", 0.0):
+        return None
+    sampled = row.get("tokens_sampled", 0) - before.get("tokens_sampled", 0)
+    return float(sampled / (row["time"] - before["time"]))
+
+
+def known(value: Any) -> TypeGuard[float]:
+    """Whether a metric has a number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+class StepLines:
+    """The lines of one job's steps, in order: a table of ``width`` characters, or for None the metrics by name."""
+
+    def __init__(self, width: int | None) -> None:
+        self._columns = None if width is None else fitting(width)
+        self._recent: list[Row] = []
+        self._count = 0
+        self._advised: set[str] = set()
+
+    def of(self, row: Row, spec: Mapping[str, Any]) -> Iterator[str]:
+        """The line of a step, after the header where it is due, and advice that was not given yet."""
+        before = self._recent[-1] if self._recent else None
+        values = {**row, "tokens/s": tokens_per_second(row, before)}
+        self._recent = [*self._recent, row][-ADVICE_STEPS:]
+        if self._columns is None:
+            shown = [(c.metric, values.get(c.metric)) for c in STEP_COLUMNS[1:]]
+            yield f"step {row['step']:>5}  " + "  ".join(f"{name} {value:.4g}" for name, value in shown if known(value))
+        else:
+            if self._count == 0:
+                yield legend(self._columns)
+            if self._count % HEADER_ROWS == 0:
+                for part in (0, 1):
+                    yield _joined([(column.head[part], column.width) for column in self._columns])
+            cells = [(c, values.get(c.metric)) for c in self._columns]
+            yield _joined([(c.form(value) if known(value) else "-", c.width) for c, value in cells])
+        self._count += 1
+        for metric, line in advice(self._recent, spec).items():
+            if metric not in self._advised:
+                self._advised.add(metric)
+                yield f"advice: {line}"
+
+
+def legend(columns: Sequence[StepColumn]) -> str:
+    """The names of the metrics in the table."""
+    names = ", ".join(column.metric for column in columns if column.metric not in ("step", "reward"))
+    return f"Columns after reward: {names}. The quickstart says what is healthy."
+
+
+def fitting(width: int) -> list[StepColumn]:
+    """The columns that a line of ``width`` characters holds, in the order of the table."""
+    chosen: set[str] = set()
+    for column in sorted(STEP_COLUMNS, key=lambda one: one.rank):
+        if sum(c.width + 1 for c in STEP_COLUMNS if c.metric in chosen) + column.width <= width:
+            chosen.add(column.metric)
+    return [column for column in STEP_COLUMNS if column.metric in chosen]
+
+
+def _joined(cells: Sequence[tuple[str, int]]) -> str:
+    return " ".join(f"{text:>{width}}" for text, width in cells).rstrip()
+
+
+def advice(rows: Sequence[Row], spec: Mapping[str, Any]) -> dict[str, str]:
+    """What needs attention in the newest steps of a job, by metric: the table of ``docs/quickstart.md``."""
+    last, found = rows[-1:], rows[-ADVICE_STEPS:]
+    given: dict[str, str] = {}
+    if last and last[0].get("skipped"):
+        given["skipped"] = "skipped 1: loss or gradient was not finite, the step was not applied; lower optimizer.lr"
+    if len(found) < ADVICE_STEPS:
+        return given
+
+    def all_of(metric: str, test: Callable[[float], bool]) -> bool:
+        return all(known(row.get(metric)) and test(row[metric]) for row in found)
+
+    most = spec.get("sampling", {}).get("max_tokens")
+    if most is not None and all(row.get("turns_mean") == 1 and row.get("length_max", 0) >= most for row in found):
+        given["length_max"] = (
+            f"length_max {most}: replies are cut at sampling.max_tokens; raise it or ask for shorter replies"
+        )
+    if all_of("entropy", lambda value: 0 <= value < ENTROPY_FLOOR):
+        given["entropy"] = (
+            f"entropy below {ENTROPY_FLOOR}: every reply is the same; lower optimizer.lr, or add kl_weight"
+        )
+    if all_of("staleness_max", lambda value: value == 0) and all_of("logp_diff_mean", lambda v: v > LOGP_DIFF_LIMIT):
+        given["logp_diff_mean"] = (
+            f"logp_diff_mean above {LOGP_DIFF_LIMIT} at staleness 0: engine and trainer disagree; report it"
+        )
+    low, high = RATIO_RANGE
+    if all_of("ratio", lambda value: not low <= value <= high):
+        given["ratio"] = "ratio far from 1: lower algorithm.max_staleness or optimizer.lr"
+    if all(row.get("seconds/waiting", 0.0) > WAITING_TIMES * (row.get("seconds/train") or math.inf) for row in found):
+        given["seconds/waiting"] = (
+            f"seconds/waiting over {WAITING_TIMES:g} times seconds/train: rollouts are the bottleneck; raise"
+            " algorithm.max_staleness, or add workers"
+        )
+    return given
