@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 EXIT_REFUSED = 2
@@ -91,6 +92,16 @@ def installs(extra: str) -> str:
 def short(text: str) -> str:
     """``text`` cut to 80 characters for an error line."""
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def nearest(name: str, known: Iterable[str], most: int = 1) -> str:
+    """ "did you mean …?" with up to ``most`` of the ``known`` names; empty where none is near. The comparison's time
+    grows with the square of the length: a name longer than any known one is not compared."""
+    candidates = [*known]
+    if len(name) > 2 * max(map(len, candidates), default=0):
+        return ""
+    near = difflib.get_close_matches(name, candidates, most)
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def shortage(error: BaseException, disk: str = "a disk of the service") -> StorageFull | Unavailable | None:

@@ -230,6 +230,21 @@ async def test_full_store_refuses_what_would_be_stored(service: Service) -> None
     await service.controller.submit("alice", job_of())
 
 
+@pytest.mark.parametrize("settings", [{"tenant_metadata_bytes": 3000}])
+async def test_metadata_of_a_tenant_is_bounded(service: Service) -> None:
+    sessions, text = service.controller.sessions, {"user_metadata": {"note": "x" * 600}}
+    made = []
+    with pytest.raises(TooManyRequests, match="of the database, allowed: 3000"):
+        for number in range(10):
+            made.append(await sessions.create("alice", f"k{number}", sdk_version="1", name="", about=text))
+    assert len(made) == 3 and refused(service) == {"metadata_bytes": 1}
+    await sessions.create("bob", None, sdk_version="1", name="", about=text)
+    stored = service.database.metadata_bytes("alice")
+    assert 3000 <= stored < 4000, "what is stored is what was counted"
+    await service.controller.limit_tenant("alice", {"metadata_bytes": 10_000})
+    await sessions.create("alice", None, sdk_version="1", name="", about=text)
+
+
 @pytest.mark.parametrize("settings", [{"tenant_requests_per_second": 2}])
 async def test_requests_of_a_tenant_are_limited_in_their_rate(service: Service) -> None:
     quotas = service.controller.context.quotas

@@ -211,6 +211,26 @@ async def test_an_answer_too_large_for_a_frame_is_its_calls_error() -> None:
         assert len(controller.hellos) == 1
 
 
+@pytest.mark.parametrize("wrong", ["role", "messages", "metrics", "metric"])
+async def test_an_answer_out_of_bounds_is_its_calls_error(wrong: str) -> None:
+    class Odd(faulty.Good):
+        def reset(self, prompt: Any, seed: int) -> Any:
+            roles = {"role": ["r" * 7_000_000], "messages": ["user"] * 257}.get(wrong, ["user"])
+            return [{"role": role, "content": "x"} for role in roles]
+
+        def step(self, reply: Any) -> Any:
+            names = {"metrics": [f"m{n}" for n in range(101)], "metric": ["m" * 201]}[wrong]
+            return Step(done=True, metrics=dict.fromkeys(names, 1.0))
+
+    async with hosting(env=Odd(), good=faulty.Good()) as controller:
+        answer = await controller.ask(reset("e1"))
+        if wrong in ("metrics", "metric"):
+            answer = await controller.ask(step("e1"))
+        assert answer.error.startswith("the answer is out of bounds: Expected") and len(answer.error) < 200
+        await controller.ask(reset("e2", "good"))
+        assert len(controller.hellos) == 1
+
+
 class Gives(faulty.Good):
     """Its steps have the given fields, and by default end the episode."""
 

@@ -241,6 +241,58 @@ def test_deeply_nested_adapter_config_is_refused(tenant: httpx.Client) -> None:
     assert response.status_code == 400 and "adapter_config.json" in response.text
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"]" * (16 << 20), b"[" + b",".join([b"1" * 4000] * 4000) + b"]", b"[" * (1 << 20)],
+    ids=["]", "digits", "["],
+)
+def test_json_that_costs_more_than_its_bytes_is_refused_before_it_is_parsed(body: bytes) -> None:
+    began = time.process_time()
+    with pytest.raises(BodyRefused, match=r"items|digits|deep"):
+        parse(body, 200_000, 64)
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("text", ["1" * 100, "-" + "9" * 100, "0." + "1" * 100, "1e100"])
+def test_long_numbers_are_parsed_up_to_their_limit(text: str) -> None:
+    """Digits within a text do not count."""
+    assert parse(f'[{text}, "{"1" * 5000}"]'.encode(), 100, 8)[1] == "1" * 5000
+
+
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "base_model": ("/api/v1/jobs/dry-run", job(base_model="x" * 15_000_000)),
+    "hosted": ("/api/v1/jobs", job(environment={"hosted": "x" * 12_000_000})),
+    "stop": ("/api/v1/jobs", job(sampling={"stop": ["x" * 12_000_000]})),
+    "unknown field": ("/api/v1/jobs", job(**{"x" * 12_000_000: 1})),
+    "environment": ("/api/v1/jobs", job(environment={"id": "x" * 12_000_000})),
+    "policy": ("/api/v1/jobs", job(policies={"x" * 12_000_000: {}})),
+    "loss": ("/api/v1/jobs", job(algorithm={"loss": {"name": "aipo", "x" * 12_000_000: 1}})),
+    "user_metadata": ("/tinker/api/v1/create_session", {"user_metadata": {"x": "x" * 15_000_000}}),
+    "sdk_version": ("/tinker/api/v1/create_session", {"sdk_version": "x" * 15_000_000}),
+    "chat model": ("/v1/chat/completions", {"model": "x" * 900_000, "messages": [{"role": "user", "content": "Hi"}]}),
+    "ignored": ("/v1/chat/completions", {"model": MODEL, "metadata": "x" * 900_000, "messages": []}),
+}
+
+
+@pytest.mark.parametrize("field", TEXTS)
+def test_long_text_of_a_name_is_refused_in_one_short_line(
+    service: EmbeddedService, tenant: httpx.Client, field: str
+) -> None:
+    path, body = TEXTS[field]
+    with pauses(service) as waited:
+        response = tenant.post(path, json=body)
+    assert 400 <= response.status_code < 500, response.text[:200]
+    assert len(response.content) < 20_000 and max(waited) < 1, sorted(waited)[-3:]
+
+
+def test_metadata_with_line_ends_is_one_line_of_the_log(service: EmbeddedService, tenant: httpx.Client) -> None:
+    forged = "0.38\n12:00:00 error: the database is lost\x1b[2K"
+    tenant.post("/tinker/api/v1/create_session", json={"sdk_version": forged}).raise_for_status()
+    lines = (service.settings.data / "logs" / "service.jsonl").read_text().splitlines()
+    said = [json.loads(line)["message"] for line in lines if "the database is lost" in line]
+    assert len(said) == 1 and said[0].isprintable()
+
+
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
 
 # --- connections ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -158,3 +159,35 @@ def test_worker_table_shows_every_state() -> None:
     assert first == ["one", "preemptible", "serving", "2", "h", "m", "vllm", "rollout", "4", "3", "2", "81", "0.5"]
     assert second[:5] == ["[two]", "preemptible", "joining", "5", "s"]
     assert second[-4:] == ["its", "gate", "is", "closed"]
+
+
+FORGED = (
+    "session with SDK 1\n12:00:00 error: the disk is full",
+    "a\r\x1b[2K12:00:00 ready",
+    "a\x85b\u2028c",
+    "\u202egnp.exe",
+    "a\x9b31mred",
+)
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_log_line_of_a_strangers_text_is_one_printable_line(text: str) -> None:
+    record = logging.makeLogRecord(
+        {"name": "rookery.x", "msg": "%s", "args": (text,), "levelno": 20, "levelname": "INFO", "worker": text}
+    )
+    for formatter in (log.TerminalLines(), log.ProcessLines(), log.JsonLines()):
+        line = formatter.format(record)
+        assert line.isprintable() and line.splitlines() == [line], line
+
+
+def test_log_line_of_a_long_text_is_short() -> None:
+    text = "x" * 20_000_000
+    try:
+        raise ValueError(text)
+    except ValueError:
+        info = sys.exc_info()
+    record = logging.makeLogRecord(
+        {"name": "rookery.x", "msg": text, "levelno": 20, "levelname": "INFO", "exc_info": info}
+    )
+    for formatter in (log.TerminalLines(), log.ProcessLines(), log.JsonLines()):
+        assert len(formatter.format(record)) < 10_000

@@ -58,7 +58,8 @@ def limit(
         list[str] | None,
         typer.Argument(
             metavar="[NAME=VALUE]...",
-            help="jobs, requests, adapters, bytes, tokens_per_day, models, hosts, requests_per_second or weight; the"
+            help="jobs, requests, adapters, bytes, tokens_per_day, models, hosts, metadata_bytes,"
+            " requests_per_second or weight; the"
             " value default is the service's setting.",
         ),
     ] = None,

@@ -175,6 +175,7 @@ class Controller:
         spec, policies = await self._validator.check(tenant, data)
         warnings = await self._validator.warnings(tenant, spec)
         dumped = spec.model_dump(mode="json")
+        await self.context.quotas.check_metadata(tenant, dumped)
         id, now = self.context.ids.new("job"), self.context.clock.time()
         row, created = await self.context.store.submit_job(
             JobRow(id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key),

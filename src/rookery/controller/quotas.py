@@ -25,11 +25,12 @@ from rookery.aio import Clock
 from rookery.errors import TooManyRequests
 from rookery.limits import LimitSettings
 from rookery.spec.job import EnvironmentSpec, JobSpec
+from rookery.storage.repositories.tenants import ROW_BYTES
 from rookery.storage.store import Store
 
 LIMITS = (
     "jobs", "waiting_jobs", "requests", "request_tokens", "queued_bytes", "adapters", "bytes", "tokens_per_day",
-    "models", "hosts", "requests_per_second",
+    "models", "hosts", "requests_per_second", "metadata_bytes",
 )  # fmt: skip
 """Limits of a tenant, by the name of the setting after ``tenant_``."""
 
@@ -46,7 +47,7 @@ BURST_SECONDS = 5.0
 
 RETRY_SECONDS = {
     "requests": 2.0, "request_tokens": 2.0, "queued_bytes": 2.0, "models": 30.0, "waiting_jobs": 60.0, "adapters": 60.0,
-    "bytes": 60.0, "hosts": 30.0,
+    "bytes": 60.0, "hosts": 30.0, "metadata_bytes": 60.0,
 }  # fmt: skip
 """When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
 stay until somebody deletes them."""
@@ -80,6 +81,8 @@ class Quotas:
         """By tenant: tokens that those hold at most."""
         self.queued: Counter[str] = Counter()
         """By tenant: bytes of operations that wait, or belong to a step that is not committed."""
+        self._metadata: dict[str, tuple[int, float]] = {}
+        """By tenant: the bytes of its rows, and when they were read."""
         self._day = 0
         self._tokens: Counter[str] = Counter()
         """Tokens of the day ``_day`` by tenant."""
@@ -202,6 +205,21 @@ class Quotas:
                 raise self._refuse(
                     name, f"you store {stored} {what}, allowed: {most:.0f}; delete some, or ask the administrator"
                 )
+
+    async def check_metadata(self, tenant: str, text: Any = "") -> None:
+        """The tenant is about to store a row with ``text``, which is JSON-like. Raises :class:`TooManyRequests` at the
+        limit. The sum is kept in memory, and read again at the limit: rows may be deleted."""
+        now, most = self._clock.monotonic(), self.limit(tenant, "metadata_bytes")
+        known, read = self._metadata.get(tenant, (0, -math.inf))
+        if read == -math.inf or (known >= most and now - read > RETRY_SECONDS["metadata_bytes"]):
+            known, read = await self._store.metadata_bytes(tenant), now
+        if known >= most:
+            raise self._refuse(
+                "metadata_bytes",
+                f"your jobs, sessions, training runs, samplers and checkpoints take {known} bytes of the database,"
+                f" allowed: {most:.0f}; delete jobs or checkpoints, or ask the administrator",
+            )
+        self._metadata[tenant] = (known + ROW_BYTES + len(json.dumps(text)), read)
 
     # --- tokens of a day ----------------------------------------------------------------------------------------------
 

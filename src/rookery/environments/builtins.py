@@ -6,7 +6,6 @@ allowed.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.jsonl import Jsonl, JsonlOptions
 from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions, require_library
 from rookery.environments.verifiers.verifiers import VERIFIERS
-from rookery.errors import UserError, short
+from rookery.errors import UserError, nearest, short
 from rookery.spec.parsing import problem_line
 
 
@@ -67,9 +66,8 @@ def find(id: str) -> Builtin:
     """The built-in with this id. Raises :class:`UserError` for an unknown id."""
     if id in BUILTINS:
         return BUILTINS[id]
-    near = difflib.get_close_matches(id, BUILTINS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(BUILTINS)}"
-    raise UserError(f"environment.id: given {json.dumps(id)}; {hint}")
+    hint = nearest(id, BUILTINS) or f"allowed: {', '.join(BUILTINS)}"
+    raise UserError(f"environment.id: given {short(json.dumps(id))}; {hint}")
 
 
 def _problem(error: ErrorDetails, model: type[BaseModel]) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rookery.bounds import Integer, Text
 from rookery.environments.base import Environment, Message, Reply, Split, Step
 from rookery.environments.verifiers.verifiers import Number
 
@@ -35,7 +36,7 @@ class CalculatorOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    operations: tuple[Literal["+", "-", "*"], ...] = Field(("+", "*"), min_length=1)
+    operations: tuple[Literal["+", "-", "*"], ...] = Field(("+", "*"), min_length=1, max_length=100)
     """Operations that sums are drawn from."""
     low: int = Field(11, ge=0, le=10**9)
     """Smallest operand."""
@@ -45,14 +46,14 @@ class CalculatorOptions(BaseModel):
     """Number of training sums."""
     eval_prompts: int = Field(64, ge=0, le=100_000)
     """Number of held-out sums."""
-    seed: int = 0
+    seed: Integer = 0
     """Draws the sums."""
-    instruction: str = (
+    instruction: Text = (
         "You have a calculator. To use it, reply with CALC and the expression in brackets, and nothing else.\n"
         "What is {expression}?"
     )
     """First message; contains `{expression}`."""
-    result: str = "The calculator says {result}. Reply with that number only."
+    result: Text = "The calculator says {result}. Reply with that number only."
     """Message after the call; contains `{result}`."""
     tool_role: Literal["user", "tool"] = "user"
     """Role of that message; many chat templates have no `tool`."""

@@ -39,6 +39,9 @@ THREADS_PER_JOB = 64
 """Plain methods of one job that run at the same time; more queue. A method that never returns keeps its thread, so this
 also bounds the threads of a broken environment."""
 
+LONGEST_ERROR = 2000
+"""Characters of an exception's text that the service is sent."""
+
 JOIN_SECONDS = 1.0
 """Time that closing waits for the event loop; a loop blocked by user code is abandoned."""
 
@@ -268,7 +271,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    text = str(error).encode("utf-8", "replace").decode()
+    text = str(error)[:LONGEST_ERROR].encode("utf-8", "replace").decode()
     return " ".join(text.split()) or type(error).__name__
 
 

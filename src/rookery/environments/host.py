@@ -38,6 +38,7 @@ from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_e
 from rookery.errors import UserError
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 from rookery.settings import HOST_SETTINGS, Settings, token_of
+from rookery.telemetry.log import log_to_stderr
 
 log = logging.getLogger("rookery.environments")
 
@@ -140,10 +141,9 @@ class Host:
             return  # the controller asks again after the reconnect
         message.epoch = channel.epoch
         assert isinstance(channel.welcome, protocol.HostWelcome)
-        size, most = len(protocol.encode(message)), channel.welcome.max_bytes or protocol.MAX_FRAME
-        if size > most:  # it would end the connection, and be asked for again, without end
-            limit = f"at most {most >> 20} MB can be sent; make prompts and messages shorter"
-            message = _refused(message, f"the answer has {size} bytes, {limit}")
+        frame, most = protocol.encode(message), channel.welcome.max_bytes or protocol.MAX_FRAME
+        if problem := _problem(frame, most):  # it would end the connection, and be asked for again, without end
+            message = _refused(message, problem)
         with contextlib.suppress(ConnectionClosed):  # the receiving task sees it too and reconnects
             await channel.send(message)
 
@@ -221,6 +221,19 @@ class Host:
         self._calls.close()
 
 
+def _problem(frame: bytes, most: int) -> str:
+    """Why the service would refuse an answer; empty if it would not."""
+    if len(frame) > most:
+        return (
+            f"the answer has {len(frame)} bytes, at most {most >> 20} MB can be sent; make prompts and messages shorter"
+        )
+    try:
+        protocol.decode(protocol.from_host, frame)
+    except protocol.BadFrame as error:
+        return f"the answer is out of bounds: {error}"
+    return ""
+
+
 def _refused(message: protocol.Prompts | protocol.Observation, error: str) -> protocol.Prompts | protocol.Observation:
     """An error in the place of an answer."""
     if isinstance(message, protocol.Prompts):
@@ -253,10 +266,9 @@ def main() -> None:
     parser.add_argument("--connect", required=True, metavar="URL", help="the service's address")
     parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         settings = Settings.load(uses=HOST_SETTINGS)
-        logging.getLogger("rookery").setLevel(settings.server.log_level)  # others log requests with their keys
+        log_to_stderr(settings.server.log_level)
         asyncio.run(serve(arguments.connect, settings, end_with_parent=arguments.die_with_parent))
     except UserError as error:
         sys.exit(str(error))

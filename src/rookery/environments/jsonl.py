@@ -19,12 +19,19 @@ from typing import IO, Annotated, Any, overload
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
+from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name
 from rookery.environments.base import Environment, Message, Reply, Split, Step
 from rookery.environments.verifiers.verifiers import Verifier, no_constant
 from rookery.errors import UserError
 
 ROW_BYTES, ROWS = 1 << 30, 1 << 40
 """Limits of a file that is read where the service's limits do not apply: an environment on a user's own machine."""
+
+
+INLINE_ROW_BYTES = 1 << 20
+"""Limit of a row in the job itself."""
+
+Rows = Annotated[list[Annotated[dict[str, Any], JsonSize(INLINE_ROW_BYTES)]], Field(max_length=ENTRIES)]
 
 
 def _named(value: Any) -> Any:
@@ -40,20 +47,20 @@ class JsonlOptions(BaseModel):
 
     verifier: Annotated[Verifier, Discriminator("name"), BeforeValidator(_named)]
     """Judges the reply: a name, or a mapping with `name` and the options of that [verifier](#verifiers)."""
-    rows: list[dict[str, Any]] | None = None
+    rows: Rows | None = None
     """Rows in the job itself. The service stores them as a dataset and puts `dataset` in their place."""
-    path: str | None = None
+    path: Line | None = None
     """A JSONL file on your machine. The Python client and `rookery run` upload it and put `dataset` in its place.
     Relative paths start at the job file's folder."""
-    dataset: str | None = None
+    dataset: Name | None = None
     """Hash of an uploaded file, as `POST /api/v1/datasets` answered it."""
-    eval_rows: list[dict[str, Any]] | None = None
+    eval_rows: Rows | None = None
     """Held-out rows in the job itself, stored like `rows`."""
-    eval_path: str | None = None
+    eval_path: Line | None = None
     """A JSONL file with held-out rows, uploaded like `path`."""
-    eval_dataset: str | None = None
+    eval_dataset: Name | None = None
     """Hash of an uploaded file with held-out rows."""
-    eval_last: int = Field(0, ge=0)
+    eval_last: int = Field(0, ge=0, le=INTEGER)
     """Number of rows at the end that are held out from training."""
 
     @model_validator(mode="after")

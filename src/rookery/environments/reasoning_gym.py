@@ -13,10 +13,11 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from rookery.bounds import INTEGER, SETTINGS, JsonSize, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, Step
 from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.pool import LIMIT_SECONDS, VerifierError, VerifierPool, VerifierTimeout
@@ -47,19 +48,19 @@ class ReasoningGymOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    task: str
+    task: Name
     """A dataset's name in reasoning-gym, such as `spell_backward`."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: Annotated[dict[str, Any], JsonSize(SETTINGS)] = Field(default_factory=dict)
     """Options of the task."""
     size: int = Field(512, ge=1, le=100_000)
     """Number of training questions."""
     eval_size: int = Field(64, ge=0, le=100_000)
     """Number of held-out questions: those after the training questions."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=INTEGER)
     """Draws the questions."""
-    suffix: str = "\nReply with the answer only."
+    suffix: Text = "\nReply with the answer only."
     """Text after every question."""
-    tag: str | None = Field(None, pattern=r"^\w+$")
+    tag: Name | None = Field(None, pattern=r"^\w+$")
     """Only the text inside the reply's last `<tag>…</tag>` is the answer; the whole reply when absent."""
 
     @field_validator("task")

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rookery.bounds import MAX_FRAME as MAX_FRAME
 from rookery.protocol.common import (
     PROTOCOL,
     Adam,
@@ -76,10 +77,6 @@ from rookery.protocol.worker import (
     VersionCommitted,
     Welcome,
 )
-
-MAX_FRAME = 64 << 20
-"""Size limit of one frame in bytes; an end closes a connection that brings a larger one. The largest frames carry an
-environment's texts and options with a job's rows, so senders of a tenant's texts check the size first."""
 
 T = TypeVar("T")
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import msgspec
+
+from rookery.bounds import Count, Integer, Name
 
 PROTOCOL = 4
 """Version of the protocol. Both ends of a connection must use the same one."""
@@ -23,19 +26,23 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True):
 class EpochMessage(Message, kw_only=True):
     """Base class of the messages that a worker or host sends after its welcome, which gave it ``epoch``."""
 
-    epoch: int
+    epoch: Integer
 
 
 class Struct(msgspec.Struct, omit_defaults=True):
     """Base class of the parts of messages."""
 
 
+MOST_SHARDS = 10_000
+"""Files of one artifact: a whole model has some hundred."""
+
+
 class Shard(Struct, kw_only=True):
     """One file of an artifact: its name inside the folder, its size in bytes, the SHA-256 of its bytes in hex."""
 
-    name: str
-    size: int
-    sha256: str
+    name: Name
+    size: Count
+    sha256: Name
 
 
 class Manifest(Struct, kw_only=True):
@@ -44,8 +51,8 @@ class Manifest(Struct, kw_only=True):
     ``hash`` is the SHA-256 over the sorted shards' (name, size, sha256) and names the artifact everywhere.
     """
 
-    hash: str
-    shards: list[Shard]
+    hash: Name
+    shards: Annotated[list[Shard], msgspec.Meta(max_length=MOST_SHARDS)]
 
 
 def manifest_of(shards: Iterable[Shard]) -> Manifest:

@@ -7,27 +7,31 @@ same call is sent again.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from rookery.bounds import ENTRIES, MAX_FRAME, MESSAGES, METRICS, Count, ErrorText, Integer, Name, Text
 from rookery.protocol.common import EpochMessage, HelloRejected, Message, Struct
+
+MOST_ENVIRONMENTS, ROLE = 1000, 64
+"""Environments of one host; characters of a message's role."""
 
 
 class HostedEnvironment(Struct, kw_only=True):
     """``name`` is the value of a job's ``environment.hosted``; built-ins are named ``builtin:<id>``."""
 
-    name: str
+    name: Name
     deterministic: bool = False
 
 
 class HostHello(Message, kw_only=True):
     """First frame of a host. ``instance`` is drawn once per process."""
 
-    protocol: int
-    instance: str
-    environments: list[HostedEnvironment]
-    episodes: list[str] = msgspec.field(default_factory=list)
+    protocol: Integer
+    instance: Name
+    environments: Annotated[list[HostedEnvironment], msgspec.Meta(max_length=MOST_ENVIRONMENTS)]
+    episodes: Annotated[list[Name], msgspec.Meta(max_length=ENTRIES)] = msgspec.field(default_factory=list)
     """Episodes still alive in this process from an earlier connection."""
 
 
@@ -43,14 +47,14 @@ class HostWelcome(Message, kw_only=True):
 class HostHeartbeat(EpochMessage, kw_only=True):
     """``active`` counts the episodes in the process."""
 
-    active: int
+    active: Count
 
 
 class ChatMessage(Struct, kw_only=True):
     """A chat message."""
 
-    role: str
-    content: str
+    role: Annotated[str, msgspec.Meta(max_length=ROLE)]
+    content: Text
 
 
 class EnvironmentCall(Message, kw_only=True):
@@ -77,11 +81,13 @@ class Prompts(EpochMessage, kw_only=True):
     """Answer to :class:`GetPrompts`. ``size`` is the split's length where it is finite, else -1. Fewer prompts than
     asked: only on error or in eval."""
 
-    call: str
-    prompts: list[bytes] = msgspec.field(default_factory=list)
+    call: Name
+    prompts: Annotated[list[Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME)]], msgspec.Meta(max_length=ENTRIES)] = (
+        msgspec.field(default_factory=list)
+    )
     """Each the JSON of one prompt."""
-    size: int = -1
-    error: str = ""
+    size: Integer = -1
+    error: ErrorText = ""
 
 
 class Reset(EnvironmentCall, kw_only=True):
@@ -105,13 +111,13 @@ class StepEpisode(Message, kw_only=True):
 class Observation(EpochMessage, kw_only=True):
     """Result of ``reset`` or ``step``. A raised exception arrives as ``error`` (one line, with its type)."""
 
-    call: str
-    episode: str
-    messages: list[ChatMessage] = msgspec.field(default_factory=list)
+    call: Name
+    episode: Name
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MESSAGES)] = msgspec.field(default_factory=list)
     reward: float = 0.0
     done: bool = False
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    error: str = ""
+    metrics: Annotated[dict[Name, float], msgspec.Meta(max_length=METRICS)] = msgspec.field(default_factory=dict)
+    error: ErrorText = ""
 
 
 class CloseEpisode(Message, kw_only=True):

@@ -7,13 +7,18 @@ extends its copy, so a chunk sent twice counts once.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from rookery.bounds import ENTRIES, MAX_FRAME, Count, ErrorText, Integer, Line, Name, Token
 from rookery.protocol.common import Adam, AdapterRef, EpochMessage, HelloRejected, Loss, Manifest, Message, Struct
 
 # --- worker → controller --------------------------------------------------------------------------------------------
+
+Names = Annotated[list[Name], Meta(max_length=ENTRIES)]
+"""Hashes of artifacts, ids of requests."""
 
 
 class Hello(Message, kw_only=True):
@@ -22,53 +27,53 @@ class Hello(Message, kw_only=True):
 
     A worker that still loads its base model sets ``loading`` and sends :class:`Ready` when it is loaded."""
 
-    protocol: int
-    name: str
-    instance: str
-    model: str
-    model_hash: str
-    roles: list[Literal["rollout", "train"]]
+    protocol: Integer
+    name: Name
+    instance: Name
+    model: Line
+    model_hash: Name
+    roles: Annotated[list[Literal["rollout", "train"]], Meta(max_length=2)]
     kind: Literal["reserved", "preemptible"] = "reserved"
     price: float = 0.0
     """Cost of one hour, in any unit: the operator's choice."""
-    address: str = ""
+    address: Line = ""
     """Where other workers may pull adapters from it; empty: it serves none."""
     loading: bool = False
-    max_rows: int
+    max_rows: Count
     """Sequences that decode at the same time."""
-    max_context: int
-    max_rank: int
-    engine: str = ""
+    max_context: Count
+    max_rank: Count
+    engine: Name = ""
     """``native``, ``transformers`` or ``vllm``; empty while it loads."""
-    device: str
-    dtype: str
-    pid: int = 0
-    host: str = ""
-    adapters: list[str] = msgspec.field(default_factory=list)
-    running: list[str] = msgspec.field(default_factory=list)
+    device: Name
+    dtype: Name
+    pid: Count = 0
+    host: Name = ""
+    adapters: Names = msgspec.field(default_factory=list)
+    running: Names = msgspec.field(default_factory=list)
 
 
 class Ready(EpochMessage, kw_only=True):
     """The base model is loaded: the worker accepts work."""
 
-    model_hash: str
-    max_context: int
-    engine: str = ""
-    device: str
-    dtype: str
+    model_hash: Name
+    max_context: Count
+    engine: Name = ""
+    device: Name
+    dtype: Name
 
 
 class AdaptersCached(EpochMessage, kw_only=True):
     """These adapters are complete in the worker's cache, in addition to those reported before."""
 
-    hashes: list[str]
+    hashes: Names
 
 
 class PullFailed(EpochMessage, kw_only=True):
     """An adapter that work named could not be pulled, neither from a peer nor from the service."""
 
-    hash: str
-    error: str
+    hash: Name
+    error: ErrorText
 
 
 class Heartbeat(EpochMessage, kw_only=True):
@@ -76,42 +81,45 @@ class Heartbeat(EpochMessage, kw_only=True):
     computes: a worker whose progress stands still while ``active``, ``waiting`` or ``training`` is not zero is stuck
     rather than dead."""
 
-    progress: int
-    active: int
-    waiting: int
-    training: int
-    adapters: int
-    generated: int
+    progress: Count
+    active: Count
+    waiting: Count
+    training: Count
+    adapters: Count
+    generated: Count
     """Tokens sampled since the process began."""
-    trained: int
+    trained: Count
     """Tokens trained on since the process began (loss or not, prompts counted once in each pass)."""
     decode_seconds: float
     train_seconds: float
-    memory_bytes: int
-    memory_budget: int = 0
+    memory_bytes: Count
+    memory_budget: Count = 0
     """Bytes that the worker may take; 0 before its base model is loaded."""
-    memory_parts: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+    memory_parts: Annotated[dict[Name, tuple[Count, Count]], Meta(max_length=100)] = msgspec.field(default_factory=dict)
     """(used, budget) in bytes of each part of the budget."""
-    pulled_from_peers: int = 0
+    pulled_from_peers: Count = 0
     """Bytes of artifacts pulled from other workers since the process began; likewise from the service."""
-    pulled_from_service: int = 0
-    interactive: int = 0
+    pulled_from_service: Count = 0
+    interactive: Count = 0
     """Requests with objectives (:class:`Generate`) that it holds now."""
     slo_slack: float = 0.0
     """Their least slack of the last second, in seconds: below 0 an objective is predicted to be missed."""
-    slo_met: int = 0
+    slo_met: Count = 0
     """Requests that ended within their objectives since the process began, …"""
-    slo_ended: int = 0
+    slo_ended: Count = 0
     """… of so many that had any."""
-    cache_cuts: int = 0
+    cache_cuts: Count = 0
     """Times that interactive requests halved the cache of rollouts."""
-    draft_tokens: int = 0
+    draft_tokens: Count = 0
     """Draft tokens that decode steps verified since the process began …"""
-    accepted_tokens: int = 0
+    accepted_tokens: Count = 0
     """… and those that became part of a text."""
-    free_tokens: int = 0
+    free_tokens: Count = 0
     """Of the KV cache: those that no running request occupies."""
-    costs: dict[Literal["prefill", "decode", "train"], list[tuple[float, float]]] = msgspec.field(default_factory=dict)
+    costs: Annotated[
+        dict[Literal["prefill", "decode", "train"], Annotated[list[tuple[float, float]], Meta(max_length=1000)]],
+        Meta(max_length=3),
+    ] = msgspec.field(default_factory=dict)
     """(tokens, seconds) of slices by kind, as measured lately (:class:`rookery.scheduling.slo.CostTable`)."""
     engine_gap: float = 0.0
     """Largest difference between its engine's log-probabilities and the trainers', in nats per token."""
@@ -122,7 +130,7 @@ class PromptLogprob(Struct, kw_only=True):
     best first."""
 
     logprob: float
-    top: list[tuple[int, float]] = msgspec.field(default_factory=list)
+    top: Annotated[list[tuple[Token, float]], Meta(max_length=1000)] = msgspec.field(default_factory=list)
 
 
 class TokenChunk(Struct, kw_only=True):
@@ -131,28 +139,28 @@ class TokenChunk(Struct, kw_only=True):
     ``logprobs`` are natural logs under the distribution sampled from (temperature applied). ``version`` is the adapter
     version that the engine applied to these tokens (0 with ``policy`` empty: the base model)."""
 
-    request: str
-    offset: int
-    tokens: list[int]
-    logprobs: list[float]
-    version: int
-    policy: str = ""
+    request: Name
+    offset: Count
+    tokens: Annotated[list[Token], Meta(max_length=ENTRIES)]
+    logprobs: Annotated[list[float], Meta(max_length=ENTRIES)]
+    version: Count
+    policy: Name = ""
     finish: Literal["", "stop", "length", "abort", "error"] = ""
-    error: str = ""
-    prompt_logprobs: list[PromptLogprob] = msgspec.field(default_factory=list)
+    error: ErrorText = ""
+    prompt_logprobs: Annotated[list[PromptLogprob], Meta(max_length=ENTRIES)] = msgspec.field(default_factory=list)
     """With the last chunk: of the prompt's last tokens, as many as were requested."""
 
 
 class Output(EpochMessage, kw_only=True):
     """One flush: new tokens of any number of requests."""
 
-    chunks: list[TokenChunk]
+    chunks: Annotated[list[TokenChunk], Meta(max_length=ENTRIES)]
 
 
 class TicketRequest(EpochMessage, kw_only=True):
     """Asks for a new ticket for an artifact that a request or an operation named."""
 
-    hash: str
+    hash: Name
 
 
 class OperationDone(EpochMessage, kw_only=True):
@@ -160,11 +168,11 @@ class OperationDone(EpochMessage, kw_only=True):
     ``category`` says whether a retry can help: ``stale`` (parent or lease does not match: send again with state),
     ``failed`` (this operation cannot succeed), ``lost`` (the worker had to drop it; any worker may retry)."""
 
-    op: str
-    error: str = ""
+    op: Name
+    error: ErrorText = ""
     category: Literal["", "stale", "failed", "lost"] = ""
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    logprobs: bytes = b""
+    metrics: Annotated[dict[Name, float], Meta(max_length=1000)] = msgspec.field(default_factory=dict)
+    logprobs: Annotated[bytes, Meta(max_length=MAX_FRAME)] = b""
     """With forward_only, or where requested: float32 little-endian, the groups' loss tokens in order of the batch, then
     the data's targets."""
     manifest: Manifest | None = None

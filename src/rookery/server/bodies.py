@@ -50,7 +50,12 @@ HEADERS = [
 INLINE_BYTES = 32 << 10
 """A smaller body is parsed at once: a thread switch costs more."""
 
+DIGITS = 100
+"""Digits of one number: converting a longer integer takes a time that grows with their square."""
+
 _OUTSIDE = bytes(set(range(256)) - set(b"[]{}"))
+_ZEROS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
+"""Translates every digit to 0."""
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -172,15 +177,18 @@ async def off_loop(turn: asyncio.Semaphore, size: int, work: Callable[[], T]) ->
 
 
 def parse(body: bytes, items: int, depth: int) -> Any:
-    """The JSON value in ``body``, which has at most ``items`` commas and opening brackets, nested at most ``depth``
-    deep. Raises as :func:`read_json` does."""
+    """The JSON value in ``body``, which has at most ``items`` commas and brackets, nested at most ``depth`` deep, and
+    numbers of at most :data:`DIGITS` digits. Raises as :func:`read_json` does."""
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now a quote begins or ends a string
     fits = bare.count(b'"') <= 4 * items + 4  # a key and a text for each item
     if fits:
         bare = b"".join(bare.split(b'"')[::2])
         fits = bare.count(b",") + bare.count(b"[") + bare.count(b"{") <= items
+        fits = fits and bare.count(b"]") + bare.count(b"}") <= items
     if not fits:
         raise BodyRefused(413, f"the body has more than {items} items; the limit is the setting ROOKERY_JSON_ITEMS")
+    if b"0" * (DIGITS + 1) in bare.translate(_ZEROS):
+        raise BodyRefused(422, f"the body has a number of more than {DIGITS} digits; give a shorter one")
     brackets = bare.translate(None, _OUTSIDE)
     if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > depth:
         raise BodyRefused(422, f"the body is nested more than {depth} deep; the limit is ROOKERY_JSON_DEPTH")

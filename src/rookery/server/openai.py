@@ -14,6 +14,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
+from rookery.bounds import (
+    ENTRIES,
+    INTEGER,
+    LONGEST_TEXT,
+    STOP_TEXT,
+    STOP_TEXTS,
+    Integer,
+    Line,
+    SmallJson,
+    StopText,
+    Text,
+    Token,
+)
 from rookery.controller.rollout.completions import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import UserError, short
@@ -79,6 +92,7 @@ class OpenAIModel(BaseModel):
     """Base of the request models: unknown fields are kept, and :func:`refuse_unsupported` checks them."""
 
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, SmallJson]
 
 
 class OpenAIError(BaseModel):
@@ -101,35 +115,40 @@ class StreamOptions(OpenAIModel):
 class CompletionOptions(OpenAIModel):
     """Fields of both endpoints."""
 
-    model: str = Field(min_length=1, description="A base model, JOB (or JOB:latest), or JOB@VERSION")
+    model: Line = Field(min_length=1, description="A base model, JOB (or JOB:latest), or JOB@VERSION")
     n: int | None = Field(None, ge=1, le=128)
     temperature: Annotated[Temperature, Field(le=10)] | None = Field(
         None, description="1 when absent; 0 takes the likeliest token"
     )
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=INTEGER)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same answers")
-    stop: str | list[str] | None = Field(None, max_length=4096)
+    stop: StopText | Annotated[list[StopText], Field(max_length=STOP_TEXTS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="Token ids, log-probs and versions with each choice")
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _few_texts(cls, value: Any) -> Any:
+        """One error for a wrong list, however many of its items are wrong."""
+        texts = value if isinstance(value, list) else [value] if value is not None else []
+        if len(texts) > STOP_TEXTS or not all(isinstance(text, str) and 0 < len(text) <= STOP_TEXT for text in texts):
+            raise ValueError(f"up to {STOP_TEXTS} texts, each of 1 to {STOP_TEXT} characters")
+        return value
+
     @property
     def stops(self) -> list[str]:
-        """Raises :class:`UnsupportedField`."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if not all(stops) or len(stops) > 16:
-            raise UnsupportedField("stop: up to 16 strings, none of them empty", "stop")
-        return stops
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class TextPart(OpenAIModel):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ConversationMessage(OpenAIModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=1000)]
+    content: Text | Annotated[list[TextPart], Field(max_length=1000)]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -156,17 +175,19 @@ class ConversationMessage(OpenAIModel):
 
 
 class ChatRequest(CompletionOptions):
-    messages: Annotated[list[ConversationMessage], FailFast()] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Annotated[list[ConversationMessage], FailFast()] = Field(min_length=1, max_length=ENTRIES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INTEGER)
     logprobs: bool | None = None
 
 
 class CompletionRequest(CompletionOptions):
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
-    logprobs: int | None = Field(
-        None, ge=0, description="0 returns the log-probs of the tokens; larger values are not supported"
+    prompt: Text | list[Token] | list[Text] | list[Annotated[list[Token], Field(max_length=ENTRIES)]] = Field(
+        min_length=1, max_length=LONGEST_TEXT
     )
-    best_of: int | None = None
+    logprobs: int | None = Field(
+        None, ge=0, le=INTEGER, description="0 returns the log-probs of the tokens; larger values are not supported"
+    )
+    best_of: Integer | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
+from rookery.bounds import ENTRIES, STOP_TEXTS, Line, StopText, Text
 from rookery.controller.views import CostView, FleetCost
 from rookery.spec.job import Temperature
 from rookery.spec.parsing import MAX_PROBLEMS
@@ -224,18 +225,18 @@ class RequestModel(BaseModel):
 
 class SampleMessage(RequestModel):
     role: Role
-    content: str
+    content: Text
 
 
 class SampleRequest(RequestModel):
     """``target`` is a base model's name, ``JOB`` (its newest version) or ``JOB@VERSION``."""
 
-    target: str = Field(min_length=1)
-    messages: Annotated[list[SampleMessage], FailFast()] = Field(min_length=1)
+    target: Line = Field(min_length=1)
+    messages: Annotated[list[SampleMessage], FailFast()] = Field(min_length=1, max_length=ENTRIES)
     max_tokens: int = Field(256, ge=1, le=131072)
     temperature: Temperature = Field(1.0, le=10, description="0 always takes the likeliest token")
     seed: int | None = Field(None, ge=0, lt=2**63, description="The same seed gives the same text; drawn when absent")
-    stop: list[str] = Field(default_factory=list, max_length=16)
+    stop: list[StopText] = Field(default_factory=list, max_length=STOP_TEXTS)
 
 
 class UploadedDataset(BaseModel):
@@ -255,7 +256,7 @@ class UploadView(BaseModel):
 
 
 class NewTenant(RequestModel):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", max_length=100)
 
 
 class TenantView(BaseModel):
@@ -285,6 +286,7 @@ class TenantLimits(RequestModel):
     tokens_per_day: Limit = None
     models: Limit = None
     hosts: Limit = None
+    metadata_bytes: Limit = None
     requests_per_second: float | None = Field(None, gt=0, le=1e6)
     weight: float | None = Field(None, ge=0.1, le=10, description="Share of engines and trainers relative to others'")
 

@@ -6,12 +6,14 @@ Every field, default and bound of a job is defined here and in :mod:`rookery.spe
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from rookery.bounds import INTEGER, STOP_TEXTS, Line, Name, SmallJson, StopText
+from rookery.errors import short
 from rookery.spec.policy import PolicySpec, Seconds, SpecModel, StrictModel, named
 
 LOSS_PARAMETERS: dict[str, dict[str, float]] = {
@@ -50,9 +52,9 @@ class EnvironmentSpec(SpecModel):
 
     model_config = ConfigDict(extra="allow")
 
-    id: str | None = None
+    id: Name | None = None
     """A built-in environment: `jsonl`, `calculator`, `reasoning-gym`."""
-    hosted: str | None = None
+    hosted: Name | None = None
     """A name that an environment host of yours offers. `Client.train` fills it in."""
     max_turns: int = Field(8, ge=1, le=1000)
     """An episode that has not ended after this many replies is closed with the reward it has."""
@@ -89,6 +91,7 @@ class LossSpec(SpecModel):
     clip_high_threshold: 1.28}``). Every parameter is a number above 0. A loss is a pure sum over tokens."""
 
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, SmallJson]
 
     name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "aipo", "dro", "gspo"] = "aipo"
     """Which loss."""
@@ -98,9 +101,11 @@ class LossSpec(SpecModel):
         known = LOSS_PARAMETERS[self.name]
         for key, value in (self.model_extra or {}).items():
             if key not in known:
-                raise ValueError(f"{self.name} has no parameter {key!r}; it has {', '.join(known) or 'none'}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-                raise ValueError(f"{key} is a number above 0, given {value!r}")
+                raise ValueError(
+                    f"{self.name} has no parameter {short(repr(key))}; it has {', '.join(known) or 'none'}"
+                )
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+                raise ValueError(f"{key} is a number above 0, given {short(repr(value))}")
         if self.params.get("clip_low_threshold", 0.0) > self.params.get("clip_high_threshold", 1.0):
             raise ValueError("clip_low_threshold is at most clip_high_threshold")
         return self
@@ -129,7 +134,7 @@ class AlgorithmSpec(StrictModel):
     """What running episodes do when a new version is published. `finish`: end on the version on which they started.
     `switch`: use the new version from the next token on and keep the KV cache. `recompute`: the same, with the cache
     computed again."""
-    micro_batch: int = Field(0, ge=0)
+    micro_batch: int = Field(0, ge=0, le=INTEGER)
     """Training on a step's groups starts when this many of its episodes are complete, in any order. 0 starts with the
     whole step. The gradient is the same sum."""
     loss: Annotated[LossSpec, BeforeValidator(named)] = LossSpec()
@@ -153,23 +158,16 @@ class SamplingSpec(StrictModel):
     """The trainer's log-probabilities use the same temperature."""
     max_tokens: int = Field(64, ge=1, le=131072)
     """Longest reply in tokens, per turn; cut to the rest of the model's context."""
-    stop: list[str] = Field(default_factory=list, max_length=16)
+    stop: list[StopText] = Field(default_factory=list, max_length=STOP_TEXTS)
     """A reply ends with the token that completes one of these texts; that token is kept. The model's own end tokens
     always end a reply."""
-
-    @field_validator("stop")
-    @classmethod
-    def _no_empty(cls, value: list[str]) -> list[str]:
-        if any(not text for text in value):
-            raise ValueError("stop strings are not empty")
-        return value
 
 
 class EvaluationSpec(StrictModel):
     """Held-out prompts, with the job's own sampling. With ``prompts`` above 0 the first and the last version are always
     evaluated. Prompts are fixed at the first evaluation, so every version answers the same ones with the same noise."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(0, ge=0, le=INTEGER)
     """Optimizer steps between evaluations; 0 leaves the first and the last. Only steps that became a version can be
     evaluated."""
     prompts: int = Field(0, ge=0, le=100_000)
@@ -181,12 +179,12 @@ class EvaluationSpec(StrictModel):
 class CheckpointSpec(StrictModel):
     """Which versions are written and kept."""
 
-    keep_last: int = Field(3, ge=1)
+    keep_last: int = Field(3, ge=1, le=INTEGER)
     """Versions whose adapter is kept. Older ones stay in the history without their bytes."""
     keep_best: bool = True
     """Also keep the version with the best evaluation or, without evaluations, the one from which the training step with
     the best mean reward was taken."""
-    commit_every: int = Field(1, ge=1)
+    commit_every: int = Field(1, ge=1, le=INTEGER)
     """Optimizer steps per durable version, at most `max_staleness` + 1. A crash loses at most this many steps less one;
     rollouts see a version only when it is durable."""
 
@@ -194,13 +192,13 @@ class CheckpointSpec(StrictModel):
 class StopSpec(StrictModel):
     """The job ends at whichever comes first; give at least one."""
 
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, le=INTEGER)
     """Optimizer steps."""
     reward: float | None = None
     """Mean reward of a training step at or above this."""
     wall_time: Seconds | None = None
     """Time that the job has run, over restarts; paused time does not count."""
-    tokens: int | None = Field(None, ge=1)
+    tokens: int | None = Field(None, ge=1, le=INTEGER)
     """Sampled tokens, those of evaluations included."""
 
     @model_validator(mode="after")
@@ -213,15 +211,17 @@ class StopSpec(StrictModel):
 class JobSpec(StrictModel):
     """One RL task that trains one policy."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", max_length=100)
     """Name of the job: 1 to 100 letters, digits, `.`, `_`, `-`. Several jobs may share a name; the id tells them
     apart."""
-    base_model: str = Field(min_length=1)
+    base_model: Line = Field(min_length=1)
     """Model that the adapter is trained on: a catalogue name (`rookery models`), a hub id, or a folder written as a
     path (`./x`, `/x`), which only the administrator may name."""
     environment: EnvironmentSpec
     """Where episodes come from: [environment](#environment)."""
-    policies: dict[str, PolicySpec] = Field(default_factory=lambda: {"main": PolicySpec()}, min_length=1)
+    policies: dict[Name, PolicySpec] = Field(
+        default_factory=lambda: {"main": PolicySpec()}, min_length=1, max_length=16
+    )
     """The adapter that is trained, by name: [policies](#policies)."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """How rewards become gradients: [algorithm](#algorithm)."""
@@ -243,7 +243,7 @@ class JobSpec(StrictModel):
     def _policy_names(cls, value: dict[str, PolicySpec]) -> dict[str, PolicySpec]:
         for name in value:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-                raise ValueError(f"policy name {name!r}: letters, digits, dot, dash and underscore")
+                raise ValueError(f"policy name {short(repr(name))}: letters, digits, dot, dash and underscore")
         if len(value) > 1:
             raise ValueError("one policy: jobs with several policies are not supported yet")
         return value

@@ -5,7 +5,6 @@ A line names the field's path, the given value, and what is allowed. All mistake
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rookery.errors import UserError, short
+from rookery.errors import UserError, nearest, short
 from rookery.spec.job import JobSpec
 
 UNSUPPORTED_SAMPLING = ("top_p", "top_k", "min_p")
@@ -58,13 +57,13 @@ def _known_fields(path: tuple[Any, ...]) -> list[str]:
 def problem_line(error: ErrorDetails, path: str, known: Sequence[str]) -> str:
     """One mistake found by pydantic as a line: the field's path, the given value, what is allowed. ``known`` are the
     fields that exist at ``path``."""
+    path = short(path)
     if error["type"] == "extra_forbidden":
         name = str(error["loc"][-1])
         if name in UNSUPPORTED_SAMPLING:
             reason = "a trainer cannot reproduce it exactly; use sampling.temperature"
             return f"{path}: {name} is not supported: {reason}"
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else "allowed: " + ", ".join(known) if known else "no such field"
+        hint = nearest(name, known) or ("allowed: " + ", ".join(known) if known else "no such field")
         return f"{path}: unknown field; {hint}"
     if error["type"] == "missing":
         return f"{path}: missing"
@@ -148,7 +147,7 @@ def read_job(path: Path) -> dict[str, Any]:
         data = yaml.load(path.read_text(encoding="utf-8"), _JobLoader)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError is text that is not UTF-8, or an endless number
         raise UserError(f"{path}: is neither YAML nor JSON ({' '.join(str(error).split())})") from None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from rookery.bounds import INTEGER, Line, Name
+
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 """The linear layers of a decoder block that can carry a LoRA."""
 
@@ -59,9 +61,9 @@ class ScheduleSpec(StrictModel):
 
     name: Literal["constant", "linear", "cosine", "warmup", "uba"] = "constant"
     """`warmup` is constant after its warm-up. `uba` is the unified budget-aware schedule (arXiv 2505.24452)."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=INTEGER)
     """Steps over which the rate rises to `lr`, before any schedule."""
-    total_steps: int | None = Field(None, ge=1)
+    total_steps: int | None = Field(None, ge=1, le=INTEGER)
     """Steps over which the schedule runs, warm-up included. `stop.steps` when absent."""
     min_ratio: float = Field(0.0, ge=0, le=1)
     """Lowest rate after warm-up, as a share of `lr`."""
@@ -92,16 +94,16 @@ class WarmStart(StrictModel):
     """Start from existing weights: give exactly one of ``job``, ``peft`` and ``upload``. The optimizer starts new.
     ``rank``, ``alpha`` and ``targets`` of this policy must equal theirs, and so must the base model."""
 
-    job: str | None = None
+    job: Name | None = None
     """Id of a job of yours on the same base model."""
-    policy: str = "main"
+    policy: Name = "main"
     """With `job`: a policy of that job."""
     version: int | None = Field(None, ge=0, lt=2**63)
     """With `job`: which version, if it is still kept; the newest when absent."""
-    peft: str | None = None
+    peft: Line | None = None
     """A PEFT folder on your machine. The Python client and `rookery run` upload it and put `upload` in its place; over
     plain HTTP it is refused."""
-    upload: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    upload: str | None = Field(None, pattern=r"^[0-9a-f]{64}$", max_length=64)
     """The hash that `POST /api/v1/adapters` answered."""
 
     @model_validator(mode="after")
@@ -124,7 +126,7 @@ class PolicySpec(StrictModel):
     alpha: float | None = Field(None, gt=0)
     """The adapter's output is scaled by alpha / rank; twice the rank when absent."""
     targets: Annotated[list[Literal["q", "k", "v", "o", "gate", "up", "down"]], BeforeValidator(_targets)] = Field(
-        default=["q", "k", "v", "o", "gate", "up", "down"], validate_default=True
+        default=["q", "k", "v", "o", "gate", "up", "down"], max_length=100, validate_default=True
     )
     """Layers that carry a LoRA: a list, or `all-linear`, `attention` (q k v o), `mlp` (gate up down)."""
     seed: int = Field(0, ge=0, lt=2**63)

@@ -200,6 +200,7 @@ class Transactions:
     get_tenant = _read(tenants.get_tenant)
     limit_tenant = _write(tenants.limit_tenant)
     stored = _read(tenants.stored)
+    metadata_bytes = _read(tenants.metadata_bytes)
     list_tenants = _read(tenants.list_tenants)
     add_key = _write(tenants.add_key)
     keys = _read(tenants.keys)

@@ -29,9 +29,30 @@ FILES = 4
 """Number of log files kept, so that a log never fills the data folder."""
 
 
+MESSAGE, FIELD, TRACEBACK = 2000, 200, 20_000
+"""Characters of a message, of a context field and of a traceback that are kept. A message may quote a stranger."""
+
+
+def printable(text: str, most: int) -> str:
+    """``text`` for a log or a terminal: one line of at most ``most`` characters. Characters that break a line, move the
+    cursor, or reverse the direction of text are escaped: no stranger's text looks like a line of its own."""
+    if len(text) > most:
+        text = f"{text[:most]}... ({len(text) - most} more characters)"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _context(record: logging.LogRecord) -> dict[str, object]:
     """The context fields that a record has."""
-    return {name: value for name in FIELDS if (value := vars(record).get(name)) not in (None, "")}
+    fields = {name: value for name in FIELDS if (value := vars(record).get(name)) not in (None, "")}
+    texts = {name: printable(value, FIELD) for name, value in fields.items() if isinstance(value, str)}
+    return {**fields, **texts}
+
+
+def _traceback(record: logging.LogRecord) -> str:
+    lines = logging.Formatter().formatException(record.exc_info)[-TRACEBACK:].splitlines()  # type: ignore[arg-type]
+    return "\n".join(printable(line, MESSAGE) for line in lines)
 
 
 class JsonLines(logging.Formatter):
@@ -42,11 +63,11 @@ class JsonLines(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "room": record.name.removeprefix("rookery."),
-            "message": record.getMessage(),
+            "message": printable(record.getMessage(), MESSAGE),
         }
         line.update(_context(record))
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = _traceback(record)
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
@@ -57,7 +78,16 @@ class TerminalLines(logging.Formatter):
         context = " ".join(f"{name}={value}" for name, value in _context(record).items())
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        return f"{time} {level}{record.getMessage()}" + (f"  [{context}]" if context else "")
+        return f"{time} {level}{printable(record.getMessage(), MESSAGE)}" + (f"  [{context}]" if context else "")
+
+
+class ProcessLines(logging.Formatter):
+    """Lines of a worker's or a host's standard error: time, level, logger and message, then the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        line = f"{time} {record.levelname} {record.name}: {printable(record.getMessage(), MESSAGE)}"
+        return f"{line}\n{_traceback(record)}" if record.exc_info else line
 
 
 class _File(RotatingFileHandler):
@@ -85,6 +115,14 @@ def terminal_handler() -> logging.Handler:
     handler = logging.StreamHandler()
     handler.setFormatter(TerminalLines())
     return handler
+
+
+def log_to_stderr(level: str) -> None:
+    """Configures the log of a worker or a host: this package's lines at ``level`` and others' warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(ProcessLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("rookery").setLevel(level)  # others log requests with their keys
 
 
 @contextmanager

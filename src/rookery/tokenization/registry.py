@@ -11,7 +11,6 @@ Promises:
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib.util
 import json
@@ -21,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rookery.errors import UserError
+from rookery.errors import UserError, nearest, short
 
 NATIVE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """``model_type`` values of ``config.json`` for which the native decoder is tested against transformers. Other causal
@@ -33,7 +32,7 @@ NOT_NATIVE = "not_native"
 PREPARED = "rookery.json"
 """Marker file of a prepared model's folder, written last."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,8 @@ def resolve(name: str, *, folders: bool = True) -> Model:
         return Model(name=name, kind="folder", sources=(Source("folder", str(folder.resolve())),))
     if _HUB_ID.fullmatch(name):
         return Model(name=name, kind="hub", sources=(Source("hub", name),))
-    near = difflib.get_close_matches(name.lower(), CATALOGUE, n=2)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"give {_choices()}"
-    raise UserError(f"base_model: no model is called {name!r}; {hint}")
+    hint = nearest(name.lower(), CATALOGUE, 2) or f"give {_choices()}"
+    raise UserError(f"base_model: no model is called {short(repr(name))}; {hint}")
 
 
 def _choices() -> str:

@@ -31,6 +31,7 @@ import psutil
 
 from rookery import protocol
 from rookery.aio import wait_event
+from rookery.bounds import ERROR
 from rookery.protocol.connection import Channel, ConnectionClosed, stay_connected
 from rookery.settings import Settings
 from rookery.worker.compute import Compute
@@ -300,6 +301,7 @@ class ServiceConnection:
         if (channel := self._channel) is not None:
             with contextlib.suppress(ConnectionClosed):  # the controller sends again what it still wants
                 await self._send_cache_events(channel)  # an adapter that it publishes next is known to be cached here
+                fields["error"] = fields.get("error", "")[:ERROR]
                 await channel.send(protocol.OperationDone(epoch=channel.epoch, op=op, **fields))
 
     async def _request_ticket(self, digest: str) -> str:

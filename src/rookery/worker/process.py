@@ -30,6 +30,7 @@ from rookery.aio import cancel_all, die_with_parent
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.protocol.connection import RegistrationRefused
 from rookery.settings import WORKER_SETTINGS, Settings, token_of
+from rookery.telemetry.log import log_to_stderr
 from rookery.tokenization import registry
 from rookery.worker.compute import Compute
 from rookery.worker.connection import ServiceConnection, WorkerOptions
@@ -157,8 +158,7 @@ def main(argv: list[str] | None = None) -> int:
             inference_engine=given.engine,
             vllm_url=given.vllm_url,
         )
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("rookery").setLevel(settings.server.log_level)  # others log requests with their keys
+        log_to_stderr(settings.server.log_level)
         base = ",".join(map(base_url, given.connect.split(",")))
         roles = given.roles.split(",")
         if not set(roles) <= {"rollout", "train"}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import Counter
 from random import Random
 from typing import Any
@@ -15,7 +16,15 @@ from tests.support.peers import job_of
 
 from rookery import protocol
 from rookery.algorithms.advantages import ADVANTAGES
-from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, describe, longest_episode, make_batch
+from rookery.bounds import METRICS
+from rookery.controller.jobs.step import (
+    CompleteGroup,
+    StepAccumulator,
+    describe,
+    longest_episode,
+    make_batch,
+    metric_means,
+)
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.controller.training.shares import split_batch
 from rookery.environments.builtins import BUILTINS
@@ -214,3 +223,12 @@ def test_rewards_that_differ_by_rounding_are_equal() -> None:
     assert describe(groups, 0)["zero_variance_share"] == 0.5
     assert [one.has_variance for one in groups] == [False, True]
     assert make_batch(spec(), groups[:1]).groups == []
+
+
+def test_names_of_metrics_are_bounded_and_the_commonest_are_kept() -> None:
+    """Each episode of an environment may give other names."""
+    metrics = [{"common": 1.0, **{f"{number}-{name}": 1.0 for name in range(99)}} for number in range(512)]
+    began = time.process_time()
+    means = metric_means(metrics)
+    assert time.process_time() - began < 1, "the time grows with names + episodes, not with their product"
+    assert len(means) == METRICS and means["common"] == (1.0, 512)

@@ -40,8 +40,8 @@ SERVICE = ""
 
 BUILTIN = "builtin:"
 
-MOST_MESSAGES, MOST_METRICS, LONGEST_TEXT = 256, 100, 2000
-"""Messages and metrics in one answer of an environment; characters of an error or of a metric's name."""
+LONGEST_ERROR = 2000
+"""Characters of an environment's error that are kept: each episode that fails has one."""
 
 
 class EnvironmentFailed(RookeryError):
@@ -277,7 +277,7 @@ class EnvironmentHosts:
             except HostLost:
                 continue
             if answer.error:
-                raise EnvironmentFailed(f"prompts({split!r}): {answer.error[:LONGEST_TEXT]}")
+                raise EnvironmentFailed(f"prompts({split!r}): {answer.error[:LONGEST_ERROR]}")
             most = self._settings.limits.row_bytes
             if host.owner and any(len(prompt) > most for prompt in answer.prompts):
                 raise EnvironmentFailed(f"prompts({split!r}): a prompt has more than {most} bytes (ROOKERY_ROW_BYTES)")
@@ -290,11 +290,7 @@ class EnvironmentHosts:
         host.episodes.add(message.episode)
         answer = await self._call(host, environment, message, protocol.Observation)
         if answer.error:
-            raise EnvironmentFailed(answer.error[:LONGEST_TEXT])
-        if len(answer.messages) > MOST_MESSAGES or len(answer.metrics) > MOST_METRICS:
-            given = f"{len(answer.messages)} messages and {len(answer.metrics)} metrics"
-            raise EnvironmentFailed(f"the answer has {given}, allowed: {MOST_MESSAGES} and {MOST_METRICS}")
-        answer.metrics = {name[:LONGEST_TEXT]: value for name, value in answer.metrics.items()}
+            raise EnvironmentFailed(answer.error[:LONGEST_ERROR])
         return answer
 
     def close_episode(self, host: EnvironmentHost, episode: str) -> None:

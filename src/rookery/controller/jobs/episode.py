@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rookery import protocol
+from rookery.bounds import METRICS
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, Trajectory, decode_turns, derive_seed
@@ -131,6 +132,8 @@ class Episode:
                     f" ±{LARGEST_REWARD:g}"
                 )
             metrics.update(observation.metrics)
+            if len(metrics) > METRICS:
+                raise EpisodeFailed(f"the environment gave {len(metrics)} different metrics, allowed: {METRICS}")
             conversation += observation.messages
             if observation.done:
                 finish = "done"
@@ -147,7 +150,7 @@ class Episode:
         the context has no room for a reply."""
         chat, messages = self.job.chat, [msgspec.structs.asdict(message) for message in conversation]
         sequence = trajectories[-1].sequence if trajectories else []
-        letters = sum(len(message["content"]) for message in messages)
+        letters = sum(len(message["role"]) + len(message["content"]) for message in messages)
         most = chat.context * self.job.controller.settings.edge.characters_per_token
         if letters > most:  # far too long: tokenizing it would take seconds
             if turn == 0:

@@ -98,6 +98,7 @@ class Samplers:
     ) -> SamplerRow:
         """A sampler of the checkpoint ``path``, or of the base model."""
         context, now = self._context, self._context.clock.time()
+        await context.quotas.check_metadata(tenant)
         if path is not None:
             checkpoint, run, policy = await find_checkpoint(context, tenant, path)
             if base_model is not None and base_model != run.base_model:

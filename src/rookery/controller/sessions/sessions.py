@@ -183,6 +183,7 @@ class Sessions:
             id=self._context.ids.new("session"), tenant=tenant, idempotency_key=key, created=now, seen=now,
             sdk_version=sdk_version, name=name, about=about,
         )  # fmt: skip
+        await self._context.quotas.check_metadata(tenant, about)
         log.info("session with SDK %s", sdk_version, extra={"tenant": tenant})
         return await self._context.store.add_session(row)
 
@@ -272,6 +273,7 @@ class Sessions:
         try:
             await context.store.get_model(tenant, id)
         except NotFound:
+            await context.quotas.check_metadata(tenant, about)
             new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)
             await context.store.add_model(row, new)
         self._context.models.provide(name)
@@ -311,6 +313,7 @@ class Sessions:
             self._context.quotas.check_tokens(tenant)
         elif isinstance(operation, SaveState | SaveSampler):
             await self._context.quotas.check_stored(tenant)
+            await self._context.quotas.check_metadata(tenant, getattr(operation, "about", ""))
         self._context.models.provide(run.row.base_model)
         number = run.last_seq + 1 if seq is None else seq
         name, size, quotas = f"{id}/{number}", operation.size, self._context.quotas

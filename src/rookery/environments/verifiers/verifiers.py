@@ -15,11 +15,12 @@ import math as math_module
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from rookery.bounds import METRICS, NAME, Integer, Name, SmallJson
 from rookery.environments.verifiers.pool import VerifierPool, VerifierTimeout
 from rookery.errors import UserError, installs
 
@@ -31,6 +32,9 @@ ScoreFunction = Callable[[str, Row], Score]
 
 REGEX_SECONDS = 1.0
 """Longest search for a pattern in one reply; an honest one takes microseconds."""
+
+PATTERN = 10_000
+"""Characters of a regular expression."""
 
 MINUS = "\N{MINUS SIGN}"
 """Typographic minus sign of negative numbers."""
@@ -49,7 +53,7 @@ class VerifierOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    answer: str = "answer"
+    answer: Name = "answer"
     """The row's field that holds the answer."""
     right: float = 1.0
     """Reward of a right reply."""
@@ -122,9 +126,9 @@ class Regex(VerifierOptions):
     second."""
 
     name: Literal["regex"] = "regex"
-    pattern: str
+    pattern: Annotated[str, Field(max_length=PATTERN)]
     """A regular expression in Python's syntax."""
-    group: int | str | None = None
+    group: Integer | Name | None = None
     """Number or name of the group that is compared with the answer; the first group when absent."""
     whole: bool = False
     """The pattern must match the whole reply, ignoring surrounding white space."""
@@ -177,9 +181,9 @@ class Expectation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    from_: str | None = Field(None, alias="from")
+    from_: Name | None = Field(None, alias="from")
     """The row's field that holds the value."""
-    equals: Any = None
+    equals: SmallJson = None
     """The value itself."""
     weight: float = Field(1.0, gt=0)
     """Share of the reward, relative to the other fields' weights."""
@@ -207,8 +211,10 @@ class Json(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     name: Literal["json"] = "json"
-    fields: dict[str, Expectation] = Field(
-        default_factory=lambda: {"answer": Expectation.model_validate({"from": "answer"})}, min_length=1
+    fields: dict[Annotated[str, Field(max_length=NAME - len("right/"))], Expectation] = Field(
+        default_factory=lambda: {"answer": Expectation.model_validate({"from": "answer"})},
+        min_length=1,
+        max_length=METRICS // 2,
     )
     """Expected value of each field of the reply: the name of a row's field, or [an expectation](#json-fields)."""
     valid: float = Field(0.3, ge=0, le=1)

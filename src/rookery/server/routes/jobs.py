@@ -46,7 +46,7 @@ JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSp
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
-After = Annotated[int, Query(ge=-1, description="Only rows of later steps")]
+After = Annotated[int, Query(ge=-1, lt=2**63, description="Only rows of later steps")]
 
 
 @routes.post("/jobs", status_code=201, tags=["jobs"])

@@ -101,9 +101,9 @@ async def forward_backward(service: Service, owner: Owner, request: Request) -> 
         raise UserError(
             f"forward_backward takes {protobuf.PROTOBUF}, not compressed, as SDK {protobuf.OLDEST} and later send it"
         )
-    message, body = protobuf.schema().ForwardBackwardRequest(), await request.body()
+    body, items = await request.body(), service.context.settings.edge.json_items
     try:
-        await off_loop(service.parsing, len(body), lambda: message.ParseFromString(body))
+        message = await off_loop(service.parsing, len(body), lambda: protobuf.parse(body, items))
     except DecodeError:
         raise UserError(f"the body is no ForwardBackwardRequest of SDK {protobuf.SUPPORTED}") from None
     make, gradient = partial(protobuf.forward_backward, message), not message.forward_only

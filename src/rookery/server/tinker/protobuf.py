@@ -21,10 +21,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from rookery import protocol
 from rookery.controller.sessions.operations import ForwardBackwardOperation, ForwardBackwardResult, SampleResult
 from rookery.errors import UserError, installs, short
+from rookery.server.bodies import INLINE_BYTES, BodyRefused
 from rookery.spec.job import LOSS_PARAMETERS
 
 PROTOBUF = "application/x-protobuf"
@@ -38,6 +40,9 @@ OLDEST = "0.22.3"
 TARGETS = 1 << 22
 """Most targets of one request, counting those that sparse tensors leave out: its result has four bytes for each. A
 body that lists them all has fewer than half as many."""
+
+DIMENSIONS = 4
+"""Most dimensions of a tensor; no loss takes more than two."""
 
 RATIO = ("target_tokens", "logprobs", "advantages")
 
@@ -104,6 +109,64 @@ class Tensor:
         return found
 
 
+def parse(body: bytes, items: int) -> Any:
+    """The ``ForwardBackwardRequest`` in ``body``. Raises :class:`BodyRefused` for more than ``items`` fields, which are
+    counted first: an empty message has two bytes there and 60 in memory. Raises ``DecodeError`` for anything else."""
+    message = schema().ForwardBackwardRequest()
+    if len(body) > INLINE_BYTES and has_more_fields(body, message.DESCRIPTOR, items):
+        raise BodyRefused(413, f"the body has more than {items} items; the limit is the setting ROOKERY_JSON_ITEMS")
+    message.ParseFromString(body)
+    return message
+
+
+def has_more_fields(body: bytes, descriptor: Any, most: int) -> bool:
+    """Whether a message has more than ``most`` fields, those of the messages inside included. Reads no further than
+    that. Raises ``DecodeError`` where it is no message."""
+    left, view = [(0, len(body), descriptor)], memoryview(body)
+    try:
+        while left:
+            at, end, kind = left.pop()
+            while at < end:
+                if (most := most - 1) < 0:
+                    return True
+                tag, at = _varint(view, at)
+                match tag & 7:
+                    case 0:
+                        _, at = _varint(view, at)
+                    case 1:
+                        at += 8
+                    case 5:
+                        at += 4
+                    case 2:
+                        size, at = _varint(view, at)
+                        field = kind.fields_by_number.get(tag >> 3)
+                        if field is not None and field.message_type is not None:
+                            left.append((at, min(at + size, end), field.message_type))
+                        at += size
+                    case 6 | 7:
+                        raise DecodeError("a field of a kind that does not exist")
+    except IndexError:
+        raise DecodeError("it ends within a number") from None
+    return False
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    """The number that begins at ``at``, and where it ends."""
+    value, shift = view[at], 7
+    if value < 0x80:
+        return value, at + 1
+    value &= 0x7F
+    while True:
+        at += 1
+        byte = view[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+        shift += 7
+        if shift > 63:
+            raise DecodeError("a number of more than ten bytes")
+
+
 def forward_backward(message: Any) -> ForwardBackwardOperation:
     """The operation that a ``ForwardBackwardRequest`` describes. Raises :class:`UserError`."""
     name = message.loss_fn
@@ -140,13 +203,14 @@ def _parameters(message: Any) -> dict[str, float]:
     given: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise UserError(f"loss_fn_config.{key}: text is not supported")
+            raise UserError(f"loss_fn_config.{short(key)}: text is not supported")
         given[key] = value.number
     known = LOSS_PARAMETERS[message.loss_fn]
     for key, number in given.items():
         if key not in known:
             raise UserError(
-                f"loss_fn_config.{key}: {message.loss_fn} has no such parameter; it has {', '.join(known) or 'none'}"
+                f"loss_fn_config.{short(key)}: {message.loss_fn} has no such parameter;"
+                f" it has {', '.join(known) or 'none'}"
             )
         if not math.isfinite(number):
             raise UserError(f"loss_fn_config.{key}: {number} is not finite")
@@ -161,7 +225,9 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
     if missing := [name for name in needed if name not in inputs]:
         raise UserError(f"{loss} needs loss_fn_inputs {', '.join(missing)}")
     if unknown := sorted(inputs.keys() - {*needed, *optional}):
-        raise UserError(f"{loss} takes no loss_fn_inputs {', '.join(unknown)}; it takes {', '.join(needed + optional)}")
+        raise UserError(
+            f"{loss} takes no loss_fn_inputs {short(', '.join(unknown))}; it takes {', '.join(needed + optional)}"
+        )
     targets = inputs["target_tokens"]
     shape = targets.shape
     if targets.values.dtype.kind != "i":
@@ -211,7 +277,11 @@ def _tensor(message: Any) -> Tensor:
     kinds = {schema().DTYPE_FLOAT32: "<f4", schema().DTYPE_INT64: "<i8", schema().DTYPE_INT32: "<i4"}
     if message.dtype not in kinds:
         raise UserError(f"a tensor has dtype {message.dtype}, which is not supported")
+    if len(message.shape) > DIMENSIONS:
+        raise UserError(f"a tensor has {len(message.shape)} dimensions, allowed: at most {DIMENSIONS}")
     dtype, shape = kinds[message.dtype], tuple(message.shape)
+    if any(size < 0 for size in shape):
+        raise UserError(f"a tensor has shape {list(shape)}: sizes are not negative")
     if message.WhichOneof("encoding") != "sparse_csr":
         values = np.frombuffer(message.dense, dtype)
         shape = shape or (len(values),)

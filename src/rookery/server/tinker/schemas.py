@@ -15,6 +15,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rookery import protocol
+from rookery.bounds import ENTRIES, INTEGER, Integer, Line, Metadata, Name, SmallJson, StopText, Token
 from rookery.controller.sessions.operations import (
     AnyOperation,
     LoadState,
@@ -40,7 +41,8 @@ Number = Annotated[int, Field(ge=0, lt=2**31)]
 Seq = Annotated[int, Field(ge=0, lt=2**63)]
 """The number of a request; copies of a sampler count from a multiple of 10^9."""
 
-Metadata = dict[str, Any] | None
+Labels = Annotated[dict[Name, Line], Field(max_length=100)]
+"""A checkpoint's metadata."""
 
 
 class TinkerRequest(BaseModel):
@@ -48,7 +50,7 @@ class TinkerRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    type: str = ""
+    type: Name = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -80,28 +82,28 @@ class TinkerRequest(BaseModel):
 
 
 class ClientConfig(TinkerRequest):
-    sdk_version: str = ""
+    sdk_version: Name = ""
 
 
 class CreateSession(TinkerRequest):
-    tags: list[str] = []
-    user_metadata: Metadata = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: Annotated[list[Name], Field(max_length=100)] = []
+    user_metadata: Metadata | None = None
+    sdk_version: Name = ""
+    project_id: Name | None = None
+    display_name: Name | None = None
 
 
 class SessionHeartbeat(TinkerRequest):
-    session_id: str
+    session_id: Name
 
 
 class FinishSession(TinkerRequest):
-    reason: dict[str, Any] = {}
-    detail: str | None = None
+    reason: Metadata = {}
+    detail: Line | None = None
 
 
 class WeightsInfo(TinkerRequest):
-    tinker_path: str
+    tinker_path: Line
 
 
 class CheckpointTtl(TinkerRequest):
@@ -112,7 +114,7 @@ class CheckpointTtl(TinkerRequest):
 
 
 class LoraConfig(TinkerRequest):
-    rank: int
+    rank: Integer
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     train_unembed: bool = True
     train_mlp: bool = True
@@ -121,27 +123,28 @@ class LoraConfig(TinkerRequest):
 
 class OptimizerConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, SmallJson]
 
-    type: str = "adamw"
+    type: Name = "adamw"
 
 
 class CreateModelRequest(TinkerRequest):
-    session_id: str
+    session_id: Name
     model_seq_id: Number
-    base_model: str
-    user_metadata: Metadata = None
+    base_model: Line
+    user_metadata: Metadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
 class GetInfo(TinkerRequest):
-    model_id: str
+    model_id: Name
 
 
 class ModelRequest(TinkerRequest):
     """Base of the operations on a model."""
 
-    model_id: str
+    model_id: Name
     seq_id: int | None = Field(None, ge=1, lt=2**31)
 
     def operation(self) -> AnyOperation:
@@ -159,7 +162,7 @@ class AdamParams(TinkerRequest):
 
 
 class OptimStepRequest(ModelRequest):
-    adam_params: dict[str, Any] | None = None
+    adam_params: Metadata | None = None
     optimizer_params: OptimizerConfig | None = None
 
     def operation(self) -> OptimStepOperation:
@@ -174,19 +177,19 @@ class OptimStepRequest(ModelRequest):
 
 
 class SaveWeights(ModelRequest):
-    path: str | None = None
+    path: Line | None = None
     ttl_seconds: float | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Labels | None = None
 
     def operation(self) -> SaveState:
         return save_state("weights", self.path, self.ttl_seconds, self.user_metadata, self.overwrite)
 
 
 class SaveWeightsExternal(ModelRequest):
-    path: str
+    path: Line
     ttl_seconds: float | None = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: Annotated[list[Line], Field(max_length=100)] | None = None
 
     def operation(self) -> SaveState:
         if self.age_encryption_recipients:
@@ -195,11 +198,11 @@ class SaveWeightsExternal(ModelRequest):
 
 
 class SaveWeightsForSampler(ModelRequest):
-    path: str | None = None
+    path: Line | None = None
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: float | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Labels | None = None
 
     def operation(self) -> SaveState | SaveSampler:
         if self.path is not None:
@@ -214,16 +217,16 @@ class SaveWeightsForSampler(ModelRequest):
 class LoadWeights(TinkerRequest):
     """Into a model (``model_id``), or into a new one of a session."""
 
-    model_id: str | None = None
+    model_id: Name | None = None
     seq_id: int | None = Field(None, ge=1, lt=2**31)
-    session_id: str | None = None
+    session_id: Name | None = None
     model_seq_id: Number | None = None
-    base_model: str | None = None
-    user_metadata: Metadata = None
-    path: str
+    base_model: Line | None = None
+    user_metadata: Metadata | None = None
+    path: Line
     optimizer: bool = False
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
+    weights_access_token: Line | None = None
 
     def operation(self) -> LoadState:
         check_optimizer(self.optimizer_config)
@@ -263,32 +266,27 @@ def save_state(
 
 
 class CreateSamplingSession(TinkerRequest):
-    session_id: str
+    session_id: Name
     sampling_session_seq_id: Number
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Line | None = None
+    model_path: Line | None = None
 
 
 class ModelInputChunk(TinkerRequest):
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    tokens: Annotated[list[Token], Field(max_length=ENTRIES)] | None = None
 
 
 class ModelInput(TinkerRequest):
-    chunks: list[ModelInputChunk]
-
-
-StopText = Annotated[str, Field(min_length=1, max_length=1000)]
-
-StopToken = Annotated[int, Field(ge=0, lt=2**31)]
+    chunks: Annotated[list[ModelInputChunk], Field(max_length=ENTRIES)]
 
 
 class SamplingParams(TinkerRequest):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: StopText | Annotated[list[StopText] | list[StopToken], Field(max_length=100)] | None = None
+    stop: StopText | Annotated[list[StopText] | list[Token], Field(max_length=100)] | None = None
     """Texts, or tokens in place of those that end the model's replies; an empty list disables all."""
     temperature: Temperature = Field(1.0, allow_inf_nan=False)
-    top_k: int = -1
+    top_k: Integer = -1
     top_p: float = 1.0
 
 
@@ -296,14 +294,14 @@ class AsampleRequest(TinkerRequest):
     num_samples: int = Field(1, ge=1, le=4096)
     prompt: ModelInput
     sampling_params: SamplingParams
-    sampling_session_id: str | None = None
+    sampling_session_id: Name | None = None
     seq_id: Seq | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0, le=100)
-    topk_sample_logprobs: int = 0
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
-    base_model: str | None = None
-    model_path: str | None = None
+    topk_sample_logprobs: Integer = 0
+    prompt_logprobs_last_n: int | None = Field(None, ge=1, le=INTEGER)
+    base_model: Line | None = None
+    model_path: Line | None = None
 
     def operation(self) -> Sample:
         params, last = self.sampling_params, self.prompt_logprobs_last_n
@@ -339,5 +337,5 @@ class AsampleRequest(TinkerRequest):
 
 
 class RetrieveFuture(TinkerRequest):
-    request_id: str
+    request_id: Name
     allow_metadata_only: bool = False

@@ -28,7 +28,7 @@ default, which leaves its feature off."""
 
 Key = Annotated[str | None, Header(alias="X-Idempotency-Key")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, lt=2**63)]
 
 ARCHIVE = "adapter.tar"
 

@@ -23,6 +23,10 @@ from rookery.storage.models import (
     JobRow,
     KeyRole,
     KeyRow,
+    ModelRow,
+    OwnedRow,
+    SamplerRow,
+    SessionRow,
     TenantRow,
     UploadKind,
     UploadRow,
@@ -33,6 +37,9 @@ from rookery.storage.repositories.versions import unnamed
 
 TENANT_TOTAL = ""
 """The job of the row that counts all that a tenant used."""
+
+ROW_BYTES = 512
+"""Counted for a row besides its texts."""
 
 _FLEET, _TOKENS = "fleet", "tokens"
 """The names of the fleet's usage, and of a day's tokens by tenant, among the facts of the database."""
@@ -71,6 +78,22 @@ def stored(connection: Connection, tenant: str) -> tuple[int, int]:
         adapters.update((row.hash, row.size) for row in connection.execute(query))
     datasets = select(func.coalesce(func.sum(UploadRow.size), 0)).filter_by(tenant=tenant, kind="dataset")
     return len(adapters), sum(adapters.values()) + int(connection.execute(datasets).scalar_one())
+
+
+def metadata_bytes(connection: Connection, tenant: str) -> int:
+    """The bytes of the tenant's rows that a client describes: jobs, sessions, models, samplers, checkpoints."""
+    texts: dict[type[OwnedRow], Any] = {
+        JobRow: JobRow.spec,
+        SessionRow: SessionRow.about,
+        ModelRow: ModelRow.about,
+        SamplerRow: None,
+        CheckpointRow: CheckpointRow.about,
+    }
+    total = 0
+    for kind, text in texts.items():
+        length = func.coalesce(func.sum(func.length(text)), 0) if text is not None else 0
+        total += connection.execute(select(func.count() * ROW_BYTES + length).where(kind.tenant == tenant)).scalar_one()
+    return int(total)
 
 
 def list_tenants(connection: Connection) -> list[TenantRow]:

@@ -1,0 +1,102 @@
+"""Bounds of everything that a stranger sends, as annotated types for pydantic models and msgspec structs alike.
+
+A text, a list, a mapping, a number or any JSON that a client, an environment host or a worker sends has its bound where
+its field is declared: the sender is refused before anything is copied, compared, logged or stored.
+``tests/test_bounds.py`` walks the schemas and fails for a field without one. Sizes of whole requests and messages are
+limited first, by :mod:`rookery.limits`; these bounds say how a request may spend them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from msgspec import Meta
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+NAME, LINE, ERROR = 200, 4096, 1 << 16
+"""Characters of a name; of a path, an address or a description; of an error, which may bring a story."""
+
+LONGEST_TEXT = 1 << 24
+"""Characters of a text that a model reads or writes. The limits of a request's bytes are lower."""
+
+STOP_TEXTS, STOP_TEXT = 16, 1000
+"""Texts that end a reply, and the characters of each: they travel with every request of a job."""
+
+MESSAGES, METRICS = 256, 100
+"""Messages and metrics in one answer of an environment; also the metrics of all episodes of a step."""
+
+MAX_FRAME = 64 << 20
+"""Size limit of one frame of the protocol in bytes; an end closes a connection that brings a larger one. The largest
+frames carry an environment's texts and options with a job's rows, so senders of a tenant's texts check the size
+first."""
+
+ENTRIES = 1 << 20
+"""Items of a list of tokens, chunks or hashes: more than the longest context has."""
+
+METADATA = 16 << 10
+"""Bytes of a client's own metadata as JSON: it is stored, and returned with every listing."""
+
+SETTINGS = 64 << 10
+"""Bytes of a field's JSON that no model describes further, such as an ignored argument."""
+
+INTEGER = 2**63 - 1
+"""The largest integer of the database and of the protocol."""
+
+Name = Annotated[str, MaxLen(NAME), Meta(max_length=NAME)]
+Line = Annotated[str, MaxLen(LINE), Meta(max_length=LINE)]
+ErrorText = Annotated[str, MaxLen(ERROR), Meta(max_length=ERROR)]
+Text = Annotated[str, MaxLen(LONGEST_TEXT), Meta(max_length=LONGEST_TEXT)]
+StopText = Annotated[str, MinLen(1), MaxLen(STOP_TEXT)]
+Count = Annotated[int, Ge(0), Le(INTEGER), Meta(ge=0, le=INTEGER)]
+Integer = Annotated[int, Ge(-INTEGER), Le(INTEGER), Meta(ge=-INTEGER, le=INTEGER)]
+Token = Annotated[int, Ge(0), Le(2**31 - 1), Meta(ge=0, le=2**31 - 1)]
+
+
+@dataclass(frozen=True)
+class JsonSize:
+    """The value has at most about ``most`` bytes as JSON."""
+
+    most: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        if not is_small(value, self.most):
+            raise ValueError(f"it has more than {self.most} bytes; give less")
+        return value
+
+
+SmallJson = Annotated[Any, JsonSize(SETTINGS)]
+Metadata = Annotated[dict[str, Any], JsonSize(METADATA)]
+
+
+def is_small(value: Any, most: int) -> bool:
+    """Whether JSON-like data has at most about ``most`` bytes. Looks at no more of it than that."""
+    left = [value]
+    while left:
+        part = left.pop()
+        most -= 2
+        if isinstance(part, str):
+            most -= len(part) if part.isascii() else len(part.encode("utf-8", "replace"))
+        elif isinstance(part, dict):
+            most -= len(part)
+            if most < 0:
+                return False
+            left += part.keys()
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            most -= len(part)
+            if most < 0:
+                return False
+            left += part
+        elif isinstance(part, int):
+            most -= part.bit_length() // 3
+        else:
+            most -= 8
+        if most < 0:
+            return False
+    return True

@@ -1,0 +1,75 @@
+"""Training data in protobuf: what a body may hold, decided before it is parsed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.errors import UserError
+from rookery.server.bodies import INLINE_BYTES, BodyRefused
+from rookery.server.tinker import protobuf
+
+
+def request(data: int) -> Any:
+    message = protobuf.schema().ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    for _ in range(data):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.arange(40, dtype="<i4").tobytes()
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.dense, tensor.dtype = np.arange(40, dtype="<i8").tobytes(), protobuf.schema().DTYPE_INT64
+        tensor.shape.append(40)
+    return message
+
+
+def test_request_of_many_data_is_parsed() -> None:
+    message = request(2000)
+    assert protobuf.parse(message.SerializeToString(), 200_000) == message
+
+
+@pytest.mark.parametrize(
+    "empty", [b"\x1a\x00", b"\x1a\x02\x0a\x00", b"\x1a\x04\x12\x02\x12\x00", b"\x2a\x00", b"\x20\x01"]
+)
+def test_small_messages_without_end_are_refused_before_they_are_parsed(empty: bytes) -> None:
+    """An empty message has two bytes in the body and 60 in memory."""
+    began = time.process_time()
+    with pytest.raises(BodyRefused, match="200000 items"):
+        protobuf.parse(empty * (15_000_000 // len(empty)), 200_000)
+    assert time.process_time() - began < 3
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_counted_or_refused(body: bytes) -> None:
+    """What the counter cannot read, the parser refuses too."""
+    descriptor = protobuf.schema().ForwardBackwardRequest.DESCRIPTOR
+    try:
+        protobuf.parse(body, 1000)
+    except DecodeError:
+        return
+    try:
+        assert not protobuf.has_more_fields(body, descriptor, 1000)
+    except DecodeError:
+        pytest.fail("the parser reads what the counter refuses")
+
+
+def test_counter_reads_what_the_parser_reads() -> None:
+    body = request(5).SerializeToString()
+    descriptor = protobuf.schema().ForwardBackwardRequest.DESCRIPTOR
+    fields = next(most for most in range(1000) if not protobuf.has_more_fields(body, descriptor, most))
+    assert fields == 3 + 5 * 10 and len(body) < INLINE_BYTES
+
+
+@pytest.mark.parametrize("shape", [[2] * 1_000_000, [-1, -40], [1] * 5], ids=["long", "negative", "five"])
+def test_odd_shapes_are_refused(shape: list[int]) -> None:
+    message = request(1)
+    tensor = message.data[0].loss_fn_inputs["target_tokens"]
+    del tensor.shape[:]
+    tensor.shape.extend(shape)
+    with pytest.raises(UserError, match=r"shape|dimensions") as refused:
+        protobuf.forward_backward(message)
+    assert len(str(refused.value)) < 500
