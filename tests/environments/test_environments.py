@@ -76,7 +76,9 @@ def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
     ("content", "says"),
     [
         ('{"prompt": "a"}\n{"prompt": }', "dataset: line 2 is not JSON .* write one JSON object per line"),
-        ('{"prompt": "a", "answer": NaN}', "line 1 is not JSON .NaN"),
+        ('{"prompt": "a", "answer": NaN}', "line 1: answer: given NaN, allowed: a finite number"),
+        ('{"prompt": "a"}\n{"prompt": "cut \\ud83d"}', r"line 2: prompt: given .* allowed: whole characters"),
+        ('{"prompt": "a"}\n{"prompt": "a", "score": 1e400}', "line 2: score: given 1e400, allowed: a number between"),
         ("\n\n", "no rows; write"),
         ('{"prompt": "a"}\n\n[1]', "line 3 is list, not an object"),
         ('{"question": "a"}', "line 1 has neither prompt nor messages, but 'question'; give one"),
@@ -97,7 +99,11 @@ def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, s
 
 
 @settings(max_examples=60)
-@given(rows=st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), max_size=3), min_size=1))
+@given(
+    rows=st.lists(
+        st.dictionaries(st.text(), st.text() | st.integers(-(2**63), 2**64 - 1) | st.none(), max_size=3), min_size=1
+    )
+)
 def test_any_well_formed_rows_come_back(rows: list[dict[str, Any]]) -> None:
     whole = [{key: value for key, value in row.items() if key != "messages"} | {"prompt": "a"} for row in rows]
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in whole)
@@ -420,7 +426,7 @@ def test_prompts_that_are_none_or_no_json_are_told() -> None:
         def prompts(self, split: Split) -> Iterable[Any]:
             return [1, {2}]
 
-    with pytest.raises(ValueError, match="prompt 1 is not JSON"):
+    with pytest.raises(ValueError, match="prompt 1: given set, allowed: texts, numbers"):
         numbers(PromptDataset(Odd(), "train"), 0, 1)
     with pytest.raises(RuntimeError, match="no prompts"):
         numbers(PromptDataset(faulty.RaisesInPrompts(), "train"), 0, 1)

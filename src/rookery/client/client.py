@@ -21,6 +21,7 @@ from rookery.environments.base import Environment
 from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
 from rookery.settings import CLIENT_SETTINGS, Settings
+from rookery.spec import values
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
 
 log = logging.getLogger("rookery.client")
@@ -118,13 +119,11 @@ class Client:
         directory. ``key``: a second submit with the same key returns the existing job. Raises
         :class:`RequestRefused`."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-        sent = _upload_files(self._connection, spec, folder if folder is not None else Path())
-        return self._job(self._connection.call("POST", "/api/v1/jobs", json=sent, headers=headers))
+        return self._job(self._send_job("/api/v1/jobs", spec, folder, headers))
 
     def dry_run(self, spec: Mapping[str, Any], *, folder: Path | None = None) -> Record:
         """The job with every default filled in and three rendered prompts. Raises :class:`RequestRefused`."""
-        sent = _upload_files(self._connection, spec, folder if folder is not None else Path())
-        return self._connection.call("POST", "/api/v1/jobs/dry-run", json=sent)
+        return self._send_job("/api/v1/jobs/dry-run", spec, folder, {})
 
     def job(self, id: str) -> Job:
         """The job with this id, or the only one with this name. Raises :class:`~rookery.errors.NotFound`."""
@@ -238,6 +237,16 @@ class Client:
         if len(found) > 1:
             raise Conflict(f"{len(found)} tenants have the name {wanted!r}; give an id: {', '.join(found)}")
         return str(found[0])
+
+    def _send_job(self, path: str, spec: Mapping[str, Any], folder: Path | None, headers: dict[str, str]) -> Record:
+        """The service's answer to a job. Raises :class:`~rookery.errors.UserError` for a value that is not JSON."""
+        sent = _upload_files(self._connection, spec, folder if folder is not None else Path())
+        try:
+            content = values.encode(sent)
+        except ValueError as error:
+            raise UserError(f"the job is refused: {error}") from None
+        headers = {**headers, "Content-Type": "application/json"}
+        return self._connection.call("POST", path, content=content, headers=headers)
 
     def _job(self, view: Record) -> Job:
         return Job(self._connection, view.id, view.name)

@@ -25,6 +25,7 @@ from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
 from rookery.controller.views import BY_OWNER, JobView, PolicyView
 from rookery.scheduling.usage import Usage
+from rookery.spec import values
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
 from rookery.storage.store import ReaderThreads, Store
 from rookery.telemetry.metrics import finite
@@ -116,7 +117,7 @@ class JobQueries:
             shown = ("state", "version", "reward", "metrics", "error", "finished")
             row: dict[str, Any] = {"episode": episode.id} | {name: getattr(episode, name) for name in shown}
             row |= {"group": group.id, "ordinal": group.ordinal, "group_state": group.state}
-            row |= {"consumed_by": group.consumed_by, "prompt": msgspec.json.decode(group.prompt)}
+            row |= {"consumed_by": group.consumed_by, "prompt": _prompt(group.prompt)}
             if episode.trajectories:
                 outcome = episode_result_decoder.decode(episode.trajectories)
                 row["messages"] = msgspec.to_builtins(outcome.turns)
@@ -291,6 +292,14 @@ class JobQueries:
                 **context.seeding.gauges(),
             },
         }
+
+
+def _prompt(stored: bytes) -> Any:
+    """A prompt as results show it: as text, if an earlier release stored one that no response can hold."""
+    try:
+        return values.decode(stored)
+    except ValueError:
+        return stored.decode(errors="replace")
 
 
 def _policy_view(row: PolicyRow) -> PolicyView:

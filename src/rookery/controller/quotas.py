@@ -24,6 +24,7 @@ from typing import Any
 from rookery.aio import Clock
 from rookery.errors import TooManyRequests
 from rookery.limits import LimitSettings
+from rookery.spec import values
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.storage.repositories.tenants import ROW_BYTES
 from rookery.storage.store import Store
@@ -293,4 +294,4 @@ def groups_at_once(spec: JobSpec, limits: LimitSettings) -> int:
 
 def as_jsonl(rows: Sequence[Any]) -> bytes:
     """Rows as the content of a JSONL file."""
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return b"".join(values.encode(row) + b"\n" for row in rows)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from rookery.environments.base import Environment, Split
 from rookery.environments.jsonl import IndexedRows
+from rookery.spec import values
 
 STREAM_AFTER = 10_000
 """Prompts read from an iterable without a length to find out whether it ends: a fraction of a second for a cheap
@@ -51,7 +51,7 @@ class PromptDataset:
             for index in range(start, stop):
                 epoch, offset = divmod(index, size)
                 entry = self._finite[_permutation(size, seed, epoch)[offset] if shuffle else offset]
-                chosen.append(entry if isinstance(entry, bytes) else _encode(entry))
+                chosen.append(entry if isinstance(entry, bytes) else values.encode(entry))
             return chosen, size
 
     def _open(self) -> None:
@@ -92,13 +92,9 @@ class PromptDataset:
 def _encoded(prompts: Iterable[Any]) -> Iterator[bytes]:
     for number, prompt in enumerate(prompts):
         try:
-            yield _encode(prompt)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"prompt {number} is not JSON: {error}") from None
-
-
-def _encode(prompt: Any) -> bytes:
-    return json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
+            yield values.encode(prompt)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from None
 
 
 @lru_cache(maxsize=16)  # one per job and epoch in use; a dropped one is drawn again identically

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 import math
 import threading
@@ -29,6 +28,7 @@ from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.environments.base import Environment, Message, Reply, Step
 from rookery.errors import UserError, short
+from rookery.spec import values
 
 log = logging.getLogger("rookery.environments")
 
@@ -143,7 +143,7 @@ class Episodes:
 
     async def _begin(self, episode: _Episode, message: protocol.Reset) -> Step:
         prototype = await self._prototype(message.environment, message.options)
-        prompt = json.loads(message.prompt)
+        prompt = values.decode(message.prompt)
         environment = await self._calls(episode.threads, prototype.for_episode)
         environment.prompt, environment.seed = prompt, message.seed
         episode.environment = environment
@@ -258,7 +258,7 @@ def _carried(error: BaseException) -> Exception:
 
 def describe_error(error: BaseException) -> str:
     """One line: the exception's type and text and, for an error in user code, its place."""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | values.ValueRefused):
         return one_line(error)
     text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
@@ -301,7 +301,7 @@ def _checked_step(step: Step, environment: Environment) -> Step:
         raise refusal(TypeError, "value of done", step.done, "True or False")
     reward = number("reward", step.reward, finite=True)
     metrics = {str(name): number(f"metric {name}", value, finite=False) for name, value in step.metrics.items()}
-    "".join(metrics).encode()  # as in _checked
+    values.check(list(metrics), "metrics")
     return Step(_checked(step.messages, "step"), reward, bool(step.done), metrics)
 
 
@@ -324,7 +324,7 @@ def _checked(messages: Any, method: str) -> list[Message]:
         if not fine:
             raise TypeError(f"message {number} that {method} gave is {message!r:.80}, expected {expected}")
         checked.append({key: message[key] for key in ("role", "content")})
-        "".join(checked[-1].values()).encode()  # invalid Unicode fails here, as this call's error
+        values.check(checked[-1], f"message {number}")
     if method == "reset" and not checked:
         raise TypeError(f"reset gave no messages, expected {expected}")
     return checked

@@ -21,8 +21,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.environments.verifiers.verifiers import Verifier, no_constant
+from rookery.environments.verifiers.verifiers import Verifier
 from rookery.errors import UserError
+from rookery.spec import values
 
 ROW_BYTES, ROWS = 1 << 30, 1 << 40
 """Limits of a file that is read where the service's limits do not apply: an environment on a user's own machine."""
@@ -147,7 +148,7 @@ class IndexedRows(Sequence[dict[str, Any]]):
         with self._path.open("rb") as file:
             for offset in self._offsets:
                 file.seek(offset)
-                yield json.loads(file.readline())
+                yield values.decode(file.readline())
 
 
 def scan(
@@ -163,15 +164,15 @@ def scan(
             raise UserError(f"{where}: line {number} has more than {row_bytes} bytes; make the row shorter")
         if number == 1 and line.startswith(BOM_UTF8):
             line, start = line.removeprefix(BOM_UTF8), len(BOM_UTF8)
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError:
-            raise UserError(f"{where}: line {number} is not UTF-8; save the file as UTF-8") from None
-        if not text.strip():
+        if not line.strip():
             continue
         try:
-            row = json.loads(text, parse_constant=no_constant)
-        except (ValueError, RecursionError) as error:
+            row = values.decode(line)
+        except values.ValueRefused as error:
+            raise UserError(f"{where}: line {number}: {error}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{where}: line {number} is not UTF-8; save the file as UTF-8") from None
+        except ValueError as error:
             raise UserError(f"{where}: line {number} is not JSON ({error}); write one JSON object per line") from None
         check_row(row, f"{where}: line {number}")
         count += 1
@@ -217,6 +218,10 @@ def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> Se
     if rows is not None:
         for number, row in enumerate(rows, 1):
             check_row(row, f"{where}: row {number}")
+            try:
+                values.check(row)
+            except ValueError as error:
+                raise UserError(f"{where}: row {number}: {error}") from None
         return rows
     if path is None:
         return []

@@ -1,7 +1,8 @@
 """Responses of every API: JSON bodies, and errors in one shape.
 
 An error is ``{"error": "<one line>"}`` with the status of its class, and ``"problems"`` where there are several lines.
-An unexpected exception is status 500 with a line that points to the service's log; the traceback is never returned.
+An unexpected exception is status 500 with a line that points to the service's log; the traceback is never returned, and
+the connection stays usable.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import RookeryError, TooManyRequests, Unavailable, short, shortage
 
@@ -89,6 +91,44 @@ def refusal(error: RookeryError) -> Response:
     return error_response(error.status, str(error), getattr(error, "problems", None), retry_after(error))
 
 
+class UnexpectedErrors:
+    """ASGI middleware that logs an exception which has no handler and answers it with status 500.
+
+    The server closes the connection of an exception that reaches it, even after a whole response, and the client's next
+    request on that connection would be lost. Only a response that has begun and is not complete ends its connection:
+    nothing else shows the client that the rest is missing."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = complete = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started, complete
+            started = True
+            await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if started and not complete:
+                raise
+            log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            if not started:
+                await _unexpected(error)(scope, receive, send)
+
+
+def _unexpected(error: Exception) -> Response:
+    if (known_error := shortage(error)) is not None:
+        return refusal(known_error)
+    return error_response(500, f"internal error ({type(error).__name__}); the service's log has the traceback")
+
+
 def add_exception_handlers(app: FastAPI) -> None:
     """Makes ``app`` return every error in this shape."""
 
@@ -126,18 +166,13 @@ def add_exception_handlers(app: FastAPI) -> None:
             raise error
         return await known(request, known_error)
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        if (known_error := shortage(error)) is not None:  # outside of a route
-            return refusal(known_error)
-        return error_response(500, f"internal error ({type(error).__name__}); the service's log has the traceback")
-
     app.add_exception_handler(RookeryError, known)
     app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     for kind in (OSError, MemoryError, RuntimeError):  # the last: no memory for the stack of a thread
         app.add_exception_handler(kind, scarce)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_middleware(UnexpectedErrors)
 
 
 def _is_allowed(request: Request, method: str) -> bool:

@@ -5,9 +5,9 @@ A line names the field's path, the given value, and what is allowed. All mistake
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rookery.errors import UserError, nearest, short
+from rookery.spec import values
 from rookery.spec.job import JobSpec
 
 UNSUPPORTED_SAMPLING = ("top_p", "top_k", "min_p")
 """Sampling options that a trainer cannot reproduce exactly, which losses with ratios need."""
-
-INTEGERS = range(-(2**63), 2**64)
-"""Integers that an environment's options may hold: those that a message to its host can carry."""
-
 
 MAX_PROBLEMS = 100
 """Most mistakes that are reported one by one."""
@@ -72,7 +69,7 @@ def problem_line(error: ErrorDetails, path: str, known: Sequence[str]) -> str:
     message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
     if error["type"] == "value_error" and isinstance(error["input"], dict):
         return f"{path}: {message}" if path != "job" else message
-    return f"{path}: given {_shown(error['input'])}, allowed: {message}"
+    return f"{path}: given {values.escaped(error['input'])}, allowed: {message}"
 
 
 def _job_problem(error: ErrorDetails) -> str:
@@ -84,47 +81,19 @@ def _job_problem(error: ErrorDetails) -> str:
     return problem_line(error, path, _known_fields(tuple(error["loc"])))
 
 
-def _shown(value: Any) -> str:
-    """``value`` as JSON, short enough for a line."""
-    return short(json.dumps(value, default=str))
-
-
 def parse_job(data: Any) -> JobSpec:
     """The job in ``data`` (what YAML or JSON gave). Raises :class:`SpecError` naming every mistake at once."""
     if not isinstance(data, dict):
         raise SpecError([f"job: given {type(data).__name__}, allowed: a mapping of fields (name, base_model, …)"])
-    try:
-        json.dumps(data, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise SpecError([f"job: given a text with {half!r}, allowed: whole characters (that is half of one)"]) from None
+    if problems := list(islice(values.problems(data), MAX_PROBLEMS)):
+        raise SpecError(problems)
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
         if error.error_count() > MAX_PROBLEMS:
             raise SpecError([f"job: {error.error_count()} fields are wrong or unknown"]) from None
         raise SpecError([_job_problem(detail) for detail in error.errors(include_url=False)]) from None
-    problems = [
-        f"{path}: given {_shown(value)}, allowed: a whole number from -2^63 to 2^64 - 1, or a text"
-        for path, value in _leaves(spec.environment.options, "environment")
-        if isinstance(value, int) and value not in INTEGERS
-    ]
-    if problems:
-        raise SpecError(problems)
     return spec
-
-
-def _leaves(data: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings and lists, each with its path, in order."""
-    left = [(path, data)]
-    while left:
-        path, value = left.pop()
-        if isinstance(value, dict):
-            left += [(f"{path}.{key}", inner) for key, inner in reversed(value.items())]
-        elif isinstance(value, list):
-            left += [(f"{path}.{number}", inner) for number, inner in reversed(list(enumerate(value)))]
-        else:
-            yield path, value
 
 
 class _JobLoader(yaml.SafeLoader):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -28,6 +28,7 @@ from rookery.aio import Clock, IdGenerator, Signal
 from rookery.errors import RookeryError, Unavailable, short
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
+from rookery.spec import values
 from rookery.spec.job import EnvironmentSpec
 
 T = TypeVar("T")
@@ -281,6 +282,8 @@ class EnvironmentHosts:
             most = self._settings.limits.row_bytes
             if host.owner and any(len(prompt) > most for prompt in answer.prompts):
                 raise EnvironmentFailed(f"prompts({split!r}): a prompt has more than {most} bytes (ROOKERY_ROW_BYTES)")
+            if host.owner and (problem := await asyncio.to_thread(_problem, answer.prompts)):
+                raise EnvironmentFailed(f"prompts({split!r}): {problem}")
             return answer.prompts[:count]
 
     async def observe(
@@ -345,3 +348,13 @@ class EnvironmentHosts:
             raise HostLost(f"its environment host did not reconnect within {timeout:g} s", deterministic)
         if not host.connected:
             raise HostLost("its environment host left", deterministic)
+
+
+def _problem(prompts: Iterable[bytes]) -> str:
+    """Why one of a tenant's prompts cannot be used; empty if all can."""
+    for number, prompt in enumerate(prompts):
+        try:
+            values.decode(prompt)
+        except ValueError as error:
+            return f"prompt {number} of the answer: {error}"
+    return ""

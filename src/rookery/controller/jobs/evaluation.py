@@ -19,6 +19,7 @@ from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import derive_seed
 from rookery.controller.rollout.request import GenerationFailed
+from rookery.spec import values
 
 
 class EvalResult(msgspec.Struct):
@@ -77,7 +78,7 @@ async def held_out_prompts(job: JobContext) -> list[bytes]:
     evaluation = job.spec.evaluation
     earlier = await job.controller.store.evaluations(job.row.tenant, job.row.id)
     if earlier:
-        return [msgspec.json.encode(result["prompt"]) for result in earlier[0].results["held_out"]]
+        return [values.encode(result["prompt"]) for result in earlier[0].results["held_out"]]
     hosts, count = job.controller.hosts, evaluation.prompts
     return await hosts.prompts(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
 
@@ -87,7 +88,7 @@ async def _run(
 ) -> EvalResult:
     seed = derive_seed(job.spec.seed, "evaluation", job.spec.evaluation.seed, number)
     episode = Episode(job, f"{job.row.id}-e{ref.version}-{number}", ref, prompt, seed, environment_seed=seed)
-    shown = msgspec.json.decode(prompt)
+    shown = values.decode(prompt)
     try:
         async with places:
             result = await episode.run()
