@@ -12,7 +12,7 @@ import pytest
 from rookery.client import Client
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
-from rookery.spec.parsing import read_job
+from rookery.spec.files import read_job
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1800)]
 

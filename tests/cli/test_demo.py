@@ -15,7 +15,8 @@ from rookery.client.connection import record
 from rookery.environments.builtins import find
 from rookery.environments.jsonl import read_jsonl
 from rookery.examples import contacts, phone_book, shopping, slow_clerk
-from rookery.spec.parsing import parse_job, read_job
+from rookery.spec.files import read_job
+from rookery.spec.parsing import parse_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASKS = [contacts.TASK, phone_book.TASK, shopping.TASK, slow_clerk.TASK]

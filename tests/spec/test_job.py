@@ -15,8 +15,9 @@ from tests.support.peers import job_of
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.settings import Settings
+from rookery.spec.files import read_job
 from rookery.spec.job import LOSS_PARAMETERS, JobSpec
-from rookery.spec.parsing import SpecError, parse_job, read_job
+from rookery.spec.parsing import SpecError, parse_job
 
 
 def main(**fields: Any) -> dict[str, Any]:
@@ -210,7 +211,8 @@ def test_files_that_are_no_jobs(tmp_path: Path) -> None:
         (b"", "the file is empty"),
         (b"# only a comment", "the file is empty"),
         (b"name: a\nstop: {steps: 1}\nname: b", "line 3: name is given twice"),
-        (b'{"stop": {"steps": 1, "steps": 2}}', "line 1: steps is given twice"),
+        (b'{"stop": {"steps": 1, "steps": 2}}', r"job\.yaml: stop\.steps: given twice"),
+        (b"{stop: {steps: 1, steps: 2}}", "line 1: steps is given twice"),
     ):
         (tmp_path / "job.yaml").write_bytes(content)
         with pytest.raises(UserError, match=problem):

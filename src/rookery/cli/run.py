@@ -25,8 +25,9 @@ from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.errors import Unavailable
 from rookery.settings import Settings
+from rookery.spec.files import read_job
 from rookery.spec.job import JobSpec
-from rookery.spec.parsing import parse_job, read_job
+from rookery.spec.parsing import parse_job
 from rookery.telemetry.table import job_line
 
 RUNS = Path("runs")

@@ -1,4 +1,4 @@
-"""Parsing of job files: YAML or JSON into a :class:`~rookery.spec.job.JobSpec`, or one line per mistake.
+"""Parsing of jobs: the fields of a job into a :class:`~rookery.spec.job.JobSpec`, or one line per mistake.
 
 A line names the field's path, the given value, and what is allowed. All mistakes of a job are reported at once.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -66,6 +64,7 @@ def problem_line(error: ErrorDetails, path: str, known: Sequence[str]) -> str:
         return f"{path}: missing"
     message = error["msg"].removeprefix("Value error, ")
     message = re.sub(r"^(Input|String|List|Dictionary) should (be )?", "", message)
+    message = re.sub(r"^a valid string$", "a text, in quotes", message)
     message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
     if error["type"] == "value_error" and isinstance(error["input"], dict):
         return f"{path}: {message}" if path != "job" else message
@@ -94,34 +93,3 @@ def parse_job(data: Any) -> JobSpec:
             raise SpecError([f"job: {error.error_count()} fields are wrong or unknown"]) from None
         raise SpecError([_job_problem(detail) for detail in error.errors(include_url=False)]) from None
     return spec
-
-
-class _JobLoader(yaml.SafeLoader):
-    """YAML without duplicate keys, of which the last would silently win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    line = key.start_mark.line + 1
-                    raise UserError(f"line {line}: {key.value} is given twice; keep one of them")
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def read_job(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON job file. Raises :class:`UserError` for anything else."""
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _JobLoader)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from None
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError is text that is not UTF-8, or an endless number
-        raise UserError(f"{path}: is neither YAML nor JSON ({' '.join(str(error).split())})") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    if data is None:
-        raise UserError(f"{path}: the file is empty; a job needs at least name, base_model, environment and stop")
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of fields (name, base_model, …)")
-    return data

@@ -1,0 +1,141 @@
+"""Job files: YAML 1.2 or JSON.
+
+A text stays as it is written. YAML's core schema alone decides what is a number, ``true``, ``false`` or ``null``:
+``yes``, ``NO``, ``12:30``, ``1_000`` and ``2024-01-02`` are texts. In a job's rows an answer such as ``010``, ``0.50``
+or ``True`` would be a number or a boolean that is written differently from the row: it is refused and must be quoted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rookery.errors import UserError, short
+from rookery.spec import values
+
+MAX_NODES = 2_000_000
+"""Values in one YAML file, with those that aliases repeat: some hundred megabytes, read in about ten seconds."""
+
+ROWS = frozenset({("environment", "rows"), ("environment", "eval_rows")})
+"""Where values are compared with texts of the policy."""
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = _TAG + "merge"
+_NAMES = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
+}
+"""Patterns of plain scalars by tag, the first one counts: the core schema of YAML 1.2 (its section 10.3.2), and merge
+keys."""
+
+
+class _JobLoader(yaml.SafeLoader):
+    """YAML with the core schema, whose keys are texts as they are written, each given once."""
+
+    yaml_implicit_resolvers: Any = {}  # noqa: RUF012 (PyYAML declares it so)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                key.tag = _TAG + "str"
+                if key.value in seen:
+                    raise UserError(f"line {key.start_mark.line + 1}: {key.value} is given twice; keep one of them")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: Any) -> str:
+        """The text of a scalar; two escapes such as ``\\ud83d\\ude00`` are one character, as in JSON."""
+        text: str = super().construct_scalar(node)
+        return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+    def integer(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, 0 if text.startswith(("0o", "0x")) else 10)
+
+    def number(self, node: yaml.ScalarNode) -> float:
+        return float(self.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+for _name, _pattern in _NAMES.items():
+    _JobLoader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), None)
+_JobLoader.add_constructor(_TAG + "int", _JobLoader.integer)
+_JobLoader.add_constructor(_TAG + "float", _JobLoader.number)
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON job file. Raises :class:`UserError` for anything else."""
+    try:
+        data = _load(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from None
+    except (UserError, values.ValueRefused) as error:
+        raise UserError(f"{path}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path}: is nested too deep; a job has a few levels") from None
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError is text that is not UTF-8, or an endless number
+        raise UserError(f"{path}: is neither YAML nor JSON ({' '.join(str(error).split())})") from None
+    if data is None:
+        raise UserError(f"{path}: the file is empty; a job needs at least name, base_model, environment and stop")
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of fields (name, base_model, …)")
+    return data
+
+
+def _load(content: bytes) -> Any:
+    """The value in a JSON or YAML text; JSON is read as JSON, whose numbers and escapes YAML reads differently."""
+    text = content.decode("utf-8-sig")
+    try:
+        return values.decode(text.encode())
+    except json.JSONDecodeError:
+        pass
+    loader = _JobLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        for scalar, in_rows in _plain_scalars(node):
+            _check(scalar, loader, in_rows)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _plain_scalars(root: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, bool]]:
+    """The scalars without quotes, and whether each is in the job's rows. Raises :class:`UserError` for too many."""
+    left: list[tuple[yaml.Node, tuple[str, ...]]] = [(root, ())]
+    count = 0
+    while left:
+        node, path = left.pop()
+        count += 1
+        if count > MAX_NODES:
+            raise UserError(f"more than {MAX_NODES} values, those of aliases included; put rows into a JSONL file")
+        if isinstance(node, yaml.SequenceNode):
+            left += [(entry, path) for entry in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                deeper = len(path) < 2 and isinstance(key, yaml.ScalarNode) and key.tag != _MERGE
+                left.append((value, (*path, key.value) if deeper else path))
+        elif isinstance(node, yaml.ScalarNode) and node.style is None:
+            yield node, path in ROWS
+
+
+def _check(node: yaml.ScalarNode, loader: _JobLoader, in_rows: bool) -> None:
+    """Raises :class:`UserError` for a scalar that would lose how it is written where that counts."""
+    kind, written = node.tag.removeprefix(_TAG), node.value
+    line = f"line {node.start_mark.line + 1}: {short(written) or 'a field without a value'}"
+    if kind == "int" and written.lstrip("+-").startswith("0") and written.lstrip("+-0").isdigit():
+        raise UserError(f"{line}: a number does not begin with 0; drop it, or quote it: '{short(written)}'")
+    if in_rows and kind in ("null", "bool", "int", "float"):
+        read = loader.construct_object(node)
+        if (becomes := json.dumps(read)) != written:
+            quoted = f"'{short(written)}'"
+            raise UserError(f"{line} would become {short(becomes)} in this row; quote it: {quoted}")
