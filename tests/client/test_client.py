@@ -15,7 +15,7 @@ from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, serve
 import rookery
 from rookery.client import Client, JobTimeout, Record, RequestRefused
 from rookery.client.connection import ConnectionBroken, HttpConnection
-from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
+from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
@@ -87,8 +87,7 @@ def test_environment_class_with_options_is_accepted(client: Client) -> None:
     hosted = {job.show().spec.environment.hosted for job in (first, second)}
     assert len(hosted) == 2 and all(name.startswith("twice-") for name in hosted)
     assert first.wait(30).state == second.wait(30).state == "completed"
-    with pytest.raises(Conflict, match="2 jobs have the name"):
-        client.job("twice")
+    assert client.job("twice").id == second.id and client.job("twice~1").id == first.id
     assert client.job(first.id).id == first.id and first.id in [job.id for job in client.jobs()]
 
 

@@ -98,7 +98,61 @@ def test_a_key_names_its_tenant_until_it_is_revoked_or_expires(database: Databas
         database.get_tenant("carol")
 
 
+def test_a_name_means_one_live_tenant(database: Database) -> None:
+    for taken in ("Alice", "alice", "bob"):
+        with pytest.raises(Conflict, match="give another name"):
+            database.create_tenant("carol", taken, 3.0)
+    with pytest.raises(Conflict, match="give another name"):
+        database.rename_tenant("bob", "Alice")
+    assert database.rename_tenant("bob", "Bob").name == "Bob", "the same name again is no conflict"
+    assert database.rename_tenant("bob", "Robert").name == "Robert"
+    assert database.create_tenant("carol", "Bob", 3.0).name == "Bob", "the old name is free"
+    with pytest.raises(NotFound):
+        database.rename_tenant("nobody", "Nobody")
+
+
+def test_a_deleted_tenant_has_no_valid_key_and_its_name_is_free(database: Database) -> None:
+    key = hash_key(new_key())
+    database.add_key(key, "alice", "laptop", 1.0)
+    submit(database, job="left")
+    database.delete_tenant("alice", 2.0)
+    assert database.valid_key(key, 2.0) is None
+    for call in (database.get_tenant, database.delete_tenant):
+        with pytest.raises(NotFound):
+            call(*("alice", 3.0)[: 1 if call == database.get_tenant else 2])  # type: ignore[arg-type]
+    assert [row.id for row in database.list_tenants()] == ["bob"]
+    assert [row.id for row in database.list_tenants(True)] == ["alice", "bob"]
+    assert database.create_tenant("another", "Alice", 3.0).name == "Alice"
+    assert database.half_deleted() == {"alice"}, "its job is still there"
+    database.set_job_state("left", "cancelled", "", 4.0)
+    database.delete_job("alice", "left")
+    assert database.half_deleted() == set()
+    database.create_tenant("admins", "admin", 0.0, admin=True)
+    with pytest.raises(Conflict, match="administrator"):
+        database.delete_tenant("admins", 2.0)
+
+
 # --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_means_the_newest_job_of_that_name(database: Database) -> None:
+    """Whatever ids and names are like."""
+    for number, (id, name) in enumerate(
+        [("j1", "sums"), ("j2", "sums"), ("j3", "j1"), ("j4", "sums"), ("j5", "other")]
+    ):
+        row = JobRow(id=id, tenant="alice", name=name, spec={}, created=float(number))
+        database.submit_job(row, [])
+    database.submit_job(JobRow(id="b1", tenant="bob", name="sums", spec={}, created=99.0), [])
+    named = {"sums": "j4", "sums~0": "j4", "sums~1": "j2", "sums~2": "j1", "j1": "j1", "j1~0": "j3", "j3": "j3",
+             "other": "j5", "b1": None, "sums~3": None, "sums~": None, "sums~-1": None, "sums~1~1": None, "~1": None,
+             "sums~9999999999": None, "": None, "nobody": None, "sums~１": None}  # fmt: skip
+    for asked, id in named.items():
+        if id is None:
+            with pytest.raises(NotFound):
+                database.find_job("alice", asked)
+        else:
+            assert database.find_job("alice", asked).id == id, asked
+    assert database.find_job("bob", "sums").id == "b1"
 
 
 def test_submitting_is_idempotent_by_key(database: Database) -> None:
@@ -479,8 +533,8 @@ def test_a_corrupt_head_is_replaced_by_the_newest_kept_version(database: Databas
 
 # --- owners -----------------------------------------------------------------------------------------------------------
 
-_NOT_FOUND = """revoke_key get_upload get_job get_policy version get_session get_model get_sampler get_checkpoint
-expire_checkpoint delete_checkpoint get_future delete_job delete_upload""".split()
+_NOT_FOUND = """revoke_key get_upload get_job find_job get_policy version get_session get_model get_sampler
+get_checkpoint expire_checkpoint delete_checkpoint get_future delete_job delete_upload""".split()
 _EMPTY = """keys events list_jobs unfinished_job_ids policies all_policies recent_episodes versions evaluations
 list_sessions list_models list_samplers list_checkpoints steps recent_rewards tenant_usage job_usage stored
 uploads""".split()

@@ -20,7 +20,7 @@ app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administr
 UNITS = {"m": 60, "h": 3600, "d": 86400}
 """Seconds in each unit of a key's lifetime."""
 
-Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id, or its name where only one has it.")]
+Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
 
 
 @app.command("list")
@@ -47,6 +47,28 @@ def add(cli: Cli, name: Annotated[str, typer.Argument(help="The tenant's name.")
     with cli.client() as client:
         made = client.add_tenant(name)
     cli.show(made, f"{made.name} is tenant {made.id}; rookery tenants key {made.name} creates a key")
+
+
+@app.command("rename")
+@with_options
+def rename(cli: Cli, tenant: Tenant, name: Annotated[str, typer.Argument(help="The new name.")]) -> None:
+    """Give a tenant another name."""
+    with cli.client() as client:
+        row = client.rename_tenant(tenant, name)
+    cli.show(row, f"{row.id} is called {row.name}")
+
+
+@app.command("delete")
+@with_options
+def delete(
+    cli: Cli,
+    tenant: Tenant,
+    force: Annotated[bool, typer.Option("--force", help="Cancel its jobs that have not ended.")] = False,
+) -> None:
+    """Delete a tenant with its keys, jobs, versions and uploads. What it cost stays in the costs."""
+    with cli.client() as client:
+        client.delete_tenant(tenant, force=force)
+    cli.show({"deleted": tenant}, f"{tenant} is deleted")
 
 
 @app.command("limit")

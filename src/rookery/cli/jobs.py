@@ -17,7 +17,9 @@ from rookery.telemetry.table import job_line, job_list, sparkline
 app = typer.Typer(help="List, show, follow, control and delete jobs.", no_args_is_help=True)
 uploads = typer.Typer(help="List and delete uploaded datasets and adapters.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name where only one has it.")]
+Name = Annotated[
+    str, typer.Argument(metavar="JOB", help="A job's id or name: the newest of that name; NAME~1 is the one before.")
+]
 
 
 @app.command("list")

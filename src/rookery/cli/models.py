@@ -13,8 +13,7 @@ import typer
 from rookery.aio import interpreter
 from rookery.cli.options import Cli, with_options
 from rookery.cli.output import print_json, visible
-from rookery.client import Client
-from rookery.errors import NotFound, Unavailable, UserError
+from rookery.errors import Unavailable, UserError
 from rookery.telemetry.rows import Rows, columns
 from rookery.tokenization.registry import CATALOGUE, prepared_models, resolve, status
 
@@ -69,7 +68,10 @@ def _rows(cli: Cli) -> list[dict[str, Any]]:
 @with_options
 def chat(
     cli: Cli,
-    target: Annotated[str, typer.Argument(metavar="JOB[@VERSION]", help="A job, its newest version or this one.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="JOB[@VERSION]", help="A job, or a base model."),
+    ],
     message: Annotated[str | None, typer.Option("--message", "-m", help="Send this, print the reply, exit.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of one reply at most.", min=1)] = 256,
@@ -85,18 +87,17 @@ def chat(
     if seed is not None:
         sampling["seed"] = seed
     with cli.client() as client:
-        model = _target(client, target)
         while True:
             content = message if message is not None else _read_line()
             if not content:
                 return
             messages.append({"role": "user", "content": content})
             if cli.json:
-                reply = client.sample(model, messages, **sampling)
+                reply = client.sample(target, messages, **sampling)
                 print_json(reply)
                 text = reply.text
             else:
-                text = _print_stream(client.stream(model, messages, **sampling))
+                text = _print_stream(client.stream(target, messages, **sampling))
             if message is not None:
                 return
             messages.append({"role": "assistant", "content": text})
@@ -118,14 +119,3 @@ def _read_line() -> str:
     except (EOFError, KeyboardInterrupt):
         print()
         return ""
-
-
-def _target(client: Client, target: str) -> str:
-    """The id of a job that was given by name; the name of a base model is returned as it is."""
-    name, at, version = target.rpartition("@") if "@" in target else (target, "", "")
-    try:
-        return client.job(name).id + at + version
-    except NotFound:
-        if name in CATALOGUE or "/" in name:
-            return target
-        raise

@@ -126,14 +126,12 @@ class Client:
         return self._send_job("/api/v1/jobs/dry-run", spec, folder, {})
 
     def job(self, id: str) -> Job:
-        """The job with this id, or the only one with this name. Raises :class:`~rookery.errors.NotFound`."""
-        views = self.views()
-        found = [view for view in views if view.id == id] or [view for view in views if view.name == id]
-        if not found:
-            raise NotFound(f"no job {id!r}; rookery jobs list shows yours")
-        if len(found) > 1:
-            raise Conflict(f"{len(found)} jobs have the name {id!r}; give an id: {', '.join(v.id for v in found)}")
-        return self._job(found[0])
+        """The job with this id or name. Of several jobs with one name it is the newest; ``NAME~1`` is the one before
+        it. Raises :class:`~rookery.errors.NotFound`."""
+        try:
+            return self._job(self._connection.call("GET", f"/api/v1/jobs/{quote(id, safe='~')}"))
+        except NotFound:
+            raise NotFound(f"no job {id!r}; rookery jobs list shows yours") from None
 
     def jobs(self) -> list[Job]:
         """All jobs of this key's tenant."""
@@ -167,7 +165,18 @@ class Client:
         return self._connection.call("GET", "/api/v1/tenants")
 
     def add_tenant(self, name: str) -> Record:
+        """Create a tenant. Raises :class:`~rookery.errors.Conflict` where another one has the name."""
         return self._connection.call("POST", "/api/v1/tenants", json={"name": name})
+
+    def rename_tenant(self, tenant: str, name: str) -> Record:
+        """Give a tenant another name."""
+        return self._connection.call("PATCH", f"/api/v1/tenants/{self._tenant(tenant)}", json={"name": name})
+
+    def delete_tenant(self, tenant: str, *, force: bool = False) -> None:
+        """Delete a tenant with its keys, jobs and uploads; its costs stay. ``force`` cancels jobs that have not ended.
+        Raises :class:`~rookery.errors.Conflict` where there are such jobs."""
+        path = f"/api/v1/tenants/{self._tenant(tenant)}"
+        self._connection.call("DELETE", path, params={"force": force})
 
     def limit_tenant(self, tenant: str, **limits: float | None) -> Record:
         """Change limits of a tenant: jobs, requests, adapters, bytes, tokens_per_day, models, hosts,
@@ -176,7 +185,7 @@ class Client:
         return self._connection.call("PUT", path, json=limits)
 
     def keys(self, tenant: str) -> list[Record]:
-        """A tenant's keys: ids and labels, never their texts. ``tenant``: its id, or its name where only one has it."""
+        """A tenant's keys: ids and labels, never their texts. ``tenant``: its id or name."""
         return self._connection.call("GET", f"/api/v1/tenants/{self._tenant(tenant)}/keys")
 
     def add_key(

@@ -55,6 +55,9 @@ START_CRASHES = (
 )
 """The reason for the pause of a job that is not taken up again."""
 
+SHOWN_JOBS = 3
+"""Jobs that an error names of many."""
+
 
 class Controller:
     def __init__(
@@ -152,6 +155,8 @@ class Controller:
             else:
                 context.rollouts.expect_resumptions()
                 self._admit(row)
+        for tenant in await store.half_deleted():
+            self._tasks.append(asyncio.create_task(self._clear_tenant(tenant)))
 
     async def stop(self) -> None:
         """Stop everything; jobs stay as they are and are resumed at the next start."""
@@ -236,6 +241,37 @@ class Controller:
         self.context.quotas.override(tenant, row.limits)
         self._launch_admitted(tenant)
         return row
+
+    async def delete_tenant(self, tenant: str, force: bool) -> None:
+        """Delete a tenant with its keys, jobs, uploads and checkpoints; its clients are finished. ``force`` cancels
+        jobs that have not ended. Raises :class:`Conflict`, :class:`NotFound`."""
+        store = self.context.store
+        await store.get_tenant(tenant)
+        unfinished = await store.unfinished_job_ids(tenant)
+        if unfinished and not force:
+            shown = ", ".join(sorted(unfinished)[:SHOWN_JOBS])
+            raise Conflict(
+                f"tenant {tenant} has {len(unfinished)} jobs that have not ended ({shown}); delete it with force"
+                " (rookery tenants delete --force), which cancels them"
+            )
+        await store.delete_tenant(tenant, self.context.clock.time())
+        await self._clear_tenant(tenant)
+
+    async def _clear_tenant(self, tenant: str) -> None:
+        """Delete what a deleted tenant stored."""
+        store = self.context.store
+        for session in await store.list_sessions(tenant):
+            if session.finished is None:
+                await self.sessions.finish(tenant, session.id, "deleted")
+        for row in await store.list_jobs(tenant):
+            if row.finished is None:
+                await self.cancel(tenant, row.id)
+            await self.delete_job(tenant, row.id)
+        for upload in await store.uploads(tenant):
+            await self.delete_upload(tenant, upload.hash)
+        for saved in await store.list_checkpoints(tenant):
+            await self.sessions.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
+        log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
 
     async def _watch_jobs(self) -> None:
         """Pause the jobs of tenants without tokens for today, launch those that may start now, resume those that an

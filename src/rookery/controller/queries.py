@@ -231,10 +231,14 @@ class JobQueries:
         return rows
 
     async def costs(self) -> dict[str, Any]:
-        """The cost of each tenant, and of the workers."""
-        tenants = await self._store.list_tenants()
+        """The cost of each tenant, of deleted ones where they caused any, and of the workers."""
+        tenants = await self._store.list_tenants(deleted=True)
         usage = self._context.usage
-        bills = [{"tenant": row.id, "name": row.name, "cost": usage.tenant_view(row.id)} for row in tenants]
+        bills = [
+            {"tenant": row.id, "name": row.name, "deleted": row.deleted, "cost": cost}
+            for row in tenants
+            if (cost := usage.tenant_view(row.id)).seconds or row.deleted is None
+        ]
         return {"tenants": bills, "workers": usage.fleet()}
 
     def health(self) -> dict[str, Any]:

@@ -186,10 +186,10 @@ class JobValidator:
                 digest = (await context.store.get_upload(tenant, "adapter", start.upload)).hash
             else:
                 assert start.job is not None
-                row = await context.store.get_job(tenant, start.job)
+                row = await context.store.find_job(tenant, start.job)
                 if row.spec["base_model"] != spec.base_model:
                     raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
-                _, found = await find_version(context.store, tenant, start.job, start.policy, start.version)
+                _, found = await find_version(context.store, tenant, row.id, start.policy, start.version)
                 digest = found.hash
             config = await context.store.transfer(context.artifacts.path, digest, CONFIG_FILE)
             problems = await asyncio.to_thread(self._unfit, config, spec, start.upload is not None)
@@ -252,14 +252,18 @@ class JobValidator:
 
     async def target(self, tenant: str, target: str) -> Target:
         """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION`` or a client's checkpoint
-        ``tinker://…`` names. Raises :class:`NotFound`, :class:`UserError`, or :class:`Unavailable`."""
+        ``tinker://…`` names; ``JOB`` is a job's id or name, or ``NAME~1`` for the one before. A base model's name means
+        the model, whatever jobs are called so. Raises :class:`NotFound`, :class:`UserError`, or
+        :class:`Unavailable`."""
         context = self._context
         if target.startswith(SCHEME):
             checkpoint, run, policy = await find_checkpoint(context, tenant, target)
             return Target(checkpoint.path, run.base_model, adapter_ref(policy, checkpoint))
         job, at, version = target.removesuffix(":latest").partition("@")
         try:
-            row = await context.store.get_job(tenant, job)
+            row = await context.store.find_job(tenant, job)
+            if target == row.name and target in CATALOGUE:
+                raise NotFound(target)  # the model is meant
         except NotFound:
             try:
                 model = await self.model(tenant, target)
@@ -277,10 +281,10 @@ class JobValidator:
             return Target(model, model, None)
         if at and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
-        policy = (await context.store.policies(tenant, job))[0]
+        policy = (await context.store.policies(tenant, row.id))[0]
         number = int(version) if NUMBER.fullmatch(version) else None
-        policy, found = await find_version(context.store, tenant, job, policy.name, number)
-        return Target(f"{job}@{found.version}", row.spec["base_model"], adapter_ref(policy, found))
+        policy, found = await find_version(context.store, tenant, row.id, policy.name, number)
+        return Target(f"{row.id}@{found.version}", row.spec["base_model"], adapter_ref(policy, found))
 
     async def add_dataset(
         self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int]

@@ -115,7 +115,7 @@ class StreamOptions(OpenAIModel):
 class CompletionOptions(OpenAIModel):
     """Fields of both endpoints."""
 
-    model: Line = Field(min_length=1, description="A base model, JOB (or JOB:latest), or JOB@VERSION")
+    model: Line = Field(min_length=1, description="A base model, or JOB, JOB:latest, JOB@VERSION with an id or name")
     n: int | None = Field(None, ge=1, le=128)
     temperature: Annotated[Temperature, Field(le=10)] | None = Field(
         None, description="1 when absent; 0 takes the likeliest token"

@@ -321,6 +321,7 @@ class TenantCost(BaseModel):
 
     tenant: str
     name: str
+    deleted: float | None = Field(None, description="When the tenant was deleted")
     cost: CostView
 
 

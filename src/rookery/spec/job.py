@@ -212,8 +212,8 @@ class JobSpec(StrictModel):
     """One RL task that trains one policy."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", max_length=100)
-    """Name of the job: 1 to 100 letters, digits, `.`, `_`, `-`. Several jobs may share a name; the id tells them
-    apart."""
+    """Name of the job: 1 to 100 letters, digits, `.`, `_`, `-`. Where several jobs share a name, it means the newest,
+    and `NAME~1` the one before it."""
     base_model: Line = Field(min_length=1)
     """Model that the adapter is trained on: a catalogue name (`rookery models`), a hub id, or a folder written as a
     path (`./x`, `/x`), which only the administrator may name."""

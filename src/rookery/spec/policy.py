@@ -95,7 +95,7 @@ class WarmStart(StrictModel):
     ``rank``, ``alpha`` and ``targets`` of this policy must equal theirs, and so must the base model."""
 
     job: Name | None = None
-    """Id of a job of yours on the same base model."""
+    """Id or name of a job of yours on the same base model; `NAME~1` is the one before the newest of that name."""
     policy: Name = "main"
     """With `job`: a policy of that job."""
     version: int | None = Field(None, ge=0, lt=2**63)

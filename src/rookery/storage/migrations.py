@@ -143,12 +143,18 @@ def _samplers_without_clones(op: Operations) -> None:
     op.drop_column("samplers", "clones")
 
 
+def _deleted_tenants(op: Operations) -> None:
+    """When a tenant was deleted."""
+    op.add_column("tenants", sa.Column("deleted", sa.Double))
+
+
 REVISIONS = {
     "0002": _steps_and_usage,
     "0003": _job_starts,
     "0004": _tenant_limits,
     "0005": _key_roles,
     "0006": _samplers_without_clones,
+    "0007": _deleted_tenants,
 }
 """The change that leads to each revision, in order."""
 

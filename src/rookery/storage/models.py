@@ -65,6 +65,8 @@ class TenantRow(Base):
     admin: Mapped[bool]
     limits: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
     """Limits that are not the service's settings, and the weight (:mod:`rookery.controller.quotas`)."""
+    deleted: Mapped[float | None] = mapped_column(default=None)
+    """When it was deleted; None while it lives. The row stays for the costs that it caused."""
 
 
 class OwnedRow(Base):

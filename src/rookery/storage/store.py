@@ -198,6 +198,9 @@ class Transactions:
 
     create_tenant = _write(tenants.create_tenant)
     get_tenant = _read(tenants.get_tenant)
+    rename_tenant = _write(tenants.rename_tenant)
+    delete_tenant = _write(tenants.delete_tenant)
+    half_deleted = _read(tenants.half_deleted)
     limit_tenant = _write(tenants.limit_tenant)
     stored = _read(tenants.stored)
     metadata_bytes = _read(tenants.metadata_bytes)
@@ -221,6 +224,7 @@ class Transactions:
 
     submit_job = _write(jobs.submit_job)
     get_job = _read(jobs.get_job)
+    find_job = _read(jobs.find_job)
     list_jobs = _read(jobs.list_jobs)
     all_unfinished_jobs = _read(jobs.all_unfinished_jobs)
     unfinished_job_ids = _read(jobs.unfinished_job_ids)

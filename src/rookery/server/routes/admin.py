@@ -50,6 +50,19 @@ async def new_tenant(service: Service, owner: Administrator, request: NewTenant)
     return _tenant_view(service, await service.context.store.create_tenant(id, request.name, now))
 
 
+@routes.patch("/tenants/{tenant}")
+async def rename_tenant(service: Service, owner: Administrator, tenant: str, request: NewTenant) -> TenantView:
+    """Give a tenant another name. Two tenants never have the same one."""
+    return _tenant_view(service, await service.context.store.rename_tenant(tenant, request.name))
+
+
+@routes.delete("/tenants/{tenant}", status_code=204)
+async def delete_tenant(service: Service, owner: Administrator, tenant: str, force: bool = False) -> None:
+    """Delete a tenant: its keys, jobs, versions, uploads and checkpoints. What it cost stays in the costs. With
+    ``force`` also one whose jobs have not ended: they are cancelled."""
+    await service.controller.delete_tenant(tenant, force)
+
+
 @routes.put("/tenants/{tenant}/limits")
 async def limit_tenant(service: Service, owner: Administrator, tenant: str, request: TenantLimits) -> TenantView:
     """Change limits of a tenant. Jobs beyond them wait; running ones continue."""

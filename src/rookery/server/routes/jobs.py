@@ -14,7 +14,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Body, Header, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from rookery.aio import cancel_all
@@ -46,6 +46,20 @@ JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSp
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
+
+
+async def _job_id(
+    service: Service,
+    owner: Owner,
+    job: Annotated[
+        str, Path(max_length=200, description="A job's id or name (the newest of that name), or NAME~1, the one before")
+    ],
+) -> str:
+    """The id of the job that a request names. Raises :class:`NotFound`."""
+    return (await service.context.store.find_job(owner.id, job)).id
+
+
+OfJob = Annotated[str, Depends(_job_id)]
 After = Annotated[int, Query(ge=-1, lt=2**63, description="Only rows of later steps")]
 
 
@@ -71,12 +85,12 @@ async def list_jobs(service: Service, owner: Owner) -> Any:
 
 
 @routes.get("/jobs/{job}", tags=["jobs"])
-async def show(service: Service, owner: Owner, job: str) -> JobView:
+async def show(service: Service, owner: Owner, job: OfJob) -> JobView:
     return await service.controller.queries.show(owner.id, job)
 
 
 @routes.delete("/jobs/{job}", tags=["jobs"])
-async def delete_job(service: Service, owner: Owner, job: str) -> JobView:
+async def delete_job(service: Service, owner: Owner, job: OfJob) -> JobView:
     """Delete a job that has ended, with its versions and all its results. Returns it as it was."""
     view = await service.controller.queries.show(owner.id, job)
     await service.controller.delete_job(owner.id, job)
@@ -84,14 +98,14 @@ async def delete_job(service: Service, owner: Owner, job: str) -> JobView:
 
 
 @routes.post("/jobs/{job}/{action}", tags=["jobs"])
-async def act(service: Service, owner: Owner, job: str, action: Literal["pause", "resume", "cancel"]) -> JobView:
+async def act(service: Service, owner: Owner, job: OfJob, action: Literal["pause", "resume", "cancel"]) -> JobView:
     """Pause a job (nothing is lost), resume it, or end it for good. Returns the job."""
     await getattr(service.controller, action)(owner.id, job)
     return await service.controller.queries.show(owner.id, job)
 
 
 @routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], response_model_exclude_unset=True, tags=["results"])
-async def metrics(service: Service, owner: Owner, job: str, after: After = -1) -> Any:
+async def metrics(service: Service, owner: Owner, job: OfJob, after: After = -1) -> Any:
     """One row per optimizer step."""
     return await service.controller.queries.metrics(owner.id, job, after)
 
@@ -100,7 +114,7 @@ async def metrics(service: Service, owner: Owner, job: str, after: After = -1) -
 async def metrics_stream(
     service: Service,
     owner: Owner,
-    job: str,
+    job: OfJob,
     after: After = -1,
     last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
 ) -> Response:
@@ -113,7 +127,7 @@ async def metrics_stream(
 
 
 @routes.get("/jobs/{job}/events", response_model=list[JobEvent], tags=["results"])
-async def events(service: Service, owner: Owner, job: str, limit: Limit = 100) -> Any:
+async def events(service: Service, owner: Owner, job: OfJob, limit: Limit = 100) -> Any:
     """The job's event log, newest last."""
     return await service.controller.queries.events(owner.id, job, limit)
 
@@ -121,19 +135,19 @@ async def events(service: Service, owner: Owner, job: str, limit: Limit = 100) -
 @routes.get(
     "/jobs/{job}/trajectories", response_model=list[EpisodeView], response_model_exclude_unset=True, tags=["results"]
 )
-async def trajectories(service: Service, owner: Owner, job: str, limit: Limit = 20, version: OfVersion = None) -> Any:
+async def trajectories(service: Service, owner: Owner, job: OfJob, limit: Limit = 20, version: OfVersion = None) -> Any:
     """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
     return await service.controller.queries.trajectories(owner.id, job, limit, version)
 
 
 @routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], tags=["results"])
-async def evaluations(service: Service, owner: Owner, job: str) -> Any:
+async def evaluations(service: Service, owner: Owner, job: OfJob) -> Any:
     """Evaluations on held-out prompts, by version."""
     return await service.controller.queries.evaluations(owner.id, job)
 
 
 @routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], tags=["results"])
-async def versions(service: Service, owner: Owner, job: str, policy: str) -> Any:
+async def versions(service: Service, owner: Owner, job: OfJob, policy: str) -> Any:
     return await service.controller.queries.versions(owner.id, job, policy)
 
 
@@ -143,7 +157,7 @@ async def versions(service: Service, owner: Owner, job: str, policy: str) -> Any
     responses={200: {"content": {"application/x-tar": {}}, "description": "The files of the PEFT folder"}},
     tags=["results"],
 )
-async def adapter(service: Service, owner: Owner, job: str, policy: str, version: str) -> Response:
+async def adapter(service: Service, owner: Owner, job: OfJob, policy: str, version: str) -> Response:
     """The PEFT folder of a version (a number, or ``latest``) as a tar, without the trainer's state."""
     if version != "latest" and not NUMBER.fullmatch(version):
         raise NotFound(f"no version {version!r}; give a number or latest")

@@ -15,13 +15,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Update, bindparam, delete, exists, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_or_find, fetch_all, get, rows
+from rookery.storage.columns import add, add_or_find, fetch_all, find, get, rows
 from rookery.storage.models import (
     FINAL_JOB_STATES,
     EpisodeRow,
@@ -82,6 +83,24 @@ def submit_job(
 def get_job(connection: Connection, tenant: str, job: str) -> JobRow:
     """Raises :class:`NotFound` if this tenant has no such job."""
     return get(connection, JobRow, f"job {job}", id=job, tenant=tenant)
+
+
+NTH_NAME = re.compile(r"(?P<name>[^~]+)(~(?P<before>[0-9]{1,9}))?")
+"""``NAME``, the newest job of that name, or ``NAME~1``, the one before it."""
+
+
+def find_job(connection: Connection, tenant: str, job: str) -> JobRow:
+    """The job that a user names: by its id, by its name (the newest one of that name), or as ``NAME~1``, the one before
+    that. Raises :class:`NotFound`."""
+    row = find(connection, JobRow, id=job, tenant=tenant)
+    if row is not None:
+        return row
+    if (parts := NTH_NAME.fullmatch(job)) is not None:
+        named, before = select(JobRow).filter_by(tenant=tenant, name=parts["name"]), int(parts["before"] or 0)
+        newest_first = named.order_by(JobRow.created.desc(), JobRow.id)
+        if found := fetch_all(connection, JobRow, newest_first.offset(before).limit(1)):
+            return found[0]
+    raise NotFound(f"no job {job}")
 
 
 def list_jobs(connection: Connection, tenant: str) -> list[JobRow]:

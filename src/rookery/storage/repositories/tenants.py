@@ -46,7 +46,8 @@ _FLEET, _TOKENS = "fleet", "tokens"
 
 
 def create_tenant(connection: Connection, id: str, name: str, created: float, admin: bool = False) -> TenantRow:
-    """Raises :class:`Conflict` if the id is taken."""
+    """Raises :class:`Conflict` if the id or the name is taken."""
+    _check_name(connection, name)
     row = TenantRow(id=id, name=name, created=created, admin=admin)
     if add_new(connection, row):
         raise Conflict(f"tenant {id} exists already")
@@ -54,8 +55,42 @@ def create_tenant(connection: Connection, id: str, name: str, created: float, ad
 
 
 def get_tenant(connection: Connection, id: str) -> TenantRow:
-    """Raises :class:`NotFound`."""
-    return get(connection, TenantRow, f"tenant {id}", id=id)
+    """Raises :class:`NotFound`, also for a deleted one."""
+    row = get(connection, TenantRow, f"tenant {id}", id=id)
+    if row.deleted is not None:
+        raise NotFound(f"tenant {id} is deleted")
+    return row
+
+
+def rename_tenant(connection: Connection, id: str, name: str) -> TenantRow:
+    """Raises :class:`NotFound`, :class:`Conflict` if the name is taken."""
+    if get_tenant(connection, id).name != name:
+        _check_name(connection, name)
+        connection.execute(update(TenantRow).where(TenantRow.id == id).values(name=name))
+    return get_tenant(connection, id)
+
+
+def delete_tenant(connection: Connection, id: str, time: float) -> None:
+    """The tenant's keys are valid no more, and its name is free. Its rows stay until they are deleted one by one.
+    Raises :class:`NotFound`, :class:`Conflict` for the administrator's tenant."""
+    if get_tenant(connection, id).admin:
+        raise Conflict(f"tenant {id} is the administrator's, which cannot be deleted")
+    connection.execute(update(TenantRow).where(TenantRow.id == id).values(deleted=time))
+    connection.execute(update(KeyRow).where(KeyRow.tenant == id, KeyRow.revoked.is_(None)).values(revoked=time))
+
+
+def half_deleted(connection: Connection) -> set[str]:
+    """Deleted tenants of which jobs, uploads or checkpoints are left: a crash interrupted their deletion."""
+    deleted = select(TenantRow.id).where(TenantRow.deleted.is_not(None))
+    queries = [select(kind.tenant).where(kind.tenant.in_(deleted)) for kind in (JobRow, UploadRow, CheckpointRow)]
+    return {tenant for query in queries for tenant in connection.execute(query.distinct()).scalars()}
+
+
+def _check_name(connection: Connection, name: str) -> None:
+    """Raises :class:`Conflict` where a live tenant has this name, or any this id: a name or an id names one tenant."""
+    taken = ((TenantRow.name == name) & TenantRow.deleted.is_(None)) | (TenantRow.id == name)
+    for id in connection.execute(select(TenantRow.id).where(taken)).scalars():
+        raise Conflict(f"tenant {id} is called {name!r} already; give another name")
 
 
 def limit_tenant(connection: Connection, id: str, changes: Mapping[str, float | None]) -> TenantRow:
@@ -96,9 +131,10 @@ def metadata_bytes(connection: Connection, tenant: str) -> int:
     return int(total)
 
 
-def list_tenants(connection: Connection) -> list[TenantRow]:
-    """Oldest first."""
-    return rows(connection, TenantRow, order_by=(TenantRow.created, TenantRow.id))
+def list_tenants(connection: Connection, deleted: bool = False) -> list[TenantRow]:
+    """Oldest first, with or without those that were deleted."""
+    which = [] if deleted else [TenantRow.deleted.is_(None)]
+    return rows(connection, TenantRow, *which, order_by=(TenantRow.created, TenantRow.id))
 
 
 def add_key(
