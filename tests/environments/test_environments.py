@@ -98,6 +98,53 @@ def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("verifier", "answer", "says"),
+    [
+        ("exact", None, "answer is null, neither a text nor a number; write the text of a right reply, in quotes"),
+        ("exact", "", "which an empty reply equals"),
+        ({"name": "regex", "pattern": "(.)"}, ["yes"], "neither a text nor a number"),
+        ("number", "3/4", "not a number; write it in digits"),
+        ({"name": "json", "fields": {"a": "b"}}, 1, "the row has no field 'b'"),
+        ("math", "3 \N{EN DASH} 5", "can be read in several ways; write it in LaTeX"),
+        ("math", "(?", "math-verify finds no expression; write it in LaTeX"),
+    ],
+)
+def test_answers_that_nothing_can_equal_are_refused_with_their_line(
+    tmp_path: Path, verifier: Any, answer: Any, says: str
+) -> None:
+    """At the submission, in training and held-out rows, from files and inline."""
+    if verifier == "math":
+        pytest.importorskip("math_verify")
+    good, bad = {"prompt": "a", "answer": 5}, {"prompt": "b", "answer": answer}
+    good |= {"b": 1} if isinstance(verifier, dict) and verifier["name"] == "json" else {}
+    path, name = tmp_path / "rows.jsonl", verifier if isinstance(verifier, str) else verifier["name"]
+    path.write_text("\n\n".join(json.dumps(row) for row in (good, good, bad)))
+    for options, place in [
+        ({"path": str(path)}, "dataset: line 5: "),
+        ({"rows": [good, good, bad]}, "dataset: row 3: "),
+        ({"rows": [good], "eval_path": str(path)}, "eval: line 5: "),
+        ({"path": str(path), "eval_last": 1}, "eval: line 5: "),
+    ]:
+        with pytest.raises(UserError) as caught:
+            BUILTINS["jsonl"].validate_options({**options, "verifier": verifier})
+        assert str(caught.value).startswith(place) and says in str(caught.value)
+        assert str(caught.value).endswith(f" (verifier {name})") and "\n" not in str(caught.value)
+    BUILTINS["jsonl"].validate_options({"rows": [good], "verifier": verifier})
+
+
+def test_a_marker_that_is_a_special_token_separates_the_answer() -> None:
+    row = {"prompt": "a", "answer": 5}
+    environment = BUILTINS["jsonl"]({"rows": [row], "verifier": {"name": "number", "after": "</think>"}})
+    episode = environment.for_episode()
+    episode.prompt = row
+    raw = "so 4</think>5 is it"
+    step: Any = episode.step(Reply(text="so 45 is it", tokens=[], messages=[], turn=0, raw=raw, special=["</think>"]))
+    assert (step.reward, step.metrics["answered"]) == (1, 1)
+    step = episode.step(Reply(text="so 5", tokens=[], messages=[], turn=0))
+    assert (step.reward, step.metrics["answered"]) == (0, 0)
+
+
 @settings(max_examples=60)
 @given(
     rows=st.lists(

@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -19,9 +21,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.support.processes import runs
 
 from rookery.environments.verifiers import pool
+from rookery.environments.verifiers.texts import folded
 from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Math, Number, Regex
 from rookery.errors import UserError
 
@@ -39,6 +43,121 @@ def test_exact() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("12", 12.0, 1),
+        ("12.0", 12, 1),
+        ("12.5", 12, 0),
+        ("1e-05", 1e-5, 1),
+        ("0.00001", 1e-5, 1),
+        ("10000000000000000", 1e16, 1),
+        ("\N{MINUS SIGN}3", -3, 1),
+        ("1,234", 1234, 1),
+        ("12", "12.0", 0),  # a text is compared as a text
+        ("null", "null", 1),
+        ("caf\u00e9", "cafe\u0301", 1),
+        ("cafe\u0301", "caf\u00e9", 1),
+        ("cafe", "caf\u00e9", 0),
+        ("New\N{NO-BREAK SPACE}York", "New York", 1),
+        ("New  York", "New\N{NARROW NO-BREAK SPACE}York", 1),
+        ("\ufeffNew York\u200b", "New York", 1),
+        ("NewYork", "New York", 0),
+        ("\N{HANGUL SYLLABLE GAG}", "\u1100\u1161\u11a8", 1),
+        ("\N{LATIN SMALL LIGATURE FI}", "fi", 0),
+        ("paris", "Paris", 0),
+    ],
+)
+@pytest.mark.parametrize("verifier", ["exact", "regex"])
+def test_texts_are_compared_as_they_read(verifier: str, text: str, answer: Any, right: float) -> None:
+    options = {"pattern": "^Answer: (.+)$"} if verifier == "regex" else {}
+    reply = f"Answer:\N{NO-BREAK SPACE}{text}" if verifier == "regex" else text
+    assert reward(verifier, reply, {"answer": answer}, **options) == right
+
+
+@given(
+    text=st.text(max_size=30),
+    other=st.text(max_size=30),
+    joint=st.sampled_from([" ", "\N{NO-BREAK SPACE}", "\n", "\t  "]),
+)
+def test_a_text_equals_its_other_spellings_and_nothing_else(text: str, other: str, joint: str) -> None:
+    answer = f"a {text} b {other} c"
+    row = {"answer": answer}
+    decomposed = unicodedata.normalize("NFD", f"a {text} b {other} c".replace(" ", joint))
+    assert reward("exact", f" {decomposed}\u200b\n", row) == 1
+    assert reward("exact", answer + "d", row) == 0
+    assert reward("exact", answer.upper(), {"answer": answer.lower()}, ignore_case=True) == (
+        folded(answer.upper()) == folded(answer.lower())
+    )
+
+
+PARTS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"after": "</think>"}, "<think>4</think>5", "5"),
+    ({"after": "</think>"}, "<think>4", None),
+    ({"after": "</think>"}, "5", None),
+    ({"after": "</think>"}, "4</think>", ""),
+    ({"after": "</think>"}, "4</think>3</think>5", "5"),
+    ({"tag": "answer"}, "4 <answer>5</answer> 6", "5"),
+    ({"tag": "answer"}, "<answer>4</answer><answer>5</answer>", "5"),
+    ({"tag": "answer"}, "<answer>4 <answer>5</answer>", "5"),
+    ({"tag": "answer"}, "<answer>5</answer></answer>", "5"),
+    ({"tag": "answer"}, "<answer>5</answer> <answer>4", "5"),
+    ({"tag": "answer"}, "<answer>5", None),
+    ({"tag": "answer"}, "5</answer>", None),
+    ({"tag": "answer"}, "</answer>5<answer>", None),
+    ({"tag": "answer"}, "<Answer>5</Answer>", None),
+    ({"after": "</think>", "tag": "answer"}, "<answer>4</answer></think><answer>5</answer>", "5"),
+    ({"after": "</think>", "tag": "answer"}, "<answer>5</answer></think>5", None),
+]
+
+
+@pytest.mark.parametrize(("options", "reply", "part"), PARTS)
+@pytest.mark.parametrize(
+    ("verifier", "frame"),
+    [({"name": "exact"}, "{}"), ({"name": "number"}, "{}"), ({"name": "regex", "pattern": r"(\d)"}, "{}"),
+     ({"name": "json", "valid": 0}, '{{"answer": {}}}')],
+)  # fmt: skip
+def test_every_verifier_judges_only_the_part_asked_for(
+    verifier: dict[str, Any], frame: str, options: dict[str, Any], reply: str, part: str | None
+) -> None:
+    judge = VERIFIERS[verifier["name"]].model_validate({**verifier, **options})
+    if judge.name == "json":
+        reply = "".join(frame.format(char) if char.isdigit() else char for char in reply)
+    reward, metrics = judge.score(reply, {"answer": 5})
+    assert reward == (part == "5")
+    assert metrics["answered"] == (part is not None)
+
+
+def test_a_reply_without_the_part_is_wrong_even_where_found_is_rewarded() -> None:
+    for options in ({"name": "number"}, {"name": "regex", "pattern": r"(\d)"}):
+        judge = VERIFIERS[options["name"]].model_validate({**options, "found": 0.5, "wrong": -1, "after": "</think>"})
+        assert judge.score("so 4", {"answer": 5})[0] == -1
+        assert judge.score("</think>so 4", {"answer": 5})[0] == 0.5
+
+
+def test_markers_that_are_special_tokens_are_seen_and_others_are_not_judged() -> None:
+    raw, special = "<think>4</think><|final|>5<|extra|>", ["</think>", "<|final|>", "<|extra|>"]
+    assert VERIFIERS["exact"].model_validate({"after": "</think>"}).part("<think>45", raw, special) == "5"
+    for name in ("exact", "number"):
+        judge = VERIFIERS[name].model_validate({"after": "<|final|>"})
+        assert judge.score("<think>45", {"answer": 5}, raw, special)[0] == 1
+        assert judge.score("<think>45", {"answer": 5})[0] == 0
+    assert VERIFIERS["exact"].model_validate({}).score("5", {"answer": 5}, "5<|extra|>", ["<|extra|>"])[0] == 1
+
+
+def test_what_encloses_an_answer_is_the_part_that_is_judged() -> None:
+    for options, _, _ in PARTS:
+        judge = Exact.model_validate(options)
+        assert judge.part(judge.enclose("5")) == "5"
+
+
+@pytest.mark.parametrize("options", [{"after": ""}, {"tag": ""}, {"tag": "<answer>"}, {"tag": "a b"}])
+def test_parts_that_no_reply_has_are_refused(options: dict[str, str]) -> None:
+    for name in ("exact", "json"):
+        with pytest.raises(ValidationError):
+            VERIFIERS[name].model_validate(options)
+
+
+@pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
         ("12 + 30 = 42", {}, 1),
@@ -49,7 +168,7 @@ def test_exact() -> None:
         (" 42\n", {"where": "only"}, 1),
         ("42.0", {}, 1),
         ("42.4", {"tolerance": 0.5}, 1),
-        ("0-42", {}, 1),  # a difference, not a negative number
+        ("0-42", {}, 0),  # a difference or a range: no number
         ("-42", {}, 0),
         ("41", {"found": 0.1}, 0.1),
         ("none", {"found": 0.1, "wrong": -1}, -1),
@@ -63,7 +182,7 @@ def test_number(text: str, options: dict[str, Any], expected: float) -> None:
 
 def test_number_reads_thousands() -> None:
     assert reward("number", "It is 1,234,567.", {"answer": "1,234,567"}) == 1
-    assert reward("number", "1,2", {"answer": 2}) == 1
+    assert reward("number", "1,2", {"answer": 2}) == 0  # a decimal comma, or a list
 
 
 @pytest.mark.parametrize(
@@ -75,7 +194,7 @@ def test_number_reads_thousands() -> None:
         ("It is .5", 5, 0),
         ("It is .5", 0.5, 1),
         ("x = -.5", -0.5, 1),
-        ("version 1.2.3", 3, 1),
+        ("version 1.2.3", 3, 0),
         ("wait...7", 7, 1),
         ("x = \N{MINUS SIGN}3", 3, 0),
         ("x = \N{MINUS SIGN}3", -3, 1),
@@ -107,7 +226,7 @@ def test_regex() -> None:
 
 def test_a_pattern_that_runs_away_is_stopped() -> None:
     verifier = Regex.model_validate({"pattern": r"(.*a){20}b"})
-    verdict, metrics = verifier.score("a" * 300, {})
+    verdict, metrics = verifier.score("a" * 300, {"answer": "a"})
     assert (verdict, metrics["unjudged"]) == (0, 1)
 
 
@@ -133,6 +252,141 @@ def test_json() -> None:
 needs_math = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="the math extra is not installed"
 )
+
+
+MATHEMATICS: list[tuple[Any, str, float]] = [
+    (1e-05, r"\boxed{0.00001}", 1),
+    (1e-05, r"\boxed{e-5}", 0),
+    (1e-05, r"\boxed{10^{-5}}", 1),
+    (1e-05, r"\boxed{1e-5}", 1),
+    (1e16, r"\boxed{10000000000000000}", 1),
+    (1e16, r"\boxed{10^{16}}", 1),
+    (1e16, r"\boxed{16e}", 0),
+    (1e-07, r"\boxed{0.0000002}", 0),
+    (1e-07, r"\boxed{0}", 0),
+    (1e-07, r"\boxed{10^{-7}}", 1),
+    ("1e-05", r"\boxed{0.00001}", 1),
+    ("1e-05", r"\boxed{e-5}", 0),
+    ("3 1/2", r"\boxed{3.5}", 1),
+    ("3 1/2", r"\boxed{3 1/2}", 1),
+    ("3 1/2", r"\boxed{3\frac{1}{2}}", 1),
+    ("3 1/2", r"\boxed{2}", 0),
+    (2, r"\boxed{3 1/2}", 0),
+    (15.5, r"\boxed{31/2}", 1),
+    (5, r"\boxed{4} ... wait, \boxed{5}", 1),
+    (4, r"\boxed{4} ... wait, \boxed{5}", 0),
+    (5, r"<think>could be \boxed{4}</think> \boxed{5}", 1),
+    (4, r"so \boxed{4}. Hmm. Final answer: 5", 1),
+    (5, r"\boxed{5", 0),
+    (5, r"\boxed 5", 1),
+    (5, r"\boxed{}", 0),
+    (5, r"\boxed{5} then \boxed{}", 0),
+    (r"\{1,2\}", r"\boxed{\{1,2\}}", 1),
+    (r"\{1,2\}", r"\boxed{\{2,1\}}", 1),
+    ("1 234", r"\boxed{1234}", 1),
+    (r"1\,234", r"\boxed{1{,}234}", 1),
+    (1234, r"\boxed{1 234}", 1),
+    (1234, r"\boxed{1,234}", 1),
+    ("1,234", r"\boxed{1234}", 1),
+    (-5, r"\boxed{–5}", 1),
+    (5, r"\boxed{–5}", 0),
+    ("−5", r"\boxed{-5}", 1),
+    (-5, "The answer is –5", 1),
+    (5, "The answer is –5", 0),
+    ("½", r"\boxed{\frac12}", 1),
+    ("√2", r"\boxed{\sqrt{2}}", 1),
+    ("x²", r"\boxed{x^2}", 1),
+    ("x^2", r"\boxed{x²}", 1),
+    ("true", r"\boxed{True}", 1),
+    ("yes", r"\boxed{\text{yes}}", 1),
+    ("A", r"\boxed{\text{A}}", 1),
+    (r"\$5", r"\boxed{5}", 1),
+    ("$5", r"\boxed{\$5}", 1),
+    ("$5$", r"\boxed{5}", 1),
+    (r"\boxed{5}", r"\boxed{5}", 1),
+    ("50%", r"\boxed{50\%}", 1),
+    ("0.5", "I think it is 0.5", 1),
+    (r"\frac{1}{2}", "I think it is 0.5", 1),
+    (r"$\sqrt{8}$", r"so \boxed{2\sqrt{2}}", 1),
+    (5, r"\boxed{5 \text{ million}}", 0),
+    (1, "1e-5", 0),
+    (1e-05, "1e-5", 1),
+    (3.5, "3 1/2", 1),
+    (1, "3 1/2", 0),
+    (12.0, "12", 1),
+    (12, "$12.0$", 1),
+    ("x=5", r"\boxed{x=5}", 1),
+    (r"\log_2 8", r"\boxed{3}", 1),
+    ("3:4", r"\boxed{\frac34}", 1),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", 1),
+    ("(1,2)", r"\boxed{(1, 2)}", 1),
+    ("[1, 2]", r"\boxed{[1,2]}", 1),
+    (-2, "values 3–5", 0),
+    (5, r"\boxed{\text{5}}", 1),
+    ("٥", r"\boxed{5}", 1),
+    (r"2\pi", r"\boxed{2π}", 1),
+    (r"\frac{7}{2}", r"\boxed{3\ 1/2}", 1),
+    ("-3 1/2", r"\boxed{-3.5}", 1),
+    (r"\infty", r"\boxed{∞}", 1),
+    ("3×4", r"\boxed{12}", 1),
+    (1000000000000000000000000000000, r"\boxed{10^{30}}", 1),
+    (1e30, r"\boxed{10^{30}}", 1),
+    (0.1, r"\boxed{\frac{1}{10}}", 1),
+    (-0.0015, r"\boxed{-0.0015}", 1),
+    (5, r"<answer>\boxed{5}</answer>", 1),
+    (7, "$7$", 1),
+    (7, "**7**", 1),
+]
+
+
+@needs_math
+def test_math_compares_as_a_person_does() -> None:
+    verifier = VERIFIERS["math"].model_validate({})
+    found = [(answer, reply, verifier.score(reply, {"answer": answer})[0]) for answer, reply, _ in MATHEMATICS]
+    assert found == MATHEMATICS
+
+
+@needs_math
+def test_answers_that_math_verify_cannot_read_are_refused_with_their_row() -> None:
+    verifier = VERIFIERS["math"].model_validate({})
+    for answer in (None, True, [1], {}, "", "  ", "101_2", "12:30", "2024-01-02", "1.2.3", "5 million", "5th", "5 6",
+                   "3\N{EN DASH}5", r"\boxed{}", "1/2/3", "x" * 20_000):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^answer is "):
+            verifier.check({"answer": answer})
+    readable = [{"answer": answer} for answer in (5, 1e308, r"\frac{1}{2}", "A", "x=5", r"\$5")]
+    assert verifier.first_unfit(readable) is None and verifier.first_unread(readable) is None
+    for answer in ("?", "$$", r"\frac{1}", "((", "\N{PARTY POPPER}", "9^{9^{9^9}}!("):
+        assert verifier.first_unfit([{"answer": answer}]) is None
+        index, reason = verifier.first_unread([*readable, {"answer": answer}]) or (0, "")
+        assert index == len(readable) and "in which math-verify finds no expression; write it in LaTeX" in reason
+
+
+@needs_math
+def test_math_judges_only_the_part_asked_for() -> None:
+    verifier = VERIFIERS["math"].model_validate({"after": "</think>"})
+    assert verifier.score(r"<think>\boxed{4}</think> \boxed{5}", {"answer": 5})[0] == 1
+    assert verifier.score(r"<think>could be \boxed{5}", {"answer": 5}) == (
+        0,
+        {"right": 0, "unjudged": 0, "answered": 0},
+    )
+
+
+@needs_math
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60) | st.text(r"\boxed{}$()^_/0123456789.,-+ xe\N{EN DASH}½√", max_size=60))
+def test_no_reply_breaks_math(text: str) -> None:
+    for reply in (text, rf"\boxed{{{text}}}"):
+        verdict, metrics = MATH.score(reply, {"answer": 5})
+        assert verdict in (0, 1) and all(0 <= value <= 1 for value in metrics.values())
+
+
+@needs_math
+@settings(max_examples=60, deadline=None)
+@given(st.integers() | st.floats(-1e20, 1e20).filter(lambda value: not 0 < abs(value) < 1e-12))
+def test_a_number_as_the_answer_is_right_when_written_as_decimal(value: float) -> None:
+    decimal = f"{Decimal(repr(value)):f}"
+    assert MATH.score(rf"so \boxed{{{decimal}}}", {"answer": value})[0] == 1
+    assert MATH.score(rf"so \boxed{{{Decimal(decimal) + 1:f}}}", {"answer": value})[0] == 0
 
 
 @needs_math
@@ -163,6 +417,9 @@ def ours() -> Callable[[], set[int]]:
     """The child processes that the test has now."""
     before = children(os.getpid())
     return lambda: children(os.getpid()) - before
+
+
+MATH = VERIFIERS["math"].model_validate({}) if importlib.util.find_spec("math_verify") else None
 
 
 def judge() -> Callable[[str, str], bool | None]:
@@ -204,8 +461,8 @@ def test_a_judge_that_nobody_asks_keeps_no_process(
         time.sleep(wait)
     while ours():
         time.sleep(0.01)
-    with pytest.raises(ValueError, match="no expression in the answer"):
-        same("2", "")
+    with pytest.raises(ValueError, match="math-verify finds no expression"):
+        same("2", "?")
 
 
 @needs_math
@@ -242,8 +499,17 @@ def test_math_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_no_reply_breaks_a_verifier(text: str) -> None:
     row = {"answer": 5}
     for verifier in (Exact(), Number(), Number(where="any", found=0.1), Json(), Regex(pattern=r"(\d+)")):
-        verdict, metrics = verifier.score(text, row)
-        assert math.isfinite(verdict) and all(0 <= value <= 1 for value in metrics.values())
+        for judge in (verifier, verifier.model_copy(update={"after": ":", "tag": "b"})):
+            verdict, metrics = judge.score(text, row)
+            assert math.isfinite(verdict) and all(0 <= value <= 1 for value in metrics.values())
+
+
+@pytest.mark.parametrize("piece", ['{"a":', '{"', "{", '{"a":[', '{"a":1,', "[{"])
+def test_a_json_reply_of_beginnings_is_judged_at_once(piece: str) -> None:
+    began = time.process_time()
+    assert Json().score(piece * 20_000, {"answer": 5})[0] == 0
+    assert time.process_time() - began < 3
+    assert Json().score("{ " * 20_000 + '{"answer": 5}', {"answer": 5})[0] == 1
 
 
 json_values = st.recursive(
@@ -263,10 +529,23 @@ def test_json_values_written_down_are_right(value: Any) -> None:
 def test_rows_that_cannot_be_judged_by_are_told() -> None:
     for options, row, message in [
         ({"name": "exact"}, {"prompt": "x"}, "no field 'answer'"),
-        ({"name": "number"}, {"answer": "many"}, "'many', not a number"),
-        ({"name": "number"}, {"answer": True}, "True, not a number"),
+        ({"name": "number"}, {"answer": "many"}, '"many", not a number'),
+        ({"name": "number"}, {"answer": True}, "true, not a number"),
         ({"name": "regex", "pattern": "(.)"}, {}, "no field 'answer'"),
         ({"name": "json", "fields": {"a": "b"}}, {"answer": 1}, "no field 'b', which fields.a"),
+        ({"name": "number"}, {"answer": "3/4"}, 'answer is "3/4", not a number; write it in digits'),
+        ({"name": "number", "answer": "y"}, {"y": None}, "y is null, not a number"),
+        ({"name": "exact"}, {"answer": None}, "answer is null, neither a text nor a number; write the text"),
+        ({"name": "exact"}, {"answer": True}, "answer is true, neither"),
+        ({"name": "exact"}, {"answer": ["yes", "y"]}, "neither a text nor a number"),
+        ({"name": "exact"}, {"answer": {}}, "neither a text nor a number"),
+        ({"name": "exact"}, {"answer": ""}, 'answer is "", which an empty reply equals'),
+        ({"name": "exact"}, {"answer": "\N{NO-BREAK SPACE}\u200b"}, "which an empty reply equals"),
+        ({"name": "exact"}, {"answer": float("inf")}, "neither a text nor a number"),
+        ({"name": "regex", "pattern": "(.)"}, {"answer": None}, "answer is null, neither"),
+        ({"name": "regex", "pattern": "(.*)"}, {"answer": ""}, "which an empty reply equals"),
     ]:
         with pytest.raises(ValueError, match=message):
             VERIFIERS[options["name"]].model_validate(options).check(row)
+        with pytest.raises(ValueError, match=message):
+            VERIFIERS[options["name"]].model_validate(options).score("a reply", row)

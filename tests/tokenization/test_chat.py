@@ -390,3 +390,14 @@ def test_long_text_has_transformers_tokens(chats: dict[str, Chat], reference: Ca
     text = "What is 12 + 30?\ncafé 日本語 🦊\n" * 500
     for family, chat in chats.items():
         assert chat.encode(text) == reference(family)(text, add_special_tokens=False)["input_ids"]
+
+
+def test_special_tokens_of_a_reply_are_shown_but_for_the_one_that_ended_it(tmp_path: Path) -> None:
+    chat = Chat.load(write_model(tmp_path / "model", "chatml"))
+    thought, answer, marker, end = chat.encode("so 4"), chat.encode("5 é🦊"), *map(chat.encode, CHATML[1:])
+    assert chat.decode_special([*thought, *end]) == ("", [])
+    assert chat.decode_special([]) == ("", [])
+    assert chat.decode_special([*thought, *marker, *answer, *end]) == ("so 4<|im_start|>5 é🦊", ["<|im_start|>"])
+    twice = [*marker, *thought, *marker, *answer]
+    assert chat.decode_special(twice) == ("<|im_start|>so 4<|im_start|>5 é🦊", ["<|im_start|>"])
+    assert chat.decode([*thought, *marker, *answer, *end]) == "so 45 é🦊"

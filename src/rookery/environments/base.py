@@ -33,6 +33,10 @@ class Reply:
     """The whole conversation so far, this reply last."""
     turn: int
     """0 for the first reply of the episode."""
+    raw: str = ""
+    """The text with its special tokens, but the one that ended the reply; empty where ``special`` is."""
+    special: Sequence[str] = ()
+    """The different special tokens in ``raw``, such as ``</think>`` where the tokenizer declares it special."""
 
 
 @dataclass

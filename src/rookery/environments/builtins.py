@@ -44,7 +44,9 @@ class Builtin:
         """Validates the options in the service's process, without building another library's environment: the host
         reports what only building it shows. Raises :class:`UserError`; reads files that options name."""
         if self.require is None:
-            self(options)  # checks rows and runs nothing
+            built = self(options)  # checks rows and runs nothing
+            if isinstance(built, Jsonl):
+                built.check_answers()
         else:
             self.check(options)
             self.require()

@@ -154,7 +154,14 @@ class Episodes:
         environment = episode.environment
         assert environment is not None  # the reset was answered without an error
         conversation = [{"role": turn.role, "content": turn.content} for turn in message.messages]
-        reply = Reply(text=message.text, tokens=message.tokens, messages=conversation, turn=message.turn)
+        reply = Reply(
+            text=message.text,
+            tokens=message.tokens,
+            messages=conversation,
+            turn=message.turn,
+            raw=message.raw,
+            special=message.special,
+        )
         step = await self._run(episode, environment.step, reply)
         if not isinstance(step, Step):
             raise TypeError(f"step returned {type(step).__name__}, not a rookery.Step")

@@ -13,7 +13,7 @@ import io
 import json
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, overload
 
@@ -90,13 +90,21 @@ class Jsonl(Environment):
             if options.eval_last >= len(rows):
                 raise UserError(f"eval_last: given {options.eval_last}, allowed: less than the {len(rows)} rows")
             rows, held_out = rows[: -options.eval_last], rows[-options.eval_last :]
-        for where, part in (("dataset", rows), ("eval", held_out)):
-            for number, row in enumerate(part, 1):
-                try:
-                    self._verifier.check(row)
-                except ValueError as error:
-                    raise UserError(f"{where}: row {number}: {error} (verifier {self._verifier.name})") from None
         self._splits: dict[str, Sequence[dict[str, Any]]] = {"train": rows, "eval": held_out}
+        self._check(self._verifier.first_unfit)
+
+    def check_answers(self) -> None:
+        """Raises :class:`UserError` for a row whose answer the verifier's library cannot read. Takes up to half a
+        minute."""
+        self._check(self._verifier.first_unread)
+
+    def _check(self, first: Callable[[Iterable[Mapping[str, Any]]], tuple[int, str] | None]) -> None:
+        for where, rows in (("dataset", self._splits["train"]), ("eval", self._splits["eval"])):
+            unfit = first(rows)
+            if unfit is not None:
+                index, reason = unfit
+                place = f"line {rows.line(index)}" if isinstance(rows, IndexedRows) else f"row {index + 1}"
+                raise UserError(f"{where}: {place}: {reason} (verifier {self._verifier.name})")
 
     def prompts(self, split: Split) -> Iterable[Any]:
         return self._splits[split]
@@ -105,7 +113,7 @@ class Jsonl(Environment):
         return messages_of(prompt)
 
     def step(self, reply: Reply) -> Step:
-        reward, metrics = self._verifier.score(reply.text, self.prompt)
+        reward, metrics = self._verifier.score(reply.text, self.prompt, reply.raw, reply.special)
         return Step(reward=reward, done=True, metrics=metrics)
 
     def for_episode(self) -> Environment:
@@ -134,6 +142,11 @@ class IndexedRows(Sequence[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    def line(self, index: int) -> int:
+        """The number of a row's line in the file, from 1."""
+        with self._path.open("rb") as file:
+            return 1 + sum(1 for _ in iter(file.readline, b"") if file.tell() <= self._offsets[index])
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...

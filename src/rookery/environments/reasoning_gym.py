@@ -11,15 +11,15 @@ import copy
 import importlib.util
 import json
 import logging
-import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from rookery.bounds import INTEGER, SETTINGS, JsonSize, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, Step
 from rookery.environments.verifiers import pool
+from rookery.environments.verifiers.parts import ReplyPart
 from rookery.environments.verifiers.pool import LIMIT_SECONDS, VerifierError, VerifierPool, VerifierTimeout
 from rookery.errors import UserError, installs
 
@@ -42,11 +42,9 @@ tasks). They are refused: a separate process with limits does not contain code t
 user."""
 
 
-class ReasoningGymOptions(BaseModel):
+class ReasoningGymOptions(ReplyPart):
     """Options of ``{id: reasoning-gym}``: one question, one reply, the library's own score in [0, 1]. Metrics: `right`,
     the share of replies with a full score; `unjudged`, the share that could not be scored and earn 0."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     task: Name
     """A dataset's name in reasoning-gym, such as `spell_backward`."""
@@ -60,8 +58,6 @@ class ReasoningGymOptions(BaseModel):
     """Draws the questions."""
     suffix: Text = "\nReply with the answer only."
     """Text after every question."""
-    tag: Name | None = Field(None, pattern=r"^\w+$")
-    """Only the text inside the reply's last `<tag>…</tag>` is the answer; the whole reply when absent."""
 
     @field_validator("task")
     @classmethod
@@ -116,10 +112,8 @@ class ReasoningGym(Environment):
         return [{"role": "user", "content": prompt["question"] + self._options.suffix}]
 
     def step(self, reply: Reply) -> Step:
-        answer: str | None = reply.text.strip()
-        if self._options.tag is not None:
-            found = re.findall(rf"<{self._options.tag}>(.*?)</{self._options.tag}>", reply.text, re.DOTALL)
-            answer = found[-1].strip() if found else None
+        part = self._options.part(reply.text, reply.raw, reply.special)
+        answer = None if part is None else part.strip()
         score, unjudged = 0.0, False
         try:
             score = self._pool.score({"answer": answer, "prompt": self.prompt})

@@ -106,6 +106,10 @@ class StepEpisode(Message, kw_only=True):
     text: str
     tokens: list[int]
     messages: list[ChatMessage]
+    raw: str = ""
+    """The reply's text with special tokens, without the one that ended it; empty where there is none."""
+    special: list[str] = msgspec.field(default_factory=list)
+    """The different special tokens in ``raw``."""
 
 
 class Observation(EpochMessage, kw_only=True):

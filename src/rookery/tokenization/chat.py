@@ -102,6 +102,17 @@ class Chat:
         """The text of token ids without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def decode_special(self, tokens: Sequence[int]) -> tuple[str, list[str]]:
+        """The text of a reply with its special tokens, and these, each once; ``("", [])`` for a reply without any. The
+        token that ended the reply is left out."""
+        if tokens and tokens[-1] in self.stop_tokens:
+            tokens = tokens[:-1]
+        found = dict.fromkeys(token for token in tokens if token in self._added and self._added[token].special)
+        if not found:
+            return "", []
+        text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        return text, [self._added[token].content for token in found]
+
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The conversation as the model reads it, up to the start of its reply.
 

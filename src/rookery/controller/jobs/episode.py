@@ -116,9 +116,11 @@ class Episode:
             reply = self.turns[turn] if turn < len(self.turns) else await self._sample(trajectories[-1], turn)
             trajectories[-1].append_action(reply.tokens, reply.logprobs, reply.versions)
             conversation.append(protocol.ChatMessage(role="assistant", content=reply.text))
+            raw, special = job.chat.decode_special(reply.tokens)
             step = protocol.StepEpisode(
-                call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=conversation
-            )
+                call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=conversation,
+                raw=raw, special=special,
+            )  # fmt: skip
             observation = await self._observe(host, step)
             if not math.isfinite(observation.reward):
                 raise EpisodeFailed(

@@ -22,6 +22,7 @@ import ast
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rookery.aio import interpreter
+from rookery.environments.verifiers.expressions import reply_latex
 from rookery.errors import short
 
 LIMIT_SECONDS = 5.0
@@ -42,6 +44,9 @@ slow machine."""
 MAX_CHILDREN = 4
 """Children per job, each a Python with its library. With this many, 44 of a job's 64 calls in progress may run away
 before an honest reply behind them exceeds the default ``step_timeout`` of a minute."""
+
+USUAL_DECIMALS = 6
+"""math-verify's default."""
 
 IDLE_SECONDS = 60.0
 """A child without a question for this long is ended."""
@@ -183,9 +188,10 @@ def serve(prepare: Callable[[], Callable[..., Any]], *, opens_nothing: bool = Fa
     while forked := os.fork():
         _, status = os.waitpid(forked, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code != -signal.SIGPROF:
+        if code >= 0:
             sys.exit(f"the scoring process ended with {code}" if code else 0)
-        print(json.dumps({"timeout": limit}), file=answers, flush=True)
+        ended = {"timeout": limit} if code == -signal.SIGPROF else {"error": signal.strsignal(-code) or str(code)}
+        print(json.dumps(ended), file=answers, flush=True)
     _confine(opens_nothing)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, limit)  # no handler: the signal ends this process at once
@@ -249,21 +255,43 @@ def prepare_reasoning_gym() -> Callable[[str | None, dict[str, Any]], float]:
     return score
 
 
-def compare(reply: str, expected: str) -> bool | None:
-    """None if ``expected`` has no expression. math-verify's own limits are off: the pool's limit also stops big
-    integers."""
+def prepare_math() -> Callable[..., Any]:
+    """The scorer of :class:`~rookery.environments.verifiers.verifiers.Math`: compares a ``reply`` with the ``expected``
+    LaTeX, or tells which of the ``answers`` have no expression. math-verify's own limits are off: the pool's limit also
+    stops big integers."""
     from math_verify import parse, verify
 
-    gold = parse(expected if "$" in expected or "\\boxed" in expected else f"${expected}$", parsing_timeout=None)
-    if not gold:
-        return None
-    return bool(verify(gold, parse(reply, parsing_timeout=None), timeout_seconds=None))
-
-
-def prepare_math() -> Callable[[str, str], bool | None]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
-    compare("1", "1")
-    return compare
+
+    def expressions(latex: str) -> list[Any]:
+        found: list[Any] = parse(latex, parsing_timeout=None)
+        return found if any(not isinstance(one, str) for one in found) else []
+
+    def score(reply: str = "", expected: str = "", answers: list[str] | None = None) -> bool | list[bool] | None:
+        if answers is not None:
+            return [bool(expressions(answer)) for answer in answers]
+        gold = expressions(expected)
+        if not gold:
+            return None
+        latex = reply_latex(reply)
+        if latex is None:
+            return False
+        given = parse(latex, parsing_timeout=None)
+        return bool(verify(gold, given, float_rounding=decimals(gold[0]), timeout_seconds=None))
+
+    score("1", "$1$")
+    return score
+
+
+def decimals(gold: Any) -> int:
+    """Decimals to which math-verify compares a reply with an expression: its usual six, and six significant digits of
+    a number below one."""
+    if (not getattr(gold, "is_Float", False) and not getattr(gold, "is_Rational", False)) or not gold:
+        return USUAL_DECIMALS
+    try:
+        return max(USUAL_DECIMALS, USUAL_DECIMALS - 1 - math.floor(math.log10(abs(float(gold)))))
+    except (OverflowError, ValueError):  # beyond floats
+        return USUAL_DECIMALS
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
 """Named verifiers: the reward of a reply, given the row's answer.
 
 Each is a pure function (reply text, row, options) → (reward, metrics) with the same result in every process. Metrics
-are shares in [0, 1]. No reply makes a verifier raise: an unreadable one scores ``wrong``. A row that lacks a field that
-the verifier needs raises ValueError.
+are shares in [0, 1]. No reply makes a verifier raise: an unreadable one scores ``wrong``. ``check`` converts a row's
+answer as ``score`` does: a row without an answer that the verifier can compare with raises ValueError in both.
 """
 
 from __future__ import annotations
 
 import decimal
 import importlib.util
+import itertools
 import json as json_module
 import logging
 import math as math_module
 import re
-from collections.abc import Callable, Mapping
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -21,7 +24,11 @@ import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from rookery.bounds import METRICS, NAME, Integer, Name, SmallJson
-from rookery.environments.verifiers.pool import VerifierPool, VerifierTimeout
+from rookery.environments.verifiers.expressions import gold_latex
+from rookery.environments.verifiers.numbers import numbers, plain_number
+from rookery.environments.verifiers.parts import ReplyPart
+from rookery.environments.verifiers.pool import VerifierError, VerifierPool, VerifierTimeout
+from rookery.environments.verifiers.texts import decimal_of, described, folded, spaced, text_or_number, visible
 from rookery.errors import UserError, installs
 
 log = logging.getLogger("rookery.environments")
@@ -36,22 +43,58 @@ REGEX_SECONDS = 1.0
 PATTERN = 10_000
 """Characters of a regular expression."""
 
-MINUS = "\N{MINUS SIGN}"
-"""Typographic minus sign of negative numbers."""
+ANSWERS_SECONDS, ANSWERS_AT_ONCE, MOST_ANSWERS_READ = 30.0, 32, 50_000
+"""Longest time to read a job's different answers with math-verify, answers read per question (a few milliseconds each,
+well within the limit of a score), and answers read at all. An answer past these is first read when it is compared."""
 
-_NUMBER = re.compile(
-    rf"(?:(?<![\w)])[-+{MINUS}])?"
-    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d{1,3})?"
-)
+_READABLE = re.compile(r"\\boxed\{-?(?:\d+(?:\.\d+)?|\d+/[1-9]\d*|\\frac\{\d+\}\{[1-9]\d*\})\}", re.ASCII)
+"""Answers that math-verify is known to read: most of them."""
+
+OBJECTS_TRIED = 1000
+"""Places of a reply where a JSON object may begin that are tried: each may cost a pass over the reply."""
+
+_OBJECT = re.compile(r"\{\s*[\"}]")
 
 _EXACT = decimal.Context(prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[])
 """Differences of numbers of any size, rounded but never to zero."""
 
 
-class VerifierOptions(BaseModel):
-    """Options of all verifiers except ``json``. Their metric is `right`, the share of right replies."""
+class AnyVerifier(ReplyPart):
+    """What all verifiers have."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    def score(self, text: str, row: Row, raw: str = "", special: Sequence[str] = ()) -> Score:
+        """The reward of a reply and its metrics. A reply with special tokens has them in ``raw`` and ``special``, as
+        :class:`~rookery.environments.base.Reply` does."""
+        part = self.part(text, raw, special)
+        reward, metrics = self.judge(part, row)
+        return reward, {**metrics, "answered": float(part is not None)} if self.selects else metrics
+
+    @abstractmethod
+    def judge(self, text: str | None, row: Row) -> Score:
+        """The reward and the metrics of the judged part of a reply, None where the reply lacks that part."""
+
+    @abstractmethod
+    def check(self, row: Row) -> None:
+        """Raises ValueError, naming the field, if ``row`` lacks an answer that the verifier can compare with."""
+
+    def first_unfit(self, rows: Iterable[Row]) -> tuple[int, str] | None:
+        """The index of the first row that :meth:`check` refuses, and the reason; None if all fit."""
+        for index, row in enumerate(rows):
+            try:
+                self.check(row)
+            except ValueError as error:
+                return index, str(error)
+        return None
+
+    def first_unread(self, rows: Iterable[Row]) -> tuple[int, str] | None:
+        """As :meth:`first_unfit` for rows that fit, where only another library shows whether it can read an answer:
+        each different answer is read once, within a limit of time."""
+        return None
+
+
+class VerifierOptions(AnyVerifier):
+    """Options of all verifiers; `json` has `after` and `tag` only. Their metric is `right`, the share of right replies;
+    with `after` or `tag` also `answered`, the share of replies that have that part."""
 
     answer: Name = "answer"
     """The row's field that holds the answer."""
@@ -61,12 +104,16 @@ class VerifierOptions(BaseModel):
     """Reward of any other reply."""
 
     def expected(self, row: Row) -> Any:
+        """The answer as the verifier compares with it. Raises ValueError where the row has none."""
         if self.answer not in row:
             raise ValueError(f"the row has no field {self.answer!r}; it has {', '.join(map(repr, row)) or 'none'}")
-        return row[self.answer]
+        return self.gold(row[self.answer])
+
+    @abstractmethod
+    def gold(self, value: Any) -> Any:
+        """The converted value of the answer's field. Raises ValueError for one that no reply can be compared with."""
 
     def check(self, row: Row) -> None:
-        """Raises ValueError if ``row`` lacks what the verifier needs."""
         self.expected(row)
 
     def score_of(self, right: bool) -> Score:
@@ -74,55 +121,70 @@ class VerifierOptions(BaseModel):
 
 
 class Exact(VerifierOptions):
-    """Right when the reply equals the answer, ignoring surrounding white space."""
+    """Right when the reply reads as the answer: an answer that is a text as the same characters, where composed and
+    decomposed letters are the same, any white space is one space, and surrounding white space and characters without a
+    shape do not count; an answer that is a number as a number of the same value. Any other answer is refused."""
 
     name: Literal["exact"] = "exact"
     ignore_case: bool = False
     """Compare without regard to case."""
 
-    def score(self, text: str, row: Row) -> Score:
-        given, expected = text.strip(), _as_text(self.expected(row)).strip()
-        if self.ignore_case:
-            given, expected = given.casefold(), expected.casefold()
-        return self.score_of(given == expected)
+    def gold(self, value: Any) -> str | Decimal:
+        return text_or_number(value, self.answer)
+
+    def judge(self, text: str | None, row: Row) -> Score:
+        expected = self.expected(row)
+        return self.score_of(text is not None and _reads_as(text, expected, self.ignore_case))
 
 
 class Number(VerifierOptions):
-    """Right when the number in the reply equals the answer. Thousands may be separated by commas. Further metric:
-    `number`, the share of replies with a number."""
+    """Right when the number in the reply equals the answer. A number has a sign (`-5`, `-$5`, also with other dashes),
+    groups of three digits (`1,234`, `1 234`, `1{,}234`), a point before decimals, an exponent (`1e-5`), and may stand
+    in LaTeX or Markdown. Part of a larger expression is no number: `3/4`, `1.5 x 10^8`, `3-5`, `12:30`, `5th`, `5
+    million`, `1,5`. Further metric: `number`, the share of replies with a number."""
 
     name: Literal["number"] = "number"
     where: Literal["last", "first", "any", "only"] = "last"
-    """Which number of the reply counts. With `any`, a reply that lists many numbers scores by luck; with `only`, the
-    reply is the number and nothing else."""
+    """Which number of the reply counts; where the last or the first is part of a larger expression, none counts. With
+    `any`, a reply that lists many numbers scores by luck; with `only`, the reply is the number and nothing else."""
     tolerance: float = Field(0.0, ge=0)
     """Largest absolute difference that counts as right."""
     found: float | None = None
     """Reward, instead of `wrong`, of a reply with a wrong number."""
 
-    def check(self, row: Row) -> None:
-        _number_of(self.expected(row))
+    def gold(self, value: Any) -> Decimal:
+        number = plain_number(value) if isinstance(value, str) else decimal_of(value)
+        if number is None:
+            raise ValueError(f"{self.answer} is {described(value)}, not a number; write it in digits, such as -1234.5")
+        return number
 
-    def score(self, text: str, row: Row) -> Score:
-        expected = _number_of(self.expected(row))
-        if self.where == "only":
-            numbers = [text.strip()] if _NUMBER.fullmatch(text.strip()) else []
-        else:
-            numbers = _NUMBER.findall(text)
-        chosen = {"last": numbers[-1:], "first": numbers[:1]}.get(self.where, numbers)
-        right = any(self._close(_decimal(number), expected) for number in chosen)
+    def judge(self, text: str | None, row: Row) -> Score:
+        expected = self.expected(row)
+        chosen = self._chosen(text or "")
+        right = any(self._close(number, expected) for number in chosen)
         reward, metrics = self.score_of(right)
-        if numbers and not right and self.found is not None:
+        if chosen and not right and self.found is not None:
             reward = self.found
-        return reward, {**metrics, "number": float(bool(numbers))}
+        return reward, {**metrics, "number": float(bool(chosen))}
+
+    def _chosen(self, text: str) -> list[Decimal]:
+        """The numbers of which one has to be right."""
+        if self.where == "only":
+            found = [plain_number(text)]
+        elif self.where == "any":
+            found = list(numbers(text))
+        else:
+            found = [next(numbers(text, backwards=self.where == "last"), None)]
+        return [number for number in found if number is not None]
 
     def _close(self, given: Decimal, expected: Decimal) -> bool:
         return _EXACT.abs(_EXACT.subtract(given, expected)) <= Decimal(repr(self.tolerance))
 
 
 class Regex(VerifierOptions):
-    """Right when the pattern is found in the reply and, if it has a group, the group's text equals the answer. Without
-    a group the pattern alone decides. Further metrics: `matched`, and `unjudged` for a search that was stopped after a
+    """Right when the pattern is found in the reply and, if it has a group, the group's text reads as the answer, as
+    with [exact](#exact). Without a group the pattern alone decides. The pattern sees composed letters, plain spaces and
+    no characters without a shape. Further metrics: `matched`, and `unjudged` for a search that was stopped after a
     second."""
 
     name: Literal["regex"] = "regex"
@@ -150,25 +212,31 @@ class Regex(VerifierOptions):
     def _compared(self) -> int | str | None:
         return self.group if self.group is not None else (1 if regex.compile(self.pattern).groups else None)
 
+    def gold(self, value: Any) -> str | Decimal:
+        return text_or_number(value, self.answer)
+
     def check(self, row: Row) -> None:
         if self._compared is not None:
             self.expected(row)
 
-    def score(self, text: str, row: Row) -> Score:
+    def judge(self, text: str | None, row: Row) -> Score:
         pattern = regex.compile(self.pattern)
         search = pattern.fullmatch if self.whole else pattern.search
+        expected = self.expected(row) if self._compared is not None else None
         unjudged, match = False, None
         try:
-            # concurrent: releases the lock for other threads of the host
-            match = search(text.strip() if self.whole else text, timeout=REGEX_SECONDS, concurrent=True)
+            if text is not None:
+                searched = spaced(text).strip() if self.whole else spaced(text)
+                # concurrent: releases the lock for other threads of the host
+                match = search(searched, timeout=REGEX_SECONDS, concurrent=True)
         except TimeoutError:
             unjudged = True
         if match is None:
             right = False
-        elif self._compared is None:
+        elif expected is None:
             right = True
         else:
-            right = (match[self._compared] or "").strip() == _as_text(self.expected(row)).strip()
+            right = _reads_as(match[self._compared] or "", expected)
         reward, metrics = self.score_of(right)
         if match is not None and not right and self.found is not None:
             reward = self.found
@@ -204,11 +272,9 @@ class Expectation(BaseModel):
         return row[self.from_]
 
 
-class Json(BaseModel):
+class Json(AnyVerifier):
     """A reply that is a JSON object earns `valid`; each right field earns its share of 1 − `valid`. Metrics: `valid`,
     and `right/<field>` for each field."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     name: Literal["json"] = "json"
     fields: dict[Annotated[str, Field(max_length=NAME - len("right/"))], Expectation] = Field(
@@ -235,8 +301,8 @@ class Json(BaseModel):
         for name, field in self.fields.items():
             field.expected(name, row)
 
-    def score(self, text: str, row: Row) -> Score:
-        given = _first_object(text, self.strict)
+    def judge(self, text: str | None, row: Row) -> Score:
+        given = _first_object(text or "", self.strict)
         if given is not None and self.only and set(given) - set(self.fields):
             given = None
         metrics = {"valid": float(given is not None)}
@@ -253,9 +319,10 @@ class Json(BaseModel):
 
 
 class Math(VerifierOptions):
-    """Right when math-verify finds the reply's last expression equal to the answer, in LaTeX or plain text. Needs the
-    `math` extra. A comparison that takes more than 5 seconds of processor time is wrong and counted as `unjudged`. It
-    has the common options only."""
+    r"""Right when math-verify finds the reply's last `\boxed{…}`, or without a box its last expression, in LaTeX or
+    plain text, equal to the answer: a number, or one expression in LaTeX. Needs the `math` extra. A comparison that
+    takes more than 5 seconds of processor time, or fails, is wrong and counted as `unjudged`. It has the common options
+    only."""
 
     name: Literal["math"] = "math"
     _pool: VerifierPool = PrivateAttr(default_factory=lambda: VerifierPool("math"))
@@ -265,15 +332,45 @@ class Math(VerifierOptions):
         if importlib.util.find_spec("math_verify") is None:
             raise UserError(f"verifier math: needs the math extra; run: {installs('math')}")
 
-    def score(self, text: str, row: Row) -> Score:
-        expected, same, unjudged = _as_text(self.expected(row)), False, False
+    def gold(self, value: Any) -> str:
+        return gold_latex(value, self.answer)
+
+    def first_unread(self, rows: Iterable[Row]) -> tuple[int, str] | None:
+        answers: dict[str, tuple[int, str]] = {}
+        for index, row in enumerate(rows):
+            latex = self.expected(row)
+            if not _READABLE.fullmatch(latex):
+                answers.setdefault(latex, (index, described(row[self.answer])))
+            if len(answers) >= MOST_ANSWERS_READ:
+                break
+        until, waiting = time.monotonic() + ANSWERS_SECONDS, list(answers.items())
+        for start in range(0, len(waiting), ANSWERS_AT_ONCE):
+            if time.monotonic() > until:
+                break
+            batch = waiting[start : start + ANSWERS_AT_ONCE]
+            for (_, (index, shown)), read in zip(batch, self._read([latex for latex, _ in batch]), strict=True):
+                if not read:
+                    return index, _no_expression(self.answer, shown)
+        return None
+
+    def _read(self, answers: list[str]) -> list[bool]:
+        """Whether math-verify finds an expression in each answer. One that takes too long or fails has none."""
         try:
-            same = self._pool.score({"reply": text, "expected": expected})
-        except VerifierTimeout as error:
+            read: list[bool] = self._pool.score({"answers": answers})
+            return read
+        except (VerifierTimeout, VerifierError):
+            return [self._read([answer])[0] for answer in answers] if len(answers) > 1 else [False]
+
+    def judge(self, text: str | None, row: Row) -> Score:
+        expected, same, unjudged = self.expected(row), False, False
+        try:
+            if text is not None:
+                same = self._pool.score({"reply": text, "expected": expected})
+        except (VerifierTimeout, VerifierError) as error:
             log.warning("math-verify: %s; the reply counts as wrong", error)
             unjudged = True
         if same is None:
-            raise ValueError(f"math-verify finds no expression in the answer {expected!r}")
+            raise ValueError(_no_expression(self.answer, described(row[self.answer])))
         reward, metrics = self.score_of(same)
         return reward, {**metrics, "unjudged": float(unjudged)}
 
@@ -290,30 +387,16 @@ VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | typ
 Verifier = Exact | Number | Regex | Json | Math
 
 
-def _as_text(value: Any) -> str:
-    """The answer as text: strings unchanged, everything else as JSON."""
-    return value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)
-
-
-def _number_of(value: Any) -> Decimal:
-    if isinstance(value, str):
-        match = _NUMBER.fullmatch(value.strip())
-        if match is not None:
-            return _decimal(match[0])
-    elif isinstance(value, int) and not isinstance(value, bool):
-        return Decimal(value)
-    elif isinstance(value, float) and math_module.isfinite(value):
-        return Decimal(repr(value))  # the number as written, not the nearest float
-    raise ValueError(f"the answer is {value!r}, not a number")
-
-
-def _decimal(number: str) -> Decimal:
-    """The exact value of a match of ``_NUMBER``."""
-    return Decimal(number.replace(",", "").replace(MINUS, "-"))
+def _reads_as(text: str, expected: str | Decimal, ignore_case: bool = False) -> bool:
+    """Whether a text equals an answer of :func:`text_or_number`."""
+    if isinstance(expected, Decimal):
+        return plain_number(text) == expected
+    read = folded if ignore_case else visible
+    return read(text) == read(expected)
 
 
 def _same(given: Any, expected: Any, tolerance: float) -> bool:
-    """Equal as JSON: 5 and 5.0 are, 1 and true are not, nor are 5 and "5"."""
+    """Equal as JSON: 5 and 5.0 are, 1 and true are not, nor are 5 and "5"; texts when they read the same."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
@@ -325,20 +408,29 @@ def _same(given: Any, expected: Any, tolerance: float) -> bool:
         return len(given) == len(expected) and all(map(lambda a, b: _same(a, b, tolerance), given, expected))
     if isinstance(given, dict) and isinstance(expected, dict):
         return given.keys() == expected.keys() and all(_same(given[key], expected[key], tolerance) for key in given)
+    if isinstance(given, str) and isinstance(expected, str):
+        return visible(given) == visible(expected)
     return type(given) is type(expected) and given == expected
 
 
+def _no_expression(field: str, shown: str) -> str:
+    return f"{field} is {shown}, in which math-verify finds no expression; write it in LaTeX, such as \\frac{{1}}{{2}}"
+
+
 def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
+    """The first JSON object in a text; with ``strict`` the text is the object and nothing else."""
     decoder = json_module.JSONDecoder(parse_constant=no_constant)
-    start = len(text) - len(text.lstrip()) if strict else text.find("{")
-    while start != -1:
+    if strict:
+        starts = iter([len(text) - len(text.lstrip())])
+    else:
+        starts = (found.start() for found in itertools.islice(_OBJECT.finditer(text), OBJECTS_TRIED))
+    for start in starts:
         try:
             value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
-            value, end = None, 0
+            continue
         if isinstance(value, dict) and not (strict and text[end:].strip()):
             return value
-        start = -1 if strict else text.find("{", start + 1)
     return None
 
 

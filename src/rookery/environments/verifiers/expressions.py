@@ -1,0 +1,156 @@
+r"""Answers and replies as LaTeX that math-verify reads as a person does.
+
+math-verify pastes what it gets into one expression: ``1e-05`` becomes e - 5, ``3 1/2`` becomes 2, ``101_2`` is 101.
+Here both sides are written so that this does not happen: numbers in scientific notation as decimals, mixed numbers as
+fractions, groups of digits without separators, Unicode's signs, digits, fractions, powers and roots as LaTeX. A text
+that no rule makes clear (:data:`_UNCLEAR`) is no answer: a row's is refused, a reply's is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal
+from typing import Any
+
+from rookery.environments.verifiers.numbers import spelt_in_ascii
+from rookery.environments.verifiers.texts import decimal_of, described, visible
+
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.]*\w)", re.ASCII)
+_GROUP = re.compile(r"(?<![\w.,^])([1-9]\d{0,2}(\{,\}|,\\!|\\[,;:! ]| |')\d{3}(?:\2\d{3})*)(?![\w,]*\d)", re.ASCII)
+"""Groups of digits that math-verify misreads; it reads 1,234."""
+_MIXED = re.compile(r"(?<![\w.,/}^])(\d{1,9})(?: |\\[,;: ])+(\d{1,9}) ?/ ?(\d{1,9})(?![\w.,/]*\d)", re.ASCII)
+_ROOT = re.compile(r"√ ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))")
+_POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
+_WORDS = re.compile(r"true|false|null|none|nan|undefined", re.IGNORECASE)
+"""Words that math-verify does not read, or reads as products of letters."""
+_UNCLEAR = re.compile(
+    r"\d *_"  # a base: 101_2
+    r"|\d *:\d\d(?!\d)|\d\.\d+\.\d"  # a time, a version
+    r"|\d{4}-\d\d?-\d|\d/\d+/\d"  # a date
+    r"|(?<![_^\d])\d+(?: |\\[,;: !])+\.?\d"  # two numbers side by side
+    r"|\d[\s~]*(?:\\[,;: ]|\\(?:text|mathrm|textrm|mbox) ?\{)*\s*"
+    r"(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)"
+    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d",
+    re.ASCII,
+)
+_RANGE = re.compile(r"[\d)}] ?[\u2010-\u2013] ?[\d(\\]")
+"""A hyphen or an en dash between numbers: a range, and no difference."""
+_SYMBOLS = str.maketrans(
+    {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ",
+     "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
+     "⁄": "/", "∕": "/", "∗": "*", "°": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta "}
+)  # fmt: skip
+
+LONGEST_ANSWER = 10_000
+"""Characters of an answer: longer ones are no expression that a person wrote."""
+
+
+def gold_latex(value: Any, field: str) -> str:
+    """A row's answer as LaTeX. Raises ValueError, with ``field``, for what is no number and no clear text."""
+    number = decimal_of(value)
+    if number is not None:
+        return rf"\boxed{{{_digits(number)}}}"
+    if not isinstance(value, str) or not visible(value):
+        raise ValueError(f"{field} is {described(value)}; write a number, or an expression as a text in LaTeX")
+    latex = clear(value) if len(value) <= LONGEST_ANSWER else None
+    if latex is None:
+        raise ValueError(
+            rf"{field} is {described(value)}, which can be read in several ways; write it in LaTeX as one expression,"
+            r" such as \frac{7}{2}"
+        )
+    return latex
+
+
+def reply_latex(text: str) -> str | None:
+    r"""A reply as math-verify shall read it: the content of its last ``\boxed{…}`` alone, the whole text without one.
+    None for a reply whose last box is empty, unfinished or unclear."""
+    boxed = _last_box(text)
+    if boxed is None:
+        return _written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text))
+    return clear(boxed)
+
+
+def clear(text: str) -> str | None:
+    r"""One answer in a ``\boxed{…}``, None where it could be read in several ways."""
+    content = _unwrapped(text)
+    if _RANGE.search(content):
+        return None
+    content = _written(content)
+    if not content:
+        return None
+    if "$" in content.replace("\\$", ""):  # prose around an expression, which math-verify finds
+        return content
+    if _UNCLEAR.search(content):
+        return None
+    if _WORDS.fullmatch(content):
+        content = rf"\text{{{content.lower()}}}"
+    return rf"\boxed{{{content}}}"
+
+
+def _unwrapped(text: str) -> str:
+    """The text without what encloses a single expression: dollars, brackets of LaTeX, boxes, Markdown."""
+    text = text.strip()
+    boxed = _last_box(text)
+    if boxed is not None:
+        text = boxed.strip()
+    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**")):
+        inner = text[len(opening) : -len(closing)]
+        enclosed = inner and text.startswith(opening) and text.endswith(closing)
+        if enclosed and opening not in inner and not inner.endswith("\\"):
+            text = inner.strip()
+    if text.count("$") - text.count("\\$") == 1:  # an amount of money
+        text = text.replace("$", "\\$").replace("\\\\$", "\\$")
+    return text
+
+
+def _written(text: str) -> str:
+    """The text with every number as digits and a point, and Unicode's mathematics as LaTeX."""
+    text = spelt_in_ascii(text)
+    if not text.isascii():
+        text = _POWERS.sub(
+            lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace(chr(0x2212), '-')}}}", text
+        )
+        text = _ROOT.sub(r"\\sqrt{\1}", text)
+        text = "".join(_fraction(char) for char in text).translate(_SYMBOLS)
+    text = _MIXED.sub(_improper, text)
+    text = _GROUP.sub(lambda found: found[1].replace(found[2], ""), text)
+    return _SCIENTIFIC.sub(lambda found: _digits(Decimal(found[0])), text).strip()
+
+
+def _digits(number: Decimal) -> str:
+    """A number without an exponent."""
+    whole = number == number.to_integral_value()
+    return f"{number.quantize(Decimal(1)) if whole and number.adjusted() < 25 else number:f}"
+
+
+def _fraction(char: str) -> str:
+    """½ as LaTeX, any other character as it is."""
+    top, slash, bottom = unicodedata.normalize("NFKC", char).partition("⁄") if char > "\x7f" else ("", "", "")
+    return rf"\frac{{{top}}}{{{bottom}}}" if slash and top and bottom else char
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, top, bottom = map(int, found.groups())
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
+def _last_box(text: str) -> str | None:
+    r"""The content of the last ``\boxed`` or ``\fbox``, empty for an unfinished one, None without any."""
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
+    if start == -1:
+        return None
+    content = text[start:].lstrip("\\").removeprefix("boxed").removeprefix("fbox").lstrip()
+    if not content.startswith("{"):
+        return content[:1].strip()  # \boxed 5
+    depth = place = 0
+    while place < len(content):
+        char = content[place]
+        if char == "\\":
+            place += 1
+        elif char in "{}":
+            depth += 1 if char == "{" else -1
+            if not depth:
+                return content[1:place].strip()
+        place += 1
+    return ""

@@ -1,0 +1,62 @@
+"""The part of a reply that is judged: what follows a marker, what a tag encloses.
+
+Markers may be special tokens of the model's tokenizer, as ``</think>`` is for some: the part is looked for in the text
+with special tokens, and read without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rookery.bounds import Name
+
+
+class ReplyPart(BaseModel):
+    """Options that separate the answer from the rest of a reply, such as a model's thinking."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    after: Name | None = Field(None, min_length=1)
+    """Only the text after the last place of this marker is judged, such as `</think>`; a reply without it is wrong."""
+    tag: Name | None = Field(None, pattern=r"^\w[\w.-]*$")
+    """Only the text inside the last `<tag>…</tag>` is judged; a reply without it is wrong. With `after`, the tag counts
+    after the marker."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether a part is judged, not the whole reply."""
+        return self.after is not None or self.tag is not None
+
+    def part(self, text: str, raw: str = "", special: Sequence[str] = ()) -> str | None:
+        """The part of a reply that is judged, None where the reply lacks it. A reply with special tokens has them in
+        ``raw`` and ``special``, as :class:`~rookery.environments.base.Reply` does; they are left out of the part."""
+        if not self.selects:
+            return text
+        part: str | None = raw if special else text
+        if self.after is not None:
+            _, found, rest = (raw if special else text).rpartition(self.after)
+            part = rest if found else None
+        if self.tag is not None and part is not None:
+            part = last_tagged(part, self.tag)
+        if part is not None:
+            for token in special:
+                part = part.replace(token, "")
+        return part
+
+    def enclose(self, answer: str) -> str:
+        """A reply whose judged part is ``answer``."""
+        tagged = answer if self.tag is None else f"<{self.tag}>{answer}</{self.tag}>"
+        return tagged if self.after is None else self.after + tagged
+
+
+def last_tagged(text: str, tag: str) -> str | None:
+    """The text inside the last complete ``<tag>…</tag>``, None without one."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    end = text.rfind(closing)
+    start = text.rfind(opening, 0, max(0, end))
+    if start == -1:
+        return None
+    start += len(opening)
+    return text[start : text.index(closing, start)]
