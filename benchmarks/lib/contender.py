@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.lib.harness import ROOT
 
-from rookery.cluster.local import preloaded
+from rookery.cluster.base import preloaded
 from rookery.settings import Settings
 
 PATIENCE_SECONDS = 900.0

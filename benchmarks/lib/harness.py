@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rookery.cluster.local import preloaded
+from rookery.cluster.base import preloaded
 from rookery.settings import Settings
 
 HERE = Path(__file__).resolve().parents[1]

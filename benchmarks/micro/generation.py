@@ -19,7 +19,7 @@ from benchmarks.lib.harness import HERE, LEFT_OUT, WORK, Result, Row, command, o
 from benchmarks.lib.model import adapters, attempt, chat_ids, number_type, published, start_peer
 from benchmarks.lib.workload import questions
 
-from rookery.cluster.local import PRELOAD
+from rookery.cluster.base import PRELOAD
 
 NEW_TOKENS = 64
 COUNTS = (8, 64)

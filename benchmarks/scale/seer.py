@@ -40,7 +40,7 @@ from rookery.controller.rollout.request import InflightRequest, SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
-from rookery.scheduling.balancing import Site
+from rookery.scheduling.divided_rollout import Site
 from rookery.scheduling.rollout_order import RolloutOrder
 from rookery.scheduling.speculation import StepCosts, draft_budget
 from rookery.settings import Settings

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from benchmarks.lib.harness import Result, command
 
 from rookery.scheduling import slo
-from rookery.scheduling.slo import CostTable, Demand, Kind, deadline
+from rookery.scheduling.costs import CostTable, Kind
+from rookery.scheduling.slo import Demand, deadline
 
 ROWS, PREFILL = 64, 512
 DECODE = {1: 0.018, 4: 0.026, 16: 0.052, 64: 0.16}

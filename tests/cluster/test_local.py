@@ -22,17 +22,9 @@ import psutil
 import pytest
 from tests.support.processes import runs
 
-from rookery.cluster.local import (
-    NODE_LOST,
-    PRELOAD,
-    Child,
-    ProcessCluster,
-    Supervisor,
-    environment_host,
-    local_workers,
-    preloaded,
-    spawn_process,
-)
+from rookery.cluster.base import PRELOAD, environment_host, preloaded
+from rookery.cluster.local import ProcessCluster, local_workers
+from rookery.cluster.supervisor import NODE_LOST, Child, Supervisor, spawn_process
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import Settings
 
@@ -101,7 +93,7 @@ async def test_child_whose_log_folder_was_deleted_is_restarted(tmp_path: Path) -
 
 
 async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.cluster.local.LOG_BYTES", 1000)
+    monkeypatch.setattr("rookery.cluster.supervisor.LOG_BYTES", 1000)
     path = tmp_path / "logs" / "faithful.log"
     for life in range(3):
         processes = Supervisor([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
@@ -165,7 +157,8 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     parent = f"""
         import asyncio, os
         from pathlib import Path
-        from rookery.cluster.local import Child, ProcessCluster, Supervisor
+        from rookery.cluster.local import ProcessCluster
+        from rookery.cluster.supervisor import Child, Supervisor
 
         async def main():
             environment = {{**os.environ, "PYTHONPATH": {str(tmp_path)!r}}}

@@ -18,24 +18,10 @@ from tests.support.peers import ScriptedWorker, eventually, settle, text_of
 from tests.support.room import beat as heartbeat
 
 from rookery import protocol
-from rookery.scheduling.balancing import (
-    BEATS,
-    ENOUGH,
-    FLAT,
-    KEPT,
-    Instance,
-    Move,
-    SaturationEstimator,
-    Site,
-    WorkerIndex,
-    balance,
-    isotonic,
-    load,
-    moves,
-    saved_per_token,
-    select,
-)
-from rookery.scheduling.slo import CostTable
+from rookery.scheduling.balancing import BEATS, Instance, Move, WorkerIndex, balance, load, select
+from rookery.scheduling.costs import CostTable, isotonic
+from rookery.scheduling.divided_rollout import Site, moves, saved_per_token
+from rookery.scheduling.saturation import ENOUGH, FLAT, KEPT, SaturationEstimator
 
 # --- what a worker's load is ------------------------------------------------------------------------------------------
 

@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 
 from rookery.errors import UserError
 from rookery.scheduling import slo
-from rookery.scheduling.slo import (
-    AIM,
-    FIRST_MARGIN,
-    WINDOW,
-    CacheBudget,
-    CostTable,
-    Demand,
-    admit,
-    deadline,
-    parse_objectives,
-    slack,
-)
+from rookery.scheduling.costs import FIRST_MARGIN, WINDOW, CostTable
+from rookery.scheduling.slo import AIM, CacheBudget, Demand, admit, deadline, parse_objectives, slack
 
 
 def table() -> CostTable:

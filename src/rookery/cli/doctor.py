@@ -22,7 +22,7 @@ from rich.text import Text
 from rookery.cli.options import FAILED, Cli, with_options
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Record
-from rookery.cluster.local import PRELOAD, preloaded
+from rookery.cluster.base import PRELOAD, preloaded
 from rookery.errors import RookeryError, UserError, installs
 from rookery.settings import Settings, variable_notes
 from rookery.tokenization.registry import status

@@ -12,7 +12,7 @@ import typer
 
 from rookery.aio import interpreter
 from rookery.cli.options import DataOption
-from rookery.cluster.local import preloaded
+from rookery.cluster.base import preloaded
 from rookery.settings import WORKER_SETTINGS, Settings, token_of, variable_notes
 
 

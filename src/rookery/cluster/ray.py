@@ -31,16 +31,8 @@ from urllib.parse import urlsplit, urlunsplit
 from weakref import WeakSet
 
 from rookery.aio import die_with_parent, interpreter, is_loopback, wait_event
-from rookery.cluster.local import (
-    NODE_LOST,
-    Child,
-    Process,
-    Supervisor,
-    child_environment,
-    environment_host,
-    file_name,
-    preloaded,
-)
+from rookery.cluster.base import child_environment, environment_host, file_name, preloaded
+from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
 from rookery.errors import EXIT_REFUSED, UserError, installs
 from rookery.settings import Settings, token_of
 
@@ -102,7 +94,7 @@ class ProcessActor:
 
 
 class RayProcess:
-    """A worker process on some node, as a :class:`~rookery.cluster.local.Supervisor` wants it."""
+    """A worker process on some node, as a :class:`~rookery.cluster.supervisor.Supervisor` wants it."""
 
     def __init__(self, actor: Any, node: str, pid: int, path: Path) -> None:
         self._actor = actor

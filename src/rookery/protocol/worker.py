@@ -120,7 +120,7 @@ class Heartbeat(EpochMessage, kw_only=True):
         dict[Literal["prefill", "decode", "train"], Annotated[list[tuple[float, float]], Meta(max_length=1000)]],
         Meta(max_length=3),
     ] = msgspec.field(default_factory=dict)
-    """(tokens, seconds) of slices by kind, as measured lately (:class:`rookery.scheduling.slo.CostTable`)."""
+    """(tokens, seconds) of slices by kind, as measured lately (:class:`rookery.scheduling.costs.CostTable`)."""
     engine_gap: float = 0.0
     """Largest difference between its engine's log-probabilities and the trainers', in nats per token."""
 

@@ -1,5 +1,5 @@
-"""Placement: which worker gets the next request, which requests move, which peers serve an adapter. Every function is
-pure and deterministic: ties are decided by name.
+"""Placement: which worker gets the next request, and which requests move. Every function is pure and deterministic:
+ties are decided by name.
 
 Requests follow RLBoost's Algorithm 2 (arXiv 2510.19225).
 
@@ -17,42 +17,16 @@ As published, with three additions:
   same choice.
 * Θ = 0 means that nothing is ever pending by choice: a request goes to a free row or waits in the controller.
 
-B, the saturation batch size, is learned from heartbeats (:class:`SaturationEstimator`).
-
-Where these rules move nothing, the rollouts of a worker that trains may *merge* into another worker's batch: beside
-training they get half of the time, and take half of training's (:func:`merge`; JigsawRL, arXiv 2604.23838).
-
-Divided rollout (:func:`moves`):
-
-A request is divided into chunks of a fixed number of tokens; at the end of each it may move (Seer, arXiv 2511.14617).
-Seer keeps KV caches in a pool that all instances reach. Here a move costs a prefill of prompt and text at its target,
-for which the rows there wait too. So a chunk moves only where that is less than the time it saves, in seconds of rows:
-
-    saved = left · (T_s(n) - T_t(m + 1))        the request decodes faster
-          + left · T_s(n)                       where requests wait at the source: one decodes in its place; else
-          + left · (n - 1) · (T_s(n) - T_s(n - 1))                     the others there decode faster
-          - left · m · (T_t(m + 1) - T_t(m))    those at the target decode slower
-    cost  = (m + 1) · prefill(prompt + text)
-
-n and m are the rows that source and target decode, T their seconds of a decode step, as they report them. ``left`` is
-the number of tokens that the request is expected to have still: at least a chunk.
+B, the saturation batch size, is learned from heartbeats (:mod:`rookery.scheduling.saturation`).
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from sortedcontainers import SortedList
-
-from rookery.scheduling.pipelines import Planner, SubStage, Timeline
-
-if TYPE_CHECKING:
-    from rookery.scheduling.slo import CostTable
 
 BEATS = 2
 """Consecutive heartbeats with waiting requests that prove a shortage: a single one may fall between a request's arrival
@@ -82,20 +56,6 @@ class Move:
     target: str
     count: int
     executing: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The rollouts that a worker executes."""
-
-    name: str
-    site: Site
-    steps: int
-    """Decode steps until the last of them ends, as far as can be known."""
-    tokens: int
-    """Of prompts and texts: another worker prefills them."""
-    train_seconds: float = 0.0
-    """Predicted rest of the worker's training."""
 
 
 def load(rows: int, held: int, decoding: int, beats: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
@@ -154,31 +114,6 @@ def _by_executing(instance: Instance) -> tuple[int, str]:
     return -instance.executing, instance.name
 
 
-def merge(tail: Tail, taker: Tail, costs: CostTable, planner: Planner) -> Move | None:
-    """The rollouts of ``tail``, whose worker trains, resume in the batch of ``taker``, whose worker does not: if that
-    lowers the predicted finish of all, prefilling included, by the planner's hysteresis. ``costs`` are the taker's."""
-    rows, others = tail.site.executing, taker.site.executing
-    here, both = costs.predict("decode", rows), costs.predict("decode", rows + others)
-    prefill = costs.predict("prefill", tail.tokens)
-    memory = tail.tokens + rows * tail.steps
-    if not (rows and here and prefill) or tail.site.pending or taker.site.pending:
-        return None
-    if taker.site.free < rows or taker.site.free_tokens < memory:
-        return None
-    stages = [
-        SubStage("tail", "decode tail", tail.steps * here, worker=0, move_seconds=prefill),
-        SubStage("training", "train", tail.train_seconds, worker=0),
-    ]
-    slow = {}
-    if others:
-        alone = costs.predict("decode", others)
-        slow["decode batch", "decode tail"] = both / alone, both / here
-        stages.append(SubStage("batch", "decode batch", taker.steps * alone, worker=1))
-    left = {number: stage.seconds for number, stage in enumerate(stages)}
-    action = planner.choose(Timeline(stages, 2, slow, left=left, at=dict(zip(left, (0, 0, 1), strict=False))))
-    return Move(tail.name, taker.name, rows, executing=True) if action == (0, 1, True) else None
-
-
 class WorkerIndex:
     """The instances of one base model, sorted for :func:`select` and :func:`balance`: both decide on the instances that
     :meth:`first` and :meth:`fullest` return as they would on all of them. A change of one instance costs the logarithm
@@ -231,141 +166,3 @@ class WorkerIndex:
     def fullest(self) -> list[Instance]:
         """The most-pending and the most-executing instance; empty without instances."""
         return [self._instances[ranking[0][-1]] for ranking in (self._pending, self._executing) if ranking]
-
-
-# --- saturation ------------------------------------------------------------------------------------------------------
-
-
-FLAT = 0.9
-"""The share of the best throughput that counts as all of it: the rest is within a machine's noise."""
-
-STEADY = 0.25
-"""Rows at the two heartbeats differ by at most this share: else the sample belongs to no batch size."""
-
-LEAST_SECONDS = 0.2
-"""Least decoding time of a sample: about ten steps."""
-
-ENOUGH = 5
-"""Samples of a half-octave before its median counts."""
-
-KEPT = 25
-"""Samples kept of each half-octave: under a minute of heartbeats."""
-
-
-class SaturationEstimator:
-    """The saturation of one class of workers (equal model, device and kind), learned from heartbeats.
-
-    Two heartbeats between which about equally many rows decoded give a sample (rows, tokens per second of decoding).
-    Samples are kept by half-octaves of rows, the newest of each. The medians of the half-octaves that have enough
-    samples are points b₁ < b₂ < … < bₙ with rates; r₁ ≤ r₂ ≤ … ≤ rₙ is the growing curve nearest to the rates in
-    squares. Then
-
-        B = min { bᵢ : rᵢ ≥ FLAT · rₙ },  known once bₙ ≥ 2 · B
-
-    Until twice as many rows have been seen to give hardly more, throughput may still be growing, and B is None. Medians
-    remove single outliers (a prompt among the decoding rows, another load of the machine), the growing curve removes
-    single outlying points. Old samples are dropped, so a class of workers that changes is learned again.
-    """
-
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[tuple[float, float]]] = {}
-        self._curve: dict[int, tuple[float, float]] = {}
-        self._saturated_rows: int | None = None
-
-    @property
-    def saturated_rows(self) -> int | None:
-        """B in rows, None while unknown."""
-        return self._saturated_rows
-
-    def add(self, before: int, after: int, tokens: int, seconds: float) -> None:
-        """Add a sample: between two heartbeats of one worker, with ``before`` and ``after`` active rows, ``tokens``
-        were sampled in ``seconds`` of decoding."""
-        rows = (before + after) / 2
-        if min(before, after) < 1 or abs(before - after) > STEADY * rows or seconds < LEAST_SECONDS or tokens < 1:
-            return
-        octave = math.floor(2 * math.log2(rows))
-        samples = self._samples.setdefault(octave, deque(maxlen=KEPT))
-        samples.append((rows, tokens / seconds))
-        if len(samples) >= ENOUGH:
-            self._curve[octave] = median(rows for rows, _ in samples), median(rate for _, rate in samples)
-            self._saturated_rows = self._measure()
-
-    def _measure(self) -> int | None:
-        points = [point for _, point in sorted(self._curve.items())]
-        rates = isotonic([rate for _, rate in points])
-        flat = next(rows for (rows, _), rate in zip(points, rates, strict=True) if rate >= FLAT * rates[-1])
-        return max(1, round(flat)) if points[-1][0] >= 2 * flat else None
-
-
-def isotonic(values: list[float]) -> list[float]:
-    """The sequence that never falls and is nearest to ``values`` in squares: neighbours that fall are replaced by their
-    mean (pool adjacent violators; Ayer and others, 1955)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = value, 1
-        while pools and pools[-1][0] > mean:
-            before, many = pools.pop()
-            mean, count = (before * many + mean * count) / (many + count), many + count
-        pools.append((mean, count))
-    return [mean for mean, count in pools for _ in range(count)]
-
-
-# --- peers ------------------------------------------------------------------------------------------------------------
-
-
-class PeerCandidate(NamedTuple):
-    """A worker that has the adapter."""
-
-    name: str
-    near: bool
-    """On the receiver's machine."""
-    last_served: float
-    """When it was last chosen to serve any artifact, in seconds."""
-
-
-def select_peers(candidates: Iterable[PeerCandidate], limit: int) -> list[str]:
-    """At most ``limit`` of them, in the order in which to ask: workers on the same machine first, then those chosen
-    longest ago."""
-    ranked = sorted(candidates, key=lambda peer: (not peer.near, peer.last_served, peer.name))
-    return [peer.name for peer in ranked[:limit]]
-
-
-# --- divided rollout -------------------------------------------------------------------------------------------------
-
-
-LEAST_SAVING = 1.5
-"""Saved time over cost from which a chunk moves: lengths are estimates, and costs moving averages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A worker that may sample the chunk."""
-
-    costs: CostTable
-    executing: int
-    pending: int = 0
-    """Requests that wait there for a row or for memory."""
-    free: int = 0
-    """Rows that a new request would get at once."""
-    free_tokens: int = 0
-    """Of its KV cache."""
-
-
-def moves(source: Site, target: Site, tokens: int, left: int) -> bool:
-    """Whether a request of ``tokens`` tokens, its prompt included, should leave the source: the target has a row and
-    memory for it, both report their costs, and the time saved is worth its prefill."""
-    if not target.free or target.pending or target.free_tokens < tokens + left or left < 1:
-        return False
-    prefill = target.costs.predict("prefill", tokens)
-    saved = left * saved_per_token(source, target)
-    return prefill > 0 and saved > LEAST_SAVING * (target.executing + 1) * prefill
-
-
-def saved_per_token(source: Site, target: Site) -> float:
-    """Seconds of rows that the move saves for each token that is left; 0 where a worker does not report its costs."""
-    n, m = max(1, source.executing), target.executing
-    here, there = source.costs.predict("decode", n), target.costs.predict("decode", m + 1)
-    if not (here and there):
-        return 0.0
-    relief = here if source.pending else (n - 1) * (here - source.costs.predict("decode", n - 1)) if n > 1 else 0.0
-    return here - there + relief - m * (there - target.costs.predict("decode", m))

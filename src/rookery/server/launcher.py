@@ -28,7 +28,8 @@ import uvicorn
 
 from rookery import protocol
 from rookery.aio import LoopThread, RandomIds, SystemClock, cancel_all, first_of, unless
-from rookery.cluster.local import Cluster, ProcessCluster
+from rookery.cluster.base import Cluster
+from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.environments.builtins import find
 from rookery.errors import Unavailable, UserError, shortages

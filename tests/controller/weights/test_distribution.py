@@ -29,7 +29,7 @@ from tests.support.virtual import by_number, machine
 from rookery import protocol
 from rookery.controller.weights.tickets import CANDIDATES, PEERS_PER_GRANT
 from rookery.protocol.connection import ConnectionClosed
-from rookery.scheduling.balancing import PeerCandidate, select_peers
+from rookery.scheduling.peers import PeerCandidate, select_peers
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService
 

@@ -6,7 +6,7 @@
 * Rollouts go to workers without interactive requests first, then to those that keep the objectives of theirs; a worker
   that reports a negative slack gets none.
 * With each heartbeat of a worker that trains, its rollouts may merge into the batch of one that does not
-  (:func:`rookery.scheduling.balancing.merge`): never while its last trainings did not predict each other, or requests
+  (:func:`rookery.scheduling.tails.merge`): never while its last trainings did not predict each other, or requests
   wait for a worker.
 * The number of requests that a worker decodes follows from first tokens and from heartbeats
   (:func:`rookery.scheduling.balancing.load`).
@@ -26,23 +26,13 @@ from rookery.aio import BusyTime, Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request_queues import RequestQueues
-from rookery.scheduling.balancing import (
-    BEATS,
-    Instance,
-    SaturationEstimator,
-    Site,
-    Tail,
-    WorkerIndex,
-    balance,
-    load,
-    merge,
-    moves,
-    order,
-    select,
-)
+from rookery.scheduling.balancing import BEATS, Instance, WorkerIndex, balance, load, order, select
+from rookery.scheduling.costs import CostTable
+from rookery.scheduling.divided_rollout import Site, moves
 from rookery.scheduling.pipelines import Planner, StagePredictor
 from rookery.scheduling.queues import TokenCounters
-from rookery.scheduling.slo import CostTable
+from rookery.scheduling.saturation import SaturationEstimator
+from rookery.scheduling.tails import Tail, merge
 from rookery.settings import Settings
 
 ANY, BASE, UNTRAINING = "any", "base", "untraining"
@@ -102,7 +92,7 @@ class WorkerSlots:
 
     @property
     def site(self) -> Site:
-        """Its figures for :func:`rookery.scheduling.balancing.moves`."""
+        """Its figures for :func:`rookery.scheduling.divided_rollout.moves`."""
         pending, executing, free = self.load
         return Site(self.costs, executing, pending, free, self.heartbeats[-1].free_tokens if self.heartbeats else 0)
 
@@ -313,7 +303,7 @@ class WorkerPool:
 
     def find_merge(self, worker: Worker, queues: RequestQueues) -> Migration | None:
         """All rollouts of a worker that trains, which another worker's batch is to take, by
-        :func:`rookery.scheduling.balancing.merge`; None while requests wait for a worker."""
+        :func:`rookery.scheduling.tails.merge`; None while requests wait for a worker."""
         slots, index = self.slots(worker), self._common.get(worker.hello.model)
         if self._planner is None or index is None or not slots.train_seconds or queues.models[worker.hello.model]:
             return None

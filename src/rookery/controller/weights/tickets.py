@@ -24,7 +24,7 @@ import msgspec
 from rookery import protocol
 from rookery.aio import Clock
 from rookery.controller.fleet.worker import Worker
-from rookery.scheduling.balancing import PeerCandidate, select_peers
+from rookery.scheduling.peers import PeerCandidate, select_peers
 from rookery.storage.artifacts import Artifacts, Staging
 
 PEERS_PER_GRANT = 2

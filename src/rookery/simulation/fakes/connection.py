@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
+from rookery import protocol
 from rookery.protocol.connection import ConnectionClosed
-from rookery.simulation.fakes.engine import Row
+from rookery.simulation.fakes.engine import FakeEngine, Row
 from rookery.storage.artifacts import Artifacts, Staging
-
-if TYPE_CHECKING:
-    from rookery.simulation.fakes.worker import FakeWorker
 
 
 class MemoryConnection:
@@ -95,6 +93,18 @@ Phase = Literal["begin", "upload", "reply", "replied", "committed"]
 """Of a training operation: before it, before each file of its upload, before and after its reply, at its commit."""
 
 
+class FaultyProcess(Protocol):
+    """The worker process that fails."""
+
+    name: str
+    hello: protocol.Hello
+    engine: FakeEngine
+    connection: MemoryConnection | None
+
+    @property
+    def faults(self) -> Faults: ...
+
+
 class Faults:
     """Hooks at which a fake worker fails. This one injects nothing."""
 
@@ -129,9 +139,9 @@ class Faults:
         """After how many seconds a file arrives a second time."""
         return None
 
-    def dies(self, worker: FakeWorker, phase: Phase) -> bool:
+    def dies(self, worker: FaultyProcess, phase: Phase) -> bool:
         """Whether the worker's process dies in this phase of a training operation."""
         return False
 
-    async def joined(self, worker: FakeWorker, previous_epoch: int) -> None:
+    async def joined(self, worker: FaultyProcess, previous_epoch: int) -> None:
         """Called after each welcome; ``previous_epoch`` is -1 on the first one."""

@@ -9,22 +9,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from rookery import protocol
-from rookery.errors import RookeryError
-from rookery.simulation.fakes.connection import Phase
 from rookery.spec.policy import TARGETS
-
-if TYPE_CHECKING:
-    from rookery.simulation.fakes.worker import FakeWorker
 
 ADAPTER = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -211,168 +204,3 @@ def batch_size(batch: protocol.TrainingBatch) -> tuple[int, int]:
     tokens += sum(len(datum.tokens) for datum in batch.data)
     parts = [member for group in batch.groups for member in group.members] + batch.data
     return tokens, sum(sum(map(bool, part.weights)) for part in parts)
-
-
-UPLOAD_ATTEMPTS = 3
-
-
-class FakeTrainingOps:
-    """The training operations of a fake worker: fetch the batch and state, queue, upload the artifact, reply.
-
-    * A policy's operations keep their order; policies do not wait for each other.
-    * After a part of a step was lost, the rest of the step is answered ``stale``.
-    """
-
-    def __init__(self, worker: FakeWorker) -> None:
-        self.trainer = worker.trainer
-        self._worker = worker
-        self._compute = worker.compute
-        self._machine = worker.machine
-        self._tickets = worker.tickets
-        self._faults = worker.faults
-        self._policies: dict[str, tuple[asyncio.Queue[Any], asyncio.Task[None]]] = {}
-        """Each policy's operations in order, and the task that prepares them."""
-        self._cancelled: set[str] = set()
-        self._broken: set[str] = set()
-        """Policies of which a part of the present step was lost."""
-
-    def handle(self, message: Any) -> None:
-        """Act on a message about training."""
-        match message:
-            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.VersionCommitted():
-                self._enqueue(message)
-            case protocol.InitAdapter():
-                self._worker.spawn(self._init_adapter(message))
-            case protocol.CancelOperation():
-                if not self._compute.cancel(message.op):
-                    self._cancelled.add(message.op)
-
-    def disconnected(self) -> None:
-        """Drop every operation: the connection that asked for them ended."""
-        for policy, (_, runner) in self._policies.items():
-            runner.cancel()
-            self._broken.add(policy)
-        self._policies.clear()
-        self._compute.clear()
-
-    def evict(self, policy: str) -> None:
-        self.trainer.evict(policy)
-        self._broken.discard(policy)
-        if (operations := self._policies.pop(policy, None)) is not None:
-            operations[1].cancel()
-
-    def _enqueue(self, message: PolicyOperation | protocol.VersionCommitted) -> None:
-        """A policy's operations keep their order; policies do not wait for each other."""
-        if message.policy not in self._policies:
-            queue: asyncio.Queue[Any] = asyncio.Queue()
-            self._policies[message.policy] = queue, self._worker.spawn(self._prepare_all(queue))
-        self._policies[message.policy][0].put_nowait(message)
-
-    async def _prepare_all(self, queue: asyncio.Queue[Any]) -> None:
-        while True:
-            message = await queue.get()
-            if isinstance(message, protocol.VersionCommitted):
-                await self._die_in("committed")
-                self.trainer.committed(message)
-            else:
-                await self._prepare(message)
-
-    async def _prepare(self, op: PolicyOperation) -> None:
-        """Fetch the operation's batch and state, and queue it."""
-        await self._die_in("begin")
-        batch: protocol.TrainingBatch | None = None
-        gradients: list[bytes] = []
-        if isinstance(op, protocol.ForwardBackward):
-            if op.zero_grad:
-                self._broken.discard(op.policy)
-            content = self._tickets.open_batch(op.batch_ticket)
-            seconds = self._machine.latency + len(content or b"") / self._machine.download
-            await asyncio.sleep(self._faults.delay("batch", seconds))
-            if content is None:
-                await self._reject(op, "the batch is not available", "lost")
-                return
-            batch = protocol.decode(protocol.batches, content)
-            for ref in op.gradients:
-                await asyncio.sleep(self._faults.delay("pull", self._machine.pull()))
-                try:
-                    gradients.append(self._read(ref.hash, GRADIENT))
-                except RookeryError as error:
-                    await self._reject(op, str(error), "lost")
-                    return
-        if op.op in self._cancelled:
-            self._cancelled.remove(op.op)
-            self._broken.add(op.policy)
-        elif op.policy in self._broken:
-            await self._reject(op, "a part of this step did not arrive")
-        elif self.trainer.holds(op, self._compute.steps_ahead(op.policy)) or (
-            self.trainer.may_load(op) and await self._load_parent(op)
-        ):
-            self._compute.queue(op, lambda: self.trainer.apply(op, batch, gradients), batch)
-        else:
-            await self._reject(op, f"policy {op.policy} is not held in that state")
-
-    async def _reject(self, op: PolicyOperation, reason: str, category: Literal["stale", "lost"] = "stale") -> None:
-        self._broken.add(op.policy)
-        await self.answer(FakeOperationResult(msgspec.structs.replace(stale(op, reason), category=category)))
-
-    async def _load_parent(self, op: PolicyOperation) -> bool:
-        await self._worker.wait_readable(op.parent)
-        await asyncio.sleep(self._faults.delay("pull", self._machine.pull(state=True)))
-        self._worker.pulled_bytes += self._machine.adapter_bytes + self._machine.state_bytes
-        try:
-            files = {name: self._read(op.parent.hash, name) for name in (ADAPTER, CONFIG)}
-        except RookeryError:
-            return False
-        self.trainer.load(op.policy, op.lease, op.parent.hash, files)
-        return True
-
-    def _read(self, digest: str, name: str) -> bytes:
-        return self._tickets.artifacts.path(digest, name).read_bytes()
-
-    async def _init_adapter(self, op: protocol.InitAdapter) -> None:
-        await self._die_in("begin")
-        source = None
-        if op.source is not None:
-            await self._worker.wait_readable(op.source)
-            source = self._read(op.source.hash, ADAPTER)
-        self._compute.queue(op, lambda: self.trainer.init_adapter(op, source))
-
-    async def answer(self, result: FakeOperationResult) -> None:
-        """Upload what the operation made, and reply."""
-        reply = result.reply
-        if result.upload is not None:
-            share = self._machine.push() / len(result.upload)
-            written = [await self._upload(result.ticket, name, file, share) for name, file in result.upload.items()]
-            shards = [shard for shard in written if shard is not None]
-            if len(shards) < len(written):
-                reply = protocol.OperationDone(epoch=0, op=reply.op, error="the upload was rejected", category="lost")
-            else:
-                reply = msgspec.structs.replace(reply, manifest=protocol.manifest_of(shards))
-        await self._die_in("reply")
-        await self._worker.send(reply)
-        await self._die_in("replied")
-
-    async def _upload(self, ticket: str, name: str, content: bytes, seconds: float) -> protocol.Shard | None:
-        """The file's shard, or None where the service rejected it."""
-        for attempt in range(UPLOAD_ATTEMPTS):
-            await self._die_in("upload")
-            await asyncio.sleep(self._faults.delay("upload", seconds))
-            if attempt + 1 == UPLOAD_ATTEMPTS or not self._faults.upload_fails():
-                break
-        arrives = self._faults.corrupt(name, content)
-        if (later := self._faults.repeats_upload()) is not None:
-            asyncio.get_running_loop().call_later(later, self._write, ticket, name, arrives)
-        if self._write(ticket, name, arrives) is None:
-            return None
-        return protocol.Shard(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
-
-    def _write(self, ticket: str, name: str, content: bytes) -> protocol.Shard | None:
-        try:
-            staging = self._tickets.staging(ticket)
-            return staging.write(name, [content]) if staging is not None else None
-        except RookeryError:
-            return None
-
-    async def _die_in(self, phase: Phase) -> None:
-        if self._faults.dies(self._worker, phase):
-            await asyncio.Event().wait()  # cancelled with the process

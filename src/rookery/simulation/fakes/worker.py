@@ -24,7 +24,8 @@ from rookery.protocol.connection import ConnectionClosed, introduce
 from rookery.simulation.fakes.compute import FakeCompute
 from rookery.simulation.fakes.connection import Faults, MemoryConnection, TicketRoutes
 from rookery.simulation.fakes.text import Length
-from rookery.simulation.fakes.trainer import FakeTrainer, FakeTrainingOps
+from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer
+from rookery.simulation.fakes.training_ops import FakeTrainingOps
 from rookery.simulation.profiles import Machine
 
 REDIAL_SECONDS = 1.0
@@ -71,7 +72,7 @@ class FakeWorker:
             length,
             self.trainer,
             flush=self._flush,
-            answer=lambda result: self.spawn(self.training.answer(result)),
+            answer=self._answer,
         )
         self.engine = self.compute.engine
         self.training = FakeTrainingOps(self)
@@ -102,6 +103,9 @@ class FakeWorker:
         self.life: asyncio.Task[None] | None = None
         """Ends with the process; raises an error of the fake itself."""
         self._computing: asyncio.Task[None] | None = None
+
+    def _answer(self, result: FakeOperationResult) -> None:
+        self.spawn(self.training.answer(result))
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

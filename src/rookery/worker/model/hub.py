@@ -41,7 +41,7 @@ def bound_requests(seconds: float = SECONDS) -> None:
     def answered(response: Any) -> None:
         del unanswered[f"{response.request.method} {response.request.url}"]
 
-    hooks = {
+    hooks: Any = {
         "request": [*usual.event_hooks["request"], sending],
         "response": [*usual.event_hooks["response"], answered],
     }

@@ -184,11 +184,11 @@ class LoraManager:
 
     # --- products ---------------------------------------------------------------------------------------------------
 
-    def packed(self, key: str, layout: Callable[[ResidentAdapter], KernelAdapter]) -> KernelAdapter:
+    def packed(self, key: str, layout: Callable[..., KernelAdapter]) -> KernelAdapter:
         """An adapter in the layout of the kernels; made once, it replaces the tensors that the products below read."""
         resident = self.residents[key]
         if resident.packed is None:
-            resident.packed = layout(resident)
+            resident.packed = layout(resident.rank, resident.a, resident.b)
             resident.a, resident.b = {}, {}
         return resident.packed
 

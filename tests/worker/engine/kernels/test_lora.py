@@ -47,12 +47,13 @@ def resident(decoder: Decoder, of: Adapter) -> ResidentAdapter:
     return ResidentAdapter.load(of, decoder.config, decoder.dtype, "cpu", padded_rank(of.rank))
 
 
+def pack(adapter: ResidentAdapter, layers: int) -> KernelAdapter:
+    return KernelAdapter.pack(adapter.rank, adapter.a, adapter.b, layers)
+
+
 def run(decoder: Decoder, tokens: Tensor, groups: Sequence[Group]) -> Tensor:
     config = decoder.config
-    packed = [
-        (KernelAdapter.pack(resident(decoder, a), config.layers) if a is not None else None, count)
-        for a, count in groups
-    ]
+    packed = [(pack(resident(decoder, a), config.layers) if a is not None else None, count) for a, count in groups]
     with torch.no_grad():
         return forward(
             decoder, tokens, packed, lambda layer, qkv: qkv[:, : config.heads * config.head_dim].contiguous()

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from rookery import protocol
-from rookery.scheduling.slo import Kind
+from rookery.scheduling.costs import Kind
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission, sequence_chunk

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rookery.scheduling.slo import CacheBudget, CostTable, Demand, Kind, admit, deadline, slack
+from rookery.scheduling.costs import CostTable, Kind
+from rookery.scheduling.slo import CacheBudget, Demand, admit, deadline, slack
 from rookery.worker import device
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.request import EngineRequest

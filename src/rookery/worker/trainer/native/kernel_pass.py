@@ -19,7 +19,7 @@ from rookery.worker.engine.native.kernels.attention import KernelAttention
 from rookery.worker.engine.native.kernels.layer_pass import LayerValues, forward, run_layer
 from rookery.worker.engine.native.kernels.lora import KernelAdapter, LayerStages
 from rookery.worker.engine.native.kv_cache import KVCache
-from rookery.worker.model.adapter_slots import ResidentAdapter, padded_rank
+from rookery.worker.model.adapter_slots import padded_rank
 from rookery.worker.model.batch_invariance import key_capacity
 from rookery.worker.model.config import SITES
 from rookery.worker.model.decoder import Decoder, output_slices
@@ -141,7 +141,7 @@ def _packed(decoder: Decoder, policy: PolicyState) -> KernelAdapter:
             down[part.number, : policy.rank] = found.a[part.ranks]
             b[layer, site][part.outputs, : policy.rank] = part.b
         a[layer, site] = down.flatten(0, 1)
-    return KernelAdapter.pack(ResidentAdapter(rank, a, b), config.layers)
+    return KernelAdapter.pack(rank, a, b, config.layers)
 
 
 def _attention(decoder: Decoder, batch: PackedBatch) -> KernelAttention:

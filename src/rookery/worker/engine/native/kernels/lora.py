@@ -37,7 +37,6 @@ from rookery.worker.engine.native.kernels.vec import (
     store_float,
     sum_lanes,
 )
-from rookery.worker.model.adapter_slots import ResidentAdapter
 from rookery.worker.model.config import SITES
 from rookery.worker.model.decoder import Decoder, output_slices
 
@@ -71,14 +70,17 @@ class KernelAdapter:
         return sum(factor.nbytes for factor in self.factors)
 
     @classmethod
-    def pack(cls, adapter: ResidentAdapter, layers: int) -> KernelAdapter:
-        """Copies the factors into the kernel's layout."""
+    def pack(
+        cls, rank: int, a: dict[tuple[int, str], Tensor], b: dict[tuple[int, str], Tensor], layers: int
+    ) -> KernelAdapter:
+        """Copies the factors into the kernel's layout. ``a[layer, site]`` [parts · rank, in] and ``b[layer, site]``
+        [out, rank] are those of a resident adapter."""
         table, factors = torch.zeros(layers, len(SITES), 2, dtype=torch.int64), []
-        for (layer, site), a in adapter.a.items():
-            for i, factor in enumerate((a, adapter.b[layer, site])):
+        for (layer, site), down in a.items():
+            for i, factor in enumerate((down, b[layer, site])):
                 factors.append(factor.view(-1, LANES, factor.shape[1]).transpose(1, 2).contiguous())
                 table[layer, list(SITES).index(site), i] = factors[-1].data_ptr()
-        return cls(adapter.rank, table, factors)
+        return cls(rank, table, factors)
 
 
 @device_function

@@ -1,0 +1,202 @@
+"""Keeps child processes alive.
+
+Promises:
+
+* A child ends with this process, however this process ends: the child exits when its standard input closes.
+* A child that ends is restarted, with a pause that grows while it keeps failing; the loss of its machine is no failure
+  (:data:`NODE_LOST`). A child whose exit code says that a restart cannot help
+  (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted; its last log line is reported.
+* ``stop`` sends SIGTERM first (a worker drains) and kills a child that has not ended in time, even a stopped one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rookery.aio import interpreter, wait_event
+from rookery.errors import EXIT_REFUSED
+
+log = logging.getLogger("rookery.cluster")
+
+FIRST_PAUSE_SECONDS = 0.5
+"""Pause before the first restart of a child; each further pause is twice as long."""
+LONGEST_PAUSE_SECONDS = 30.0
+"""Longest pause before a restart: a machine without free memory must not be kept busy by starting processes."""
+HEALTHY_SECONDS = 60.0
+"""After a child has run this long, its next pause is the first again."""
+NODE_LOST = 256
+"""In place of the exit code of a child that was lost with its machine: no process can end with it."""
+LOG_BYTES = 16 << 20
+"""A child's log that is larger is rotated when the child starts; the service's own log has the same limit."""
+
+State = Literal["starting", "running", "waiting", "refused", "stopped"]
+
+
+@dataclass(eq=False)
+class Child:
+    """One process to keep alive. ``arguments`` follow ``python -m``; ``reason`` says why it is not running."""
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+    state: State = "starting"
+    pid: int = 0
+    restarts: int = 0
+    reason: str = ""
+    removed: bool = False
+    """It ends, and is not restarted."""
+
+
+class Process(Protocol):
+    """A started child, such as ``asyncio.subprocess.Process``."""
+
+    pid: int
+
+    async def wait(self) -> int:
+        """Its exit code, negative for a signal, or :data:`NODE_LOST`."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Supervisor:
+    """Starts children and keeps them alive until stopped. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        children: Iterable[Child],
+        logs: Path,
+        stop_seconds: float,
+        spawn: Callable[[Child, Path], Awaitable[Process]] | None = None,
+    ) -> None:
+        """Each child's output goes to ``logs/<name>.log``. ``spawn`` starts a child that writes to the given log; None
+        starts a process on this machine."""
+        self._spawn = spawn or spawn_process
+        self.children = list(children)
+        self.running = False
+        self._logs = logs
+        self._stop_seconds = stop_seconds
+        self._processes: dict[Child, Process] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+
+    async def start(self) -> None:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self.running = True
+        self._keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
+
+    def add(self, children: Iterable[Child]) -> None:
+        """Further children; they are started at once if the others are."""
+        new = list(children)
+        self.children += new
+        if self.running:
+            self._keepers += [asyncio.create_task(self._keep(child)) for child in new]
+
+    def remove(self, children: Iterable[Child]) -> None:
+        """End these children: with SIGTERM, and SIGKILL if they have not ended in time."""
+        for child in children:
+            self.children.remove(child)
+            child.removed = True
+            if child in self._processes:
+                self._processes[child].terminate()
+                asyncio.get_running_loop().call_later(self._stop_seconds, self._kill, child)
+
+    def _kill(self, child: Child) -> None:
+        if child in self._processes:
+            log.warning("killing %s: it has not ended within %.0f s", child.name, self._stop_seconds)
+            self._processes[child].kill()
+
+    async def stop(self) -> None:
+        """Every child has ended when this returns."""
+        self.running = False
+        self._stopping.set()
+        for process in self._processes.values():
+            process.terminate()
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=self._stop_seconds)
+        for child in self._processes:
+            self._kill(child)
+        await asyncio.gather(*self._keepers)
+
+    async def _keep(self, child: Child) -> None:
+        """Keep one child alive until stopped."""
+        path = self._logs / f"{child.name}.log"
+        pause = FIRST_PAUSE_SECONDS
+        while not self._stopping.is_set() and not child.removed:
+            began = time.monotonic()
+            code: int | None = None
+            try:
+                code = await self._live(child, path)
+            except OSError as error:  # no memory, or no room for its log: temporary
+                child.reason = f"could not be started: {error}"
+            else:
+                ended = f"signal {-code}" if code < 0 else f"code {code}"
+                child.reason = f"ended with {ended}: {last_line(path)}"
+            if self._stopping.is_set() or child.removed:
+                break
+            if code == EXIT_REFUSED:
+                child.state = "refused"
+                log.error("%s refused to start and is not restarted: %s", child.name, last_line(path))
+                return
+            if code == NODE_LOST or time.monotonic() - began > HEALTHY_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            child.state = "waiting"
+            child.restarts += 1
+            log.warning("%s %s (%s); restarting it in %.1f s", child.name, child.reason, path, pause)
+            await wait_event(self._stopping, pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        child.state = "stopped"
+
+    async def _live(self, child: Child, path: Path) -> int:
+        """Run a child until it ends. Returns its exit code, negative for a signal."""
+        _rotate(path)
+        process = await self._spawn(child, path)
+        self._processes[child] = process
+        child.state, child.pid = "running", process.pid
+        if self._stopping.is_set() or child.removed:  # while it was being started
+            process.terminate()
+        code = await process.wait()
+        del self._processes[child]
+        child.pid = 0
+        return code
+
+
+async def spawn_process(child: Child, path: Path) -> Process:
+    """A child process of this one, with its output in ``path``. Raises OSError."""
+    with path.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            *interpreter(*child.arguments),
+            stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
+            stdout=output,
+            stderr=output,
+            env=child.environment,
+            start_new_session=True,  # Ctrl-C reaches the service alone, which then ends its children in order
+        )
+
+
+def _rotate(path: Path) -> None:
+    """Rename a log that has grown large; one old log is kept. Called only while the child is not running: a process
+    keeps writing to the file that it was given."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log, which may have been deleted."""
+    lines: list[str] = []
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
