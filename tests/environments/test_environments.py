@@ -24,7 +24,8 @@ from rookery.environments.base import Environment, Reply, Split
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
 from rookery.environments.datasets import PromptDataset
-from rookery.environments.jsonl import count_rows, read_jsonl
+from rookery.environments.jsonl import UNREAD, count_rows, read_jsonl
+from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
 from rookery.environments.verifiers.pool import LITERAL, restored, stored
 from rookery.errors import UserError
@@ -83,11 +84,17 @@ def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n\n[1]', "line 3 is list, not an object"),
         ('{"question": "a"}', "line 1 has neither prompt nor messages, but 'question'; give one"),
         ('{"prompt": "a", "messages": []}', "line 1 has both"),
+        ('{"prompt": null, "messages": null}', "line 1 has neither prompt nor messages, but 'prompt', 'messages'"),
         ('{"prompt": " "}', 'line 1: prompt is " "; give a text'),
-        ('{"prompt": ["a"]}', "line 1: prompt is .* give a text"),
+        ('{"prompt": ["a"]}', 'line 1: prompt.0 is "a"; give'),
+        ('{"prompt": []}', r"line 1: prompt is \[\]; give a text, or a list"),
+        ('{"prompt": {"role": "user", "content": "a"}}', "line 1: prompt is .*; give a text, or a list"),
+        ('{"prompt": "a", "tools": [{"name": "f"}]}', "line 1: tools is .*, but no chat template gets it; describe"),
+        ('{"prompt": "a", "images": ["a.png"]}', "line 1: images is .*, but models read texts alone"),
         ('{"messages": "a"}', "line 1: messages is .* give a list"),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', r"line 1: messages\.1 is .* give"),
         ('{"messages": []}', "line 1: messages is"),
+        ('{"messages": [{"role": "user", "content": "  "}]}', "line 1: messages is .*; give a text that is not empty"),
         (b'{"prompt": "a"}\n{"prompt": "\xff"}', "line 2 is not UTF-8; save"),
         ('{"prompt": "a"}' + "[" * 100_000, "line 1 is not JSON"),
     ],
@@ -145,6 +152,68 @@ def test_a_marker_that_is_a_special_token_separates_the_answer() -> None:
     assert (step.reward, step.metrics["answered"]) == (0, 0)
 
 
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+MESSAGES: list[tuple[list[Any], str]] = [
+    ([user("a"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5 C"}],
+     r"{0}\.1\.tool_calls is .*, but only role and content reach the model; write the calls into content"),
+    ([user("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}], r"{0}\.1\.tool_calls is"),
+    ([user("a"), {"role": "tool", "content": "5", "tool_call_id": "1"}], r"{0}\.1\.tool_call_id is \"1\", .* leave it"),
+    ([user("a", name="ada")], r"{0}\.0\.name is \"ada\", .* write it into content, or leave it out"),
+    ([user("a", weight=0)], r"{0}\.0\.weight is 0, but only role and content"),
+    ([user("a"), {"role": "assistant", "content": "b", "reasoning_content": "c"}, user("d")],
+     r"{0}\.1\.reasoning_content is"),
+    ([user("2+2?"), {"role": "assistant", "content": "4"}],
+     r"{0}\.1 is the assistant's: .* leave it out, and give the answer in a field of its own, such as answer"),
+    ([user("a"), user("b"), {"role": "assistant", "content": ""}], r"{0}\.2 is the assistant's"),
+    ([user(None)], r"{0}\.0 is .*; give \{{\"role\""),
+    ([user(5)], r"{0}\.0\.content is 5; give a text, or a list"),
+    ([user([])], r"{0}\.0\.content is \[\]; give a text"),
+    ([user([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "b"}])], r"{0}\.0\.content is .* give"),
+    ([user([{"type": "text", "text": "a", "cache_control": {}}])], r"{0}\.0\.content is .* give a text"),
+    ([{"role": "usr", "content": "a"}], r"{0}\.0\.role is \"usr\"; did you mean user\?"),
+    ([{"role": "developer", "content": "a"}, user("b")], r"{0}\.0\.role is \"developer\"; write system"),
+    ([{"role": "narrator", "content": "a"}], r"{0}\.0\.role is \"narrator\"; give system, user, assistant, tool"),
+    ([{"from": "human", "value": "a"}], r"{0}\.0\.from is \"human\", but only role and content"),
+    ([{"content": "a"}], r"{0}\.0 is .*; give \{{\"role\""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "says"), MESSAGES, ids=[says[5:35] for _, says in MESSAGES])
+def test_messages_that_the_policy_would_read_differently_are_refused(messages: list[Any], says: str) -> None:
+    """In rows under both names, and when a hosted environment gives them."""
+    for name in ("messages", "prompt"):
+        with pytest.raises(UserError, match="line 1: " + says.format(name)) as caught:
+            read_jsonl(json.dumps({name: messages, "answer": "4"}).encode())
+        assert "\n" not in str(caught.value)
+    with pytest.raises(MessageRefused, match=says.format("messages")):
+        conversation(messages)
+
+
+def test_a_prompt_may_be_messages_as_trl_and_verl_write_them() -> None:
+    prompt = [{"role": "system", "content": "Be brief."}, user("2+2?", name=None, tool_calls=None)]
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?", "image_url": None}]
+    rows = [
+        {"prompt": prompt, "answer": "4", "messages": None, "tools": None},
+        {"messages": [prompt[0], user(parts)], "answer": "4"},
+        {"prompt": prompt, "answer": "4", "reward_model": {"style": "rule", "ground_truth": "4"}, "images": []},
+    ]
+    environment = BUILTINS["jsonl"]({"rows": rows, "verifier": "exact"})
+    for row in environment.prompts("train"):
+        assert environment.reset(row, 0) == [{"role": "system", "content": "Be brief."}, user("2+2?")]
+        assert play(environment, row, "4")[0] == 1
+
+
+def test_the_last_message_of_an_episode_may_be_the_assistants() -> None:
+    ended = [user("a"), {"role": "assistant", "content": "b"}]
+    assert conversation(ended, before_reply=False) == ended
+    with pytest.raises(MessageRefused, match="name is"):
+        conversation([user("a", name="b")], before_reply=False)
+
+
 @settings(max_examples=60)
 @given(
     rows=st.lists(
@@ -152,7 +221,9 @@ def test_a_marker_that_is_a_special_token_separates_the_answer() -> None:
     )
 )
 def test_any_well_formed_rows_come_back(rows: list[dict[str, Any]]) -> None:
-    whole = [{key: value for key, value in row.items() if key != "messages"} | {"prompt": "a"} for row in rows]
+    whole = [
+        {key: value for key, value in row.items() if key not in ("messages", *UNREAD)} | {"prompt": "a"} for row in rows
+    ]
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in whole)
     assert read_jsonl(text.encode()) == whole
 

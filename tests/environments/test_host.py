@@ -168,14 +168,17 @@ async def test_an_episode_from_hello_to_reward() -> None:
         (faulty.ExitsAsync(), r"RuntimeError: SystemExit: 3"),
         (faulty.WrongAnswers("text"), "TypeError: reset gave str"),
         (faulty.WrongAnswers("none"), "TypeError: reset gave NoneType"),
-        (faulty.WrongAnswers("messages"), "TypeError: message 0 that reset gave is {'role': 'user'}"),
+        (faulty.WrongAnswers("messages"), "reset gave messages that no policy can read: messages.0 is {"),
         (faulty.WrongAnswers("empty"), "TypeError: reset gave no messages"),
         (
             faulty.WrongAnswers("reward"),
             r"TypeError: WrongAnswers\.step gave the reward 'much' \(str\), expected a number",
         ),
         (faulty.WrongAnswers("step"), "TypeError: step returned float, not a rookery.Step"),
-        (faulty.WrongAnswers("surrogate"), r"message 0\.content: given .*, allowed: whole characters"),
+        (
+            faulty.WrongAnswers("surrogate"),
+            r"step gave messages .*: messages\.0\.content: given .*, allowed: whole characters",
+        ),
     ],
 )
 async def test_what_goes_wrong_in_an_environment_is_its_calls_error(environment: Hosted, says: str) -> None:
@@ -226,7 +229,8 @@ async def test_an_answer_out_of_bounds_is_its_calls_error(wrong: str) -> None:
         answer = await controller.ask(reset("e1"))
         if wrong in ("metrics", "metric"):
             answer = await controller.ask(step("e1"))
-        assert answer.error.startswith("the answer is out of bounds: Expected") and len(answer.error) < 200
+        says = "reset gave messages" if wrong == "role" else "the answer is out of bounds: Expected"
+        assert answer.error.startswith(says) and len(answer.error) < 200
         await controller.ask(reset("e2", "good"))
         assert len(controller.hellos) == 1
 

@@ -27,6 +27,7 @@ from typing import Any
 from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.environments.base import Environment, Message, Reply, Step
+from rookery.environments.messages import MessageRefused, conversation
 from rookery.errors import UserError, short
 from rookery.spec import values
 
@@ -265,7 +266,7 @@ def _carried(error: BaseException) -> Exception:
 
 def describe_error(error: BaseException) -> str:
     """One line: the exception's type and text and, for an error in user code, its place."""
-    if isinstance(error, UserError | values.ValueRefused):
+    if isinstance(error, UserError | values.ValueRefused | MessageRefused):
         return one_line(error)
     text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
@@ -309,7 +310,8 @@ def _checked_step(step: Step, environment: Environment) -> Step:
     reward = number("reward", step.reward, finite=True)
     metrics = {str(name): number(f"metric {name}", value, finite=False) for name, value in step.metrics.items()}
     values.check(list(metrics), "metrics")
-    return Step(_checked(step.messages, "step"), reward, bool(step.done), metrics)
+    messages = _checked(step.messages, "step", before_reply=not step.done)
+    return Step(messages, reward, bool(step.done), metrics)
 
 
 def _shown(value: object) -> str:
@@ -321,17 +323,16 @@ def _shown(value: object) -> str:
     return f"{short(' '.join(text.split()))} ({type(value).__name__})"
 
 
-def _checked(messages: Any, method: str) -> list[Message]:
+def _checked(messages: Any, method: str, *, before_reply: bool = True) -> list[Message]:
+    """The messages that ``method`` gave, as they are sent; with ``before_reply`` the policy replies to them."""
     expected = 'a list of {"role": …, "content": …}'
     if isinstance(messages, str | bytes | Mapping) or not hasattr(messages, "__iter__"):
         raise TypeError(f"{method} gave {type(messages).__name__} for messages, not {expected}")
-    checked = []
-    for number, message in enumerate(messages):
-        fine = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        if not fine:
-            raise TypeError(f"message {number} that {method} gave is {message!r:.80}, expected {expected}")
-        checked.append({key: message[key] for key in ("role", "content")})
-        values.check(checked[-1], f"message {number}")
+    try:
+        checked = conversation(list(messages), before_reply=before_reply)
+        values.check(checked, "messages")
+    except ValueError as error:
+        raise type(error)(f"{method} gave messages that no policy can read: {error}") from None
     if method == "reset" and not checked:
         raise TypeError(f"reset gave no messages, expected {expected}")
     return checked

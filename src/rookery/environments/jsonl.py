@@ -1,16 +1,15 @@
 """The built-in ``jsonl``: single-turn tasks from a JSONL file and a named verifier, without Python.
 
-A row is ``{"prompt": "…"}`` or ``{"messages": [{"role": …, "content": …}, …]}`` plus the fields that the verifier
-compares with (``answer`` by default). All rows are checked, including what the verifier needs, before the first
-episode; an error names the row's number. A row is its own prompt, so an episode that resumes after a crash needs no
-file.
+A row is ``{"prompt": "…"}`` or ``{"messages": [{"role": …, "content": …}, …]}`` (also under the name ``prompt``, as TRL
+and verl write it) plus the fields that the verifier compares with (``answer`` by default). All rows are checked,
+including what the verifier needs, before the first episode; an error names the row's number. A row is its own prompt,
+so an episode that resumes after a crash needs no file.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-import json
 from array import array
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,9 +20,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name
 from rookery.environments.base import Environment, Message, Reply, Split, Step
+from rookery.environments.messages import MessageRefused, conversation, shown
 from rookery.environments.verifiers.verifiers import Verifier
 from rookery.errors import UserError
 from rookery.spec import values
+
+UNREAD = {
+    "tools": "no chat template gets it; describe the tools in a system message",
+    "chat_template_kwargs": "no chat template gets it; leave it out",
+    "images": "models read texts alone here; leave it out",
+    "videos": "models read texts alone here; leave it out",
+    "audios": "models read texts alone here; leave it out",
+}
+"""Fields that change the prompt in rows of TRL and verl: without them the policy would read another prompt."""
 
 ROW_BYTES, ROWS = 1 << 30, 1 << 40
 """Limits of a file that is read where the service's limits do not apply: an environment on a user's own machine."""
@@ -40,9 +49,10 @@ def _named(value: Any) -> Any:
 
 
 class JsonlOptions(BaseModel):
-    """Options of ``{id: jsonl}``: one row, one reply, one verdict. A row has a `prompt` (a text) or `messages` (a
-    chat), and the fields that the verifier compares with. Give exactly one of `rows`, `path` and `dataset`, and at most
-    one of the `eval_` fields. All rows are checked when the job is submitted."""
+    """Options of ``{id: jsonl}``: one row, one reply, one verdict. A row has a `prompt` (a text, or the messages
+    of a chat) or `messages`, and the fields that the verifier compares with. A message has `role` and `content`; the
+    last one is not the assistant's. Give exactly one of `rows`, `path` and `dataset`, and at most one of the `eval_`
+    fields. All rows are checked when the job is submitted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -121,10 +131,10 @@ class Jsonl(Environment):
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """First messages of a row's episode."""
-    if "prompt" in row:
-        return [{"role": "user", "content": row["prompt"]}]
-    return [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
+    """First messages of a row's episode. Raises :class:`~rookery.environments.messages.MessageRefused`."""
+    name = "messages" if row.get("prompt") is None else "prompt"
+    given = row[name]
+    return [{"role": "user", "content": given}] if isinstance(given, str) else conversation(given, name)
 
 
 class IndexedRows(Sequence[dict[str, Any]]):
@@ -211,20 +221,24 @@ def check_row(row: Any, where: str) -> None:
     """Raises :class:`UserError` unless ``row`` is a row as the module docstring defines it."""
     if not isinstance(row, dict):
         raise UserError(f'{where} is {type(row).__name__}, not an object; write {{"prompt": …, "answer": …}}')
-    if "prompt" in row and "messages" in row:
+    given = [name for name in ("prompt", "messages") if row.get(name) is not None]
+    if len(given) == 2:
         raise UserError(f"{where} has both prompt and messages; give one of them")
-    if "prompt" not in row and "messages" not in row:
+    if not given:
         raise UserError(f"{where} has neither prompt nor messages, but {_names(row)}; give one of them")
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
-            raise UserError(f"{where}: prompt is {_short(row['prompt'])}; give a text that is not empty")
-        return
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f'{where}: messages is {_short(messages)}; give a list of {{"role": …, "content": …}}')
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError(f'{where}: messages.{number} is {_short(message)}; give {{"role": "user", "content": "…"}}')
+    (name,) = given
+    asked = row[name]
+    try:
+        if not (isinstance(asked, str) and name == "prompt") and not (isinstance(asked, list) and asked):
+            text = "a text, or " if name == "prompt" else ""
+            raise UserError(f'{where}: {name} is {shown(asked)}; give {text}a list of {{"role": …, "content": …}}')
+        if not any(message["content"].strip() for message in messages_of(row)):
+            raise UserError(f"{where}: {name} is {shown(asked)}; give a text that is not empty")
+    except MessageRefused as error:
+        raise UserError(f"{where}: {error}") from None
+    for unread, remedy in UNREAD.items():
+        if row.get(unread):
+            raise UserError(f"{where}: {unread} is {shown(row[unread])}, but {remedy}")
 
 
 def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> Sequence[dict[str, Any]]:
@@ -246,8 +260,3 @@ def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> Se
 
 def _names(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) or "no fields"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
