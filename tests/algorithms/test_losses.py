@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rookery.algorithms.losses import LOSSES, kl_penalty
+from rookery.algorithms.losses import LOSSES, MAX_KL_GAP, kl_penalty
 from rookery.spec.job import LOSS_PARAMETERS
 
 SEGMENTS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
@@ -128,6 +128,51 @@ def test_kl_penalty_is_k3() -> None:
         [w * (1 - math.exp(d)) for w, d in zip(weights.tolist(), gaps, strict=True)], rel=1e-12
     )
     assert out.metrics["kl:sum"] == pytest.approx(sum(math.exp(d) - d - 1 for d in gaps), rel=1e-12)
+
+
+def kl_gradient(logp: float, reference: float, weight: float = 1.0) -> tuple[float, float, float]:
+    """The penalty of one token, its gradient by logp, and its ``kl:sum``."""
+    leaf = torch.tensor([logp], requires_grad=True)
+    out = kl_penalty(leaf, torch.tensor([reference]), torch.tensor([weight]))
+    (gradient,) = torch.autograd.grad(out.total, leaf)
+    return out.total.item(), gradient.item(), out.metrics["kl:sum"]
+
+
+@pytest.mark.parametrize("logp", [-0.1, -20.0, -100.0, -1e4])
+@pytest.mark.parametrize("reference", [0.0, -0.1, -60.0, -1e4, -math.inf])
+def test_no_token_makes_the_kl_penalty_infinite(logp: float, reference: float) -> None:
+    """In float32, for tokens that one of the two gives (almost) no probability. The gradient keeps its direction, and
+    is at most that of a gap of ten nats."""
+    value, gradient, total = kl_gradient(logp, reference)
+    assert 0 <= value < math.inf and total == value
+    gap = max(reference, -1e4) - logp
+    assert abs(gradient) <= math.expm1(MAX_KL_GAP) * (1 + 1e-6)
+    assert gradient * -gap >= 0, "towards the reference"
+    assert gradient != 0 or abs(gap) < 1e-6
+    weighted, slope, _ = kl_gradient(logp, reference, 0.25)
+    assert (weighted, slope) == pytest.approx((value / 4, gradient / 4), rel=1e-6)
+
+
+@given(st.floats(0, 300))
+def test_kl_penalty_is_published_up_to_its_bound_and_smooth_there(gap: float) -> None:
+    leaf = torch.tensor([-gap], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    out = kl_penalty(leaf, 0 * one, one)
+    (gradient,) = torch.autograd.grad(out.total, leaf)
+    near = min(gap, MAX_KL_GAP)
+    assert out.total.item() == pytest.approx(
+        math.exp(near) - near - 1 + math.expm1(MAX_KL_GAP) * (gap - near), abs=1e-12
+    )
+    assert gradient.item() == pytest.approx(1 - math.exp(near), abs=1e-12), "monotonic, without a jump"
+
+
+def test_one_impossible_token_leaves_the_others_their_gradient() -> None:
+    logp = torch.tensor([-1.0, -2.0, -120.0], requires_grad=True)
+    reference, weights = torch.tensor([-1.5, -math.inf, -0.1]), torch.tensor([0.5, 0.5, 0.5])
+    (gradient,) = torch.autograd.grad(kl_penalty(logp, reference, weights).total, logp)
+    assert gradient.isfinite().all()
+    assert gradient[0].item() == pytest.approx(0.5 * (1 - math.exp(-0.5)))
+    assert gradient[1].item() == pytest.approx(0.5) and gradient[2].item() < -1000
 
 
 def test_parameters_are_checked_by_name() -> None:

@@ -678,6 +678,33 @@ def test_step_of_a_killed_or_moved_policy_is_that_of_one_worker(service: Dialled
         assert committed(service, service.connection(number), parent, lease) == stayed
 
 
+def test_worker_pulls_the_version_that_a_kl_penalty_compares_with(service: Dialled, start: Start) -> None:
+    """Also after a lost connection, and on another worker: with the same sum. Version 0 itself has no penalty."""
+    start()
+    link = service.connection(0)
+    zero = make_policy(service, link, "p")
+    trained = service.ref(committed(service, link, zero, 1), 1, "p")
+    sums = []
+    for number in range(3):
+        lease = number + 2
+        link.send(
+            forward("base", trained, batch(service), lease=lease, kl_weight=0.1),
+            forward("start", trained, batch(service), lease=lease, kl_weight=0.1, reference=zero),
+            forward("itself", trained, batch(service), lease=lease, kl_weight=0.1, reference=trained),
+        )
+        done = [link.done(op) for op in ("base", "start", "itself")]
+        assert [answer.error for answer in done] == [""] * 3
+        sums.append([answer.metrics["kl:sum"] for answer in done])
+        if number == 0:
+            link.drop()
+        else:
+            start()
+        link = service.connection(number + 1)
+    assert sums[0] == sums[1] == sums[2]
+    base, of_start, of_itself = sums[0]
+    assert of_start == base > 1e-4 > abs(of_itself), "B is 0 in version 0"
+
+
 def test_gradient_of_a_share_is_added_on_another_worker(service: Dialled, start: Start) -> None:
     """The exported gradient and the worker's own give the step of one worker on both batches, up to rounding; the
     helper keeps no state of the policy."""

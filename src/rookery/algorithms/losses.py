@@ -15,6 +15,7 @@ constant for differentiation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -140,10 +141,24 @@ LOSSES: dict[str, LossFn] = {
 """By the names that a job and the wire use."""
 
 
-def kl_penalty(logp: Tensor, base: Tensor, weights: Tensor) -> LossOut:
-    """``Σ w·(exp(d) − d − 1)``, d = base − logp: the k3 estimator of KL(policy ‖ base), unbiased for tokens that the
-    policy sampled and never negative (Schulman, "Approximating KL Divergence", 2020; the penalty of GRPO, arXiv
-    2402.03300, eq. 4). ``base`` is a constant. ``kl:sum`` is the sum without the weights."""
-    gap = base - logp
-    term = gap.exp() - gap - 1
+MAX_KL_GAP = 10.0
+"""Nats above which the penalty of a token grows linearly. A token that the policy sampled has a larger gap with a
+probability below e^−10, one in 22,000, because exp(d) has mean 1 under the policy (Markov's inequality): the estimator
+is the published one in practice. Without a bound exp(d) exceeds float32 at 89 nats, and long before that one token
+outweighs its whole step. Others cut the value off instead (verl clamps d to ±20, the term to ±10), which takes away the
+gradient of the very token that is furthest off."""
+
+LEAST_LOGP = -1e4
+"""Stands for smaller log-probabilities, down to that of an impossible token, −∞."""
+
+
+def kl_penalty(logp: Tensor, reference: Tensor, weights: Tensor) -> LossOut:
+    """``Σ w·(exp(d) − d − 1)``, d = reference − logp: the k3 estimator of KL(policy ‖ reference), unbiased for tokens
+    that the policy sampled and never negative (Schulman, "Approximating KL Divergence", 2020; the penalty of GRPO,
+    arXiv 2402.03300, eq. 4). ``reference`` is a constant. Above :data:`MAX_KL_GAP` the term continues along its
+    tangent, so a token's gradient keeps its direction and is bounded. ``kl:sum`` is the sum without the weights."""
+    gap = reference.clamp(min=LEAST_LOGP) - logp
+    near, slope = gap.clamp(max=MAX_KL_GAP), math.expm1(MAX_KL_GAP)
+    tangent = slope - MAX_KL_GAP + slope * (gap - MAX_KL_GAP)
+    term = torch.where(gap > MAX_KL_GAP, tangent, near.exp() - near - 1)
     return LossOut((weights * term).sum(), {"kl:sum": float(term.detach().sum())})

@@ -310,6 +310,8 @@ class ForwardBackward(StepOperation, kw_only=True):
     loss: Loss
     temperature: float
     kl_weight: float = 0.0
+    reference: AdapterRef | None = None
+    """The version that the KL penalty compares with; None: the base model."""
     forward_only: bool = False
     zero_grad: bool = False
     """Clear the accumulated gradient first (first operation of a step)."""

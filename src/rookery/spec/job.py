@@ -140,8 +140,11 @@ class AlgorithmSpec(StrictModel):
     loss: Annotated[LossSpec, BeforeValidator(named)] = LossSpec()
     """The loss of a token: a name or a [loss](#loss)."""
     kl_weight: float = Field(0.0, ge=0)
-    """Weight of a KL penalty to the base model (k3 estimator), added per token. Not with `cross_entropy`, which gives
-    no weight to episodes below their group's mean."""
+    """Weight of a KL penalty (k3 estimator), added per token. Not with `cross_entropy`, which gives no weight to
+    episodes below their group's mean, and not with `full`, which keeps no other model."""
+    kl_reference: Literal["start", "base"] = "start"
+    """The model that the KL penalty compares with. `start`: the policy's version 0, which after a warm start has its
+    weights and otherwise answers like the base model. `base`: the base model."""
 
     @model_validator(mode="after")
     def _penalty_has_weights(self) -> AlgorithmSpec:
@@ -270,3 +273,15 @@ class JobSpec(StrictModel):
     def policy(self) -> tuple[str, PolicySpec]:
         """The job's only policy, with its name."""
         return next(iter(self.policies.items()))
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether the KL penalty needs the weights of version 0, which the base model's alone do not give."""
+        algorithm, (_, policy) = self.algorithm, self.policy
+        return algorithm.kl_weight > 0 and algorithm.kl_reference == "start" and policy.warm_start is not None
+
+
+def stored_job(data: dict[str, Any]) -> JobSpec:
+    """The job in a row of the database. One from before ``kl_reference`` continues to compare with the base model."""
+    algorithm = {"kl_reference": "base", **data.get("algorithm", {})}
+    return JobSpec.model_validate({**data, "algorithm": algorithm})

@@ -230,6 +230,8 @@ class TrainingOps:
                 queue.incomplete = ""
             try:
                 await self._ensure_held(op, queue)
+                if op.reference is not None:
+                    await self._ensure_reference(op.policy, op.reference)
                 content, gradients = await inputs
                 batch = protocol.decode(protocol.batches, content)
             except Exception as error:
@@ -253,6 +255,15 @@ class TrainingOps:
             steps_here = isinstance(op, protocol.OptimStep) or not op.commit
             async with self._transfers.pulled(op.parent, state=steps_here) as folder:
                 await load(lambda: self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder)))
+
+    async def _ensure_reference(self, policy: str, reference: protocol.AdapterRef) -> None:
+        """Have the trainer keep the version that the policy's KL penalties compare with."""
+        if await self._call(lambda core: core.trainer.has_reference(policy, reference.hash)):
+            return
+        async with self._transfers.pulled(reference) as folder:
+            await self._room.run(
+                lambda: self._call(lambda core: core.trainer.load_reference(policy, reference, folder))
+            )
 
     async def _hand_over(
         self, op: TrainerOperation, enqueue: Callable[[WorkerCore], None]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -169,8 +169,10 @@ class TrainingJob:
 
     async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
         """Add the gradient of ``groups`` to that of the next step."""
-        context = self._job.chat.context
-        done = await self._timed(self._trainer.forward(self._parent, forward_backward(self.spec, groups, context)))
+        request = forward_backward(self.spec, groups, self._job.chat.context)
+        if self.policy.reference is not None:
+            request = replace(request, reference=self.policy.ref(self.policy.reference))
+        done = await self._timed(self._trainer.forward(self._parent, request))
         self._next.add(done.metrics)
 
     async def _optim_step(self) -> protocol.Manifest | None:
@@ -267,6 +269,7 @@ class TrainingJob:
         assert self.policy.head is not None
         if self.spec.evaluation.prompts and self.policy.head.version not in self._evaluated:
             await evaluate(self._job, self.policy.head.version)
+        self.policy.reference = None
         await self.policy.retire()
 
     def _stop_reason(self, after: float | None = None) -> str | None:

@@ -25,7 +25,7 @@ from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
 from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError, shortage
 from rookery.limits import LimitSettings
-from rookery.spec.job import JobSpec
+from rookery.spec.job import stored_job
 from rookery.storage.models import JobRow
 from rookery.telemetry.metrics import Sinks
 from rookery.tokenization.chat import Chat
@@ -111,7 +111,7 @@ class JobRunner:
 
     async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row
-        spec = await self._validator.store_rows(row.tenant, JobSpec.model_validate(row.spec))
+        spec = await self._validator.store_rows(row.tenant, stored_job(row.spec))
         context.models.provide(spec.base_model)
         policies = await context.store.policies(row.tenant, row.id)
         await context.usage.open(row.tenant, row.id, [policy.id for policy in policies])
@@ -123,7 +123,9 @@ class JobRunner:
             spec,
             environment=await self._validator.environment(row.tenant, row.id, spec),
             chat=await self._chat(spec.base_model),
-            policy=PolicyVersions(context, policies[0], spec.checkpoints),
+            policy=PolicyVersions(
+                context, policies[0], spec.checkpoints, reference=0 if spec.compares_with_start else None
+            ),
             progress=Progress(context, row, spec),
             warm_start=await warm_start(row.tenant, spec, policies[0]) if new else None,
         )

@@ -36,6 +36,8 @@ class ForwardRequest:
     loss: protocol.Loss
     temperature: float = 1.0
     kl_weight: float = 0.0
+    reference: protocol.AdapterRef | None = None
+    """The version that the KL penalty compares with; None: the base model."""
     forward_only: bool = False
     targets: int | None = None
     """Return the log-probabilities too, of so many targets."""
@@ -330,8 +332,10 @@ class PolicyTrainer:
         zero_grad: bool,
         gradients: Sequence[protocol.AdapterRef] = (),
     ) -> protocol.ForwardBackward:
+        reference = entry.reference
         return protocol.ForwardBackward(
             batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
+            reference=self._training.pin(worker, reference) if reference is not None else None,
             forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.targets is not None,
             gradients=[self._training.pin(worker, ref) for ref in gradients], **self._target(worker, parent),
         )  # fmt: skip

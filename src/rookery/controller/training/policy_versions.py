@@ -33,11 +33,14 @@ class PolicyVersions:
         row: PolicyRow,
         checkpoints: CheckpointSpec | None = None,
         inflight: int | None = None,
+        reference: int | None = None,
     ) -> None:
-        """Without ``checkpoints`` only the head is kept. ``inflight`` is the version published in flight, if any."""
+        """Without ``checkpoints`` only the head is kept. ``inflight`` is the version published in flight, ``reference``
+        the one that training compares with, if any: retention keeps both."""
         self._world = world
         self._checkpoints = checkpoints
         self._inflight = inflight
+        self.reference = reference
         self.row = row
         self._versions: dict[int, VersionRow] = {}
         self._pinned: Counter[int] = Counter()
@@ -103,7 +106,7 @@ class PolicyVersions:
     @property
     def grows(self) -> bool:
         """Whether retention keeps one version more after the next commit."""
-        kept = sum(row.kept for row in self._versions.values())
+        kept = sum(row.kept for row in self._versions.values() if row.version != self.reference)
         return self._checkpoints is not None and kept < self._checkpoints.keep_last
 
     @property
@@ -172,11 +175,12 @@ class PolicyVersions:
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
             scores |= training_rewards((row.parent, row.reward) for row in self._versions.values())
         in_use = [version for version, users in self._pinned.items() if users]
+        in_use += [version for version in (self._inflight, self.reference) if version is not None]
         going = versions_to_delete(
             {row.version: scores[row.version] for row in kept},
             keep_last=checkpoints.keep_last if checkpoints is not None else 1,
             keep_best=checkpoints is not None and checkpoints.keep_best,
-            in_use=in_use if self._inflight is None else [*in_use, self._inflight],
+            in_use=in_use,
         )
         for version in going:
             await world.collector.delete_unnamed(world.store.database.retire_version, self.row.id, version)

@@ -82,6 +82,15 @@ class Trainer(Protocol):
         """:meth:`load` from the offloaded state of that version; False if there is none. Raises ``NoRoom``."""
         ...
 
+    def has_reference(self, policy: str, reference_hash: str) -> bool:
+        """Whether KL penalties of the policy can compare with that version now."""
+        ...
+
+    def load_reference(self, policy: str, reference: protocol.AdapterRef, folder: Path) -> None:
+        """Keep the version in ``folder``, with the policy's state, as the one that its KL penalties compare with; it
+        replaces another one. Nothing happens if the policy is not held. Raises as :meth:`load`."""
+        ...
+
     def offload(self, policy: str) -> None:
         """:meth:`evict`, but keep the state for :meth:`restore` if it is a committed version: steps since then are
         lost, and so is a gradient."""

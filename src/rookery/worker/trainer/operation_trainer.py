@@ -62,6 +62,10 @@ class OperationTrainer:
         held.used, held.expected = time.monotonic(), True
         return True
 
+    def has_reference(self, policy: str, reference_hash: str) -> bool:
+        held = self._held_by(policy)
+        return held is not None and held.has_reference(reference_hash)
+
     def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
         held = self._held_by(policy)
         if held is None or held.lease != lease or held.exported_steps is None:

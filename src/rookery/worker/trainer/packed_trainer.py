@@ -100,6 +100,16 @@ class PackedTrainer(OperationTrainer):
         state = PolicyState(export, base.projections, base.dtype, base.device)
         self.held[policy] = HeldPolicy(lease, state, {parent.hash: 0})
 
+    def load_reference(self, policy: str, reference: protocol.AdapterRef, folder: Path) -> None:
+        held, base = self.held.get(policy), self._backbone.model
+        if held is None:
+            return
+        held.reference = None
+        export = AdapterExport.read(folder, base.projections)
+        self.states.make_room(PolicyState.bytes_for(export.numbers, base.dtype, trained=False), keep=policy)
+        weights = PolicyState(export, base.projections, base.dtype, base.device, trained=False)
+        held.reference = reference.hash, weights
+
     def offload(self, policy: str) -> None:
         held = self.held.get(policy)
         if held is not None:
@@ -190,7 +200,10 @@ class PackedTrainer(OperationTrainer):
                 chosen.append(batch.groups.popleft())
                 tokens, memory = tokens - group.tokens, memory - group.memory(share)
             if chosen:
-                items.append(PassItem(batch, self.held[batch.op.policy].state, chosen))
+                held, reference = self.held[batch.op.policy], None
+                if batch.op.reference is not None and held.reference is not None:
+                    reference = held.reference[1]
+                items.append(PassItem(batch, held.state, chosen, reference))
         return items
 
     def _on_out_of_memory(self, items: list[PassItem], error: str) -> None:

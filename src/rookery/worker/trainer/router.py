@@ -54,6 +54,12 @@ class TrainerRouter:
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
         return self._of(parent.rank).restore(policy, lease, parent)
 
+    def has_reference(self, policy: str, reference_hash: str) -> bool:
+        return any(trainer.has_reference(policy, reference_hash) for trainer in self._all)
+
+    def load_reference(self, policy: str, reference: protocol.AdapterRef, folder: Path) -> None:
+        self._of(reference.rank).load_reference(policy, reference, folder)
+
     def offload(self, policy: str) -> None:
         for trainer in self._all:
             trainer.offload(policy)

@@ -103,14 +103,14 @@ def start(trainer: Trainer, folder: Path, rank: int) -> None:
 
 def take_step(
     trainer: Trainer, seed: int, rank: int, *, steps: int = 0, parent: str = "v0", to: Path | None = None,
-    loss: protocol.Loss = AIPO, kl_weight: float = 0.0,
+    loss: protocol.Loss = AIPO, kl_weight: float = 0.0, reference: protocol.AdapterRef | None = None,
 ) -> list[TrainerResult]:  # fmt: skip
     """A step on two batches; with ``to`` it is committed to that folder."""
     common = {"policy": "p", "lease": 1, "parent": ref(parent, rank), "steps": steps}
     for number in range(2):
         op = protocol.ForwardBackward(
             op=f"pass {number}", batch_ticket="", loss=loss, temperature=0.7, zero_grad=not number, logprobs=True,
-            kl_weight=kl_weight, **common,
+            kl_weight=kl_weight, reference=reference, **common,
         )  # fmt: skip
         trainer.forward_backward(op, batch(2 * seed + number))
     trainer.optim_step(protocol.OptimStep(op="step", adam=ADAM, scale=0.5, commit="c" if to else "", **common))
@@ -143,7 +143,11 @@ def test_lora_over_a_sharded_base_steps_as_the_native_trainer(pair: TrainingGrou
     for trainer, name in ((native, "native"), (sharded(pair, tmp_path), "sharded")):
         start(trainer, tmp_path / name, 4)
         first = take_step(trainer, 0, 4, kl_weight=0.1)
-        results.append([*first, *take_step(trainer, 1, 4, steps=1, to=tmp_path / f"{name} 2")])
+        trainer.load_reference("p", ref("v0", 4), tmp_path / name)
+        assert trainer.has_reference("p", "v0") and not trainer.has_reference("p", "v1")
+        compared = {"kl_weight": 0.1, "reference": ref("v0", 4)}
+        second = take_step(trainer, 1, 4, steps=1, to=tmp_path / f"{name} 2", **compared)  # type: ignore[arg-type]
+        results.append([*first, *second])
     for theirs, ours in zip(*results, strict=True):
         assert ours.metrics.keys() == theirs.metrics.keys()
         for key in ours.metrics.keys() - {"seconds"}:

@@ -11,7 +11,8 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,8 @@ class PolicyShard:
         self._adapter: Adapter | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         """Trained ones by name."""
+        self._reference: dict[str, Tensor] = {}
+        """This process's shards of the version that KL penalties compare with."""
         self._nonfinite = False
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -94,10 +97,20 @@ class PolicyShard:
         else:
             set_weights(self._module, read_published(folder))
 
+    def load_reference(self, folder: Path) -> None:
+        """Keep the LoRA in ``folder`` as the version that KL penalties compare with."""
+        adapter = AdapterExport.read(folder, self._config).adapter
+        self._reference = {}
+        for key, parameter in self._parameters.items():
+            layer, part, side = key.split(".")
+            shard = torch.empty_like(parameter.detach())
+            fill(shard, adapter.weights[int(layer), part]["AB".index(side)])
+            self._reference[key] = local(shard)
+
     def unload(self) -> None:
         """Free all memory."""
         self._module = self._adapter = None
-        self._parameters = {}
+        self._parameters, self._reference = {}, {}
         self._nonfinite = False
 
     def export(self, folder: Path) -> AdapterExport | None:
@@ -144,11 +157,9 @@ class PolicyShard:
         targets = self._column([s.targets for s in sequences], torch.int64)
         tokens = tokens.to(self._device)
         base = None
-        if op.kl_weight:  # of a LoRA only: a full policy keeps no base model
-            with torch.no_grad():
-                self._enable(False)
+        if op.kl_weight:  # of a LoRA only: a full policy keeps no other model
+            with torch.no_grad(), self._as_reference(op.reference is not None):
                 base, _ = self._module(tokens, at, targets, op.temperature)
-                self._enable(True)
         with torch.set_grad_enabled(not op.forward_only):
             logp, entropy = self._module(tokens, at, targets, op.temperature)
         leaf = logp.detach().requires_grad_()
@@ -188,6 +199,20 @@ class PolicyShard:
             self._step += 1
         self.zero_grad()
         return {"grad_norm": norm, "lr": adam.lr, "skipped": float(skipped)}
+
+    @contextmanager
+    def _as_reference(self, loaded: bool) -> Iterator[None]:
+        """Within, the module computes the version that KL penalties compare with: the loaded one, or the base model."""
+        trained = {key: local(parameter).clone() for key, parameter in self._parameters.items()} if loaded else {}
+        for key in trained:
+            local(self._parameters[key]).copy_(self._reference[key])
+        self._enable(loaded)
+        try:
+            yield
+        finally:
+            for key, shard in trained.items():
+                local(self._parameters[key]).copy_(shard)
+            self._enable(True)
 
     def _enable(self, enabled: bool) -> None:
         assert self._module is not None

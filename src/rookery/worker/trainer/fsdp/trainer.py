@@ -40,6 +40,9 @@ if TYPE_CHECKING:  # a second of imports, which only a group needs
 STATE_BYTES = 16
 """Bytes per trained parameter in float32: weight, gradient and two moments."""
 
+FLOAT32_BYTES = 4
+"""Of a weight that is kept and not trained."""
+
 
 class FolderExport:
     """A full-parameter version in a private folder, which is deleted with this object. See
@@ -99,6 +102,8 @@ class FsdpTrainer(OperationTrainer):
         self._offloaded: tuple[str, str] | None = None
         """Policy and version of the state that the group still has, while no policy is held."""
         self._bytes = 0
+        self._reference_bytes = 0
+        """Of those, what the version takes that KL penalties compare with."""
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -130,6 +135,22 @@ class FsdpTrainer(OperationTrainer):
         self._hold(policy, lease, parent).zero_grad()
         return True
 
+    def load_reference(self, policy: str, reference: protocol.AdapterRef, folder: Path) -> None:
+        held = self._held_by(policy)
+        if held is None:
+            return
+        needed = FLOAT32_BYTES * AdapterExport.read(folder, self._config).numbers
+        size = self._bytes - self._reference_bytes + needed
+        require("training states with the version that a KL penalty compares with", size, self._memory_bytes)
+        if self._claim is not None:
+            try:
+                self._claim(size)
+            except NoRoom:
+                self._claim(self._bytes)
+                raise
+        held.state.call("load_reference", folder)
+        held.reference, self._bytes, self._reference_bytes = (reference.hash, None), size, needed
+
     def _held_by(self, policy: str) -> HeldPolicy[TrainingGroup] | None:
         return self._held if policy == self._policy else None
 
@@ -150,7 +171,7 @@ class FsdpTrainer(OperationTrainer):
         self._free()
 
     def _free(self) -> None:
-        self._held, self._offloaded, self._policy, self._bytes = None, None, "", 0
+        self._held, self._offloaded, self._policy, self._bytes, self._reference_bytes = None, None, "", 0, 0
         if self._claim is not None:
             self._claim(0)
         if self._group is not None:

@@ -70,11 +70,12 @@ def operation_of(queued: Queued) -> protocol.ForwardBackward | protocol.OptimSte
 
 @dataclass(frozen=True)
 class PassItem:
-    """The groups of one operation in a pass."""
+    """The groups of one operation in a pass. A KL penalty compares with ``reference``, or with the base model."""
 
     queued: QueuedBatch
     policy: PolicyState
     groups: list[PackedGroup]
+    reference: PolicyState | None = None
 
 
 def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
@@ -97,10 +98,10 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
         passed = backbone.forward(batch, policies, recompute=recompute)
         scores = backbone.logprobs(passed.hidden[batch.sources], batch.targets, temperatures, derivatives=True)
         assert scores.slopes is not None and scores.entropy is not None
-        base = _base_logprobs(backbone, items, loss_rows, scores.logp, temperatures)
+        reference = _reference_logprobs(backbone, items, loss_rows, scores.logp, temperatures)
         d_logp = torch.zeros_like(scores.logp)
         for item, span in zip(items, loss_rows, strict=True):
-            d_logp[span] = _loss_gradient(item, batch, span, scores.logp[span], base[span])
+            d_logp[span] = _loss_gradient(item, batch, span, scores.logp[span], reference[span])
             item.queued.add_metrics({"entropy:sum": float(scores.entropy[span].sum())})
             if item.queued.op.logprobs:
                 item.queued.add_logprobs(scores.logp[span])
@@ -136,11 +137,11 @@ def _temperatures(
     return temperatures
 
 
-def _loss_gradient(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, base: Tensor) -> Tensor:
+def _loss_gradient(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, reference: Tensor) -> Tensor:
     """d loss / d logp of an item's tokens; adds its metrics. Zeros if the loss is not finite."""
     leaf = logp.detach().requires_grad_()
     with torch.enable_grad():
-        total = _add_loss(item, batch, span, leaf, base)
+        total = _add_loss(item, batch, span, leaf, reference)
     if not math.isfinite(float(total.detach())):
         item.policy.nonfinite_loss = True
         return torch.zeros_like(logp)
@@ -148,14 +149,14 @@ def _loss_gradient(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor
     return gradient
 
 
-def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, base: Tensor | None) -> Tensor:
-    """The loss of an item's tokens, with the KL penalty to ``base`` if the operation has one; adds its metrics."""
+def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, reference: Tensor | None) -> Tensor:
+    """The loss of an item's tokens, with the KL penalty to ``reference`` if the operation has one; adds its metrics."""
     op, q, weights = item.queued.op, batch.logprobs[span], batch.weights[span]
     trajectories = _trajectories(item, batch, span)
     out = LOSSES[op.loss.name](logp, q, batch.advantages[span], weights, trajectories, **op.loss.params)
     total, metrics = out.total, dict(out.metrics)
-    if base is not None and op.kl_weight:
-        penalty = kl_penalty(logp, base, weights)
+    if reference is not None and op.kl_weight:
+        penalty = kl_penalty(logp, reference, weights)
         total = total + op.kl_weight * penalty.total
         metrics |= penalty.metrics
     item.queued.add_metrics({"loss:sum": float(total.detach())} | metrics | agreement(logp.detach(), q))
@@ -181,23 +182,33 @@ def _trajectories(item: PassItem, batch: PackedBatch, span: slice) -> Tensor:
     return (groups * members + batch.members[span]).unique(return_inverse=True)[1]
 
 
-def _base_logprobs(
+def _reference_logprobs(
     backbone: Backbone,
     items: Sequence[PassItem],
     loss_rows: Sequence[slice],
     logp: Tensor,
     temperatures: Tensor | None,
 ) -> Tensor:
-    """Like ``logp``, under the base model, for operations with a KL penalty; zeros elsewhere."""
-    base = torch.zeros_like(logp)
+    """Like ``logp``, under the base model or the operation's reference, for operations with a KL penalty; zeros
+    elsewhere."""
+    found, device = torch.zeros_like(logp), backbone.model.device
     needed = [(item, span) for item, span in zip(items, loss_rows, strict=True) if item.queued.op.kl_weight]
-    if needed:
-        batch = pack_groups([group for item, _ in needed for group in item.groups], backbone.model.device)
-        hidden = backbone.infer(batch, [])[batch.sources]
-        rows = torch.cat([torch.arange(span.start, span.stop, device=backbone.model.device) for _, span in needed])
-        chosen = None if temperatures is None else temperatures[rows]
-        base[rows] = backbone.logprobs(hidden, batch.targets, chosen, derivatives=False).logp
-    return base
+    for with_reference in (False, True):  # a pass has adapters in all rows or in none
+        chosen = [(item, span) for item, span in needed if (item.reference is not None) == with_reference]
+        if not chosen:
+            continue
+        batch = pack_groups([group for item, _ in chosen for group in item.groups], device)
+        ranges = _by_item([item for item, _ in chosen], batch.row_ranges)
+        policies = [
+            PolicyRows(rows.start, rows.stop, item.reference)
+            for (item, _), rows in zip(chosen, ranges, strict=True)
+            if item.reference is not None
+        ]
+        hidden = backbone.infer(batch, policies)[batch.sources]
+        at = torch.cat([torch.arange(span.start, span.stop, device=device) for _, span in chosen])
+        of_rows = None if temperatures is None else temperatures[at]
+        found[at] = backbone.logprobs(hidden, batch.targets, of_rows, derivatives=False).logp
+    return found
 
 
 def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) -> list[float]:

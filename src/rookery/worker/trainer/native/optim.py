@@ -127,9 +127,17 @@ class PolicyState:
     """Flat float32 vectors with all A first, then all B, each in order of layer, site and part; ``sites[layer, site]``
     are views for the matmuls."""
 
-    def __init__(self, export: AdapterExport, model: Projections, dtype: torch.dtype, device: torch.device) -> None:
-        """Equal to the state that was exported, without its gradient. Raises ``UserError`` for moments of another
-        shape."""
+    def __init__(
+        self,
+        export: AdapterExport,
+        model: Projections,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        trained: bool = True,
+    ) -> None:
+        """Equal to the state that was exported, without its gradient. One that is not ``trained`` computes forward
+        passes only, and has the memory of its compute copies. Raises ``UserError`` for moments of another shape."""
         adapter = export.adapter
         self.rank, self.alpha, self.rslora, self.scale = adapter.rank, adapter.alpha, adapter.rslora, adapter.scale
         self.prefix = adapter.prefix
@@ -142,12 +150,16 @@ class PolicyState:
         self._sizes = [shape.numel() for _, shape in self._layout]
         tensors = [adapter.weights[key][side] for side in (0, 1) for key in self._order]
         self.masters = torch.cat([t.flatten().float() for t in tensors]).to(device)
-        self.gradient, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.masters) for _ in range(3))
+        self.trained = trained
+        nothing = torch.zeros((), device=device).expand(len(self.masters))  # one number, for all
+        self.gradient, self.exp_avg, self.exp_avg_sq = (
+            torch.zeros_like(self.masters) if trained else nothing for _ in range(3)
+        )
         self.step = export.step
         self.nonfinite_loss = False
         """A loss of the present step was not finite."""
         try:
-            for name in MOMENTS if export.moments else ():
+            for name in MOMENTS if export.moments and trained else ():
                 for key, view in self._named(getattr(self, name)):
                     view.copy_(export.moments[f"{key}.{name}"])
         except (KeyError, RuntimeError) as error:
@@ -158,16 +170,18 @@ class PolicyState:
         """The copies in the layout of the kernels (``kernel_pass``), made when they are used."""
         self.sites = self._views(model)
         self._refresh()
+        if not trained:
+            self.masters = nothing
 
     @staticmethod
-    def bytes_for(numbers: int, dtype: torch.dtype) -> int:
-        """Bytes of a state with this number of weights: four float32 vectors and two copies in ``dtype``, one in
-        the kernels' layout."""
-        return numbers * (4 * 4 + 2 * dtype.itemsize)
+    def bytes_for(numbers: int, dtype: torch.dtype, *, trained: bool = True) -> int:
+        """Bytes of a state with this number of weights: four float32 vectors, if it is trained, and two copies in
+        ``dtype``, one in the kernels' layout."""
+        return numbers * (4 * 4 * trained + 2 * dtype.itemsize)
 
     @property
     def bytes(self) -> int:
-        return self.bytes_for(self.masters.numel(), self._compute.dtype)
+        return self.bytes_for(self.masters.numel(), self._compute.dtype, trained=self.trained)
 
     def export(self, base_model: str = "", canary: Sequence[float] = ()) -> AdapterExport:
         """A copy of weights and moments as they are now, in main memory; each vector is copied at once."""

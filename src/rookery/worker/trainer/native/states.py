@@ -80,6 +80,8 @@ class HeldPolicy(Generic[S]):
     """When an operation last used it."""
     expected: bool = True
     """An operation is on its way to it."""
+    reference: tuple[str, PolicyState | None] | None = None
+    """The version with which KL penalties compare the policy, by its hash, and its weights if they are here."""
 
     def idle(self, now: float) -> bool:
         patience = IDLE_GRADIENT_SECONDS if self.accumulated else IDLE_SECONDS
@@ -95,12 +97,21 @@ class HeldPolicy(Generic[S]):
         """The version that this state equals, if it is one."""
         return next((hash for hash, steps in self.versions.items() if steps == self.steps), None)
 
+    def has_reference(self, hash: str) -> bool:
+        return self.reference is not None and self.reference[0] == hash
+
+    @property
+    def reference_bytes(self) -> int:
+        weights = self.reference[1] if self.reference is not None else None
+        return weights.bytes if weights is not None else 0
+
     def begin(self, batch: QueuedBatch) -> bool:
         """Whether ``batch`` can run on this state; otherwise, if it names the state, the gradient misses it until the
         next ``zero_grad``."""
         op = batch.op
         matches = self.matches(op.lease, op.parent.hash, op.steps)
-        if not matches or batch.abandoned or batch.state not in (None, self):
+        usable = matches and (op.reference is None or self.has_reference(op.reference.hash))
+        if not usable or batch.abandoned or batch.state not in (None, self):
             self.complete = self.complete and (not matches or op.forward_only)
             return False
         self.used = time.monotonic()
@@ -151,7 +162,7 @@ class PolicyStates:
     def memory(self) -> dict[str, MemoryUse]:
         """Bytes of held states and of all others, which share one budget."""
         others = sum(export.bytes for export in (*self.offloaded.values(), *self._exports))
-        states = sum(held.state.bytes for held in self.held.values())
+        states = sum(held.state.bytes + held.reference_bytes for held in self.held.values())
         return {"training_states": MemoryUse(states + others, self._budget)}
 
     def hold(self, policy: str, size: int, numbers: int, rank: int) -> None:
@@ -177,7 +188,9 @@ class PolicyStates:
             if held.idle(now) and policy != keep and not self._in_use(policy)
         ]
         offloaded = sum(export.bytes for export in self.offloaded.values())
-        sizes = {policy: self.held[policy].state.bytes for _, policy in sorted(idle)}
+        sizes = {
+            policy: self.held[policy].state.bytes + self.held[policy].reference_bytes for _, policy in sorted(idle)
+        }
         if excess > offloaded + sum(sizes.values()):
             raise NoRoom
         while excess > 0 and self.offloaded:
