@@ -13,7 +13,7 @@ endef
 # Tests that wait are many, so two processes share even two cores; each has torch in its memory.
 PROCESSES ?= 2
 
-# The oldest Tinker SDK that is supported (service/tinker/schema.py); the newest is among the tests' requirements.
+# The oldest Tinker SDK that is supported (src/rookery/server/tinker/schemas.py); the newest is among the tests' requirements.
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 

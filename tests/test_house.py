@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import io
 import re
 import tokenize
@@ -228,3 +229,52 @@ def test_every_text_file_names_its_encoding() -> None:
         if isinstance(node, ast.Call) and names_no_encoding(node)
     ]
     assert "\n".join(calls) == ""
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+ROLE = re.compile(r":(?:mod|class|func|meth|data|attr):`~?([\w.]+)`")
+
+
+@cache
+def defined(path: Path) -> frozenset[str]:
+    """Names that a file defines or imports, whatever they are part of."""
+    names: set[str] = set()
+    for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.Attribute(ctx=ast.Store()):
+                names.add(node.attr)
+            case ast.alias():
+                names.add(node.asname or node.name.split(".")[0])
+    return frozenset(names)
+
+
+def exists(reference: str, where: Path) -> bool:
+    """Whether a name in a docstring of the file ``where`` is one of its names, an error that it lets pass, or a name of
+    the module that it begins with."""
+    parts = reference.split(".")
+    if parts[0] not in ("rookery", "tests", "benchmarks"):
+        return parts[0] in defined(where) | defined(SOURCE / "errors.py") | {*dir(builtins)}
+    folder = SOURCE.parent if parts[0] == "rookery" else ROOT
+    while parts and (folder / parts[0]).is_dir():
+        folder /= parts.pop(0)
+    if parts and (folder / f"{parts[0]}.py").is_file():
+        module = folder / f"{parts.pop(0)}.py"
+    else:
+        module = folder / "__init__.py"
+    return set(parts) <= defined(module)
+
+
+@pytest.mark.parametrize("folder", ["src/rookery", "tests", "benchmarks"])
+def test_docstrings_refer_to_what_exists(folder: str) -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)}: {reference}"
+        for path, text in sources(ROOT / folder).items()
+        for reference in ROLE.findall(text)
+        if not exists(reference, path) and path != Path(__file__)
+    }
+    assert wrong == set()

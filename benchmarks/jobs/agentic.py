@@ -168,7 +168,7 @@ def agents(
     steps: int = STEPS,
     barrier: Barrier | None = None,
 ) -> Cell:
-    """A tenant for each of ``seeds``, all at once; :func:`curve.submit` has the figures."""
+    """A tenant for each of ``seeds``, all at once; :func:`benchmarks.jobs.curve.submit` has the figures."""
     questions = stories(PROMPTS * steps)
     specs = []
     for seed in seeds:

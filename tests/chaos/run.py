@@ -99,7 +99,7 @@ class NumberedTask(asyncio.Task[Any]):
 
 
 class Run:
-    """The :class:`~tests.chaos.machines.World` of one run."""
+    """The :class:`~tests.chaos.machines.SimulatedFleet` of one run."""
 
     def __init__(self, plan: Plan, folder: Path, began: float) -> None:
         self.plan = plan

@@ -1,5 +1,6 @@
 """Tenants side by side on one worker: a slow one costs the others nothing but its own share, shares are equal, and many
-jobs are no more than one. The shipped controller in virtual time (:mod:`virtual`): no figure depends on the machine."""
+jobs are no more than one. The shipped controller in virtual time (``tests/support/virtual.py``): no figure
+depends on the machine."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Client:
     ) -> Job:
         """Submit a job. ``environment``: an object or a class, which runs in this process, or a mapping as in a job
         file (``{"hosted": Mine(), "max_turns": 4}`` sets options of an object). ``fields``: the job file's other
-        fields, such as ``stop={"steps": 40}``. Raises :class:`RequestRefused`."""
+        fields, such as ``stop={"steps": 40}``. Raises ``RequestRefused``."""
         wanted: dict[str, Any] = dict(environment) if isinstance(environment, Mapping) else {"hosted": environment}
         hosted = wanted.get("hosted")
         if isinstance(hosted, type) and issubclass(hosted, Environment):
@@ -117,12 +117,12 @@ class Client:
     def submit(self, spec: Mapping[str, Any], *, folder: Path | None = None, key: str | None = None) -> Job:
         """Submit a job with the fields of a job file. Relative paths start at ``folder``, by default the working
         directory. ``key``: a second submit with the same key returns the existing job. Raises
-        :class:`RequestRefused`."""
+        ``RequestRefused``."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
         return self._job(self._send_job("/api/v1/jobs", spec, folder, headers))
 
     def dry_run(self, spec: Mapping[str, Any], *, folder: Path | None = None) -> Record:
-        """The job with every default filled in and three rendered prompts. Raises :class:`RequestRefused`."""
+        """The job with every default filled in and three rendered prompts. Raises ``RequestRefused``."""
         return self._send_job("/api/v1/jobs/dry-run", spec, folder, {})
 
     def job(self, id: str) -> Job:

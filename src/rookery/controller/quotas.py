@@ -4,7 +4,7 @@ a job: what its spec may ask of the service's memory, decided before anything is
 * Each limit is a setting, ``tenant_…``, that the administrator may override for one tenant; only :class:`Quotas` reads
   either. ``weight`` is a tenant's share of engines and trainers, relative to the others' (1 without an override).
 * A request beyond a limit is refused with the numbers and the time after which to try again, and is counted under the
-  setting's name. Jobs are not refused for work in progress: they wait (:mod:`rookery.controller.jobs.places`).
+  setting's name. Jobs are not refused for work in progress: they wait (:mod:`rookery.controller.jobs.runner`).
 * A day is one of UTC. Its tokens, sampled and trained ones, are stored with the usage: a crash forgets those since the
   last flush.
 * The options of a job's environment travel with every episode: they are small, and rows are stored once as a dataset.

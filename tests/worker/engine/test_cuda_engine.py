@@ -1,7 +1,7 @@
 """The GPU's way to generate, run on the CPU in float32: the same texts as the CPU's engine, whatever happens to them.
 
 Log-probabilities agree within 1e-4 (sums in another order). Only the fused kernels and the CUDA graphs are missing:
-``model/fused.py`` computes by plain products here, and a recorded step runs as it is.
+``worker/model/decoder.py`` computes by plain products here, and a recorded step runs as it is.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_any_lengths(
 
 @pytest.mark.parametrize(("length", "shared"), [(180, 0), (330, 190), (390, 385)])
 def test_where_a_contraction_over_the_keys_is_cut(length: int, shared: int) -> None:
-    """Texts and prefixes that grow past 192 and 384 keys (``worker/exact.py``)."""
+    """Texts and prefixes that grow past 192 and 384 keys (``worker/model/batch_invariance.py``)."""
     check_everything(small("llama"), "b", length, shared, 24, 11, 1.0, 2, DenseRunner)
 
 

@@ -1,5 +1,5 @@
-"""The rules of ``worker/exact.py``, on sums that cancel: what is left of them is rounding, which shows in which order
-they were added. In bfloat16, where workers compute in it, by the shapes of models. And what the rules divide gives what
+"""The rules of ``worker/model/batch_invariance.py``, on sums that cancel: the rest is rounding, which shows the order of
+the additions. In bfloat16, where workers compute in it, by the shapes of models. And what the rules divide gives what
 the whole would: on any processor, in short pieces."""
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ ANY, BASE, UNTRAINING = "any", "base", "untraining"
 """Tags: of workers that accept some request, of workers that are catching up and accept the base model, and of workers
 that do not train. The other
 tags: of workers that are catching up and have an adapter cached, by its hash; of serving workers, by the adapters that
-they miss (:func:`_missing_lane`)."""
+they miss (:func:`_missing_tag`)."""
 
 
 @dataclass(eq=False)

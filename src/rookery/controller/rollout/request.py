@@ -18,7 +18,7 @@ from rookery.controller.fleet.worker import Worker
 from rookery.errors import RookeryError
 
 REASONS = ("lost", "rejected", "offloaded", "balanced", "divided", "merged")
-"""Why a request moved: its worker was lost or drains; the worker rejected it; :meth:`RolloutScheduler.migrate` took it;
+"""Why a request moved: its worker was lost or drains; the worker rejected it; ``RolloutScheduler.migrate`` took it;
 another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.balancing`); its
 worker trains, and another's batch took it."""
 
@@ -72,7 +72,7 @@ class SamplingRequest:
     def continues_text_of(self, earlier: SamplingRequest) -> bool:
         """Whether the tokens sampled for ``earlier`` are the beginning of this request's result: everything that
         decides about the text is equal, except the version where that may change in flight. Workers apply the same
-        rule to the requests that they still hold (:meth:`rookery.worker.generation.Held.continues`)."""
+        rule to the requests that they still hold (:meth:`rookery.worker.generation.HeldRequest.continues`)."""
         if self._without_version() != earlier._without_version():
             return False
         old, new = earlier.adapter, self.adapter

@@ -1,6 +1,6 @@
 """Operations of clients that drive training and sampling call by call, and their results: one type per operation.
 
-``server/tinker`` makes an operation of a request, the database stores it, :mod:`training_run` or :mod:`samplers`
+``server/tinker`` makes an operation of a request, the database stores it, ``training_run`` or ``samplers``
 executes it, and ``server/tinker`` writes its result. Nothing here knows HTTP or protobuf.
 
 A tag identifies the type of a stored operation: it stays when a class is renamed.

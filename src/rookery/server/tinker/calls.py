@@ -1,6 +1,6 @@
 """Routes of operations: models, gradients, optimizer steps, checkpoints, samples; and their results.
 
-An operation on a model that cannot be decoded takes its turn as an :class:`InvalidOperation`: its result is the error,
+An operation on a model that cannot be decoded takes its turn as an ``InvalidOperation``: its result is the error,
 and the model's later operations run."""
 
 from __future__ import annotations

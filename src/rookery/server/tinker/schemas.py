@@ -61,7 +61,8 @@ class TinkerRequest(BaseModel):
 
     @classmethod
     async def read(cls, request: Request) -> Self:
-        """The request's body. Raises :class:`UserError` with one line, or :class:`BodyRefused`."""
+        """The request's body.
+        Raises :class:`UserError` with one line, or :class:`~rookery.server.bodies.BodyRefused`."""
         try:
             data, size = await read_json(request), len(await request.body())
             return await off_loop(request.app.state.context.parsing, size, lambda: cls.model_validate(data))

@@ -70,7 +70,7 @@ class FakeHost:
         self._tasks = BackgroundTasks()
 
     async def join(self) -> FakeHost:
-        """Dial in; returns when the host is welcome. Raises :class:`RegistrationRefused`."""
+        """Dial in; returns when the host is welcome. Raises ``RegistrationRefused``."""
         self.connection = connection = self.dial()
         hello = protocol.HostHello(
             protocol=protocol.PROTOCOL, instance=self.instance,

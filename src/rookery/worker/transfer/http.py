@@ -68,7 +68,7 @@ async def download(
     """Append to the file ``part`` until it has ``size`` bytes, starting at its present end; ``count`` is called with
     the size of each block received. Returns early if the connection ends early.
 
-    Raises the errors of :func:`raise_for_status`, ``httpx.HTTPError``, and :class:`CorruptArtifact` if more than
+    Raises the errors of :func:`raise_for_status`, ``httpx.HTTPError``, and :class:`CorruptDownload` if more than
     ``size`` bytes arrive."""
     have = size_of(part) if size_of(part) < size else 0
     headers = {"X-Rookery-Ticket": ticket} | ({"Range": f"bytes={have}-"} if have > 0 else {})
@@ -83,7 +83,7 @@ async def download(
 
 
 async def fetch_manifest(http: httpx.AsyncClient, url: str, ticket: str) -> bytes:
-    """What a peer says is a manifest, for :func:`decode_manifest`. Raises as :func:`download` does."""
+    """The manifest that a peer sends, for :func:`decode_manifest` to check. Raises as :func:`download` does."""
     content = b""
     async with http.stream("GET", url, headers={"X-Rookery-Ticket": ticket}) as response:
         raise_for_status("GET", url, response.status_code)
@@ -95,7 +95,7 @@ async def fetch_manifest(http: httpx.AsyncClient, url: str, ticket: str) -> byte
 
 
 def decode_manifest(content: bytes, digest: str) -> protocol.Manifest:
-    """The manifest in ``content``. Raises :class:`CorruptArtifact` unless it is valid and its hash is ``digest``."""
+    """The manifest in ``content``. Raises :class:`CorruptDownload` unless it is valid and its hash is ``digest``."""
     try:
         manifest = msgspec.json.decode(content, type=protocol.Manifest)
     except msgspec.MsgspecError as error:

@@ -40,7 +40,7 @@ class GroupLost(Exception):
 @dataclass(frozen=True)
 class GroupOptions:
     """``model`` is the prepared folder; ``dtype`` that of computation; ``device`` ``cpu`` or ``cuda`` (one GPU per
-    process); ``recompute`` as in :func:`module.build`."""
+    process); ``recompute`` as in :func:`rookery.worker.trainer.fsdp.module.build`."""
 
     processes: int
     model: Path

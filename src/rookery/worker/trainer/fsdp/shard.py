@@ -54,7 +54,8 @@ class PolicyShard:
     """See the module. Nothing is loaded at first."""
 
     def __init__(self, model: Path, mesh: DeviceMesh, dtype: torch.dtype, *, recompute: bool) -> None:
-        """``model`` is the prepared folder of the base model; the others as in :func:`module.build`."""
+        """``model`` is the prepared folder of the base model; the others as in
+        :func:`rookery.worker.trainer.fsdp.module.build`."""
         self._model = model
         self._config = DecoderConfig.read(model)
         self._mesh = mesh
