@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.contender import Contender, ContenderFailed
 from benchmarks.lib.harness import HERE, MODEL, WORK, Result, peer_python, whole
 from benchmarks.lib.orders import trained_adapter
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
+from rookery.worker.model import convert
 from rookery.worker.model.adapter import write_adapter
-from rookery.worker.model.config import SITES, DecoderConfig
-from rookery.worker.model.convert import prepare
+from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import best_dtype
 
 OURS = ("GOMP_SPINCOUNT", "MKL_CBWR")
 """What a worker's package writes into the environment for its own threads and sums: a peer's are as its libraries have
 them. Large pages and the allocator are for everybody."""
-
-FILES = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
-)  # fmt: skip
-
 
 def number_type() -> str:
     """What every contender computes in: the quicker of bfloat16 and float32 on this machine, as a worker chooses."""
@@ -36,42 +27,12 @@ def number_type() -> str:
 
 def ours() -> Path:
     """The prepared folder."""
-    return prepare(MODEL, Settings.load().cache)
+    return convert.prepare(MODEL, Settings.load().cache)
 
 
 def published() -> Path:
     """The same weights under the names of a ``LlamaForCausalLM`` checkpoint."""
-    target = WORK / "model"
-    if not (target / "model.safetensors").exists():
-        with whole(target) as folder:
-            _publish(folder)
-    return target
-
-
-def _publish(target: Path) -> None:
-    source = ours()
-    config = DecoderConfig.read(source)
-    for name in FILES:
-        if (source / name).exists():
-            shutil.copy(source / name, target)
-    about = json.loads((target / "config.json").read_text())
-    about.pop("quantization_config", None)
-    about |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    (target / "config.json").write_text(json.dumps(about))
-    tensors = {}
-    with safe_open(source / "model.safetensors", framework="pt") as file:
-        tensors["model.embed_tokens.weight"] = file.get_tensor("embed")
-        tensors["model.norm.weight"] = file.get_tensor("norm")
-        for i in range(config.layers):
-            there, here = f"model.layers.{i}.", f"layers.{i}."
-            tensors[there + "input_layernorm.weight"] = file.get_tensor(here + "attention_norm")
-            tensors[there + "post_attention_layernorm.weight"] = file.get_tensor(here + "mlp_norm")
-            for site, parts in SITES.items():
-                room = "self_attn" if site in ("qkv", "o") else "mlp"
-                sizes = [config.site_shape(part)[1] for part in parts]
-                for part, weight in zip(parts, file.get_tensor(here + site).split(sizes), strict=True):
-                    tensors[f"{there}{room}.{part}_proj.weight"] = weight.contiguous()
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return convert.published(ours())
 
 
 def start_peer(name: str, home: str, script: str, *more: str, environment: dict[str, str] | None = None) -> Contender:

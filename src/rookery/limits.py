@@ -73,8 +73,9 @@ class LimitSettings(Section):
     start_seconds: float = Field(60.0, gt=0)
     """A job is starting until it has trained a step or has run for this long."""
     allowed_models: str = ""
-    """Hub ids (`organisation/model`), comma-separated, that jobs and clients may name in addition to the catalogue's
-    models; `*` allows every hub id. Only the administrator may name folders."""
+    """Hub ids (`organisation/model`), comma-separated, that tenants may name in addition to the catalogue's models, by
+    their names or hub ids, and those of `models`; `*` allows every hub id. The administrator may name any hub id, and
+    alone may name folders."""
     models_prepared_at_once: int = Field(1, ge=1)
     """Base models that are downloaded and converted at the same time; others wait."""
     prepare_seconds: float = Field(3600.0, gt=0)

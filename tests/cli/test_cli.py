@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
+from tests.support.small_model import save_small_model
 
 from rookery.cli import main
 from rookery.cli.doctor import bf16_finding, kernels_finding
@@ -258,6 +259,17 @@ def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert finding["found"], "every finding has a result"
     assert call("models", "--get", "no-such-model") == 2
     assert "no-such-model" in capsys.readouterr().err
+
+
+def test_models_exports_the_published_layout(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROOKERY_MODELS", str(save_small_model(alone / "small")))
+    assert call("models", "--export", "made") == 0
+    assert "written to made" in capsys.readouterr().out
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (alone / "made").iterdir()}
+    assert call("models", "--get", "./small", "--export", "made") == 2
+    assert "exists; give a new folder" in capsys.readouterr().err
 
 
 def test_doctor_knows_bf16_instructions() -> None:

@@ -131,17 +131,32 @@ async def test_job_whose_group_exceeds_its_episodes_runs_one_group_at_a_time(ser
 
 @pytest.mark.parametrize(
     ("settings", "fine"),
-    [({}, False), ({"allowed_models": "a/b, some/model"}, True), ({"allowed_models": "*"}, True)],
+    [
+        ({}, False),
+        ({"allowed_models": "a/b, some/model"}, True),
+        ({"allowed_models": "*"}, True),
+        ({"models": "some/model"}, True),
+    ],
 )
 async def test_hub_id_is_refused_unless_it_is_allowed(service: Service, fine: bool) -> None:
     wanted = job_of(base_model="some/model")
     if fine:
         assert (await service.controller.submit("alice", wanted))[0].base_model == "some/model"
         return
-    with pytest.raises(SpecError, match=r"some/model is not allowed here.*ROOKERY_ALLOWED_MODELS"):
+    with pytest.raises(SpecError, match=r"some/model is not allowed to tenants.*ROOKERY_ALLOWED_MODELS"):
         await service.controller.dry_run("alice", wanted)
     assert service.controller.queries.health()["totals"]["refused_allowed_models"] == 1
     assert service.controller.jobs.runners == {}
+
+
+async def test_the_administrator_may_name_any_hub_id(service: Service) -> None:
+    service.database.create_tenant("root", "root", 0.0, admin=True)
+    assert (await service.controller.submit("root", job_of(base_model="some/model")))[0].base_model == "some/model"
+
+
+async def test_everybody_may_name_a_model_of_the_catalogue_by_its_hub_id(service: Service) -> None:
+    view, _ = await service.controller.submit("alice", job_of(base_model="huggingfacetb/SmolLM2-135M-Instruct"))
+    assert view.base_model == "smollm2-135m-instruct"
 
 
 @pytest.mark.parametrize("settings", [{"model_idle_seconds": 60.0}])

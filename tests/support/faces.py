@@ -21,7 +21,7 @@ from rookery.aio import LoopThread, unless
 from rookery.protocol.connection import Channel, stay_connected
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
-from rookery.tokenization.registry import PREPARED, model_folder
+from rookery.tokenization.registry import CONFIG, PREPARED, WEIGHTS, model_folder
 
 MODEL = "qwen3-0.6b"
 """A catalogue name that no test prepares for real: the test's cache has the tiny model in its place."""
@@ -47,9 +47,9 @@ def write_model(cache: Path) -> Path:
         "model_type": "qwen3", "max_position_embeddings": 512, "vocab_size": tokenizer.get_vocab_size(),
         "num_hidden_layers": 1, "hidden_size": 8, "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / CONFIG).write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
-    (folder / "model.safetensors").write_bytes(save({"w": np.zeros(1, np.float32)}))
+    (folder / WEIGHTS).write_bytes(save({"w": np.zeros(1, np.float32)}))
     (folder / PREPARED).write_text(json.dumps({"name": MODEL, "hash": "0" * 64}))
     return folder
 

@@ -298,6 +298,7 @@ def test_smollm2_as_packaged(tmp_path: Path) -> None:
 
 def test_a_base_models_name_means_one_thing(tmp_path: Path, folders: dict[str, Path]) -> None:
     assert registry.resolve("SmolLM2-135M-Instruct").name == "smollm2-135m-instruct"
+    assert registry.resolve("HuggingFaceTB/SmolLM2-135M-instruct").name == "smollm2-135m-instruct"
     assert registry.resolve("org/model").kind == "hub"
     assert registry.resolve(str(folders["chatml"])).kind == "folder"
     with pytest.raises(UserError, match="did you mean smollm2-135m-instruct"):
@@ -308,7 +309,7 @@ def test_a_base_models_name_means_one_thing(tmp_path: Path, folders: dict[str, P
         registry.resolve("")
     names = ["smollm2-135m-instruct", "org/model", "org/model2", str(folders["chatml"]), str(folders["qwen2"])]
     places = {registry.model_folder(tmp_path, name) for name in names}
-    assert len(places) == len(names) and all(place.parent == tmp_path / "models" for place in places)
+    assert len(places) == len(names) and all(place.parent == tmp_path / "prepared" for place in places)
 
 
 def test_models_that_cannot_be_served_are_refused_with_a_reason(tmp_path: Path) -> None:

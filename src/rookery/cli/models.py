@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,11 +23,23 @@ from rookery.tokenization.registry import CATALOGUE, prepared_models, resolve, s
 def models(
     cli: Cli,
     get: Annotated[str | None, typer.Option("--get", help="Fetch and prepare this model now.")] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            help="Write the model of --get, or the first of ROOKERY_MODELS, to this new folder for"
+            " transformers and PEFT.",
+        ),
+    ] = None,
 ) -> None:
     """Base models: loaded, prepared, known, or refused with the reason; the engine and trainer of each, and why.
     Without a service, those on this machine."""
+    if export is not None:
+        get = get or cli.settings.server.models.split(",")[0].strip()
+        if not get:
+            raise UserError("--export: ROOKERY_MODELS names no model; say which one with --get")
     if get is not None:
-        prepare(cli, get)
+        prepare(cli, get, export)
         return
     rows = _rows(cli)
     table = Rows(columns(("model", "state", "engine", "trainer"), notes=("notes",)))
@@ -36,17 +49,22 @@ def models(
     cli.show_rows(rows, lambda: table)
 
 
-def prepare(cli: Cli, name: str) -> None:
-    """Fetches and converts a model into the cache, in a child process, because that needs torch. Raises
-    :class:`UserError` with the last line of that process."""
+def prepare(cli: Cli, name: str, export: Path | None = None) -> None:
+    """Fetches and converts a model into the cache, in a child process, because that needs torch; writes the published
+    layout to the new folder ``export``. Raises :class:`UserError` with the last line of that process."""
     resolve(name)  # refuses an impossible name before a process is started for it
     command = interpreter("rookery.worker.model.convert", name, "--cache", str(cli.settings.cache))
+    if export is not None:
+        command += ["--export", str(export)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise UserError(lines[-1] if lines else f"preparing {name} ended with {done.returncode}")
     folder = done.stdout.strip()
-    cli.show({"name": name, "state": "prepared", "folder": folder}, f"{name} is prepared: {folder}")
+    line = f"{name} is prepared: {folder}"
+    if export is not None:
+        line = f"{name} is written to {export}, which transformers and PEFT load"
+    cli.show({"name": name, "state": "prepared", "folder": folder, "export": str(export or "")}, line)
 
 
 def _rows(cli: Cli) -> list[dict[str, Any]]:

@@ -21,15 +21,15 @@ from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.spec_warnings import spec_warnings
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import NotFound, Unavailable, UserError
+from rookery.errors import NotFound, Unavailable, UserError, short
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
-from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, read_config, read_lora
+from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_config, read_lora
 from rookery.spec.policy import TARGETS
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.store import Store
-from rookery.tokenization.registry import CATALOGUE, is_other_base, resolve, status, usable
+from rookery.tokenization.registry import CATALOGUE, is_other_base, projections, resolve, status, usable
 
 DATASET = "rows.jsonl"
 """The only file of a stored dataset."""
@@ -116,12 +116,13 @@ class JobValidator:
         owner = await self._context.store.get_tenant(tenant)
         model = resolve(name, folders=owner.admin)  # only administrators may name folders of the service
         settings = self._context.settings
-        limits = settings.limits
-        if model.kind == "hub" and not {"*", model.name} & {one.strip() for one in limits.allowed_models.split(",")}:
+        listed = f"{settings.limits.allowed_models},{settings.server.models}"
+        allowed = owner.admin or {"*", model.name} & {one.strip() for one in listed.split(",")}
+        if model.kind == "hub" and not allowed:
             self._context.refused["allowed_models"] += 1
             raise UserError(
-                f"base_model: the hub id {model.name} is not allowed here; give one of {', '.join(CATALOGUE)}, or ask"
-                " the administrator to add it to the service's ROOKERY_ALLOWED_MODELS"
+                f"base_model: the hub id {short(model.name)} is not allowed to tenants; give one of"
+                f" {', '.join(CATALOGUE)}, or ask the administrator to add it to the service's ROOKERY_ALLOWED_MODELS"
             )
         engines = (settings.engine.inference_engine, settings.training.trainer)
         if self._context.fleet.expects("rollout", model.name):
@@ -204,6 +205,7 @@ class JobValidator:
         ``uploaded`` is read as a worker reads it."""
         (name, asked), model = spec.policy, spec.base_model
         where = f"policies.{name}.warm_start"
+        lora: PeftLora | None = None
         try:
             if uploaded:
                 weights = config.with_name(WEIGHTS_FILE)
@@ -215,16 +217,18 @@ class JobValidator:
                 adapted = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
         except UserError as error:
             return [f"{where}: {error}"]
+        cache, recorded = self._context.settings.cache, about.get("base_model_name_or_path")
+        if recorded and is_other_base(cache, recorded, model):
+            return [
+                f"{where}: the adapter was trained on {short(recorded)}, this job trains {model}; give that base_model,"
+                " or correct base_model_name_or_path in the adapter's adapter_config.json"
+            ]
+        if lora is not None and (known := projections(cache, model)) is not None and (problem := lora.misfit(known)):
+            return [f"{where}: {problem}"]
         found = {"rank": about["r"], "alpha": about["lora_alpha"], "targets": adapted}
         given = {"rank": asked.rank, "alpha": asked.scale_alpha, "targets": list(asked.targets)}
         if self._not_native(model) and set(asked.targets) == set(TARGETS):
             del given["targets"]  # any projections are all of a family whose modules have other names
-        recorded = about.get("base_model_name_or_path")
-        if isinstance(recorded, str) and is_other_base(self._context.settings.cache, recorded, model):
-            return [
-                f"{where}: the adapter was trained on {recorded}, this job trains {model}; give that base_model, or"
-                " correct base_model_name_or_path in the adapter's adapter_config.json"
-            ]
         return [
             f"policies.{name}.{field}: given {value}, the adapter to start from has {found[field]}"
             for field, value in given.items()

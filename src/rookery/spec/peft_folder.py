@@ -62,7 +62,7 @@ _EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2"
 """Bits of the exponent, all of which are set in a NaN or an infinity."""
 
 
-class Projections(Protocol):
+class ProjectionShapes(Protocol):
     """The projections of a base model that adapters may change. A part is one of ``PARTS``, or of another family's
     layers the module's name within the layer (``mlp.shared_expert.up_proj``)."""
 
@@ -72,13 +72,17 @@ class Projections(Protocol):
         ...
 
     @property
-    def sites(self) -> Mapping[str, tuple[str, ...]]:
-        """Projections that are computed as one, and their parts in order of the output rows."""
-        ...
-
-    @property
     def prefix(self) -> str:
         """Name of the list of layers, as PEFT writes it."""
+        ...
+
+
+class Projections(ProjectionShapes, Protocol):
+    """The same of a loaded model."""
+
+    @property
+    def sites(self) -> Mapping[str, tuple[str, ...]]:
+        """Projections that are computed as one, and their parts in order of the output rows."""
         ...
 
 
@@ -252,7 +256,7 @@ class PeftLora:
         found = {target_of(part) for _, part in self.shapes}
         return [part for part in PARTS if part in found]
 
-    def misfit(self, model: Projections) -> str:
+    def misfit(self, model: ProjectionShapes) -> str:
         """Why this is no adapter of ``model``; empty if it is one."""
         parts = {part for _, part in model.shapes}
         for (layer, part), shape in self.shapes.items():

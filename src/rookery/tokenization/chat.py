@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from rookery.errors import UserError
 from rookery.tokenization.detokenizer import TokenBytes
+from rookery.tokenization.registry import config_path
 
 Message = Mapping[str, str]
 """``{"role": …, "content": …}``."""
@@ -72,7 +73,8 @@ class Chat:
 
     @classmethod
     def load(cls, folder: Path, now: Callable[[], datetime] = datetime.now) -> Chat:
-        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json."""
+        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, the configuration and
+        generation_config.json of a folder, prepared or published."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{folder} has no tokenizer.json; save a fast tokenizer in the model's folder")
@@ -82,13 +84,14 @@ class Chat:
             raise UserError(f"{path} is not a tokenizer: {_one_line(error)}") from None
         settings = _object(folder / "tokenizer_config.json")
         special = _named_tokens({**_object(folder / "special_tokens_map.json"), **settings})
-        config, generation = _object(folder / "config.json"), _object(folder / "generation_config.json")
+        path = config_path(folder)
+        config, generation = _object(path), _object(folder / "generation_config.json")
         ends = [*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))]
         if "eos_token" in special and (end := tokenizer.token_to_id(special["eos_token"])) is not None:
             ends.append(end)
         context = config.get("max_position_embeddings")
         if not isinstance(context, int) or context <= 0:
-            raise UserError(f"{folder / 'config.json'} has no max_position_embeddings")
+            raise UserError(f"{path} has no max_position_embeddings")
         return cls(tokenizer, _template_of(folder, settings), special=special, ends=ends, context=context, now=now)
 
     def encode(self, text: str) -> list[int]:

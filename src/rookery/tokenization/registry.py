@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,16 @@ NOT_NATIVE = "not_native"
 
 PREPARED = "rookery.json"
 """Marker file of a prepared model's folder, written last."""
+
+CONFIG, WEIGHTS = "rookery_config.json", "rookery_weights.safetensors"
+"""A prepared model's ``config.json`` and its weights. transformers would read files with the published names, find none
+of its weights among the fused ones, and draw random ones."""
+
+PUBLISHED_CONFIG, PUBLISHED_WEIGHTS = "config.json", "model.safetensors"
+"""The same of a model in the layout of transformers."""
+
+PROJECTIONS = "rookery_projections.json"
+"""The projections of a prepared model that a LoRA can change."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -75,6 +86,29 @@ class Backends:
     engine: str
     trainer: str
     why: str
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """How an adapter names its base model: the hub id and the revision of the download where there are any, else the
+    name that the worker has."""
+
+    name: str = ""
+    revision: str = ""
+
+
+UNNAMED = BaseReference()
+"""Of an adapter whose base model is not recorded."""
+
+
+@dataclass(frozen=True)
+class RecordedProjections:
+    """The projections of a prepared model, read without torch."""
+
+    shapes: Mapping[tuple[int, str], tuple[int, int]]
+    """(in, out) features of each (layer, part)."""
+    prefix: str
+    """Name of the list of layers."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +165,20 @@ CATALOGUE: dict[str, Model] = dict(
 )
 
 
+_BY_HUB_ID = {
+    source.where.lower(): model for model in CATALOGUE.values() for source in model.sources if source.kind == "hub"
+}
+
+
 def resolve(name: str, *, folders: bool = True) -> Model:
     """The model that ``name`` refers to. Raises :class:`UserError` for an unknown name. Without ``folders`` the disk is
     not consulted, and the answer reveals nothing about it.
 
-    A name is a catalogue name (case-insensitive), a folder written as a path (``./x``, ``/x``, ``~/x``), or a hub id;
-    it means the same whatever is on the disk. Whether a hub id exists is known only when it is fetched.
+    A name is a catalogue name or the hub id of a model in the catalogue (case-insensitive), a folder written as a path
+    (``./x``, ``/x``, ``~/x``), or another hub id; it means the same whatever is on the disk. Whether a hub id exists is
+    known only when it is fetched.
     """
-    if known := CATALOGUE.get(name.lower()):
+    if known := CATALOGUE.get(name.lower()) or _BY_HUB_ID.get(name.lower()):
         return known
     if folders and (name.startswith(("/", "./", "../", "~")) or name in {".", ".."}):
         folder = Path(name).expanduser()
@@ -159,17 +199,33 @@ def model_folder(cache: Path, name: str) -> Path:
     """Folder of the prepared form of ``name``. Two different models never share a folder."""
     model = resolve(name)
     if model.kind == "catalogue":
-        return cache / "models" / model.name
+        return cache / "prepared" / model.name
     where = model.sources[0].where
     readable = re.sub(r"[^\w.-]+", "--", where if model.kind == "hub" else Path(where).name).strip("-.") or "model"
-    return cache / "models" / f"{readable}-{hashlib.sha256(f'{model.kind}:{where}'.encode()).hexdigest()[:12]}"
+    return cache / "prepared" / f"{readable}-{hashlib.sha256(f'{model.kind}:{where}'.encode()).hexdigest()[:12]}"
+
+
+def config_path(folder: Path) -> Path:
+    """The configuration of a model's folder, prepared or published."""
+    return folder / (CONFIG if (folder / CONFIG).is_file() else PUBLISHED_CONFIG)
+
+
+def refuse_prepared(folder: Path) -> None:
+    """Raises :class:`UserError` for a folder that Rookery prepared, where a published one is needed."""
+    if (folder / PREPARED).is_file():
+        name = json.loads((folder / PREPARED).read_text(encoding="utf-8")).get("name")
+        raise UserError(
+            f"base_model: {folder} is prepared for Rookery from {name}; give {name}, or write the published layout with"
+            f" rookery models --get {name} --export FOLDER"
+        )
 
 
 def inspect(folder: Path) -> Inspected:
-    """Reads ``config.json`` of a model folder; raises :class:`UserError` with the reason if it cannot be served."""
-    path = folder / "config.json"
+    """Reads the configuration of a model folder, prepared or published; raises :class:`UserError` with the reason if it
+    cannot be served."""
+    path = config_path(folder)
     if not path.is_file():
-        raise UserError(f"base_model: {folder} is not a model: it has no config.json")
+        raise UserError(f"base_model: {folder} is not a model: it has no {PUBLISHED_CONFIG}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
@@ -245,15 +301,14 @@ def choose_backends(model: Inspected, engine: str = "auto", trainer: str = "auto
 
 def prepared_models(cache: Path) -> list[str]:
     """Names of the models outside the catalogue that are in the cache."""
-    marks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(cache.glob(f"models/*/{PREPARED}"))]
+    marks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(cache.glob(f"prepared/*/{PREPARED}"))]
     return [str(mark["name"]) for mark in marks if mark.get("name", "").lower() not in CATALOGUE]
 
 
 def _canonical(name: str) -> str:
-    """The catalogue's name for a hub id of its models; any other name as it is."""
-    sources = ((model.name, source) for model in CATALOGUE.values() for source in model.sources)
-    found = (known for known, source in sources if source.kind == "hub" and source.where.lower() == name.lower())
-    return next(found, name.lower() if name.lower() in CATALOGUE else name)
+    """The catalogue's name of one of its models; any other name as it is."""
+    known = CATALOGUE.get(name.lower()) or _BY_HUB_ID.get(name.lower())
+    return known.name if known else name
 
 
 def is_other_base(cache: Path, recorded: str, model: str) -> bool:
@@ -277,12 +332,31 @@ def status(cache: Path, name: str) -> Status:
             return Status(name, "prepared", "", folder, str(mark["hash"]), model.note, inspected)
         found = Inspected(model.model_type) if model.model_type else None
         if model.kind == "folder":
+            refuse_prepared(Path(model.sources[0].where))
             found = inspect(Path(model.sources[0].where))
         return Status(name, "known", "", folder, note=model.note, inspected=found)
     except UserError as error:
         return Status(name, "refused", reason=str(error))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Status(name, "refused", reason=f"{name}: its {PREPARED} is damaged, delete its folder ({error})")
+
+
+def base_reference(folder: Path) -> BaseReference:
+    """How adapters name the model of the prepared ``folder``."""
+    mark = json.loads((folder / PREPARED).read_text(encoding="utf-8"))
+    return BaseReference(mark.get("hub") or mark["name"], mark.get("revision", ""))
+
+
+def projections(cache: Path, name: str) -> RecordedProjections | None:
+    """The projections of a model that a LoRA can change; None while it is not prepared."""
+    path = model_folder(cache, name) / PROJECTIONS
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return RecordedProjections(
+        {(layer, part): (inputs, outputs) for layer, part, inputs, outputs in about["shapes"]}, about["prefix"]
+    )
 
 
 def usable(cache: Path, name: str, engine: str = "auto", trainer: str = "auto") -> Status:

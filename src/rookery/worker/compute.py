@@ -82,7 +82,6 @@ class Compute:
         self,
         prepare: Callable[[], Path],
         settings: Settings,
-        model: str,
         on_output: Callable[[], object],
         *,
         trains: bool = True,
@@ -91,7 +90,6 @@ class Compute:
         exception ends the thread as :attr:`failure`. ``trains``: whether the worker has that role."""
         self._prepare = prepare
         self._trains = trains
-        self._model = model
         self._settings = settings
         self._on_output = on_output
         self._changed = threading.Condition()
@@ -145,7 +143,7 @@ class Compute:
         try:
             if self._settings.worker.threads:
                 torch.set_num_threads(self._settings.worker.threads)
-            core = load_core(self._prepare(), self._settings, self._model, self._between_layers, trains=self._trains)
+            core = load_core(self._prepare(), self._settings, self._between_layers, trains=self._trains)
             self.ready.set_result(core)
             try:
                 self._run(core)

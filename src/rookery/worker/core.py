@@ -14,7 +14,7 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
-from rookery.tokenization.registry import choose_backends, inspect
+from rookery.tokenization.registry import WEIGHTS, BaseReference, base_reference, choose_backends, inspect
 from rookery.worker import device, memory
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.drafts import Speculator
@@ -26,7 +26,7 @@ from rookery.worker.memory import MemoryBudget, MemoryUse
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.canary import canary_tokens
 from rookery.worker.model.config import SITES, DecoderConfig
-from rookery.worker.model.decoder import WEIGHTS, Decoder, best_dtype
+from rookery.worker.model.decoder import Decoder, best_dtype
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
@@ -110,8 +110,8 @@ class _Place:
 
     folder: Path
     settings: Settings
-    name: str
-    """Of the base model, in exported adapters."""
+    base: BaseReference
+    """The base model's name in exported adapters."""
     chat: Chat
     not_native: str
     """Why the native decoder does not compute the model; empty if it does."""
@@ -136,11 +136,11 @@ class _Backend:
 
 
 def load_core(
-    folder: Path, settings: Settings, name: str, between_layers: Callable[[], None], *, trains: bool = True
+    folder: Path, settings: Settings, between_layers: Callable[[], None], *, trains: bool = True
 ) -> WorkerCore:
-    """With the base model of ``folder``; ``name`` is its name in exported adapters. ``between_layers`` is for
-    :class:`NativeBackbone`. A vLLM worker that does not train loads the model in vLLM only. Raises ``UserError`` if it
-    does not fit the memory budget, or the settings name an engine or trainer that does not compute it."""
+    """With the base model of the prepared ``folder``. ``between_layers`` is for :class:`NativeBackbone`. A vLLM worker
+    that does not train loads the model in vLLM only. Raises ``UserError`` if it does not fit the memory budget, or the
+    settings name an engine or trainer that does not compute it."""
     where = device.choose(settings.worker.device)
     total, before = memory.total_bytes(settings, where), device.used_bytes(where)
     inspected = inspect(folder)
@@ -157,7 +157,8 @@ def load_core(
     mapped = (folder / WEIGHTS).stat().st_size  # on a CPU not all of it is in memory yet
     budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
     gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
-    place = _Place(folder, settings, name, Chat.load(folder), inspected.not_native, where, budget, gate, between_layers)
+    chat, base = Chat.load(folder), base_reference(folder)
+    place = _Place(folder, settings, base, chat, inspected.not_native, where, budget, gate, between_layers)
     if chosen.engine == "vllm":
         engine = load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
     else:
@@ -192,7 +193,7 @@ def _trainer(place: _Place, backbone: Backbone) -> Trainer:
         backbone,
         max_rank=settings.engine.max_rank,
         slice_tokens=place.slice_tokens,
-        base_model=place.name,
+        base=place.base,
         memory_bytes=budget.training_states,
         canary=canary_tokens(place.chat.encode),
     )
@@ -212,7 +213,7 @@ def _trainer(place: _Place, backbone: Backbone) -> Trainer:
         place.folder,
         max_rank=settings.engine.max_rank,
         slice_tokens=place.slice_tokens,
-        base_model=place.name,
+        base=place.base,
         memory_bytes=budget.training_states * (processes if place.device.type == "cuda" else 1),
         max_tokens=backbone.limits.max_tokens,
         exports=settings.cache / ADAPTERS,

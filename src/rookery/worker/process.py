@@ -56,7 +56,6 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
     compute = Compute(
         prepare_model,
         settings,
-        options.model,
         lambda: loop.call_soon_threadsafe(output.set),
         trains="train" in options.roles,
     )

@@ -12,6 +12,7 @@ from tests.worker.engine.test_engine import finish, order, text
 
 from rookery import protocol
 from rookery.errors import UserError
+from rookery.tokenization.registry import WEIGHTS
 from rookery.worker.engine.native import runner as runners
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.engine import NativeEngine
@@ -20,7 +21,7 @@ from rookery.worker.memory import NoRoom
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.convert import prepare, read_full_version, unfuse
-from rookery.worker.model.decoder import WEIGHTS, Decoder
+from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
 KV = 1 << 24

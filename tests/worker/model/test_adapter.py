@@ -18,10 +18,12 @@ from tests.support.tiny import divide, reference, small
 from tests.worker.model.test_decoder import Causal
 
 from rookery.errors import UserError
+from rookery.tokenization.registry import BaseReference
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, read_adapter, write_adapter
 from rookery.worker.model.config import SITES
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager, batched_matmul
+from rookery.worker.trainer.native.optim import AdapterExport
 
 
 def filled(decoder: Decoder, rank: int, seed: int, targets: list[str], rslora: bool = False) -> Adapter:
@@ -172,6 +174,13 @@ def test_what_peft_converts_to_a_lora_is_accepted(tmp_path: Path, init: str, rsl
 def test_what_peft_extracts_as_a_lora_is_accepted(tmp_path: Path, options: dict[str, Any]) -> None:
     peft.save_as_lora(tmp_path, trained(**LISTED | options), rank=6)
     assert same_as_peft(tmp_path).rank == 6
+
+
+def test_an_adapter_names_its_base_model_and_revision(tmp_path: Path) -> None:
+    adapter = filled(small("llama", torch.float32), 4, 0, ["q"])
+    AdapterExport(adapter, base=BaseReference("org/model", "c0ffee")).write(tmp_path)
+    config = peft.PeftConfig.from_pretrained(tmp_path)
+    assert (config.base_model_name_or_path, config.revision) == ("org/model", "c0ffee")
 
 
 def change(folder: Path, **options: Any) -> None:

@@ -24,8 +24,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.support.families import small_config
 from tests.support.forked import ForkedProcess
 from tests.support.processes import alive
+from tests.support.small_model import save_small_model
 from tests.support.tiny import FAMILIES, reference, smollm2_folder
 from tests.worker.model.test_decoder import logits
 from tokenizers import Tokenizer
@@ -35,8 +37,9 @@ from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.server.base_models import BaseModels
 from rookery.settings import Settings
 from rookery.tokenization import registry
-from rookery.worker.model.convert import prepare
+from rookery.worker.model.convert import export, prepare, published
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.transformers_model import TransformersModel
 
 
 def publish(folder: Path, family: str, shard: str = "5GB") -> transformers.PreTrainedModel:
@@ -55,15 +58,69 @@ def test_a_local_folder(tmp_path: Path, family: str) -> None:
     model = publish(tmp_path / "published", family, "100KB" if family == "llama" else "5GB")
     folder = prepare(str(tmp_path / "published"), tmp_path / "cache")
     assert folder == registry.model_folder(tmp_path / "cache", str(tmp_path / "published"))
-    assert {"config.json", "tokenizer.json", "model.safetensors", "rookery.json"} <= {p.name for p in folder.iterdir()}
+    assert {registry.CONFIG, "tokenizer.json", registry.WEIGHTS, "rookery.json"} <= {p.name for p in folder.iterdir()}
     mark = json.loads((folder / "rookery.json").read_text())
-    assert mark["hash"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert mark["hash"] == hashlib.sha256((folder / registry.WEIGHTS).read_bytes()).hexdigest()
     assert mark["model_type"] == FAMILIES[family].model_type
     tokens = torch.randint(0, 211, (31,))
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]
     torch.testing.assert_close(logits(Decoder.load(folder, torch.float32), tokens), expected, atol=1e-4, rtol=1e-4)
     assert registry.status(tmp_path / "cache", str(tmp_path / "published")).state == "prepared"
+
+
+def test_a_prepared_folder_is_not_taken_for_a_published_one(tmp_path: Path) -> None:
+    """Nor does transformers make a model of its family from the folder's name."""
+    for family in ("llama", "qwen3"):
+        publish(tmp_path / family, family)
+        folder = prepare(str(tmp_path / family), tmp_path / "cache")
+        assert not {"config.json", "model.safetensors"} & {path.name for path in folder.iterdir()}
+        for loads in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.AutoModel):
+            with pytest.raises((ValueError, OSError)):
+                loads.from_pretrained(folder)
+        with pytest.raises(UserError, match=rf"prepared for Rookery from {tmp_path / family}; give .* --export FOLDER"):
+            prepare(str(folder), tmp_path / "cache")
+        assert "--export" in registry.status(tmp_path / "cache", str(folder)).reason
+
+
+@pytest.mark.parametrize("family", ["llama tied", "qwen3", "qwen3_moe", "gemma3_text"])
+def test_the_exported_model_is_the_published_one(tmp_path: Path, family: str) -> None:
+    if family in FAMILIES:
+        model = publish(tmp_path / "published", family)
+    else:
+        save_small_model(tmp_path / "published", 0, small_config(family))
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published", dtype=torch.float32)
+        for weight in model.parameters():
+            weight.data = weight.data.bfloat16().float()
+    folder = prepare(str(tmp_path / "published"), tmp_path / "cache")
+    export(folder, tmp_path / "deep" / "exported")
+    tokens = torch.randint(0, 97, (1, 31))
+    for made in (tmp_path / "deep" / "exported", published(folder)):
+        assert (made / "tokenizer.json").is_file()
+        loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
+            made, dtype=torch.float32, output_loading_info=True
+        )
+        assert not found["missing_keys"] and not found["unexpected_keys"]
+        with torch.no_grad():
+            given, expected = loaded.eval()(tokens).logits, model.eval()(tokens).logits
+        torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
+    assert not (tmp_path / "deep" / "exported" / "model.safetensors").is_symlink()
+    with pytest.raises(UserError, match=r"--export: .* exists; give a new folder"):
+        export(folder, tmp_path / "deep" / "exported")
+    with pytest.raises(UserError, match=r"--export: .* cannot be written"):
+        export(folder, tmp_path / "published" / "config.json" / "deeper")
+    assert registry.inspect(tmp_path / "deep" / "exported").model_type == registry.inspect(folder).model_type
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_projections_of_a_prepared_model_are_recorded(tmp_path: Path, family: str) -> None:
+    folder = tmp_path / "published"
+    assert registry.projections(tmp_path / "cache", str(save_small_model(folder, 0, small_config(family)))) is None
+    prepared = prepare(str(folder), tmp_path / "cache")
+    recorded = registry.projections(tmp_path / "cache", str(folder))
+    model = TransformersModel.load(prepared).projections
+    assert recorded is not None
+    assert (dict(recorded.shapes), recorded.prefix) == (dict(model.shapes), model.prefix)
 
 
 def test_prepared_once_by_several_processes(tmp_path: Path) -> None:
@@ -98,7 +155,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="cannot be read"):
         prepare(str(tmp_path / "cut"), cache)
-    assert not [p for p in (cache / "models").iterdir() if p.suffix != ".lock"]
+    assert not [p for p in (cache / "prepared").iterdir() if p.suffix != ".lock"]
 
 
 def test_the_module_prints_the_folder(tmp_path: Path) -> None:
@@ -235,6 +292,8 @@ def test_what_the_hub_sends_lies_in_the_cache_until_its_model_is_prepared(tmp_pa
         code, said = prepare_from(url, tmp_path / "cache", HOME=str(tmp_path / "home"))
         assert code == 0, said
         assert registry.status(tmp_path / "cache", "org/model").state == "prepared"
+        prepared = registry.model_folder(tmp_path / "cache", "org/model")
+        assert registry.base_reference(prepared) == registry.BaseReference("org/model", COMMIT)
         assert not list(tmp_path.rglob("models--*"))
         code, said = prepare_from(url, tmp_path / "other", HF_HOME=str(tmp_path / "shared"))
         assert code == 0, said
@@ -257,6 +316,7 @@ def test_a_download_that_breaks_in_the_middle_is_one_line_and_is_tried_again(tmp
 
 
 def test_smollm2_comes_from_the_hub_or_the_package() -> None:
+    assert registry.base_reference(smollm2_folder()).name == "HuggingFaceTB/SmolLM2-135M-Instruct"
     mark = json.loads((smollm2_folder() / "rookery.json").read_text())
     assert mark["name"] == "smollm2-135m-instruct" and mark["model_type"] == "llama"
     decoder = Decoder.load(smollm2_folder())

@@ -11,6 +11,7 @@ from tests.support.tiny import FAMILIES, reference, small, smollm2, smollm2_fold
 from torch import Tensor
 
 from rookery.errors import UserError
+from rookery.tokenization.registry import CONFIG
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
@@ -48,7 +49,7 @@ def test_logits_equal_transformers(family: str) -> None:
 
 def test_smollm2_equals_transformers() -> None:
     decoder = smollm2(torch.float32)
-    raw = json.loads((smollm2_folder() / "config.json").read_text())
+    raw = json.loads((smollm2_folder() / CONFIG).read_text())
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**raw), dtype=torch.float32)
     model = model.to_empty(device="cpu").eval()

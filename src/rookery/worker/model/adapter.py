@@ -115,12 +115,14 @@ def _weight_name(prefix: str, layer: int, part: str, side: str) -> str:
     return f"base_model.model.{prefix}.{layer}.{MODULES.get(part, part)}.lora_{side}.weight"
 
 
-def write_adapter(folder: Path, adapter: Adapter, base_model: str = "") -> None:
-    """Writes ``adapter_config.json`` and ``adapter_model.safetensors`` (float32) into the existing ``folder``."""
+def write_adapter(folder: Path, adapter: Adapter, base_model: str = "", revision: str = "") -> None:
+    """Writes ``adapter_config.json`` and ``adapter_model.safetensors`` (float32) into the existing ``folder``.
+    ``base_model`` and its ``revision``: what PEFT loads the base model from."""
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
+        "revision": revision or None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "use_rslora": adapter.rslora,

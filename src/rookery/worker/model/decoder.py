@@ -23,11 +23,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from rookery.tokenization.registry import WEIGHTS
 from rookery.worker.model.adapter import Projections
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.layers import PackedLinear, rms_norm, rotate, swiglu
-
-WEIGHTS = "model.safetensors"
 
 
 def output_slices(model: Projections, site: str, layer: int = 0) -> dict[str, slice]:

@@ -130,10 +130,17 @@ def _linear_modules(model: PreTrainedModel) -> tuple[list[nn.Module], dict[tuple
     )
 
 
-def check_transformers(raw: Mapping[str, Any]) -> None:
-    """Raises ``UserError`` if a model with this ``config.json`` cannot be a :class:`TransformersModel`."""
+def check_transformers(raw: Mapping[str, Any]) -> LinearProjections:
+    """The projections of a model with this ``config.json``. Raises ``UserError`` if it cannot be a
+    :class:`TransformersModel`."""
     with torch.device("meta"):
-        _linear_modules(AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)))
+        _, linear, prefix = _linear_modules(AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)))
+    return _projections(linear, prefix)
+
+
+def _projections(linear: Mapping[tuple[int, str], nn.Linear], prefix: str) -> LinearProjections:
+    shapes = {key: (module.in_features, module.out_features) for key, module in linear.items()}
+    return LinearProjections(shapes, {part: (part,) for _, part in shapes}, prefix)
 
 
 class TransformersModel:
@@ -156,8 +163,7 @@ class TransformersModel:
         self.lora: LoraProduct | None = None
         self._rows = 0
         self._layers, linear, prefix = _linear_modules(model)
-        shapes = {key: (module.in_features, module.out_features) for key, module in linear.items()}
-        self.projections = LinearProjections(shapes, {part: (part,) for _, part in shapes}, prefix)
+        self.projections = _projections(linear, prefix)
         for key, module in linear.items():
             module.register_forward_hook(partial(self._add_lora, key))
         if model.supports_gradient_checkpointing:

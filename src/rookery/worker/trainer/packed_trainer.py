@@ -21,6 +21,7 @@ import torch
 
 from rookery import protocol
 from rookery.errors import UserError
+from rookery.tokenization.registry import UNNAMED, BaseReference
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers
 from rookery.worker.trainer.base import TrainerResult
@@ -48,18 +49,18 @@ class PackedTrainer(OperationTrainer):
         *,
         max_rank: int,
         slice_tokens: int,
-        base_model: str = "",
+        base: BaseReference = UNNAMED,
         memory_bytes: int = sys.maxsize,
         canary: Sequence[int] = (),
     ) -> None:
-        """``base_model`` is the name in exported adapters; all training states take at most ``memory_bytes``. Committed
+        """``base``: the base model in exported adapters. All training states take at most ``memory_bytes``. Committed
         versions have the log-probabilities of ``canary``, if it is given (:mod:`rookery.worker.model.canary`)."""
         super().__init__()
         self._backbone = backbone
         self._max_rank = max_rank
         self._limits = backbone.limits
         self.slice_tokens = min(slice_tokens, self._limits.max_tokens)
-        self._base_model = base_model
+        self._base = base
         self._canary = list(canary)
         self.states = PolicyStates(memory_bytes, lambda policy: bool(self._queue(policy)), self._reserved_bytes)
         self.held = self.states.held
@@ -69,7 +70,7 @@ class PackedTrainer(OperationTrainer):
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> AdapterExport:
         model = self._backbone.model.projections
         self.states.make_room(4 * adapter_numbers(model, op.rank, op.targets))
-        return self.states.track(AdapterExport(initial_adapter(op, source, model), base_model=self._base_model))
+        return self.states.track(AdapterExport(initial_adapter(op, source, model), base=self._base))
 
     def _held_by(self, policy: str) -> HeldPolicy[PolicyState] | None:
         return self.held.get(policy)
@@ -116,7 +117,7 @@ class PackedTrainer(OperationTrainer):
             version = held.version
             if version is not None:
                 self.states.offloaded.pop(version, None)
-                self.states.offloaded[version] = held.state.export(self._base_model)
+                self.states.offloaded[version] = held.state.export(self._base)
         self.evict(policy)
 
     def evict(self, policy: str) -> None:
@@ -217,7 +218,7 @@ class PackedTrainer(OperationTrainer):
 
     def _export(self, op: protocol.OptimStep, held: HeldPolicy[Any]) -> AdapterExport:
         canary = canary_logprobs(self._backbone, held.state, self._canary) if self._canary else []
-        return self.states.track(held.state.export(self._base_model, canary))
+        return self.states.track(held.state.export(self._base, canary))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

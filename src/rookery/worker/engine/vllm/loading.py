@@ -14,6 +14,7 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
+from rookery.tokenization.registry import WEIGHTS, config_path
 from rookery.worker import memory
 from rookery.worker.engine.vllm.attached import Attached
 from rookery.worker.engine.vllm.backend import Backend
@@ -22,7 +23,6 @@ from rookery.worker.engine.vllm.in_process import InProcess
 from rookery.worker.model.adapter import Adapter, Projections, write_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.convert import published
-from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.transfer.cache import ADAPTERS
 
 log = logging.getLogger("rookery.engine")
@@ -40,7 +40,7 @@ def load_vllm(folder: Path, settings: Settings, dtype: str, cache_bytes: int | N
         projections = DecoderConfig.read(folder)
     except UserError:
         projections = None  # of a family that the native decoder does not know: vLLM checks adapters
-    vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocabulary = json.loads(config_path(folder).read_text(encoding="utf-8"))["vocab_size"]
     engine = VllmEngine(
         backend,
         vocabulary,

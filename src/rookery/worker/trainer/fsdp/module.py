@@ -11,6 +11,7 @@ Promises:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from rookery.tokenization.registry import CONFIG
 from rookery.worker.model.adapter import Adapter
 
 LOGIT_ROWS = 256
@@ -83,7 +85,7 @@ def build(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.for_model(**json.loads((model / CONFIG).read_text(encoding="utf-8")))
     config.attention_dropout = 0.0
 
     stored = torch.float32 if adapter is None else dtype

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rookery import protocol
+from rookery.tokenization.registry import WEIGHTS, BaseReference
 from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.native.microbatch import QueuedBatch
@@ -74,14 +74,14 @@ class FsdpTrainer(OperationTrainer):
         *,
         max_rank: int,
         slice_tokens: int,
-        base_model: str,
+        base: BaseReference,
         memory_bytes: int,
         max_tokens: int,
         exports: Path,
         claim: Callable[[int], None] | None = None,
     ) -> None:
         """``start()`` launches the group, when the first policy is loaded. ``model`` is the prepared folder,
-        ``base_model`` its name in exported adapters. The group's states take at most ``memory_bytes``, each size
+        ``base`` its name in exported adapters. The group's states take at most ``memory_bytes``, each size
         after ``claim(size)``, which may raise ``NoRoom``; a process holds a pass of ``max_tokens``. Versions are
         written below ``exports`` first."""
         super().__init__()
@@ -92,7 +92,7 @@ class FsdpTrainer(OperationTrainer):
         self._parameters = (model / WEIGHTS).stat().st_size // 2  # stored in bfloat16
         self._max_rank = max_rank
         self._slice_tokens = slice_tokens
-        self._base_model = base_model
+        self._base = base
         self._memory_bytes = memory_bytes
         self._max_tokens = max_tokens
         self._exports = exports
@@ -111,7 +111,7 @@ class FsdpTrainer(OperationTrainer):
         if not op.rank:
             self._fitting(None)  # before the job samples anything for it
             return FolderExport(self._exports, lambda folder: versions.write_base(folder, self._model, self._config))
-        export = AdapterExport(initial_adapter(op, source, self._config), base_model=self._base_model)
+        export = AdapterExport(initial_adapter(op, source, self._config), base=self._base)
         self._fitting(export)
         return export
 
@@ -265,4 +265,4 @@ class FsdpTrainer(OperationTrainer):
         if not op.parent.rank:
             return FolderExport(self._exports, lambda folder: held.state.call("export", folder))
         export: AdapterExport = held.state.call("export", Path())[0]
-        return AdapterExport(export.adapter, export.moments, export.step, self._base_model)
+        return AdapterExport(export.adapter, export.moments, export.step, self._base)

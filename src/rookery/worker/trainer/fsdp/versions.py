@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,12 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rookery.tokenization.registry import PUBLISHED_WEIGHTS, WEIGHTS
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import COPIED, INDEX, unfuse
-from rookery.worker.model.decoder import WEIGHTS
+from rookery.worker.model.convert import INDEX, published_files, unfuse
 from rookery.worker.transfer.cache import TRAINER_STATE
-
-CONFIG = "config.json"
 
 SHARD_BYTES = 2 << 30
 """Largest file of weights: a transfer that fails is repeated by file."""
@@ -102,10 +99,8 @@ def _write_weights(
             room = SHARD_BYTES
         files[-1].append(name)
         room -= size
-    for name in (CONFIG, *COPIED):
-        if (model / name).exists():
-            shutil.copyfile(model / name, folder / name)
-    names = [WEIGHTS]
+    published_files(model, folder)
+    names = [PUBLISHED_WEIGHTS]
     if len(files) > 1:
         names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
         index = {weight_name: name for name, listed in zip(names, files, strict=True) for weight_name in listed}

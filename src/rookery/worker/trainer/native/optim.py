@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rookery import protocol
 from rookery.errors import UserError
+from rookery.tokenization.registry import UNNAMED, BaseReference
 from rookery.worker.device import finish
 from rookery.worker.model.adapter import Adapter, Projections, read_adapter, write_adapter
 from rookery.worker.model.canary import write_canary
@@ -67,7 +68,7 @@ class AdapterExport:
     adapter: Adapter
     moments: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
-    base_model: str = ""
+    base: BaseReference = UNNAMED
     canary: Sequence[float] = ()
     """See :mod:`rookery.worker.model.canary`."""
 
@@ -83,7 +84,7 @@ class AdapterExport:
 
     def write(self, folder: Path) -> list[str]:
         """Write into the existing ``folder``; the file names, sorted. Any thread may call it."""
-        write_adapter(folder, self.adapter, self.base_model)
+        write_adapter(folder, self.adapter, self.base.name, self.base.revision)
         if self.canary:
             write_canary(folder, self.canary)
         if self.moments:
@@ -183,7 +184,7 @@ class PolicyState:
     def bytes(self) -> int:
         return self.bytes_for(self.masters.numel(), self._compute.dtype, trained=self.trained)
 
-    def export(self, base_model: str = "", canary: Sequence[float] = ()) -> AdapterExport:
+    def export(self, base: BaseReference = UNNAMED, canary: Sequence[float] = ()) -> AdapterExport:
         """A copy of weights and moments as they are now, in main memory; each vector is copied at once."""
         weights: dict[tuple[int, str], list[Tensor]] = {}
         for key, view in self._named(self.masters.to("cpu", copy=True)):
@@ -202,7 +203,7 @@ class PolicyState:
             if self.step
             for key, view in self._named(getattr(self, name).to("cpu", copy=True))
         }
-        return AdapterExport(adapter, moments, self.step, base_model, canary)
+        return AdapterExport(adapter, moments, self.step, base, canary)
 
     def zero_grad(self) -> None:
         """Clear the accumulated gradient and ``nonfinite_loss``."""
