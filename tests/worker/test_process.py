@@ -232,6 +232,33 @@ def test_worker_whose_model_cannot_be_prepared_exits_with_the_reason(
     assert isinstance(link.frames[-1], protocol.Draining)
 
 
+STUCK = """
+import time
+from rookery.worker import progress
+from rookery.worker.engine.native.engine import NativeEngine
+progress.STALL_SECONDS = 1.0
+step, wait = NativeEngine.step, time.sleep
+def stuck(engine):
+    if engine.generated >= 5:
+        {how}
+    return step(engine)
+NativeEngine.step = stuck
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("wait(3600)", "a slice has not ended, it is in <string>"), ("return False", "(a rollout, 5 of 40 tokens) needs")],
+)
+def test_heartbeats_of_a_worker_that_stands_still_tell_why(service: Dialled, start: Start, how: str, says: str) -> None:
+    start(before=STUCK.format(how=how))
+    link = service.connection(0)
+    service.until(lambda: link.of(protocol.Ready))
+    link.send(generate("still", max_tokens=40))
+    [beat, *_] = service.until(lambda: [beat for beat in link.of(protocol.Heartbeat) if beat.stalled])
+    assert says in beat.stalled and beat.stalls == 1 and beat.active == 1
+
+
 def test_sigterm_while_the_model_loads(service: Dialled, start: Start, tmp_path: Path) -> None:
     worker = start(before=HELD_BACK.format(go=str(tmp_path / "never")), drain_seconds="0.5")
     link = service.connection(0)

@@ -224,7 +224,7 @@ class JobQueries:
                 "adapters": len(worker.cached),
                 "requests": context.rollouts.pool.outstanding(worker),
                 "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0,
-                "note": worker.status_message,
+                "note": worker.note,
                 "max_flush_tokens": worker.max_flush_tokens,
                 "beat": msgspec.structs.asdict(beat) if beat is not None else None,
             })  # fmt: skip
@@ -289,6 +289,9 @@ class JobQueries:
                 "slo_slack_seconds": min((beat.slo_slack for beat in beats if beat.interactive), default=0.0),
                 "slo_requests": sum(beat.slo_ended for beat in beats),
                 "slo_requests_within": sum(beat.slo_met for beat in beats),
+                "forced_slices": sum(beat.forced_slices for beat in beats),
+                "worker_stalls": sum(beat.stalls for beat in beats),
+                "workers_stalled": sum(bool(beat.stalled) for beat in beats),
                 "slo_cache_cuts": sum(beat.cache_cuts for beat in beats),
                 "flush_seconds": context.settings.worker.flush_seconds,
                 "price_per_hour": context.usage.price(),

@@ -121,6 +121,12 @@ class Heartbeat(EpochMessage, kw_only=True):
         Meta(max_length=3),
     ] = msgspec.field(default_factory=dict)
     """(tokens, seconds) of slices by kind, as measured lately (:class:`rookery.scheduling.costs.CostTable`)."""
+    forced_slices: Count = 0
+    """Slices since the process began that would have been empty although requests were there."""
+    stalls: Count = 0
+    """Times since the process began that it had work and finished no slice for some seconds."""
+    stalled: Line = ""
+    """What its work waits for, while that is so now."""
     engine_gap: float = 0.0
     """Largest difference between its engine's log-probabilities and the trainers', in nats per token."""
 

@@ -16,8 +16,11 @@ Promises:
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -33,6 +36,9 @@ from rookery.worker.trainer.base import TrainerResult
 
 T = TypeVar("T")
 
+
+INNERMOST_CALLS = 4
+"""Of a slice that does not end, in the log."""
 
 IDLE = protocol.Heartbeat(
     epoch=0, progress=0, active=0, waiting=0, training=0, adapters=0, generated=0, trained=0, decode_seconds=0.0,
@@ -130,6 +136,18 @@ class Compute:
                 self._changed.notify()
         return future
 
+    async def describe(self, seconds: float) -> str:
+        """What the thread's work waits for; where it does not answer within these ``seconds``, the lines of code in
+        which its slice is."""
+        answer = asyncio.wrap_future(self.call(_describe, engine_only=True))
+        await asyncio.wait({answer}, timeout=seconds)
+        if answer.done() and not answer.cancelled():
+            return answer.result()
+        answer.cancel()
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        calls = [f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in traceback.extract_stack(frame)]
+        return f"a slice has not ended, it is in {' < '.join(reversed(calls[-INNERMOST_CALLS:]))}"
+
     def take(self) -> tuple[list[protocol.TokenChunk], list[TrainerResult]]:
         """Empty the outbox."""
         with self._changed:
@@ -172,8 +190,10 @@ class Compute:
             self._answer(core, calls)
             core.gate.training_waits = False
             chosen = next_slice(self._slices, core.gate.allows_training)
-            if chosen is not None:
-                self._step(core, chosen)
+            if chosen is not None and not self._step(core, chosen):  # it gives its turn to the other
+                for other in self._slices:
+                    if other is not chosen and other.busy():
+                        self._step(core, other)
 
     def _answer(self, core: WorkerCore, calls: list[Call]) -> None:
         for future, function, _ in calls:
@@ -238,7 +258,7 @@ class Compute:
             memory_parts={part: (use.used, use.budget) for part, use in core.memory().items()},
             interactive=len(core.gate.tracked), slo_slack=core.gate.least_slack(), slo_met=core.gate.met,
             slo_ended=core.gate.ended, cache_cuts=core.gate.cache_cuts, free_tokens=core.engine.free_tokens,
-            costs=core.gate.costs.curves,
+            costs=core.gate.costs.curves, forced_slices=core.engine.forced_slices,
         )  # fmt: skip
         self.status = ComputeStatus(beat, adapters)
         if chunks or results:
@@ -248,6 +268,10 @@ class Compute:
                 self._results += results
             if was_empty:
                 self._on_output()
+
+
+def _describe(core: WorkerCore) -> str:
+    return f"{core.engine.describe()}; {core.trainer.pending} training operations are queued"
 
 
 def next_slice(slices: list[TimeSlice], allows_training: Callable[[], bool] = lambda: True) -> TimeSlice | None:

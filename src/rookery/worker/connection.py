@@ -37,6 +37,7 @@ from rookery.settings import Settings
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
 from rookery.worker.generation import GenerationManager
+from rookery.worker.progress import ProgressWatch
 from rookery.worker.training_ops import TrainingOps
 from rookery.worker.transfer.cache import ADAPTERS, CacheEvents
 from rookery.worker.transfer.client import TransferClient
@@ -66,12 +67,18 @@ class ServiceConnection:
     """Belongs to the I/O thread."""
 
     def __init__(
-        self, options: WorkerOptions, settings: Settings, compute: Compute, peer_server: PeerServer | None
+        self,
+        options: WorkerOptions,
+        settings: Settings,
+        compute: Compute,
+        peer_server: PeerServer | None,
+        watch: ProgressWatch,
     ) -> None:
         self._options = options
         self._settings = settings
         self._compute = compute
         self._peer_server = peer_server
+        self._watch = watch
         self._core: WorkerCore | None = None
         self._model_hash = ""
         self._loaded = asyncio.Event()
@@ -295,6 +302,8 @@ class ServiceConnection:
             memory_budget=self._core.budget.total if self._core is not None and self._core.budget is not None else 0,
             pulled_from_peers=transfers.bytes_from_peers,
             pulled_from_service=transfers.bytes_from_service,
+            stalls=self._watch.stalls,
+            stalled=self._watch.stalled,
         )
 
     async def _send_result(self, op: str, **fields: Any) -> None:

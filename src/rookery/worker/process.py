@@ -36,6 +36,7 @@ from rookery.worker.compute import Compute
 from rookery.worker.connection import ServiceConnection, WorkerOptions
 from rookery.worker.core import WorkerCore
 from rookery.worker.model.convert import prepare
+from rookery.worker.progress import ProgressWatch
 from rookery.worker.transfer.cache import ADAPTERS
 from rookery.worker.transfer.peers import PeerServer, listen
 
@@ -60,7 +61,8 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
         trains="train" in options.roles,
     )
     peer_server = PeerServer(settings.cache / ADAPTERS, listening) if listening is not None else None
-    connection = ServiceConnection(options, settings, compute, peer_server)
+    watch = ProgressWatch(compute)
+    connection = ServiceConnection(options, settings, compute, peer_server, watch)
     compute.start()
     if peer_server is not None:
         peer_server.start()
@@ -78,7 +80,7 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
             output.clear()
             connection.collect()
 
-    running = (connection.serve(), collect(), connection.housekeeping(), signalled.wait())
+    running = (connection.serve(), collect(), connection.housekeeping(), watch.run(), signalled.wait())
     tasks = [asyncio.create_task(coroutine) for coroutine in running]
     try:
         await asyncio.wait({ended, *tasks}, return_when=asyncio.FIRST_COMPLETED)

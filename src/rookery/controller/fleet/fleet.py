@@ -218,6 +218,8 @@ class Fleet:
                 busy = message.active + message.waiting + message.training
                 if worker.beat is None or message.progress != worker.beat.progress or not busy:
                     worker.last_progress = now
+                if message.stalled and not (worker.beat is not None and worker.beat.stalled):
+                    log.warning("worker %s makes no progress: %s", worker.name, message.stalled, extra=_extra(worker))
                 worker.beat = message
                 worker.generated.append((now, message.generated))
                 for listener in self.listeners:

@@ -93,6 +93,12 @@ class Worker:
         """Whether it may be given work."""
         return self.state in ("serving", "catching up")
 
+    @property
+    def note(self) -> str:
+        """For the operator: why it makes no progress, else its status message."""
+        stalled = self.beat.stalled if self.beat is not None else ""
+        return f"no progress: {stalled}" if stalled else self.status_message
+
     def has_role(self, role: str, model: str) -> bool:
         """Whether it may be given work of ``role``: while it catches up, rollouts that it :meth:`accepts`."""
         able = self.working if role == "rollout" else self.state == "serving"

@@ -71,6 +71,15 @@ class Engine(Protocol):
         ...
 
     @property
+    def forced_slices(self) -> int:
+        """Slices since the start for which nothing had been chosen although there were requests."""
+        ...
+
+    def describe(self) -> str:
+        """One line for the log: what its requests wait for."""
+        ...
+
+    @property
     def gap(self) -> float:
         """Of the attached adapters, the largest mean difference between this engine's log-probabilities and their
         trainer's on the canary, in nats per token; 0 for an engine whose arithmetic is the trainer's."""

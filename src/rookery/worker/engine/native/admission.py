@@ -21,10 +21,10 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rookery.scheduling.slo import CacheBudget
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVSlot, SegmentStore
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
+from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.model.lora import LoraManager
 
 
@@ -86,9 +86,9 @@ class Admission:
         bank: LoraManager,
         max_rows: int,
         stats: defaultdict[str, float],
-        budget: CacheBudget | None = None,
+        gate: SloGate,
     ) -> None:
-        """``budget``: of the rollouts' cache; None: as they come."""
+        """``gate``: it has the budget of the rollouts' cache, and knows the requests of clients."""
         self.running: list[EngineRequest] = []
         """In order of admission."""
         self.waiting: deque[EngineRequest] = deque()
@@ -97,7 +97,8 @@ class Admission:
         self._store = store
         self._bank = bank
         self._max_rows = max_rows
-        self._budget = budget
+        self._gate = gate
+        self._budget = gate.cache_budget(store.tokens)
         self._stats = stats
         self._prefixes: dict[tuple[str, tuple[int, ...]], SharedPrefix] = {}
 
@@ -127,6 +128,8 @@ class Admission:
                 self.running.append(self.waiting.popleft())
             elif request.params.interactive and any(not row.params.interactive for row in self.running):
                 self._preempt(self._youngest())
+            elif not self.running and self._store.retained:
+                self._store.discard(lambda key, metadata: True)  # they divide the free memory into too small ranges
             else:
                 break
         return leaving
@@ -174,6 +177,12 @@ class Admission:
         self._free(request)
         self.waiting.insert(0 if request.params.interactive else self._num_interactive(), request)
         self._stats["preempted"] += 1
+
+    def reset(self) -> None:
+        """Returns all running requests to the queue, in their order, and frees every cache."""
+        for row in reversed(list(self.running)):
+            self._preempt(row)
+        self._store.discard(lambda key, metadata: True)
 
     def _num_interactive(self) -> int:
         """Waiting interactive requests; they are at the head of the queue."""
@@ -234,26 +243,25 @@ class Admission:
             yield SharedPrefix(key, slot)
 
     def plan_prefill(self, max_tokens: int, max_keys: int) -> PrefillSlice:
-        """Interactive requests, then the oldest, then others of its adapter, since every adapter in a slice costs
+        """Requests of clients, then the oldest, then others of its adapter, since every adapter in a slice costs
         separate products, then the remaining ones. Then the prefixes of waiting requests: rows become free one by one,
-        and a slice for each one's prompt costs twice as much as its share of one slice for several."""
+        and a slice for each one's prompt costs twice as much as its share of one slice for several. With ``max_tokens``
+        it is empty only if no served row needs a prefill."""
         plan, lora = PrefillSlice(max_tokens, max_keys), self._bank.lora_key
+        if not max_tokens:
+            return plan
         started = set()
         rows = [row for row in self.served if not row.prefilled]
-        rows.sort(key=lambda row: not row.params.interactive)
-        for row in sorted(rows, key=lambda row: (not row.params.interactive, row.key != rows[0].key)):
-            target: EngineRequest | SharedPrefix = row
-            tokens: Sequence[int] = row.tail
-            prefix = row.prefix
-            if prefix is not None and not prefix.complete:
-                if id(prefix) in started:
-                    continue
-                started.add(id(prefix))
-                target, tokens, prefix = prefix, prefix.tokens, None
-            start = target.filled
-            count = min(len(tokens) - start, max_tokens)
+        rows.sort(key=lambda row: not self._gate.is_client(row))
+        for row in sorted(rows, key=lambda row: (not self._gate.is_client(row), row.key != rows[0].key)):
+            target = row.prefill_target
+            if id(target) in started:
+                continue
+            started.add(id(target))
+            tokens, prefix = (row.tail, row.prefix) if isinstance(target, EngineRequest) else (target.tokens, None)
+            start, count = target.filled, min(target.missing, max_tokens)
             before = start + (len(prefix.tokens) if prefix is not None else 0)
-            if not count or (plan.work and not plan.fits(count, before)):
+            if plan.work and not plan.fits(count, before):
                 break
             plan.add(target, sequence_chunk(lora(row.key), tokens[start : start + count], start, target.slot, prefix))
         if plan.work:

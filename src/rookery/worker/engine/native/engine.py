@@ -95,12 +95,13 @@ class NativeEngine:
         self.generated = 0
         self.stats: defaultdict[str, float] = defaultdict(float)
         """Counters: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens (found
-        in the cache instead of computed), draft_tokens (verified), accepted_tokens (of them), preempted, switched."""
+        in the cache instead of computed), draft_tokens (verified), accepted_tokens (of them), preempted, switched,
+        forced_slices (that nothing had been chosen for)."""
         self.runner = runner or best_runner(decoder, bank, kv_budget_bytes)
         self.weights = WeightSets(decoder, bank, self.runner)
         self.store = self.runner.store
         self.gate = gate or SloGate(enabled=False)
-        self.admission = Admission(self.store, bank, max_rows, self.stats, self.gate.cache_budget(self.store.tokens))
+        self.admission = Admission(self.store, bank, max_rows, self.stats, self.gate)
         self.admission.serves = self.weights.serves
         self._speculator = speculator if decoder.device.type == "cpu" else None
         self._decode, self._prefill_keys = decode, prefill_keys
@@ -129,6 +130,10 @@ class NativeEngine:
     @property
     def accepted_tokens(self) -> int:
         return int(self.stats["accepted_tokens"])
+
+    @property
+    def forced_slices(self) -> int:
+        return int(self.stats["forced_slices"])
 
     def adapters(self) -> list[str]:
         """See ``Engine``."""
@@ -204,17 +209,61 @@ class NativeEngine:
         return [chunk for request in requests.values() for chunk in request.chunks()]
 
     def step(self) -> bool:
-        """See ``Engine``."""
+        """See ``Engine``. While there are requests, every step computes: the rows that were chosen, else rows of other
+        weights, else, and this is counted as a forced slice, all rows, whatever the gate says."""
         with torch.no_grad():
-            for request in self.admission.admit():  # the controller moves them
-                self.abort(request.params.request)
-            self.weights.choose(row.key for row in self.admission.running)
-            self._start_from_prefixes()
-            if not self._must_decode() and self._timed("prefill", self._prefill):
-                self._prefills += 1
+            return self._slice() or self._other_slice()
+
+    def _slice(self, *, turn: bool = False) -> bool:
+        """Whether tokens were computed, with the weights in use or, if it is their ``turn``, the following ones."""
+        for request in self.admission.admit():  # the controller moves them
+            self.abort(request.params.request)
+        self.weights.choose((row.key for row in self.admission.running), turn=turn)
+        started = self._start_from_prefixes()
+        if not self._must_decode() and self._timed("prefill", self._prefill):
+            self._prefills += 1
+            return True
+        self._prefills = 0  # where the gate leaves no rows to decode, clients' requests need their prompts
+        return self._timed("decode", self._decode_step) or self._timed("prefill", self._prefill) or started > 0
+
+    def _other_slice(self) -> bool:
+        """Nothing was chosen; False only without requests."""
+        if not self._requests:
+            return False
+        if self._any_slice():
+            return True
+        self.stats["forced_slices"] += 1
+        self.gate.open = True
+        try:
+            if self._any_slice():
                 return True
-            self._prefills = 0  # where the gate leaves no rows to decode, the interactive requests need their prompts
-            return self._timed("decode", self._decode_step) or self._timed("prefill", self._prefill)
+            log.warning("no request could compute with its cache, all are computed again: %s", self.describe())
+            self.admission.reset()
+            return self._any_slice()
+        finally:
+            self.gate.open = False
+
+    def _any_slice(self) -> bool:
+        """Whether rows of some weights computed tokens. A decode step that found no room has changed who runs."""
+        sets = {self.weights.of(row.key) for row in self.admission.running}
+        return any(self._slice(turn=True) for _ in range(len(sets) + 1))
+
+    def describe(self) -> str:
+        """See ``Engine``."""
+        running, waiting, gate = self.admission.running, self.admission.waiting, self.gate
+        decoding, prompts = sum(row.decodes for row in running), sum(not row.prefilled for row in running)
+        parts = [
+            f"{len(running)} requests run ({decoding} decode, {prompts} need their prompt), {len(waiting)} wait",
+            f"{self.free_tokens} of {self.store.tokens} tokens of the cache are free",
+            gate.describe(),
+        ]
+        for row in (*running[:1], *list(waiting)[:1]):
+            needs = "a row or memory" if row.slot is None else "a decode step" if row.decodes else "its prompt"
+            held = "" if self.weights.serves(row.key) else ", other weights are in use"
+            name, params = row.params.request, row.params
+            kind = "interactive" if params.interactive else "with an objective" if gate.is_client(row) else "a rollout"
+            parts.append(f"{name} ({kind}, {len(row.tokens)} of {params.max_tokens} tokens) needs {needs}{held}")
+        return "; ".join(parts)
 
     def _validate(self, order: protocol.Generate) -> None:
         context = self.limits.max_context
@@ -252,16 +301,18 @@ class NativeEngine:
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
-    def _start_from_prefixes(self) -> None:
-        """Samples the first token of requests whose whole prompt is a complete prefix, from its logits."""
+    def _start_from_prefixes(self) -> int:
+        """Samples the first token of requests whose whole prompt is a complete prefix, from its logits. Returns their
+        number."""
         ready = [row for row in self.admission.served if row.tail_length == 0 and row.prefix_cached]
         if ready:
             logits = [row.prefix.logits for row in ready if row.prefix is not None]
             self._sample(ready, torch.stack([line for line in logits if line is not None]))
+        return len(ready)
 
     def _prefill(self) -> int:
         """One slice of prompt tokens, prefixes and tails of several requests together. Returns its padded tokens."""
-        limit = self.gate.prefill_tokens(self.admission.running, self._prefill_tokens)
+        limit = self.gate.prefill_tokens(self.admission.served, self._prefill_tokens)
         plan = self.admission.plan_prefill(limit, self._prefill_keys)
         work = plan.work
         if not work:

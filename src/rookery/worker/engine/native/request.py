@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite
 from typing import Any, Literal
 
@@ -59,6 +60,11 @@ class SharedPrefix:
     @property
     def complete(self) -> bool:
         return self.filled == len(self.tokens)
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are not cached."""
+        return len(self.tokens) - self.filled
 
 
 @dataclass(eq=False)
@@ -117,18 +123,33 @@ class EngineRequest:
         return self.prefix is None or self.prefix.complete
 
     @property
+    def prefill_target(self) -> EngineRequest | SharedPrefix:
+        """The segment that its next prefill slice computes: its shared prompt until that is complete, then its tail."""
+        return self if self.prefix is None or self.prefix.complete else self.prefix
+
+    @property
+    def missing(self) -> int:
+        """Tokens of its tail that are not cached."""
+        return self.tail_length - self.filled
+
+    @property
     def prefilled(self) -> bool:
         """Whether its whole sequence is cached, except for the last token of its answer."""
-        return self.prefix_cached and self.tail_length - self.filled <= (1 if self.tokens else 0)
+        return self.prefix_cached and self.missing <= (1 if self.tokens else 0)
 
     @property
     def decodes(self) -> bool:
         """Whether a decode step computes its next token."""
         return bool(self.tokens) and self.prefilled
 
-    @property
+    @cached_property
     def shared_tokens(self) -> tuple[int, ...]:
         return tuple(self.params.prompt[: self.params.shared_prefix])
+
+    @cached_property
+    def shared_hash(self) -> int:
+        """Of :attr:`shared_tokens`, which are long."""
+        return hash(self.shared_tokens)
 
     @property
     def tail(self) -> list[int]:

@@ -228,12 +228,13 @@ class WeightSets:
         """Whether the weights in use are those of the adapter ``key``."""
         return self.of(key) == self._current
 
-    def choose(self, keys: Iterable[str]) -> None:
-        """Before a slice: ``keys`` are the adapters of the running rows, in order of admission."""
+    def choose(self, keys: Iterable[str], *, turn: bool = False) -> None:
+        """Before a slice: ``keys`` are the adapters of the running rows, in order of admission. ``turn``: another set
+        comes now, because no row of this one computes."""
         sets = list(dict.fromkeys(map(self.of, keys)))
         if not sets or sets == [self._current]:
             return
-        if self._current in sets and time.monotonic() - self._since < WEIGHTS_SECONDS:
+        if self._current in sets and not turn and time.monotonic() - self._since < WEIGHTS_SECONDS:
             return
         following = sets.index(self._current) + 1 if self._current in sets else 0
         self._use(sets[following % len(sets)])

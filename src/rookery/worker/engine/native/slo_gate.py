@@ -2,6 +2,9 @@
 
 * A request with an objective (``ttft_ms``, ``tpot_ms``) is tracked from its arrival to its end. While there is none,
   every method returns at once and everything runs.
+* A *client's* request is interactive or tracked: the service also sends requests with objectives to run in rows of
+  rollouts, in their order. The gate holds back rollouts and training for clients' requests, and never one of those.
+* It holds nothing back for a request that only other rows' ends can help: one that waits behind rollouts.
 * The gate decides which rows a slice computes, never their tokens.
 * It belongs to the thread of the engine.
 """
@@ -51,6 +54,11 @@ class TrackedRequest:
         return deadline(ttft, tpot, self.arrived, self.first, self.last, self.tokens)
 
     @property
+    def helped(self) -> bool:
+        """Whether it can compute when rollouts do not: it runs, or waits ahead of them."""
+        return self.request.params.interactive or self.request.slot is not None
+
+    @property
     def prefill(self) -> int:
         """Tokens to be computed before a decode step, 0 if the next step decodes it."""
         left = uncomputed(self.request)
@@ -82,6 +90,8 @@ class SloGate:
         """A training slice waits for slack: rollouts add nothing to decode steps, so that it is there soon."""
         self.rollout_share = 1.0
         """Share of the tokens of the last slice that were not interactive requests'."""
+        self.open = False
+        """Every row may compute: the engine sets it for a slice that would be empty otherwise."""
         self._enabled = enabled
         self._headroom = headroom
         self.budget: CacheBudget | None = None
@@ -124,28 +134,33 @@ class SloGate:
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
+    def is_client(self, row: EngineRequest) -> bool:
+        """Whether it is a client's request: the gate never holds it back."""
+        return row.params.interactive or row.params.request in self.tracked
+
     def decode_rows(self, rows: list[EngineRequest]) -> list[EngineRequest]:
         """Those of ``rows`` (in order of admission) that the next decode step computes."""
         self.rollout_share = 1.0
-        if not self.tracked:
+        if not self.tracked or self.open:
             return rows
-        own = [row for row in rows if row.params.interactive]
-        others = [row for row in rows if not row.params.interactive]
+        own = [row for row in rows if self.is_client(row)]
+        others = [row for row in rows if not self.is_client(row)]
         count = 0 if self.training_waits else self._admit("decode", len(own), len(others))
         self.rollout_share = count / max(1, len(own) + count)
         return own + others[:count]
 
     def prefill_tokens(self, rows: Sequence[EngineRequest], limit: int) -> int:
-        """The tokens of the next prefill slice, padding included: what those of ``rows`` that are interactive need, at
-        most ``limit``, and as much more as rollouts may have."""
+        """The tokens of the next prefill slice, padding included: what the clients' among ``rows`` need, at most
+        ``limit``, and as much more as rollouts may have."""
         self.rollout_share = 1.0
-        if not self.tracked:
+        if not self.tracked or self.open:
             return limit
-        widths = [uncomputed(row) for row in rows if row.params.interactive and not row.prefilled]
-        own = min(limit, max(widths, default=0) * len(widths))
+        clients = [row.prefill_target for row in rows if self.is_client(row) and not row.prefilled]
+        missing = {id(target): target.missing for target in clients}  # a shared prompt counts once
+        own = min(limit, max(missing.values(), default=0) * len(missing))
         others = self._admit("prefill", own, limit - own)
         self.rollout_share = others / max(1, own + others)
-        return own + others if own or others >= LEAST_PREFILL else 0
+        return own + others if own or others >= min(LEAST_PREFILL, limit) else 0
 
     def allows_training(self, spent: float = 0.0) -> bool:
         """Whether a training slice may run now, or the rest of one that has taken ``spent`` seconds."""
@@ -155,11 +170,12 @@ class SloGate:
         return allowed
 
     def demand(self) -> Demand:
-        """Of all tracked requests."""
-        waiting = [held for held in self.tracked.values() if held.prefill]
-        decoding = [held for held in self.tracked.values() if not held.prefill]
+        """Of all tracked requests, but those that wait in the order of rollouts."""
+        helped = [held for held in self.tracked.values() if held.helped]
+        waiting = [held for held in helped if held.prefill]
+        decoding = [held for held in helped if not held.prefill]
         return Demand(
-            sum(held.prefill for held in waiting),
+            _prompt_tokens(waiting),
             len(decoding),
             min((held.due for held in waiting), default=math.inf),
             min((held.due for held in decoding), default=math.inf),
@@ -172,6 +188,14 @@ class SloGate:
         self._slacks.append((now, slack(demand, kind, own + count, now, self.costs)))
         return count
 
+    def describe(self) -> str:
+        """For the log: its requests and their next deadlines."""
+        demand, now = self.demand(), self._clock()
+        dues = {"first": demand.prefill_due, "next": demand.decode_due}
+        tokens = [f"a {kind} token is due in {due - now:.1f} s" for kind, due in dues.items() if math.isfinite(due)]
+        waits = ["training waits for slack"] if self.training_waits else []
+        return ", ".join([f"the gate tracks {len(self.tracked)} requests", *tokens, *waits])
+
     def least_slack(self) -> float:
         """Of the last second, in seconds; 0 if there was no decision."""
         since = self._clock() - SLACK_SECONDS
@@ -182,6 +206,19 @@ def uncomputed(request: EngineRequest) -> int:
     """Tokens of prompt and answer that are not cached."""
     cached = request.filled + (request.prefix.filled if request.prefix is not None else 0)
     return len(request.params.prompt) + len(request.tokens) - cached
+
+
+def _prompt_tokens(waiting: Sequence[TrackedRequest]) -> int:
+    """Tokens to be computed for all of them; a shared prompt counts once."""
+    shared: dict[tuple[str, int], int] = {}
+    tokens = 0
+    for held in waiting:
+        row, needed = held.request, held.prefill
+        prompt = row.params.shared_prefix - (row.prefix.filled if row.prefix is not None else 0)
+        key = (row.key, row.shared_hash)
+        tokens += needed - (prompt if key in shared else 0)
+        shared[key] = prompt
+    return tokens
 
 
 def measure_costs(costs: CostTable, runner: Runner, where: torch.device, max_rows: int, prefill_tokens: int) -> None:

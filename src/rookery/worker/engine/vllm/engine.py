@@ -120,6 +120,15 @@ class VllmEngine:
         return key in self._adapters and key not in self._evicting
 
     @property
+    def forced_slices(self) -> int:
+        """See ``Engine``: vLLM chooses."""
+        return 0
+
+    def describe(self) -> str:
+        """See ``Engine``."""
+        return f"{len(self._requests)} requests wait for vLLM's next tokens"
+
+    @property
     def gap(self) -> float:
         """See ``Engine``."""
         return max(self._gaps.values(), default=0.0)
