@@ -23,6 +23,7 @@ MAX_FILE = 500
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "bounds": set(),
+    "turns": set(),
     "limits": set(),
     "settings": {"errors", "limits"},
     "aio": {"errors"},
@@ -35,8 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "storage": {"errors", "aio", "protocol", "spec"},
     "environments": {"errors", "aio", "bounds", "settings", "protocol", "spec", "telemetry.log"},
     "controller": {
-        "errors", "aio", "bounds", "limits", "settings", "protocol", "spec", "algorithms", "scheduling", "telemetry",
-        "tokenization", "storage", "environments",
+        "errors", "aio", "bounds", "turns", "limits", "settings", "protocol", "spec", "algorithms", "scheduling",
+        "telemetry", "tokenization", "storage", "environments",
     },
     "worker": {
         "errors", "aio", "bounds", "settings", "protocol", "spec", "algorithms", "scheduling", "tokenization",

@@ -42,13 +42,14 @@ async def test_a_list_shows_the_last_rewards_without_a_query_for_each_job(servic
         view = await service.controller.queries.show("alice", f"job-{number}")
         assert view.rewards == [float(step) for step in range(steps - 63, steps + 1)] and view.reward == steps
     calls = Counter[str]()
-    read = service.controller.queries._store._writer
+    store = service.controller.context.store
+    read = store.read
 
     async def counted(call: Any, *arguments: Any, **named: Any) -> Any:
         calls[call.__name__] += 1
         return await read(call, *arguments, **named)
 
-    service.controller.queries._store._writer = counted
+    store.read = counted
     assert [len(view.rewards) for view in await service.controller.queries.list("alice")] == [64, 64]
     assert set(calls.values()) == {1}, "no query for each job"
 

@@ -81,7 +81,7 @@ def limit(
         typer.Argument(
             metavar="[NAME=VALUE]...",
             help="jobs, requests, adapters, bytes, tokens_per_day, models, hosts, metadata_bytes,"
-            " requests_per_second or weight; the"
+            " service_share, requests_per_second or weight; the"
             " value default is the service's setting.",
         ),
     ] = None,

@@ -180,7 +180,7 @@ class Client:
 
     def limit_tenant(self, tenant: str, **limits: float | None) -> Record:
         """Change limits of a tenant: jobs, requests, adapters, bytes, tokens_per_day, models, hosts,
-        metadata_bytes, requests_per_second, weight. None is the service's setting."""
+        metadata_bytes, service_share, requests_per_second, weight. None is the service's setting."""
         path = f"/api/v1/tenants/{self._tenant(tenant)}/limits"
         return self._connection.call("PUT", path, json=limits)
 

@@ -19,7 +19,7 @@ from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.store import Store
+from rookery.storage.store import Store, Writer
 from rookery.tokenization.chat import Chat
 
 
@@ -44,6 +44,8 @@ class ControllerContext:
     """The chat template and tokenizer of a base model, prepared if they were not."""
     check_environment: Callable[[str, dict[str, Any]], object]
     """Raises :class:`~rookery.errors.UserError` for a built-in environment that cannot be made with such options."""
+    threads: Writer
+    """Runs blocking calls of a tenant's work, off the event loop."""
     refused: Counter[str]
     """Refusals by the limit that caused them, since the service started."""
     on_metrics: Callable[[str, dict[str, Any]], None]

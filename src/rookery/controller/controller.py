@@ -44,8 +44,9 @@ from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, sho
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
-from rookery.storage.store import Store
+from rookery.storage.store import Store, Writer
 from rookery.tokenization.chat import Chat
+from rookery.turns import in_thread
 
 log = logging.getLogger("rookery.controller")
 
@@ -73,6 +74,7 @@ class Controller:
         provide: Callable[[str], None],
         jobs_folder: Path,
         release: Callable[[str], None] = lambda model: None,
+        threads: Writer = in_thread,
         scheduler: type[RolloutScheduler] = RolloutScheduler,
         seeding: type[Seeding] = Seeding,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
@@ -80,6 +82,7 @@ class Controller:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
         ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it;
+        ``threads`` runs blocking calls of a tenant's work;
         an experiment may replace the ``scheduler`` and ``seeding`` classes;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
@@ -93,6 +96,7 @@ class Controller:
         refused: Counter[str] = Counter()
         quotas = Quotas(settings.limits, clock, store, refused)
         quotas.models_in_use = lambda tenant: self.jobs.models(tenant) | self.sessions.models_in_use(tenant)
+        quotas.service_time.working = self.jobs.tenants
         rollouts = scheduler(fleet, residency, settings, clock, quotas.weights)
         training = TrainingDispatcher(
             fleet, residency, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
@@ -115,6 +119,7 @@ class Controller:
             collector=collector,
             chat=chat,
             check_environment=check_environment,
+            threads=threads,
             refused=refused,
             on_metrics=self._on_metrics,
         )
@@ -169,7 +174,6 @@ class Controller:
         await self.sessions.stop()
         await self.context.residency.close()
         await self.context.usage.stop()
-        self.queries.readers.close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from rookery.controller.views import BY_OWNER, JobView, PolicyView
 from rookery.scheduling.usage import Usage
 from rookery.spec import values
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
-from rookery.storage.store import ReaderThreads, Store
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
 
@@ -39,8 +38,7 @@ class JobQueries:
     def __init__(self, context: ControllerContext, jobs: JobRegistry, admission: JobAdmission) -> None:
         self._admission = admission
         self._context = context
-        self.readers = ReaderThreads()
-        self._store = Store(context.store.database, self.readers)
+        self._store = context.store
         self._jobs = jobs
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ class JobQueries:
         """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,
         :class:`CorruptArtifact` where its bytes are not what its hash says."""
         _, found = await find_version(self._store, tenant, job, policy, version)
-        return await asyncio.to_thread(self._context.artifacts.verify, found.hash)
+        return await self._context.threads(self._context.artifacts.verify, found.hash)
 
     def _view(
         self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], usage: Usage, stored: Sequence[float]
@@ -234,8 +232,15 @@ class JobQueries:
         """The cost of each tenant, of deleted ones where they caused any, and of the workers."""
         tenants = await self._store.list_tenants(deleted=True)
         usage = self._context.usage
+        seconds = self._context.quotas.service_time.seconds
         bills = [
-            {"tenant": row.id, "name": row.name, "deleted": row.deleted, "cost": cost}
+            {
+                "tenant": row.id,
+                "name": row.name,
+                "deleted": row.deleted,
+                "cost": cost,
+                "service_seconds": seconds.get(row.id, 0.0),
+            }
             for row in tenants
             if (cost := usage.tenant_view(row.id)).seconds or row.deleted is None
         ]

@@ -19,9 +19,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rookery.aio import Clock
+from rookery.controller.service_time import ServiceTime
 from rookery.errors import TooManyRequests
 from rookery.limits import LimitSettings
 from rookery.spec import values
@@ -32,6 +34,7 @@ from rookery.storage.store import Store
 LIMITS = (
     "jobs", "waiting_jobs", "requests", "request_tokens", "queued_bytes", "adapters", "bytes", "tokens_per_day",
     "models", "hosts", "requests_per_second", "metadata_bytes",
+    "service_share",
 )  # fmt: skip
 """Limits of a tenant, by the name of the setting after ``tenant_``."""
 
@@ -48,7 +51,7 @@ BURST_SECONDS = 5.0
 
 RETRY_SECONDS = {
     "requests": 2.0, "request_tokens": 2.0, "queued_bytes": 2.0, "models": 30.0, "waiting_jobs": 60.0, "adapters": 60.0,
-    "bytes": 60.0, "hosts": 30.0, "metadata_bytes": 60.0,
+    "bytes": 60.0, "hosts": 30.0, "metadata_bytes": 60.0, "service_share": 1.0,
 }  # fmt: skip
 """When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
 stay until somebody deletes them."""
@@ -84,6 +87,9 @@ class Quotas:
         """By tenant: bytes of operations that wait, or belong to a step that is not committed."""
         self._metadata: dict[str, tuple[int, float]] = {}
         """By tenant: the bytes of its rows, and when they were read."""
+        self.service_time = ServiceTime(
+            clock, lambda tenant: self.limit(tenant, "service_share"), partial(self._refuse, "service_share")
+        )
         self._day = 0
         self._tokens: Counter[str] = Counter()
         """Tokens of the day ``_day`` by tenant."""
@@ -116,6 +122,7 @@ class Quotas:
             "overrides": self.overrides.get(tenant, {}),
             "tokens_today": self.day()[1].get(tenant, 0),
             "requests": self._requests[tenant].total(),
+            "service_seconds": self.service_time.seconds.get(tenant, 0.0),
         }
 
     def _refuse(self, name: str, reason: str, retry_after: float | None = None) -> TooManyRequests:

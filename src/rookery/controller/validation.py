@@ -6,7 +6,6 @@ objects answer "not found".
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ class JobValidator:
         an id. Raises :class:`SpecError`, or :class:`TooManyRequests` where the tenant may store no more."""
         context = self._context
         await context.quotas.check_stored(tenant)
-        spec = await asyncio.to_thread(parse_job, data)
+        spec = await self._context.threads(parse_job, data)
         problems = []
         model = spec.base_model
         try:
@@ -75,7 +74,7 @@ class JobValidator:
                 f"policies.{name}.rank: given {policy.rank}, allowed: at most {context.settings.engine.max_rank}"
                 " (the service's ROOKERY_MAX_RANK)"
             )
-        reason = await asyncio.to_thread(self._not_native, model) if policy.full else ""
+        reason = await self._context.threads(self._not_native, model) if policy.full else ""
         if reason:
             problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
         if policy.trainers > 1 and context.settings.training.trainer_processes > 1:
@@ -93,7 +92,7 @@ class JobValidator:
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
-                await asyncio.to_thread(context.check_environment, spec.environment.id, options)
+                await self._context.threads(context.check_environment, spec.environment.id, options)
         except UserError as error:
             line = str(error)
             problems.append(line if line.startswith("environment.") else f"environment: {line}")
@@ -127,7 +126,7 @@ class JobValidator:
         engines = (settings.engine.inference_engine, settings.training.trainer)
         if self._context.fleet.expects("rollout", model.name):
             engines = ("auto", "auto")  # its workers may have other settings than the service
-        await asyncio.to_thread(usable, settings.cache, model.name, *engines)
+        await self._context.threads(usable, settings.cache, model.name, *engines)
         return model.name
 
     def _not_native(self, model: str) -> str:
@@ -143,7 +142,7 @@ class JobValidator:
             return spec
         fields = environment.model_dump(exclude=set(ROWS))
         for name, rows in inline.items():
-            content = await asyncio.to_thread(as_jsonl, rows)
+            content = await self._context.threads(as_jsonl, rows)
             async with self._received(DATASET, _whole(content)) as staging:
                 fields[ROWS[name]] = await self._keep(tenant, "dataset", staging)
         return spec.model_copy(update={"environment": EnvironmentSpec.model_validate(fields)})
@@ -193,7 +192,7 @@ class JobValidator:
                 _, found = await find_version(context.store, tenant, row.id, start.policy, start.version)
                 digest = found.hash
             config = await context.store.transfer(context.artifacts.path, digest, CONFIG_FILE)
-            problems = await asyncio.to_thread(self._unfit, config, spec, start.upload is not None)
+            problems = await self._context.threads(self._unfit, config, spec, start.upload is not None)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
         if problems:
@@ -297,7 +296,7 @@ class JobValidator:
         ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
         await self._context.quotas.check_stored(tenant)
         async with self._received(DATASET, chunks) as staging:
-            rows = await asyncio.to_thread(count, staging.path(DATASET))
+            rows = await self._context.threads(count, staging.path(DATASET))
             return await self._keep(tenant, "dataset", staging), rows
 
     async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:
@@ -313,7 +312,7 @@ class JobValidator:
                         for name, content in files.items():
                             staging.write(name, content)
 
-                await asyncio.to_thread(write)
+                await self._context.threads(write)
                 return await self._keep(tenant, "adapter", staging)
 
     @asynccontextmanager
@@ -322,8 +321,8 @@ class JobValidator:
         with await self._context.store.run(self._context.artifacts.begin) as staging:
             with staging.begin(name) as writer:
                 async for chunk in chunks:
-                    await asyncio.to_thread(writer.write, chunk)
-                await asyncio.to_thread(writer.finish)
+                    await self._context.threads(writer.write, chunk)
+                await self._context.threads(writer.finish)
             yield staging
 
     async def _keep(self, tenant: str, kind: UploadKind, staging: Staging) -> str:

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Response, WebSocket
 from rookery.errors import Unavailable
 from rookery.server import responses
 from rookery.server.auth import Service, ServiceContext
-from rookery.server.bodies import BodyLimit, SecurityHeaders
+from rookery.server.bodies import BodyLimit, SecurityHeaders, TimeKeeper
 from rookery.server.connections import Connections
 from rookery.server.methods import RequestMethods
 from rookery.server.routes import admin, gateway, jobs, openai
@@ -37,6 +37,7 @@ def build(context: ServiceContext) -> FastAPI:
     responses.add_exception_handlers(app)
     app.add_middleware(BodyLimit)
     app.add_middleware(SecurityHeaders)
+    app.add_middleware(TimeKeeper)
     routers = [jobs.routes, admin.routes, openai.routes, gateway.routes]
     for router in routers:
         app.include_router(router)

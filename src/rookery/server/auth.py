@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 from cachetools import TTLCache
@@ -19,13 +21,17 @@ from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.requests import HTTPConnection
 
+from rookery.aio import Clock
 from rookery.controller.context import ControllerContext
 from rookery.controller.controller import Controller
 from rookery.errors import Forbidden, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
 from rookery.server.connections import Connections
 from rookery.storage.data_dir import hash_key
+from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
+from rookery.storage.store import Writer
+from rookery.turns import TENANT
 
 REFUSALS = (
     "bodies_refused", "connections_refused", "connections_evicted", "connections_flooding", "keys_failed",
@@ -36,6 +42,12 @@ requests or frames without end, requests and connections with a wrong key, and t
 address had sent too many of them."""
 
 MINUTE = 60.0
+
+KEY_SECONDS = 1.0
+"""A key that was valid is not read again for so long; one that was revoked here is not valid at once."""
+
+UPLOADS_AT_ONCE = 64
+"""Files that workers upload at the same time; further ones wait."""
 
 API: tuple[KeyRole, ...] = ("tenant", "admin")
 """Roles whose keys may use the HTTP APIs."""
@@ -63,6 +75,35 @@ class FailedKeys:
             self._failed[address] = self._failed.get(address, 0) + 1
 
 
+class Keys:
+    """Valid keys by their hash. A key is read in a thread that does nothing else, and is known for
+    :data:`KEY_SECONDS`: authentication waits for nobody's work."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+        self._known: TTLCache[str, KeyRow] = TTLCache(10_000, KEY_SECONDS, clock.monotonic)
+        self._thread = ThreadPoolExecutor(1, "keys")
+
+    async def find(self, key: str) -> KeyRow | None:
+        """The row of a key that is valid now."""
+        now = self._clock.time()
+        row = self._known.get(key)
+        if row is None:
+            find = partial(self._database.valid_key, key, now)
+            row = await asyncio.get_running_loop().run_in_executor(self._thread, find)
+            if row is not None:
+                self._known[key] = row
+        return row if row is not None and (row.expires is None or now < row.expires) else None
+
+    def forget(self, key: str) -> None:
+        """The key was revoked."""
+        self._known.pop(key, None)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServiceContext:
     """The parts of a running service that routes use."""
@@ -70,14 +111,21 @@ class ServiceContext:
     controller: Controller
     connections: Connections
     failed_keys: FailedKeys
+    keys: Keys
     refusals: Counter[str]
     """Requests and connections refused at the edge, by the name of the metric."""
-    parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Turns of large bodies that are parsed: each holds Python's lock for most of its time."""
     held_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of request bodies in memory, by tenant."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop, so that streams end and do not delay it."""
+
+    uploading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload"))
+    """Threads that write what workers upload, each for as long as that takes."""
+
+    @property
+    def threads(self) -> Writer:
+        """Threads in which tenants take turns."""
+        return self.context.threads
 
     @property
     def context(self) -> ControllerContext:
@@ -112,14 +160,16 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
         except TooManyRequests:
             service.refusals["keys_limited"] += 1
             raise
-        database, now = service.context.store.database, service.context.clock.time()
-        row: KeyRow | None = await asyncio.to_thread(database.valid_key, key, now)
+        row = await service.keys.find(key)
         service.failed_keys.record(address, key, valid=row is not None)
         service.refusals["keys_failed"] += row is None
         if row is not None:
             caller = connection.state.caller = Caller(row.tenant, row.role, key)
+            TENANT.set(row.tenant)
             if row.role in API:
-                service.context.quotas.count_request(row.tenant)
+                quotas = service.context.quotas
+                quotas.count_request(row.tenant)
+                connection.state.account = await quotas.service_time.begin(row.tenant)
     if caller is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     if caller.role not in roles:

@@ -4,18 +4,17 @@
   status 413. Uploads of workers with a ticket have no limit here; they are written to the disk in chunks.
 * JSON is measured before it is parsed: a body with more items than ``json_items`` gets 413, one nested deeper than
   ``json_depth`` 422. The measuring functions run at the speed of a memory copy.
-* A body above :data:`INLINE_BYTES` is measured and parsed in a thread, two at a time, so that other requests go on.
+* A body above :data:`INLINE_BYTES` is measured and parsed in a thread, one at a time of a tenant.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import HTTPException, Request
@@ -24,6 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rookery.errors import shortage
 from rookery.server.responses import retry_after
 from rookery.settings import Settings
+from rookery.storage.store import Writer
+from rookery.turns import metered
 
 T = TypeVar("T")
 
@@ -104,6 +105,34 @@ class BodyLimit:
                     del service.held_bytes[owner]
 
 
+class TimeKeeper:
+    """ASGI middleware that measures the service's time for each request, and charges its tenant."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        service_time = scope["app"].state.context.context.quotas.service_time
+        state, early = scope.setdefault("state", {}), 0.0
+
+        def spent(seconds: float) -> None:
+            nonlocal early
+            if (caller := state.get("caller")) is None:
+                early += seconds
+            elif caller.role != "worker":
+                service_time.spend(caller.id, seconds + early, state.get("account"))
+                early = 0.0
+
+        try:
+            await metered(cast(Coroutine[Any, Any, None], self._app(scope, receive, send)), spent)
+        finally:
+            if (account := state.get("account")) is not None:
+                service_time.end(state["caller"].id, account)
+
+
 class SecurityHeaders:
     """ASGI middleware: no page may load or be loaded by others, but for the API's documentation."""
 
@@ -161,19 +190,16 @@ async def read_json(request: Request) -> Any:
     try:
         with refused_shortages():
             body = await request.body()
-            return await off_loop(service.parsing, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
+            return await off_loop(service.threads, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
     except BodyRefused:
         service.refusals["bodies_refused"] += 1
         raise
 
 
-async def off_loop(turn: asyncio.Semaphore, size: int, work: Callable[[], T]) -> T:
-    """The result of ``work``, which takes a time that grows with ``size`` bytes: at once for a small size, else in a
-    thread when it is its ``turn``."""
-    if size <= INLINE_BYTES:
-        return work()
-    async with turn:
-        return await asyncio.to_thread(work)
+async def off_loop(threads: Writer, size: int, work: Callable[[], T]) -> T:
+    """The result of ``work``, which takes a time that grows with ``size`` bytes: at once for a small size, else in one
+    of the ``threads``, in the tenant's turn."""
+    return work() if size <= INLINE_BYTES else await threads(work)
 
 
 def parse(body: bytes, items: int, depth: int) -> Any:

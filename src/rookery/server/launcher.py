@@ -34,7 +34,7 @@ from rookery.controller.controller import Controller
 from rookery.environments.builtins import find
 from rookery.errors import Unavailable, UserError, shortages
 from rookery.server.app import build, standby
-from rookery.server.auth import REFUSALS, FailedKeys, ServiceContext
+from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
 from rookery.settings import ServerSettings, Settings, variable_notes
@@ -46,6 +46,7 @@ from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.metrics import check_sinks
 from rookery.tokenization.registry import resolve, usable
+from rookery.turns import TenantThreads
 
 log = logging.getLogger("rookery.server")
 
@@ -58,6 +59,9 @@ BACKLOG = 2048
 STANDBY_STOP_SECONDS = 1
 """Time that the responses of a standby have when it takes over: it has the database already, and a client that reads
 none must not delay it until its claim lapses."""
+
+READERS, WORKERS = 4, 4
+"""Threads that read the database, and that do other blocking work for tenants; one of each is the service's own."""
 
 CLAIM_SECONDS = 5.0
 """Interval at which a service renews its claim on the database."""
@@ -151,6 +155,9 @@ class Service:
         self.admin_key, worker_token = folder.admin_key(), folder.worker_token()
         await asyncio.to_thread(_register_keys, database, folder, ids.new("tenant"), clock.time())
         transfers = StorageWriter() if artifacts.remote else None
+        readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
+        opened.callback(readers.close)
+        opened.callback(threads.close)
         if transfers is not None:
             opened.callback(transfers.close)
         base_models = BaseModels(settings)
@@ -158,7 +165,7 @@ class Service:
 
         cluster: Cluster = ProcessCluster(settings, self.url, worker_token)
         controller = Controller(
-            Store(database, writer, transfers),
+            Store(database, writer, transfers, readers),
             artifacts,
             settings,
             clock=clock,
@@ -168,14 +175,19 @@ class Service:
             provide=cluster.provide,
             release=cluster.release,
             jobs_folder=folder.jobs,
+            threads=threads,
         )
+        readers.spent = threads.spent = controller.context.quotas.service_time.spend
         opened.push_async_callback(controller.stop)
         await controller.start()
 
+        keys = Keys(database, clock)
+        opened.callback(keys.close)
         context = ServiceContext(
             controller=controller,
             connections=connections,
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
+            keys=keys,
             refusals=refusals,
             closing=self._closing,
         )

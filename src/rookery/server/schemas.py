@@ -267,6 +267,7 @@ class TenantView(BaseModel):
     overrides: dict[str, float] = Field(description="Those of them that are not the service's settings")
     tokens_today: int = Field(description="Sampled and trained on since 00:00 UTC")
     requests: int = Field(description="Generations of its clients that wait or run")
+    service_seconds: float = Field(description="Processor time of the service for its requests since the start")
 
 
 Limit = Annotated[int | None, Field(ge=1, le=1 << 53)]
@@ -287,6 +288,7 @@ class TenantLimits(RequestModel):
     models: Limit = None
     hosts: Limit = None
     metadata_bytes: Limit = None
+    service_share: float | None = Field(None, gt=0, le=64)
     requests_per_second: float | None = Field(None, gt=0, le=1e6)
     weight: float | None = Field(None, ge=0.1, le=10, description="Share of engines and trainers relative to others'")
 
@@ -323,6 +325,7 @@ class TenantCost(BaseModel):
     name: str
     deleted: float | None = Field(None, description="When the tenant was deleted")
     cost: CostView
+    service_seconds: float = Field(description="Processor time of the service for its requests since the start")
 
 
 class Costs(BaseModel):

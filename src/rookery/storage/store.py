@@ -17,7 +17,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -46,10 +45,6 @@ class Writer(Protocol):
 
 GROUPED_CALLS = 64
 """Largest number of database calls in one transaction: it bounds how long the first of them waits for the last."""
-
-
-READERS = 2
-"""Threads that read for views: one long list of jobs does not delay the next view."""
 
 
 @runtime_checkable
@@ -128,20 +123,6 @@ class StorageWriter:
                     call.loop.call_soon_threadsafe(call.settle, *outcome)
 
 
-class ReaderThreads:
-    """A :class:`Writer` for calls that only read: a view does not wait for the changes of everybody's jobs. It sees
-    what was durable when it was asked for."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(READERS, "reader")
-
-    async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *arguments, **named))
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
 def _execute(calls: list[_Call]) -> list[tuple[Any, BaseException | None]]:
     """Run the calls in one transaction; their results and errors."""
     store = calls[0].store
@@ -170,6 +151,7 @@ class Transaction(Generic[P, T]):
                 return function(connection, *arguments, **named)
 
         self._blocking = blocking
+        self._writes = writes
 
     @overload
     def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, P], T]: ...
@@ -181,7 +163,8 @@ class Transaction(Generic[P, T]):
         if instance is None:
             return self._blocking
         if isinstance(instance, Store):
-            return partial(instance.run, getattr(instance.database, self._blocking.__name__))
+            run = instance.run if self._writes else instance.read
+            return partial(run, getattr(instance.database, self._blocking.__name__))
         return MethodType(self._blocking, instance)
 
 
@@ -301,10 +284,14 @@ class Transactions:
 class Store(Transactions):
     """``database`` behind ``writer``."""
 
-    def __init__(self, database: Database, writer: Writer, transfers: Writer | None = None) -> None:
-        """``transfers`` runs calls of artifacts that lie behind a network; else the writer does."""
+    def __init__(
+        self, database: Database, writer: Writer, transfers: Writer | None = None, readers: Writer | None = None
+    ) -> None:
+        """``transfers`` runs calls of artifacts that lie behind a network; else the writer does. ``readers`` runs calls
+        that only read: they see what is durable and wait for nobody's changes; else the writer does."""
         self.database = database
         self._writer = writer
+        self.read: Writer = readers or writer
         self.transfer: Writer = transfers or writer
         """Runs calls that read or write whole artifacts, one after another."""
 

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -162,12 +161,12 @@ class Episode:
             tokens = None
             if turn > 0:
                 last, end = self.turns[turn - 1], len(messages) - observed
-                tokens = await _tokenize(
+                tokens = await self._tokenize(
                     messages, chat.extend, sequence, messages[: end - 1], last.text, last.tokens, messages[end:]
                 )
             extends = tokens is not None
             if tokens is None:
-                tokens = await _tokenize(messages, chat.prompt, messages)
+                tokens = await self._tokenize(messages, chat.prompt, messages)
         except RookeryError as error:
             raise EpisodeFailed(str(error)) from None
         if len(tokens) >= chat.context:
@@ -180,6 +179,12 @@ class Episode:
             self.splits += turn > 0
             trajectories.append(Trajectory(tokens))
         return True
+
+    async def _tokenize(self, messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
+        """``work(*arguments)``, in a thread where the messages are long."""
+        if sum(len(message["content"]) for message in messages) <= LONG_TEXT:
+            return work(*arguments)
+        return await self.job.controller.threads(work, *arguments)
 
     def _version(self) -> AbstractContextManager[protocol.AdapterRef]:
         """The version that the next reply begins with; it stays available within."""
@@ -239,10 +244,3 @@ class Episode:
                 return await controller.hosts.observe(host, self.job.environment, message)
         finally:
             self.seconds["environment"] += controller.clock.monotonic() - began
-
-
-async def _tokenize(messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
-    """``work(*arguments)``, in a thread where the messages are long."""
-    if sum(len(message["content"]) for message in messages) <= LONG_TEXT:
-        return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)

@@ -29,6 +29,7 @@ from rookery.spec.job import stored_job
 from rookery.storage.models import JobRow
 from rookery.telemetry.metrics import Sinks
 from rookery.tokenization.chat import Chat
+from rookery.turns import TENANT
 
 log = logging.getLogger("rookery.controller")
 
@@ -69,6 +70,7 @@ class JobRunner:
     async def run(self, begun: Callable[[], Awaitable[object]]) -> tuple[JobState, str]:
         """Run the job and return its new state and the reason; ``begun`` is called when it is assembled. Raises nothing
         but a cancellation. Its counters are stored before the end, so that they are complete when the end is seen."""
+        TENANT.set(self.row.tenant)
         started: asyncio.Task[None] | None = None
         try:
             await self._context.store.count_start(self.row.id)
@@ -184,6 +186,10 @@ class JobRegistry:
     def running(self) -> list[TrainingJob]:
         """The jobs that are assembled and run."""
         return [runner.job for runner in self.runners.values() if runner.job is not None]
+
+    def tenants(self) -> set[str]:
+        """The tenants whose jobs have a task."""
+        return {runner.row.tenant for runner in self.runners.values()}
 
     def models(self, tenant: str | None = None) -> set[str]:
         """The base models of the jobs that have a task, of one tenant or of all."""

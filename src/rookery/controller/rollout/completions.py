@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -138,7 +137,7 @@ class Completions:
     ) -> Completion:
         """One completion of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
         found, chat = await self.open(tenant, target)
-        prepared = await asyncio.to_thread(self.prepare, found, chat, messages)
+        prepared = await self._context.threads(self.prepare, found, chat, messages)
         result = await self.generate(
             tenant,
             prepared,

@@ -103,6 +103,7 @@ async def revoke_key(service: Service, owner: Administrator, tenant: str, key: s
         raise Conflict(f"key {key} is already revoked")
     now = service.context.clock.time()
     await service.context.store.revoke_key(row.id, found.hash, now)
+    service.keys.forget(found.hash)
     return _key_view(found, now)
 
 

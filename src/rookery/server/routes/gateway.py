@@ -107,7 +107,7 @@ async def host(socket: WebSocket, service: Service) -> None:
 async def manifest(service: Service, digest: str, ticket: Ticket = "") -> Response:
     if not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such artifact, or the ticket has expired")
-    return json_response(await asyncio.to_thread(service.context.artifacts.open, digest))
+    return json_response(await service.threads(service.context.artifacts.open, digest))
 
 
 @routes.get("/artifacts/{digest}/{name}")
@@ -116,7 +116,7 @@ async def shard(
 ) -> Response:
     if not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such artifact, or the ticket has expired")
-    return await asyncio.to_thread(stream, service.context.artifacts, digest, name, range)
+    return await service.threads(stream, service.context.artifacts, digest, name, range)
 
 
 @routes.get("/offers/{ticket}")
@@ -133,7 +133,8 @@ async def upload(service: Service, ticket: str, name: str, request: Request) -> 
     if staging is None:
         raise NotFound("no such upload, or it has ended")
     try:
-        written: protocol.Shard = await asyncio.to_thread(staging.write, name, chunks(request))
+        writing = asyncio.get_running_loop().run_in_executor(service.uploading, staging.write, name, chunks(request))
+        written: protocol.Shard = await writing
     except ClientDisconnect:
         raise UploadInterrupted(f"the upload of {name} was interrupted; nothing of it is stored") from None
     return json_response(written, 201)

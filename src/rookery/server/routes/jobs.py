@@ -163,7 +163,7 @@ async def adapter(service: Service, owner: Owner, job: OfJob, policy: str, versi
         raise NotFound(f"no version {version!r}; give a number or latest")
     number = None if version == "latest" else int(version)
     manifest = await service.controller.queries.adapter(owner.id, job, policy, number)
-    size, chunks = await asyncio.to_thread(pack, service.context.artifacts, manifest, service.context.clock.time())
+    size, chunks = await service.threads(pack, service.context.artifacts, manifest, service.context.clock.time())
     name = f"{job}-{policy}-{version}.tar"
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
@@ -203,7 +203,7 @@ async def add_adapter(service: Service, owner: Owner, request: Request) -> Uploa
 @routes.get("/uploads", tags=["uploads"])
 async def uploads(service: Service, owner: Owner) -> list[UploadView]:
     """The datasets (inline rows of jobs too) and adapters that this tenant stores, oldest first."""
-    found = await asyncio.to_thread(service.context.store.database.uploads, owner.id)
+    found = await service.threads(service.context.store.database.uploads, owner.id)
     return [UploadView(hash=row.hash, kind=row.kind, size=row.size, created=row.created) for row in found]
 
 

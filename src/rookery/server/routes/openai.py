@@ -124,7 +124,7 @@ async def chat_completions(service: Service, owner: Owner, request: Request, opt
     limits = [limit for limit in (options.max_tokens, options.max_completion_tokens) if limit is not None]
     form = ChatFormat(service, options, target.name, logprobs=bool(options.logprobs))
     _limit_choices(options, 1)
-    prompt = await asyncio.to_thread(service.controller.completions.prepare, target, chat, messages)
+    prompt = await service.threads(service.controller.completions.prepare, target, chat, messages)
     return await _respond(service, owner.id, request, form, [prompt], min(limits, default=None))
 
 
@@ -144,7 +144,7 @@ async def completions(service: Service, owner: Owner, request: Request, options:
     form = TextFormat(service, options, target.name, logprobs=options.logprobs is not None)
     _limit_choices(options, len(options.prompts))
     prepare = partial(service.controller.completions.prepare, target, chat)
-    prompts = await asyncio.to_thread(lambda: [prepare(prompt) for prompt in options.prompts])
+    prompts = await service.threads(lambda: [prepare(prompt) for prompt in options.prompts])
     return await _respond(service, owner.id, request, form, prompts, options.max_tokens or COMPLETION_TOKENS)
 
 

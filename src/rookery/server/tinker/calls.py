@@ -5,7 +5,6 @@ and the model's later operations run."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from rookery.aio import unless
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
 from rookery.errors import RookeryError, UserError
-from rookery.server.auth import Owner, Service
+from rookery.server.auth import Owner, Service, ServiceContext
 from rookery.server.bodies import off_loop
 from rookery.server.responses import json_response
 from rookery.server.tinker import protobuf, schemas
@@ -103,7 +102,7 @@ async def forward_backward(service: Service, owner: Owner, request: Request) -> 
         )
     body, items = await request.body(), service.context.settings.edge.json_items
     try:
-        message = await off_loop(service.parsing, len(body), lambda: protobuf.parse(body, items))
+        message = await off_loop(service.threads, len(body), lambda: protobuf.parse(body, items))
     except DecodeError:
         raise UserError(f"the body is no ForwardBackwardRequest of SDK {protobuf.SUPPORTED}") from None
     make, gradient = partial(protobuf.forward_backward, message), not message.forward_only
@@ -150,7 +149,7 @@ async def _submit(
     """Queue the operation that ``make`` decodes from ``size`` bytes."""
     operation: operations.AnyOperation
     try:
-        operation = await off_loop(service.parsing, size, make)
+        operation = await off_loop(service.threads, size, make)
     except (UserError, ValueError) as error:
         operation = operations.InvalidOperation(error=" ".join(str(error).split()), gradient=gradient)
     return _accepted(await service.controller.sessions.submit(tenant, model, seq, operation), model)
@@ -209,25 +208,25 @@ async def retrieve_future(service: Service, owner: Owner, request: Request) -> R
         result = await unless(service.closing.wait(), waiting)
         if result is None:
             result = QueueStatus(reason="the service stops; it resumes at its next start")
-        return await _result(body.request_id, result)
+        return await _result(service, body.request_id, result)
     except RookeryError as error:
         if error.status < 500:
             raise
         log.warning("result of %s: %s", body.request_id, error)
         await service.context.clock.sleep(service.context.settings.worker.heartbeat_seconds)
-        return await _result(body.request_id, QueueStatus(reason=str(error)))
+        return await _result(service, body.request_id, QueueStatus(reason=str(error)))
     except Exception as error:
         log.exception("result of %s", body.request_id)
         failed = f"internal error ({type(error).__name__}); the log has it"
-        return await _result(body.request_id, operations.OperationFailed(error=failed, category="server"))
+        return await _result(service, body.request_id, operations.OperationFailed(error=failed, category="server"))
 
 
-async def _result(request: str, result: operations.AnyResult | QueueStatus) -> Response:
+async def _result(service: ServiceContext, request: str, result: operations.AnyResult | QueueStatus) -> Response:
     """The result as the client reads it: protobuf for the large ones, JSON for the others."""
     content: dict[str, Any]
     match result:
         case operations.ForwardBackwardResult() | operations.SampleResult():
-            return Response(await asyncio.to_thread(protobuf.encode, result), media_type=protobuf.PROTOBUF)
+            return Response(await service.threads(protobuf.encode, result), media_type=protobuf.PROTOBUF)
         case QueueStatus():
             state = "paused_capacity" if result.paused else "active"
             content = {"type": "try_again", "request_id": request, "queue_state": state}

@@ -65,7 +65,7 @@ class TinkerRequest(BaseModel):
         Raises :class:`UserError` with one line, or :class:`~rookery.server.bodies.BodyRefused`."""
         try:
             data, size = await read_json(request), len(await request.body())
-            return await off_loop(request.app.state.context.parsing, size, lambda: cls.model_validate(data))
+            return await off_loop(request.app.state.context.threads, size, lambda: cls.model_validate(data))
         except JSONDecodeError as error:
             raise UserError(f"body: {error.msg}") from None
         except ValidationError as error:

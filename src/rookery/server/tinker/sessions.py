@@ -3,7 +3,6 @@ training runs and checkpoints, and what can be done with a checkpoint."""
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -83,7 +82,7 @@ async def healthz() -> Response:
 async def capabilities(service: Service, owner: Owner) -> Response:
     """Base models that can be used at once."""
     models = [row["name"] for row in service.controller.queries.models() if row["state"] in ("loaded", "prepared")]
-    found = [await asyncio.to_thread(_capabilities, service, name) for name in models]
+    found = [await service.threads(_capabilities, service, name) for name in models]
     return json_response({"supported_models": [row for row in found if row is not None]})
 
 
@@ -202,9 +201,9 @@ async def external(
     if file not in (*ADAPTER_FILES, ARCHIVE) or not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such file, or its address has expired")
     if file != ARCHIVE:
-        return await asyncio.to_thread(stream, service.context.artifacts, digest, file, range)
-    manifest = await asyncio.to_thread(service.context.artifacts.open, digest)
-    size, pieces = await asyncio.to_thread(pack, service.context.artifacts, manifest, service.context.clock.time())
+        return await service.threads(stream, service.context.artifacts, digest, file, range)
+    manifest = await service.threads(service.context.artifacts.open, digest)
+    size, pieces = await service.threads(pack, service.context.artifacts, manifest, service.context.clock.time())
     return StreamingResponse(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
 
 

@@ -1,0 +1,116 @@
+"""Processor time of the service by tenant: how much each took, and whose requests wait because of it.
+
+The event loop answers everybody. While a tenant alone uses the service it may take all of its time. While others work
+here too, a tenant may take ``tenant_service_share`` seconds of it in a second: beyond that its next requests wait, one
+after another, and are refused with status 429 after :data:`LONGEST_WAIT`.
+
+A request's time is known when it ends. It is charged the mean of the tenant's earlier requests when it begins, and the
+rest as it runs, so that a hundred requests in one moment do not all begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+from rookery.aio import Clock
+from rookery.errors import TooManyRequests
+
+BURST = 0.25
+"""Seconds of service time that a tenant may take at once after a pause: some fifty small requests."""
+
+LONGEST_WAIT = 10.0
+"""Seconds that a request waits for its turn: less than clients' timeouts."""
+
+ACTIVE_SECONDS = 10.0
+"""A tenant is active for so long after a request."""
+
+FIRST_GUESS, MEMORY = 0.003, 0.1
+"""Seconds of the first request of a tenant, and the weight of the newest one in the mean."""
+
+SHORTEST_PAUSE = 0.005
+"""Between two looks at a tenant's turn."""
+
+
+class RequestAccount:
+    """The service time of one request."""
+
+    def __init__(self, charged: float) -> None:
+        self.charged = charged
+        """Of it, the seconds that were charged in advance and are not used yet."""
+        self.spent = 0.0
+
+
+class ServiceTime:
+    """``share(tenant)``: seconds in a second that it may take; ``working()``: the tenants whose jobs run now."""
+
+    def __init__(
+        self, clock: Clock, share: Callable[[str], float], refuse: Callable[[str, float], TooManyRequests]
+    ) -> None:
+        """``refuse(reason, seconds)`` makes the error of a request that has waited too long."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """By tenant, since the service started."""
+        self.working: Callable[[], set[str]] = set
+        self._clock = clock
+        self._share = share
+        self._refuse = refuse
+        self._debts: dict[str, tuple[float, float]] = {}
+        """By tenant: when, and the seconds beyond its share then."""
+        self._means: dict[str, float] = {}
+        self._seen: dict[str, float] = {}
+        """When each tenant's last request came."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """A lock lives as long as a request holds it or waits for it."""
+
+    def spend(self, tenant: str, seconds: float, account: RequestAccount | None = None) -> None:
+        """The service has worked for the tenant."""
+        if tenant:
+            self.seconds[tenant] += seconds
+            if account is not None:
+                account.spent += seconds
+                prepaid = min(account.charged, seconds)
+                account.charged -= prepaid
+                seconds -= prepaid
+            self._debts[tenant] = (self._clock.monotonic(), self.debt(tenant) + seconds)
+
+    def debt(self, tenant: str) -> float:
+        """The seconds that the tenant took beyond its share; they are forgotten as time passes."""
+        since, debt = self._debts.get(tenant, (0.0, 0.0))
+        return max(0.0, debt - (self._clock.monotonic() - since) * self._share(tenant))
+
+    async def begin(self, tenant: str) -> RequestAccount:
+        """Returns when it is the turn of a request of the tenant. Raises :class:`TooManyRequests`."""
+        began = self._seen[tenant] = self._clock.monotonic()
+        lock = self._turns.setdefault(tenant, asyncio.Lock())
+        if lock.locked() or (self.debt(tenant) > BURST and self._others_work(tenant)):
+            async with lock:
+                while (late := self.debt(tenant) - BURST) > 0 and self._others_work(tenant):
+                    pause = late / self._share(tenant)
+                    if self._clock.monotonic() + pause - began > LONGEST_WAIT:
+                        raise self._refuse(
+                            f"your requests take more than {self._share(tenant):g} s of the service's time in a second"
+                            " while others work here",
+                            pause,
+                        )
+                    await self._clock.sleep(max(pause, SHORTEST_PAUSE))
+                return self._charge(tenant)
+        return self._charge(tenant)
+
+    def end(self, tenant: str, account: RequestAccount) -> None:
+        """The request has ended."""
+        mean = self._means.get(tenant, FIRST_GUESS)
+        self._means[tenant] = mean + MEMORY * (account.spent - mean)
+        self._debts[tenant] = (self._clock.monotonic(), max(0.0, self.debt(tenant) - account.charged))
+
+    def _charge(self, tenant: str) -> RequestAccount:
+        mean = self._means.get(tenant, FIRST_GUESS)
+        self._debts[tenant] = (self._clock.monotonic(), self.debt(tenant) + mean)
+        return RequestAccount(mean)
+
+    def _others_work(self, tenant: str) -> bool:
+        now = self._clock.monotonic()
+        if any(other != tenant and now - seen < ACTIVE_SECONDS for other, seen in self._seen.items()):
+            return True
+        return bool(self.working() - {tenant})

@@ -1,0 +1,125 @@
+"""Whose work a task does, and threads in which tenants take turns.
+
+* :data:`TENANT` names the tenant for whom the current task works: the one whose key a request brought, or the owner of
+  the job that runs. It is empty for the service's own work. Tasks inherit it.
+* :class:`TenantThreads` runs blocking calls, one at a time for each tenant, and the tenants take turns. A tenant with
+  a thousand slow calls delays another one by a single call, and the service's own calls by none.
+* :func:`metered` measures the processor time that a coroutine takes of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+"""The id of the tenant whose work this is; empty for the service's own."""
+
+
+@dataclass(frozen=True, eq=False)
+class _ThreadCall:
+    run: Callable[[], Any]
+    future: asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop
+
+
+class TenantThreads:
+    """A pool of threads for one event loop; one of them only runs the service's own calls."""
+
+    def __init__(self, threads: int, name: str, spent: Callable[[str, float], None] = lambda tenant, seconds: None):
+        """``spent(tenant, seconds)`` is called with the processor time of each call."""
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._threads = threads
+        self.spent = spent
+        self._waiting: dict[str, deque[_ThreadCall]] = {}
+        """By tenant, the next one first."""
+        self._running: dict[str, int] = {}
+
+    async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """The result of a blocking call. Where the caller is cancelled, a call that has begun runs to its end."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._waiting.setdefault(TENANT.get(), deque()).append(
+            _ThreadCall(partial(call, *arguments, **named), future, loop)
+        )
+        self._start()
+        return await future
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _start(self) -> None:
+        """Start the calls whose turn it is."""
+        for tenant in sorted(self._waiting, key=bool):  # the service's own calls first; the order is kept otherwise
+            while tenant in self._waiting and self._may_start(tenant):
+                queue = self._waiting.pop(tenant)
+                call = queue.popleft()
+                if queue:
+                    self._waiting[tenant] = queue  # now the last
+                if not call.future.done():
+                    self._running[tenant] = self._running.get(tenant, 0) + 1
+                    self._pool.submit(self._run, tenant, call)
+
+    def _may_start(self, tenant: str) -> bool:
+        running = sum(self._running.values())
+        if not tenant:
+            return running < self._threads
+        return tenant not in self._running and running < max(1, self._threads - 1)
+
+    def _run(self, tenant: str, call: _ThreadCall) -> None:
+        began, result, error = time.thread_time(), None, None
+        try:
+            result = call.run()
+        except BaseException as raised:  # the caller handles it, not this thread
+            error = raised
+        seconds = time.thread_time() - began
+        with suppress(RuntimeError):  # the loop is closed: nobody waits for it
+            call.loop.call_soon_threadsafe(self._end, tenant, call, result, error, seconds)
+
+    def _end(self, tenant: str, call: _ThreadCall, result: Any, error: BaseException | None, seconds: float) -> None:
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+        self.spent(tenant, seconds)
+        if not call.future.done():  # else the caller was cancelled
+            if error is not None:
+                call.future.set_exception(error)
+            else:
+                call.future.set_result(result)
+        self._start()
+
+
+async def in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """The result of a blocking call, in a thread that everybody shares."""
+    return await asyncio.to_thread(call, *arguments, **named)
+
+
+@types.coroutine
+def metered(coroutine: Coroutine[Any, Any, T], spent: Callable[[float], None]) -> Generator[Any, Any, T]:
+    """Runs ``coroutine``; ``spent(seconds)`` is called with the processor time of each stretch between two waits."""
+    value: Any = None
+    error: BaseException | None = None
+    while True:
+        began = time.thread_time()
+        try:
+            waits_for = coroutine.send(value) if error is None else coroutine.throw(error)
+        except StopIteration as end:
+            return end.value
+        finally:
+            spent(time.thread_time() - began)
+        value = error = None
+        try:
+            value = yield waits_for
+        except BaseException as raised:  # a cancellation, which the coroutine handles
+            error = raised

@@ -1,0 +1,96 @@
+"""A tenant that takes more of the service's time than its share waits; others and a lone tenant do not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rookery.controller.service_time import BURST, LONGEST_WAIT, ServiceTime
+from rookery.errors import TooManyRequests
+
+
+class Manual:
+    """A clock that moves when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+
+def made(share: float = 0.25) -> tuple[ServiceTime, Manual]:
+    clock = Manual()
+    return ServiceTime(clock, lambda tenant: share, TooManyRequests), clock
+
+
+async def request(times: ServiceTime, tenant: str, seconds: float) -> None:
+    account = await times.begin(tenant)
+    times.spend(tenant, seconds, account)
+    times.end(tenant, account)
+
+
+async def test_a_lone_tenant_takes_all_of_the_time() -> None:
+    times, clock = made()
+    for _ in range(100):
+        await request(times, "a", 1.0)
+    assert clock.now == 1000.0 and times.seconds["a"] == 100.0
+
+
+async def test_a_tenant_beside_others_takes_its_share() -> None:
+    times, clock = made()
+    times.working = lambda: {"b"}
+    for _ in range(1000):
+        await request(times, "a", 0.01)
+    assert (10 - BURST) / 0.25 * 0.9 < clock.now - 1000 < 10 / 0.25 * 1.1
+    before = clock.now
+    await request(times, "b", 0.01)
+    assert clock.now == before, "the other one does not wait"
+
+
+async def test_many_requests_at_once_do_not_all_begin() -> None:
+    """Their time is not known yet: the mean of earlier ones is charged when each begins."""
+    times, clock = made()
+    times.working = lambda: {"b"}
+    for _ in range(50):
+        await request(times, "a", 0.02)
+    clock.now += 100
+    begun = [asyncio.create_task(times.begin("a")) for _ in range(100)]
+    clock.sleep = lambda seconds: asyncio.sleep(60)  # type: ignore[method-assign]
+    await asyncio.sleep(0.05)
+    assert sum(task.done() for task in begun) <= BURST / 0.02 + 3
+    for task in begun:
+        task.cancel()
+
+
+async def test_a_request_waits_for_a_while_and_is_refused_with_the_reason() -> None:
+    times, clock = made()
+    times.working = lambda: {"b"}
+    await request(times, "a", BURST + 0.25 * LONGEST_WAIT + 1)
+    with pytest.raises(TooManyRequests, match=r"0\.25 s of the service's time") as refused:
+        await times.begin("a")
+    assert refused.value.retry_after > LONGEST_WAIT
+    clock.now += refused.value.retry_after
+    await times.begin("a")
+
+
+async def test_other_tenants_are_active_for_a_while_after_a_request() -> None:
+    times, clock = made()
+    await request(times, "b", 0.001)
+    await request(times, "a", 1.0)
+    before = clock.now
+    await request(times, "a", 1.0)
+    assert clock.now > before
+    clock.now += 20
+    await request(times, "a", 1.0)
+    before = clock.now
+    await request(times, "a", 1.0)
+    assert clock.now == before

@@ -1,0 +1,120 @@
+"""Tenants take turns in threads; the time of coroutines is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rookery.turns import TENANT, TenantThreads, metered
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[TenantThreads]:
+    made = TenantThreads(3, "test")
+    yield made
+    made.close()
+
+
+async def as_tenant(tenant: str, threads: TenantThreads, call: object, *arguments: object) -> object:
+    TENANT.set(tenant)
+    return await threads(call, *arguments)  # type: ignore[arg-type]
+
+
+async def test_a_tenant_with_many_calls_delays_another_by_one(threads: TenantThreads) -> None:
+    order: list[str] = []
+    at_once, most = defaultdict(int), defaultdict(int)  # type: ignore[var-annotated]
+    lock = threading.Lock()
+
+    def work(tenant: str) -> None:
+        with lock:
+            at_once[tenant] += 1
+            most[tenant] = max(most[tenant], at_once[tenant])
+        time.sleep(0.005)
+        with lock:
+            at_once[tenant] -= 1
+            order.append(tenant)
+
+    calls = [as_tenant("busy", threads, work, "busy") for _ in range(40)]
+    calls += [as_tenant(f"small{n}", threads, work, f"small{n}") for n in range(4)]
+    await asyncio.gather(*calls)
+    assert most == {"busy": 1, **{f"small{n}": 1 for n in range(4)}}
+    assert max(order.index(f"small{n}") for n in range(4)) < 12, order
+
+
+async def test_the_services_own_calls_wait_for_no_tenant(threads: TenantThreads) -> None:
+    free = threading.Event()
+    stuck = [asyncio.create_task(as_tenant(f"t{n}", threads, free.wait)) for n in range(5)]
+    await asyncio.sleep(0.05)
+    assert await asyncio.wait_for(threads(lambda: 7), 5) == 7
+    free.set()
+    await asyncio.gather(*stuck)
+
+
+async def test_errors_and_cancellations_end_their_call_only(threads: TenantThreads) -> None:
+    free, done = threading.Event(), []
+    running = asyncio.create_task(as_tenant("t", threads, free.wait))
+    queued = asyncio.create_task(as_tenant("t", threads, done.append, 1))
+    await asyncio.sleep(0.05)
+    queued.cancel()
+    running.cancel()
+    await asyncio.gather(running, queued, return_exceptions=True)
+    free.set()
+    with pytest.raises(ZeroDivisionError):
+        await as_tenant("t", threads, lambda: 1 // 0)
+    assert await as_tenant("t", threads, lambda: 3) == 3 and done == []
+
+
+async def test_the_time_of_a_call_is_charged_to_its_tenant() -> None:
+    spent: defaultdict[str, float] = defaultdict(float)
+    threads = TenantThreads(2, "test", lambda tenant, seconds: spent.__setitem__(tenant, spent[tenant] + seconds))
+
+    def compute() -> None:
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+
+    await asyncio.gather(as_tenant("a", threads, compute), as_tenant("b", threads, time.sleep, 0.05))
+    threads.close()
+    assert spent["a"] >= 0.05 and spent["b"] < 0.02
+
+
+async def test_metering_counts_computing_and_not_waiting() -> None:
+    spent: list[float] = []
+
+    async def work() -> str:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(5):
+            return await asyncio.to_thread(lambda: "done")
+
+    assert await metered(work(), spent.append) == "done"
+    assert 0.02 <= sum(spent) < 0.05
+
+
+async def test_a_metered_coroutine_is_cancelled_and_cleans_up() -> None:
+    ended = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            ended.append("cleaned")
+            raise
+
+    async def run() -> None:
+        await metered(work(), lambda seconds: None)
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["cleaned"]
