@@ -20,6 +20,7 @@ OURS = ("GOMP_SPINCOUNT", "MKL_CBWR")
 """What a worker's package writes into the environment for its own threads and sums: a peer's are as its libraries have
 them. Large pages and the allocator are for everybody."""
 
+
 def number_type() -> str:
     """What every contender computes in: the quicker of bfloat16 and float32 on this machine, as a worker chooses."""
     return str(best_dtype()).removeprefix("torch.")

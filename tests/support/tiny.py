@@ -15,8 +15,9 @@ import transformers
 from rookery.worker.model import batch_invariance, layers
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import fuse, prepare
+from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder, best_dtype
+from rookery.worker.model.published import fuse
 
 COMPUTED = best_dtype()
 """What a worker computes in on this machine: what is promised bit for bit is promised of it."""

@@ -36,9 +36,10 @@ from rookery.worker.memory import NoRoom
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, write_adapter
 from rookery.worker.model.canary import canary_tokens, write_canary
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import prepare, published
+from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
+from rookery.worker.model.published import published
 from rookery.worker.model.transformers_model import TransformersModel
 
 RANK = 8

@@ -27,9 +27,9 @@ from rookery.worker.engine.native.runner import DenseRunner
 from rookery.worker.model import varlen_attention
 from rookery.worker.model.adapter import init_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, grouped_matmul
+from rookery.worker.model.published import fuse
 from rookery.worker.trainer.native.attention import VarlenAttention
 from rookery.worker.trainer.native.backbone import forward
 from rookery.worker.trainer.native.loss_head import token_logprobs

@@ -20,9 +20,10 @@ from rookery.worker.engine.native.runner import DenseRunner
 from rookery.worker.memory import NoRoom
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import prepare, read_full_version, unfuse
+from rookery.worker.model.convert import prepare, read_full_version
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
+from rookery.worker.model.published import unfuse
 
 KV = 1 << 24
 PROMPT = list(range(20))
@@ -123,7 +124,7 @@ def test_versions_wait_for_room_and_too_large_ones_are_refused(folders: list[Pat
 def test_unfused_weights_fuse_to_the_same(folders: list[Path]) -> None:
     from safetensors.torch import load_file
 
-    from rookery.worker.model.convert import fuse
+    from rookery.worker.model.published import fuse
 
     config, fused = DecoderConfig.read(folders[0]), load_file(folders[0] / WEIGHTS)
     again = fuse(config, unfuse(config, fused))

@@ -1,6 +1,6 @@
-"""The rules of ``worker/model/batch_invariance.py``, on sums that cancel: the rest is rounding, which shows the order of
-additions. In bfloat16, in which workers compute, and by the shapes of models. A divided product gives the same result
-as the whole, on any processor and in short pieces."""
+"""The rules of ``worker/model/batch_invariance.py``, on sums that cancel: the rest is rounding, which shows the order
+of additions. In bfloat16, in which workers compute, and by the shapes of models. A divided product gives the same
+result as the whole, on any processor and in short pieces."""
 
 from __future__ import annotations
 

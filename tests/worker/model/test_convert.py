@@ -37,8 +37,9 @@ from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.server.base_models import BaseModels
 from rookery.settings import Settings
 from rookery.tokenization import registry
-from rookery.worker.model.convert import export, prepare, published
+from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.published import export, published
 from rookery.worker.model.transformers_model import TransformersModel
 
 

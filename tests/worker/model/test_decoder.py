@@ -13,9 +13,9 @@ from torch import Tensor
 from rookery.errors import UserError
 from rookery.tokenization.registry import CONFIG
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.layers import PackedLinear
+from rookery.worker.model.published import fuse
 
 
 class Causal:

@@ -29,8 +29,8 @@ from rookery.controller.training.shares import join_metrics, split_batch
 from rookery.errors import UserError
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.published import fuse
 from rookery.worker.trainer import packed_trainer
 from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.native import backbone

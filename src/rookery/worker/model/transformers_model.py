@@ -36,8 +36,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from rookery.errors import UserError
 from rookery.tokenization.registry import PREPARED
 from rookery.worker.model.adapter import part_of
-from rookery.worker.model.convert import published
 from rookery.worker.model.decoder import LoraProduct, best_dtype
+from rookery.worker.model.published import published
 
 _ATTENTION = "rookery"
 """Name of the attention in transformers' registry."""

@@ -27,9 +27,9 @@ from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.memory import NoRoom
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
+from rookery.worker.model.published import fuse
 from rookery.worker.model.transformers_model import TransformersModel
 from rookery.worker.trainer.hf.trainer import TransformersBackbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer

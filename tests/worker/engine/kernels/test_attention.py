@@ -20,8 +20,8 @@ from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.attention import SequenceChunk, TokenStream
 from rookery.worker.engine.native.kv_cache import KVCache, KVSlot
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.published import fuse
 
 if not kernels.load(None):
     pytest.skip(kernels.runtime.why_unavailable(), allow_module_level=True)

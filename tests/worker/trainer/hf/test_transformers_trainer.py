@@ -20,8 +20,8 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.model.adapter import PARTS, init_adapter, read_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.published import fuse
 from rookery.worker.model.transformers_model import TransformersModel
 from rookery.worker.trainer.hf.trainer import TransformersBackbone
 from rookery.worker.trainer.native.backbone import NativeBackbone

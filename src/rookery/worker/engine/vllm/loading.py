@@ -22,7 +22,7 @@ from rookery.worker.engine.vllm.engine import VllmEngine
 from rookery.worker.engine.vllm.in_process import InProcess
 from rookery.worker.model.adapter import Adapter, Projections, write_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import published
+from rookery.worker.model.published import published
 from rookery.worker.transfer.cache import ADAPTERS
 
 log = logging.getLogger("rookery.engine")

@@ -25,7 +25,7 @@ from rookery import protocol
 from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import read_published
+from rookery.worker.model.published import read_published
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.fsdp.module import (
     LoraLinear,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rookery.tokenization.registry import PUBLISHED_WEIGHTS, WEIGHTS
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import INDEX, published_files, unfuse
+from rookery.worker.model.published import INDEX, published_files, unfuse
 from rookery.worker.transfer.cache import TRAINER_STATE
 
 SHARD_BYTES = 2 << 30
