@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.support.peers import Service, job_of
 
 from rookery.algorithms.schedules import rate
-from rookery.controller.spec_warnings import spec_warnings
+from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
+from rookery.environments.base import SplitSizes
 from rookery.spec.job import JobSpec
 
 SCHEDULE = "policies.main.optimizer.schedule"
@@ -113,3 +114,47 @@ async def test_warnings_are_in_the_dry_run_and_once_in_the_events(service: Servi
     events = await service.controller.queries.events("alice", view.id)
     assert [event["text"] for event in events if event["kind"] == "warning"] == plan["warnings"]
     assert (await service.controller.dry_run("alice", job_of()))["warnings"] == []
+
+
+def evaluated(**changes: Any) -> JobSpec:
+    return JobSpec.model_validate(job_of(**changes))
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "commit_every", "says"),
+    [
+        ({"every": 5}, 1, "evaluation.every: 5 without evaluation.prompts: nothing is evaluated"),
+        ({"every": 5, "prompts": 2}, 3, "only those after 15 steps and its multiples are evaluated; give a multiple"),
+        ({"every": 6, "prompts": 2}, 3, ""),
+        ({"prompts": 2}, 3, ""),
+    ],
+)
+def test_evaluations_that_never_happen(evaluation: dict[str, Any], commit_every: int, says: str) -> None:
+    given = evaluated(evaluation=evaluation, checkpoints={"commit_every": commit_every}, algorithm__max_staleness=2)
+    lines = spec_warnings(given)
+    assert says in lines[0] if says else not lines
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "problem", "warning"),
+    [
+        (
+            SplitSizes(9, 0, held_out_by="environment.x"),
+            2,
+            "given 2, but the environment holds no prompts out; give en",
+            "",
+        ),
+        (SplitSizes(9, 0, held_out_by="environment.x"), 0, "", ""),
+        (SplitSizes(9, 4, held_out_by="environment.x"), 4, "", ""),
+        (SplitSizes(9, 4, held_out_by="environment.x"), 5, "", "evaluation.prompts: 5, but only 4 are held out"),
+        (SplitSizes(9, 4, held_out_by="environment.x"), 0, "", ""),
+        (SplitSizes(9, 4, asked=True), 0, "", "4 rows are held out and never used; give evaluation.prompts"),
+        (SplitSizes(9, 4, repeated=3, asked=True), 4, "", "3 of 4 held-out rows have the prompt of a training row"),
+        (None, 4, "", ""),
+    ],
+)
+def test_splits_that_an_evaluation_cannot_use(sizes: SplitSizes | None, asked: int, problem: str, warning: str) -> None:
+    given = evaluated(evaluation={"prompts": asked})
+    problems, warnings = split_problems(given, sizes), split_warnings(given, sizes)
+    assert problem in problems[0] if problem else not problems
+    assert warning in warnings[0] and len(warnings) == 1 if warning else not warnings

@@ -249,6 +249,22 @@ def test_rows_of_a_file_are_read_when_needed_and_hold_little_memory(tmp_path: Pa
     assert [row["prompt"] for row in environment.prompts("eval")] == [str(count - 10 + n) for n in range(10)]
 
 
+def test_sizes_of_the_splits_count_held_out_rows_that_are_trained_on(tmp_path: Path) -> None:
+    """By their prompt alone, however it is written."""
+    path = tmp_path / "train.jsonl"
+    train = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4"}, {"prompt": "3+3?", "answer": "6"}]
+    path.write_text("\n".join(json.dumps(row) for row in train))
+    held_out = [{"prompt": [user("1+1? ")], "answer": "3"}, {"messages": [user("9+9?")], "answer": "18"}, train[1]]
+    for source in ({"path": str(path)}, {"rows": train}):
+        sizes = find("jsonl").validate_options({**source, "eval_rows": held_out, "verifier": "exact"})
+        assert (sizes.train, sizes.held_out, sizes.repeated, sizes.asked) == (3, 3, 2, True)
+    sizes = find("jsonl").validate_options({"rows": [*train, *train], "eval_last": 2, "verifier": "exact"})
+    assert (sizes.train, sizes.held_out, sizes.repeated) == (4, 2, 2)
+    sizes = find("jsonl").validate_options({"rows": train, "verifier": "exact"})
+    assert (sizes.train, sizes.held_out, sizes.repeated, sizes.asked) == (3, 0, 0, False)
+    assert find("calculator").validate_options({"eval_prompts": 0}).held_out == 0
+
+
 @pytest.mark.parametrize(
     ("limits", "says"),
     [((20, 9), "line 2 has more than 20 bytes"), ((99, 1), "more than 1 rows"), ((99, 2), "")],

@@ -17,6 +17,7 @@ from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
+from rookery.environments.base import SplitSizes
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.store import Store, Writer
@@ -42,8 +43,9 @@ class ControllerContext:
     collector: ArtifactCollector
     chat: Callable[[str], Awaitable[Chat]]
     """The chat template and tokenizer of a base model, prepared if they were not."""
-    check_environment: Callable[[str, dict[str, Any]], object]
-    """Raises :class:`~rookery.errors.UserError` for a built-in environment that cannot be made with such options."""
+    check_environment: Callable[[str, dict[str, Any]], SplitSizes | None]
+    """Raises :class:`~rookery.errors.UserError` for a built-in environment that cannot be made with such options.
+    Returns the sizes of its splits where they are known."""
     threads: Writer
     """Runs blocking calls of a tenant's work, off the event loop."""
     refused: Counter[str]

@@ -40,6 +40,7 @@ from rookery.controller.views import BY_OWNER, JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
+from rookery.environments.base import SplitSizes
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
@@ -70,7 +71,7 @@ class Controller:
         clock: Clock,
         ids: IdGenerator,
         chat: Callable[[str], Awaitable[Chat]],
-        check_environment: Callable[[str, dict[str, Any]], object],
+        check_environment: Callable[[str, dict[str, Any]], SplitSizes | None],
         provide: Callable[[str], None],
         jobs_folder: Path,
         release: Callable[[str], None] = lambda model: None,
@@ -181,8 +182,7 @@ class Controller:
         """Validate a job, make it durable, start it; returns it and True. A repeated ``key`` returns the first job and
         False."""
         self.context.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
-        spec, policies = await self._validator.check(tenant, data)
-        warnings = await self._validator.warnings(tenant, spec)
+        spec, policies, warnings = await self._validator.check(tenant, data)
         dumped = spec.model_dump(mode="json")
         await self.context.quotas.check_metadata(tenant, dumped)
         id, now = self.context.ids.new("job"), self.context.clock.time()
@@ -205,10 +205,10 @@ class Controller:
     async def dry_run(self, tenant: str, data: Any) -> dict[str, Any]:
         """The job with every default filled in, the warnings about it, and three of its prompts as the policy would
         read them."""
-        spec, _ = await self._validator.check(tenant, data)
+        spec, _, warnings = await self._validator.check(tenant, data)
         return {
             "spec": spec.model_dump(mode="json"),
-            "warnings": await self._validator.warnings(tenant, spec),
+            "warnings": warnings,
             "prompts": await self._validator.preview(tenant, spec),
         }
 

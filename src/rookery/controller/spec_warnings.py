@@ -1,13 +1,15 @@
 """Warnings about a valid job spec: settings that are allowed and hardly meant. Pure.
 
 A warning is one line: which field, what happens, what to do instead. A dry run shows the lines, and a submitted job has
-them as events of kind ``warning``. Warnings that need more than the spec, such as those about the rows of a dataset,
-are added where the rows are read (:meth:`rookery.controller.validation.JobValidator.warnings`).
+them as events of kind ``warning``. Those about the prompts of a built-in environment are given the sizes of its splits.
 """
 
 from __future__ import annotations
 
+import math
+
 from rookery.algorithms.schedules import rate
+from rookery.environments.base import SplitSizes
 from rookery.spec.job import JobSpec
 
 NEGLIGIBLE_RATE = 1e-3
@@ -17,10 +19,52 @@ in a thousand would."""
 
 def spec_warnings(spec: JobSpec) -> list[str]:
     """The warnings about ``spec``, none for most."""
-    lines = [*schedule_warnings(spec), *length_warnings(spec)]
+    lines = [*schedule_warnings(spec), *length_warnings(spec), *evaluation_warnings(spec)]
     if "kl_reference" in spec.algorithm.model_fields_set and not spec.algorithm.kl_weight:
         lines.append(
             "algorithm.kl_reference: no effect with kl_weight 0; give a kl_weight such as 0.01, or leave it out"
+        )
+    return lines
+
+
+def evaluation_warnings(spec: JobSpec) -> list[str]:
+    """Of evaluations that never happen, or seldom."""
+    every, versions = spec.evaluation.every, spec.checkpoints.commit_every
+    if every and not spec.evaluation.prompts:
+        return [f"evaluation.every: {every} without evaluation.prompts: nothing is evaluated; give evaluation.prompts"]
+    if every % versions:
+        return [
+            f"evaluation.every: {every}: a version exists after every {versions} steps (checkpoints.commit_every), and"
+            f" only those after {math.lcm(every, versions)} steps and its multiples are evaluated; give a multiple of"
+            f" {versions}"
+        ]
+    return []
+
+
+def split_problems(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
+    """Why the job could not be evaluated on the splits of its environment."""
+    if sizes is None or sizes.held_out or not spec.evaluation.prompts:
+        return []
+    given = f"evaluation.prompts: given {spec.evaluation.prompts}, but the environment holds no prompts out"
+    return [f"{given}; give {sizes.held_out_by}, or leave evaluation out"]
+
+
+def split_warnings(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
+    """Of held-out prompts that are training prompts, are fewer than asked for, or are not used."""
+    if sizes is None:
+        return []
+    lines, asked = [], spec.evaluation.prompts
+    if sizes.repeated:
+        lines.append(
+            f"environment: {sizes.repeated} of {sizes.held_out} held-out rows have the prompt of a training row: their"
+            " reward shows what was learned by heart; remove them from one of the two"
+        )
+    if asked > sizes.held_out > 0:
+        lines.append(f"evaluation.prompts: {asked}, but only {sizes.held_out} are held out; all of them are taken")
+    if sizes.asked and not asked:
+        lines.append(
+            f"environment: {sizes.held_out} rows are held out and never used; give evaluation.prompts, such as"
+            f" {sizes.held_out}"
         )
     return lines
 

@@ -17,7 +17,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
 from rookery.controller.quotas import ROWS, as_jsonl, job_problems
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
-from rookery.controller.spec_warnings import spec_warnings
+from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError, short
@@ -56,9 +56,10 @@ class JobValidator:
     def __init__(self, context: ControllerContext) -> None:
         self._context = context
 
-    async def check(self, tenant: str, data: Any) -> tuple[JobSpec, list[PolicyRow]]:
-        """The job spec in ``data`` with its model's canonical name, and its policies, whose ``job`` is set once it has
-        an id. Raises :class:`SpecError`, or :class:`TooManyRequests` where the tenant may store no more."""
+    async def check(self, tenant: str, data: Any) -> tuple[JobSpec, list[PolicyRow], list[str]]:
+        """The job spec in ``data`` with its model's canonical name, its policies, whose ``job`` is set once it has an
+        id, and what the job's owner should know before it runs, a line each. Raises :class:`SpecError`, or
+        :class:`TooManyRequests` where the tenant may store no more."""
         context = self._context
         await context.quotas.check_stored(tenant)
         spec = await self._context.threads(parse_job, data)
@@ -89,10 +90,12 @@ class JobValidator:
                 " it) and give warm_start.upload"
             )
         problems += job_problems(spec, context.settings.limits, context.refused)
+        sizes = None
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
-                await self._context.threads(context.check_environment, spec.environment.id, options)
+                sizes = await self._context.threads(context.check_environment, spec.environment.id, options)
+            problems += split_problems(spec, sizes)
         except UserError as error:
             line = str(error)
             problems.append(line if line.startswith("environment.") else f"environment: {line}")
@@ -104,11 +107,7 @@ class JobValidator:
             targets=[] if policy.full else list(policy.targets),
         )  # fmt: skip
         await self.warm_start(tenant, spec, new)
-        return spec, [new]
-
-    async def warnings(self, tenant: str, spec: JobSpec) -> list[str]:
-        """What the owner of a job that :meth:`check` accepted should know before it runs, a line each."""
-        return spec_warnings(spec)
+        return spec, [new], [*spec_warnings(spec), *split_warnings(spec, sizes)]
 
     async def model(self, tenant: str, name: str) -> str:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
@@ -235,11 +234,15 @@ class JobValidator:
         ]
 
     async def preview(self, tenant: str, spec: JobSpec) -> list[dict[str, Any]]:
-        """The first training prompts as the policy would read them."""
+        """The first training prompts as the policy would read them. Raises
+        :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed` for an
+        environment without prompts, also without held-out ones for a job that evaluates."""
         context, hosts = self._context, self._context.hosts
         environment = await self.environment(tenant, context.ids.new("preview"), spec)
         chat = await context.chat(spec.base_model)
         prompts = await hosts.prompts(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
+        if spec.evaluation.prompts:  # raises if there are none
+            await hosts.prompts(environment, "eval", 0, 1, seed=spec.evaluation.seed, shuffle=False)
         shown = []
         for number, prompt in enumerate(prompts):
             host = await hosts.host_for(environment)

@@ -53,6 +53,20 @@ class Step:
     infinities count as absent."""
 
 
+@dataclass(frozen=True)
+class SplitSizes:
+    """How many prompts the splits of a built-in environment have, as far as its options show it."""
+
+    train: int
+    held_out: int
+    repeated: int = 0
+    """Held-out prompts that are training prompts too."""
+    held_out_by: str = ""
+    """The options that hold prompts out, with which there would be some."""
+    asked: bool = False
+    """The options hold prompts out explicitly."""
+
+
 class Environment:
     """Base class of tasks. Subclasses define ``prompts``, ``reset`` and ``step``."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rookery.environments.base import Environment
+from rookery.environments.base import Environment, SplitSizes
 from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.jsonl import Jsonl, JsonlOptions
 from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions, require_library
@@ -40,16 +40,21 @@ class Builtin:
         except ValidationError as error:
             raise UserError("; ".join(_problem(detail, self.options) for detail in error.errors())) from None
 
-    def validate_options(self, options: Mapping[str, Any]) -> None:
+    def validate_options(self, options: Mapping[str, Any]) -> SplitSizes:
         """Validates the options in the service's process, without building another library's environment: the host
-        reports what only building it shows. Raises :class:`UserError`; reads files that options name."""
-        if self.require is None:
-            built = self(options)  # checks rows and runs nothing
-            if isinstance(built, Jsonl):
-                built.check_answers()
-        else:
-            self.check(options)
+        reports what only building it shows. Returns the sizes of its splits. Raises :class:`UserError`; reads files
+        that options name."""
+        if self.require is not None:
+            checked = self.check(options)
             self.require()
+            assert isinstance(checked, ReasoningGymOptions)
+            return SplitSizes(checked.size, checked.eval_size, held_out_by="environment.eval_size")
+        built = self(options)  # checks rows and runs nothing
+        if isinstance(built, Jsonl):
+            built.check_answers()
+            return built.sizes()
+        assert isinstance(built, Calculator)
+        return built.sizes()
 
     def __call__(self, options: Mapping[str, Any]) -> Environment:
         """The environment that episodes are copied from. Raises :class:`UserError`; reads files that options name."""

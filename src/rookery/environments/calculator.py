@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rookery.bounds import Integer, Text
-from rookery.environments.base import Environment, Message, Reply, Split, Step
+from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.verifiers.verifiers import Number
 
 _CALL = re.compile(r"CALC\((.{1,100})\)")
@@ -89,6 +89,10 @@ class Calculator(Environment):
 
     def __init__(self, options: CalculatorOptions) -> None:
         self._options = options
+
+    def sizes(self) -> SplitSizes:
+        """The sizes of the splits, which are disjoint."""
+        return SplitSizes(self._options.prompts, self._options.eval_prompts, held_out_by="environment.eval_prompts")
 
     def prompts(self, split: Split) -> Iterable[Any]:
         options = self._options

@@ -62,7 +62,8 @@ class PromptDataset:
         entries = _encoded(prompts)
         head = list(entries) if hasattr(prompts, "__len__") else list(itertools.islice(entries, STREAM_AFTER + 1))
         if not head:
-            raise ValueError(f"prompts({self._split!r}) gave none")
+            remedy = "; give held-out prompts, or leave evaluation out of the job" if self._split == "eval" else ""
+            raise ValueError(f"prompts({self._split!r}) gave none{remedy}")
         if hasattr(prompts, "__len__") or len(head) <= STREAM_AFTER:
             self._finite = head
         else:

@@ -19,7 +19,7 @@ from typing import IO, Annotated, Any, overload
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name
-from rookery.environments.base import Environment, Message, Reply, Split, Step
+from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.messages import MessageRefused, conversation, shown
 from rookery.environments.verifiers.verifiers import Verifier
 from rookery.errors import UserError
@@ -116,6 +116,18 @@ class Jsonl(Environment):
                 place = f"line {rows.line(index)}" if isinstance(rows, IndexedRows) else f"row {index + 1}"
                 raise UserError(f"{where}: {place}: {reason} (verifier {self._verifier.name})")
 
+    def sizes(self) -> SplitSizes:
+        """The sizes of the splits; reads the training rows again where rows are held out."""
+        train, held_out = self._splits["train"], self._splits["eval"]
+        repeated = 0
+        if held_out:
+            asked = [hash(_asked(row)) for row in held_out]
+            known = set(asked)
+            found = {text for row in train if (text := hash(_asked(row))) in known}
+            repeated = sum(text in found for text in asked)
+        by = "environment.eval_last, eval_rows or eval_path"
+        return SplitSizes(len(train), len(held_out), repeated, by, asked=bool(held_out))
+
     def prompts(self, split: Split) -> Iterable[Any]:
         return self._splits[split]
 
@@ -128,6 +140,11 @@ class Jsonl(Environment):
 
     def for_episode(self) -> Environment:
         return copy.copy(self)  # rows and verifier are immutable
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The text that a row asks with, to compare rows by; white space around its messages does not count."""
+    return tuple(message["content"].strip() for message in messages_of(row))
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:

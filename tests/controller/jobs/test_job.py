@@ -604,6 +604,10 @@ async def test_failed_held_out_episodes_are_reported_separately(service: Service
     evaluations = await service.controller.queries.evaluations("alice", view.id)
     assert [evaluation["prompts"] for evaluation in evaluations] == [1, 1]
     assert [result["error"] for result in evaluations[0]["held_out"]] == ["boom", "boom", ""]
+    events = await service.controller.queries.events("alice", view.id)
+    lines = [event["text"] for event in events if event["kind"] == "evaluation"]
+    assert len(lines) == 2
+    assert all(line.endswith(" on 1 prompts; 2 of 3 episodes failed and do not count: boom") for line in lines)
     assert view.counters["evaluation_failures"] == 4
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import derive_seed
 from rookery.controller.rollout.request import GenerationFailed
+from rookery.errors import short
 from rookery.spec import values
 
 
@@ -70,6 +72,10 @@ async def evaluate(job: JobContext, version: int) -> None:
         )
         job.policy.evaluated(version, mean)
         text = f"version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
+        if failed:
+            (reason, count), *others = Counter(failed).most_common()
+            kinds = f", {count} of them: " if others else ": "
+            text += f"; {len(failed)} of {len(results)} episodes failed and do not count{kinds}{short(reason)}"
         await progress.add_event("evaluation", text)
 
 
