@@ -121,8 +121,24 @@ def test_run_dry_run_shows_the_job_and_three_prompts(here: Path, capsys: pytest.
     assert call("run", written(here, job(name="planned")), "--dry-run") == 0
     said = capsys.readouterr().out
     assert "groups_per_step: 2" in said and said.count("<|im_start|>assistant") == 3
+    assert 'best constant reply: "4" earns 1.000 on 6 training prompts' in said
     assert call("jobs", "list") == 0
     assert "planned" not in capsys.readouterr().out
+
+
+def test_an_evaluation_is_compared_with_the_best_constant_reply(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{number}?", "answer": answer} for number, answer in enumerate("aaaaab")]
+    environment = {"id": "jsonl", "rows": rows, "eval_last": 2, "verifier": "exact"}
+    path = written(here, job(name="compared", environment=environment, evaluation={"prompts": 2}))
+    assert call("run", path) == 0
+    said = capsys.readouterr().out
+    assert said.count("version 2: 0.000 ± 0.000 on 2 held-out prompts; the best constant reply earns 0.500") == 1
+    with Client() as client:
+        submitted = client.job("compared")
+        events = [event["text"] for event in submitted.events() if event["kind"] == "evaluation"]
+        assert len(events) == 2 and all(text.endswith("; the best constant reply earns 0.500") for text in events)
+        constants = [row.constant for row in submitted.evaluations()]
+        assert constants == [{"reply": "a", "reward": 0.5, "prompts": 2}] * 2
 
 
 def test_run_shows_warnings_and_steps_without_a_signal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,8 @@ def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str) -> int:
 def _summary(job: Job, view: Record, adapter: Path | None) -> None:
     show(job_line(view))
     for row in job.evaluations():
-        show(f"version {row.version}: {row.mean:.3f} ± {row.stderr:.3f} on {row.prompts} held-out prompts")
+        line = f"version {row.version}: {row.mean:.3f} ± {row.stderr:.3f} on {row.prompts} held-out prompts"
+        show(line + (f"; the best constant reply earns {row.constant['reward']:.3f}" if row.constant else ""))
     if view.state == "completed" and adapter is not None:
         show(f"adapter: {adapter}")
     elif view.state == "completed":
@@ -163,6 +164,10 @@ def _plan(cli: Cli, client: Client, raw: dict[str, Any], folder: Path) -> int:
         show(f"warning: {line}")
     for number, prompt in enumerate(plan["prompts"], 1):
         show(f"--- prompt {number}, {prompt['tokens']} tokens\n{prompt['text']}")
+    if (constant := plan["constant"]) is not None:
+        where = "held-out" if plan["spec"]["evaluation"]["prompts"] else "training"
+        reply = jsons.dumps(constant["reply"], ensure_ascii=False)
+        show(f"best constant reply: {reply} earns {constant['reward']:.3f} on {constant['prompts']} {where} prompts")
     return COMPLETED
 
 

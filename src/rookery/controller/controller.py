@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from rookery.aio import Clock, IdGenerator, cancel_all, restarting
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
@@ -203,13 +205,15 @@ class Controller:
         return await self.queries.show(tenant, row.id), created
 
     async def dry_run(self, tenant: str, data: Any) -> dict[str, Any]:
-        """The job with every default filled in, the warnings about it, and three of its prompts as the policy would
-        read them."""
+        """The job with every default filled in, the warnings about it, three of its prompts as the policy would read
+        them, and the reward of the best constant reply."""
         spec, _, warnings = await self._validator.check(tenant, data)
+        prompts, constant = await self._validator.preview(tenant, spec)
         return {
             "spec": spec.model_dump(mode="json"),
             "warnings": warnings,
-            "prompts": await self._validator.preview(tenant, spec),
+            "prompts": prompts,
+            "constant": msgspec.to_builtins(constant),
         }
 
     async def pause(self, tenant: str, job: str) -> None:

@@ -42,6 +42,9 @@ Unpack = Callable[[Path], AbstractContextManager[Mapping[str, Iterable[bytes]]]]
 PREVIEWED = 3
 """Prompts that a dry run shows."""
 
+TRAINING_PROMPTS = 1_000
+"""Training prompts on which a dry run looks for the best constant reply."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -233,16 +236,23 @@ class JobValidator:
             if value != found[field]
         ]
 
-    async def preview(self, tenant: str, spec: JobSpec) -> list[dict[str, Any]]:
-        """The first training prompts as the policy would read them. Raises
-        :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed` for an
-        environment without prompts, also without held-out ones for a job that evaluates."""
+    async def preview(self, tenant: str, spec: JobSpec) -> tuple[list[dict[str, Any]], protocol.BestConstant | None]:
+        """The first training prompts as the policy would read them, and the fixed reply that earns most on the held-out
+        prompts, without any on the first training prompts. Raises
+        :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed` for an environment without prompts, also without
+        held-out ones for a job that evaluates."""
         context, hosts = self._context, self._context.hosts
         environment = await self.environment(tenant, context.ids.new("preview"), spec)
+        evaluation = spec.evaluation
         chat = await context.chat(spec.base_model)
         prompts = await hosts.prompts(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
-        if spec.evaluation.prompts:  # raises if there are none
-            await hosts.prompts(environment, "eval", 0, 1, seed=spec.evaluation.seed, shuffle=False)
+        if evaluation.prompts:  # raises if there are none
+            await hosts.prompts(environment, "eval", 0, 1, seed=evaluation.seed, shuffle=False)
+        constant = await (
+            hosts.best_constant(environment, "eval", evaluation.prompts, seed=evaluation.seed, shuffle=False)
+            if evaluation.prompts
+            else hosts.best_constant(environment, "train", TRAINING_PROMPTS, seed=spec.seed, shuffle=spec.shuffle)
+        )
         shown = []
         for number, prompt in enumerate(prompts):
             host = await hosts.host_for(environment)
@@ -254,7 +264,7 @@ class JobValidator:
             messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
             text = chat.render(messages)
             shown.append({"messages": messages, "text": text, "tokens": len(chat.encode(text))})
-        return shown
+        return shown, constant
 
     async def target(self, tenant: str, target: str) -> Target:
         """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION`` or a client's checkpoint

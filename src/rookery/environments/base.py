@@ -13,7 +13,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rookery.protocol import BestConstant
 
 Message = dict[str, str]
 """A chat message: ``{"role": "user", "content": "…"}``."""
@@ -90,6 +93,10 @@ class Environment:
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
         """Answers a reply. May be ``async``."""
         raise NotImplementedError(f"{type(self).__name__} does not define step(reply)")
+
+    def best_constant(self, prompts: Sequence[Any]) -> BestConstant | None:
+        """The fixed reply that earns most on these prompts, None where the environment does not know one."""
+        return None
 
     def close(self) -> Awaitable[None] | None:
         """Called once when an episode that started is over. May be ``async``."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import sys
@@ -158,12 +159,18 @@ class Host:
         answer = protocol.Prompts(epoch=0, call=message.call)
         try:
             prototype = await self._prototype(message.environment, message.options)
-            answer.prompts, answer.size = await self._calls(
-                self._calls.thread_limit(message.job),
+            threads, wrap = self._calls.thread_limit(message.job), message.split == "train" and not message.constant
+            prompts, answer.size = await self._calls(
+                threads,
                 lambda: prototype.splits[message.split].take(
-                    message.start, message.count, message.seed, message.shuffle, wrap=message.split == "train"
+                    message.start, message.count, message.seed, message.shuffle, wrap=wrap
                 ),
             )
+            if message.constant:
+                given = [json.loads(prompt) for prompt in prompts]
+                answer.constant = await self._calls(threads, prototype.environment.best_constant, given)
+            else:
+                answer.prompts = prompts
         except Exception as error:  # a user's code ran
             log.warning("prompts of %s failed", message.environment, exc_info=error, extra={"job": message.job})
             answer.error = describe_error(error)

@@ -23,6 +23,7 @@ from rookery.environments.base import Environment, Message, Reply, Split, SplitS
 from rookery.environments.messages import MessageRefused, conversation, shown
 from rookery.environments.verifiers.verifiers import Verifier
 from rookery.errors import UserError
+from rookery.protocol import BestConstant
 from rookery.spec import values
 
 UNREAD = {
@@ -137,6 +138,9 @@ class Jsonl(Environment):
     def step(self, reply: Reply) -> Step:
         reward, metrics = self._verifier.score(reply.text, self.prompt, reply.raw, reply.special)
         return Step(reward=reward, done=True, metrics=metrics)
+
+    def best_constant(self, prompts: Sequence[Any]) -> BestConstant | None:
+        return self._verifier.best_constant(prompts)
 
     def for_episode(self) -> Environment:
         return copy.copy(self)  # rows and verifier are immutable

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from rookery.bounds import ENTRIES, MAX_FRAME, MESSAGES, METRICS, Count, ErrorText, Integer, Name, Text
+from rookery.bounds import ENTRIES, MAX_FRAME, MESSAGES, METRICS, Count, ErrorText, Integer, Line, Name, Text
 from rookery.protocol.common import EpochMessage, HelloRejected, Message, Struct
 
 MOST_ENVIRONMENTS, ROLE = 1000, 64
@@ -75,6 +75,19 @@ class GetPrompts(EnvironmentCall, kw_only=True):
     start: int
     count: int
     shuffle: bool
+    constant: bool = False
+    """The answer has, in the place of the prompts, the fixed reply that earns most on them."""
+
+
+class BestConstant(Struct, kw_only=True):
+    """The fixed reply that earns most on some prompts, as far as the environment knows one."""
+
+    reply: Line
+    """Shortened."""
+    reward: float
+    """Its mean reward."""
+    prompts: Integer
+    """The number of prompts."""
 
 
 class Prompts(EpochMessage, kw_only=True):
@@ -87,6 +100,7 @@ class Prompts(EpochMessage, kw_only=True):
     )
     """Each the JSON of one prompt."""
     size: Integer = -1
+    constant: BestConstant | None = None
     error: ErrorText = ""
 
 

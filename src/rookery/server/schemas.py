@@ -126,6 +126,15 @@ class HeldOutView(BaseModel):
     error: str
 
 
+class BestConstantView(BaseModel):
+    """The fixed reply that earns most, as far as the environment knows one: a policy that earns no more has learned
+    nothing about the prompts."""
+
+    reply: str = Field(description="Shortened")
+    reward: float = Field(description="Its mean reward")
+    prompts: int = Field(description="Number of the prompts")
+
+
 class EvaluationView(BaseModel):
     """The evaluation of a version on held-out prompts. ``prompts`` counts the episodes that completed."""
 
@@ -136,6 +145,7 @@ class EvaluationView(BaseModel):
     split: str
     seed: int
     held_out: list[HeldOutView]
+    constant: BestConstantView | None = None
 
 
 class VersionView(BaseModel):
@@ -340,11 +350,13 @@ class PromptView(BaseModel):
 
 
 class DryRun(BaseModel):
-    """A job with every default filled in, and three of its prompts as the policy would read them."""
+    """A job with every default filled in, three of its prompts as the policy would read them, and the reward of the
+    best constant reply on the held-out prompts, without any on the first training prompts."""
 
     spec: dict[str, Any]
     warnings: list[str] = Field(description="Settings that are allowed and hardly meant, a line each")
     prompts: list[PromptView]
+    constant: BestConstantView | None
 
 
 class Health(BaseModel):

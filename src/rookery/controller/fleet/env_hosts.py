@@ -271,6 +271,33 @@ class EnvironmentHosts:
             call="", job=environment.job, environment=environment.name, options=environment.options, split=split,
             start=start, count=count, seed=seed, shuffle=shuffle,
         )  # fmt: skip
+        host, answer = await self._ask(environment, message)
+        if host.owner:
+            most = self._settings.limits.row_bytes
+            if any(len(prompt) > most for prompt in answer.prompts):
+                raise EnvironmentFailed(f"prompts({split!r}): a prompt has more than {most} bytes (ROOKERY_ROW_BYTES)")
+            if problem := await asyncio.to_thread(_problem, answer.prompts):
+                raise EnvironmentFailed(f"prompts({split!r}): {problem}")
+        return answer.prompts[:count]
+
+    async def best_constant(
+        self, environment: EnvironmentRef, split: Literal["train", "eval"], count: int, *, seed: int, shuffle: bool
+    ) -> protocol.BestConstant | None:
+        """The fixed reply that earns most on the first ``count`` prompts, where the environment is a built-in that
+        knows one."""
+        if environment.owner != SERVICE:
+            return None
+        message = protocol.GetPrompts(
+            call="", job=environment.job, environment=environment.name, options=environment.options, split=split,
+            start=0, count=count, seed=seed, shuffle=shuffle, constant=True,
+        )  # fmt: skip
+        _, answer = await self._ask(environment, message)
+        return answer.constant
+
+    async def _ask(
+        self, environment: EnvironmentRef, message: protocol.GetPrompts
+    ) -> tuple[EnvironmentHost, protocol.Prompts]:
+        """The answer of any host that offers the environment; of another one when the first leaves."""
         while True:
             host = await self.host_for(environment)
             try:
@@ -278,13 +305,8 @@ class EnvironmentHosts:
             except HostLost:
                 continue
             if answer.error:
-                raise EnvironmentFailed(f"prompts({split!r}): {answer.error[:LONGEST_ERROR]}")
-            most = self._settings.limits.row_bytes
-            if host.owner and any(len(prompt) > most for prompt in answer.prompts):
-                raise EnvironmentFailed(f"prompts({split!r}): a prompt has more than {most} bytes (ROOKERY_ROW_BYTES)")
-            if host.owner and (problem := await asyncio.to_thread(_problem, answer.prompts)):
-                raise EnvironmentFailed(f"prompts({split!r}): {problem}")
-            return answer.prompts[:count]
+                raise EnvironmentFailed(f"prompts({message.split!r}): {answer.error[:LONGEST_ERROR]}")
+            return host, answer
 
     async def observe(
         self, host: EnvironmentHost, environment: EnvironmentRef, message: protocol.Reset | protocol.StepEpisode

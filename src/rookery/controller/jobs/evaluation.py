@@ -21,6 +21,7 @@ from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import derive_seed
 from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import short
+from rookery.protocol import BestConstant
 from rookery.spec import values
 
 
@@ -48,7 +49,7 @@ async def evaluate(job: JobContext, version: int) -> None:
     """Evaluate ``version`` of the job's policy and store the result."""
     store, evaluation, progress = job.controller.store, job.spec.evaluation, job.progress
     with job.policy.pinned(version) as ref:  # until its score is known: it may be the best
-        prompts = await held_out_prompts(job)
+        prompts, constant = await held_out_prompts(job)
         places = asyncio.Semaphore(job.controller.settings.limits.job_episodes)
         async with TaskGroup() as tasks:
             runs = [tasks.create_task(_run(job, ref, number, prompt, places)) for number, prompt in enumerate(prompts)]
@@ -67,11 +68,18 @@ async def evaluate(job: JobContext, version: int) -> None:
             prompts=answered,
             mean=mean,
             stderr=stderr,
-            results={"split": "eval", "seed": evaluation.seed, "held_out": msgspec.to_builtins(results)},
+            results={
+                "split": "eval",
+                "seed": evaluation.seed,
+                "held_out": msgspec.to_builtins(results),
+                "constant": msgspec.to_builtins(constant),
+            },
             created=job.controller.clock.time(),
         )
         job.policy.evaluated(version, mean)
         text = f"version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
+        if constant is not None:
+            text += f"; the best constant reply earns {constant.reward:.3f}"
         if failed:
             (reason, count), *others = Counter(failed).most_common()
             kinds = f", {count} of them: " if others else ": "
@@ -79,14 +87,17 @@ async def evaluate(job: JobContext, version: int) -> None:
         await progress.add_event("evaluation", text)
 
 
-async def held_out_prompts(job: JobContext) -> list[bytes]:
-    """The same prompts at every call: those of the job's first evaluation, if there was one."""
+async def held_out_prompts(job: JobContext) -> tuple[list[bytes], BestConstant | None]:
+    """The same prompts at every call: those of the job's first evaluation, if there was one; and the fixed reply that
+    earns most on them."""
     evaluation = job.spec.evaluation
     earlier = await job.controller.store.evaluations(job.row.tenant, job.row.id)
     if earlier:
-        return [values.encode(result["prompt"]) for result in earlier[0].results["held_out"]]
+        known, first = earlier[0].results.get("constant"), earlier[0].results["held_out"]
+        return [values.encode(result["prompt"]) for result in first], msgspec.convert(known, BestConstant | None)
     hosts, count = job.controller.hosts, evaluation.prompts
-    return await hosts.prompts(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
+    prompts = await hosts.prompts(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
+    return prompts, await hosts.best_constant(job.environment, "eval", count, seed=evaluation.seed, shuffle=False)
 
 
 async def _run(

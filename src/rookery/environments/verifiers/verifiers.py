@@ -16,6 +16,7 @@ import math as math_module
 import re
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal, NoReturn
@@ -24,12 +25,14 @@ import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from rookery.bounds import METRICS, NAME, Integer, Name, SmallJson
+from rookery.environments.verifiers.constants import LISTED, best_of, densest, example, most_common, shortened, spread
 from rookery.environments.verifiers.expressions import gold_latex
 from rookery.environments.verifiers.numbers import numbers, plain_number
 from rookery.environments.verifiers.parts import ReplyPart
 from rookery.environments.verifiers.pool import VerifierError, VerifierPool, VerifierTimeout
 from rookery.environments.verifiers.texts import decimal_of, described, folded, spaced, text_or_number, visible
 from rookery.errors import UserError, installs
+from rookery.protocol import BestConstant
 
 log = logging.getLogger("rookery.environments")
 
@@ -86,6 +89,18 @@ class AnyVerifier(ReplyPart):
                 return index, str(error)
         return None
 
+    def best_constant(self, rows: Sequence[Row]) -> BestConstant | None:
+        """The fixed reply that earns most on the rows, None where the verifier knows none."""
+        rows = spread(rows)
+        replies = self.constants(rows)
+        return best_of(
+            [*replies, ""] if replies else [], rows, lambda reply, row: self.judge(reply, row)[0], self.enclose
+        )
+
+    def constants(self, rows: Sequence[Row]) -> list[str]:
+        """Judged parts of fixed replies that earn much on the rows; none where the verifier knows none."""
+        return []
+
     def first_unread(self, rows: Iterable[Row]) -> tuple[int, str] | None:
         """As :meth:`first_unfit` for rows that fit, where only another library shows whether it can read an answer:
         each different answer is read once, within a limit of time."""
@@ -115,6 +130,15 @@ class VerifierOptions(AnyVerifier):
 
     def check(self, row: Row) -> None:
         self.expected(row)
+
+    def constants(self, rows: Sequence[Row]) -> list[str]:
+        chosen = most_common(rows, lambda row: _key(self.expected(row)))
+        proposed = [(self.write(self.expected(row)), row) for row in chosen]
+        return [text for text, row in proposed if text is not None and self.judge(text, row)[1]["right"]]
+
+    def write(self, gold: Any) -> str | None:
+        """The judged part of a reply with this answer; None where the verifier knows none."""
+        return f"{gold:f}" if isinstance(gold, Decimal) else gold
 
     def score_of(self, right: bool) -> Score:
         return (self.right if right else self.wrong), {"right": float(right)}
@@ -176,6 +200,15 @@ class Number(VerifierOptions):
         else:
             found = [next(numbers(text, backwards=self.where == "last"), None)]
         return [number for number in found if number is not None]
+
+    def constants(self, rows: Sequence[Row]) -> list[str]:
+        golds = [self.expected(row) for row in rows]
+        proposed = super().constants(rows)
+        if self.tolerance and golds:
+            proposed.append(f"{densest(golds, Decimal(repr(self.tolerance))):f}")
+        if self.where == "any":
+            proposed.append("; ".join(f"{gold:f}" for gold in most_common(golds, hash, LISTED)))
+        return proposed
 
     def _close(self, given: Decimal, expected: Decimal) -> bool:
         return _EXACT.abs(_EXACT.subtract(given, expected)) <= Decimal(repr(self.tolerance))
@@ -241,6 +274,15 @@ class Regex(VerifierOptions):
         if match is not None and not right and self.found is not None:
             reward = self.found
         return reward, {**metrics, "matched": float(match is not None), "unjudged": float(unjudged)}
+
+    def constants(self, rows: Sequence[Row]) -> list[str]:
+        if self._compared is not None:
+            return super().constants(rows)
+        text = self.write("")
+        return [text] if text is not None and rows and self.judge(text, rows[0])[1]["right"] else []
+
+    def write(self, gold: Any) -> str | None:
+        return example(self.pattern, self._compared, super().write(gold) or "")
 
 
 class Expectation(BaseModel):
@@ -317,6 +359,18 @@ class Json(AnyVerifier):
         total = math_module.fsum(field.weight for field in self.fields.values())
         return self.valid + (1 - self.valid) * earned / total, metrics
 
+    def constants(self, rows: Sequence[Row]) -> list[str]:
+        return [json_module.dumps({name: self._constant(name, rows) for name in self.fields})] if rows else []
+
+    def _constant(self, name: str, rows: Sequence[Row]) -> Any:
+        """The value of one field that is right in most rows: the fields earn independently of each other."""
+        field = self.fields[name]
+        values = [field.expected(name, row) for row in rows]
+        numeric = [number for number in map(decimal_of, values) if number is not None]
+        if field.tolerance and len(numeric) == len(values):
+            return float(densest(numeric, Decimal(repr(field.tolerance))))
+        return most_common(values, lambda value: json_module.dumps(value, sort_keys=True), 1)[0]
+
 
 class Math(VerifierOptions):
     r"""Right when math-verify finds the reply's last `\boxed{…}`, or without a box its last expression, in LaTeX or
@@ -361,6 +415,15 @@ class Math(VerifierOptions):
         except (VerifierTimeout, VerifierError):
             return [self._read([answer])[0] for answer in answers] if len(answers) > 1 else [False]
 
+    def best_constant(self, rows: Sequence[Row]) -> BestConstant | None:
+        """Counts answers that are written alike: comparing every answer with every other takes too long."""
+        golds = [self.expected(row) for row in rows]
+        if not golds:
+            return None
+        latex, count = Counter(golds).most_common(1)[0]
+        mean = (self.right * count + self.wrong * (len(golds) - count)) / len(golds)
+        return BestConstant(reply=shortened(self.enclose(latex)), reward=mean, prompts=len(golds))
+
     def judge(self, text: str | None, row: Row) -> Score:
         expected, same, unjudged = self.expected(row), False, False
         try:
@@ -385,6 +448,10 @@ VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | typ
 """Verifiers by name; a job gives a name, or a mapping with ``name`` and options."""
 
 Verifier = Exact | Number | Regex | Json | Math
+
+
+def _key(gold: str | Decimal) -> str | Decimal:
+    return gold if isinstance(gold, Decimal) else visible(gold)
 
 
 def _reads_as(text: str, expected: str | Decimal, ignore_case: bool = False) -> bool:
