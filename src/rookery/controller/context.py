@@ -46,6 +46,8 @@ class ControllerContext:
     check_environment: Callable[[str, dict[str, Any]], SplitSizes | None]
     """Raises :class:`~rookery.errors.UserError` for a built-in environment that cannot be made with such options.
     Returns the sizes of its splits where they are known."""
+    checkers: Writer
+    """Runs checks of environments and datasets, which wait for processes of their own."""
     threads: Writer
     """Runs blocking calls of a tenant's work, off the event loop."""
     refused: Counter[str]

@@ -78,6 +78,7 @@ class Controller:
         jobs_folder: Path,
         release: Callable[[str], None] = lambda model: None,
         threads: Writer = in_thread,
+        checkers: Writer = in_thread,
         scheduler: type[RolloutScheduler] = RolloutScheduler,
         seeding: type[Seeding] = Seeding,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
@@ -85,7 +86,7 @@ class Controller:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
         ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it;
-        ``threads`` runs blocking calls of a tenant's work;
+        ``threads`` runs blocking calls of a tenant's work, ``checkers`` those that wait for a check;
         an experiment may replace the ``scheduler`` and ``seeding`` classes;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
@@ -123,6 +124,7 @@ class Controller:
             chat=chat,
             check_environment=check_environment,
             threads=threads,
+            checkers=checkers,
             refused=refused,
             on_metrics=self._on_metrics,
         )

@@ -97,7 +97,7 @@ class JobValidator:
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
-                sizes = await self._context.threads(context.check_environment, spec.environment.id, options)
+                sizes = await context.checkers(context.check_environment, spec.environment.id, options)
             problems += split_problems(spec, sizes)
         except UserError as error:
             line = str(error)
@@ -309,7 +309,7 @@ class JobValidator:
         ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
         await self._context.quotas.check_stored(tenant)
         async with self._received(DATASET, chunks) as staging:
-            rows = await self._context.threads(count, staging.path(DATASET))
+            rows = await self._context.checkers(count, staging.path(DATASET))
             return await self._keep(tenant, "dataset", staging), rows
 
     async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:

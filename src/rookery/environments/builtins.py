@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from rookery.environments.base import Environment, SplitSizes
 from rookery.environments.calculator import Calculator, CalculatorOptions
+from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.jsonl import Jsonl, JsonlOptions
 from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions, require_library
 from rookery.environments.verifiers.verifiers import VERIFIERS
@@ -55,6 +56,13 @@ class Builtin:
             return built.sizes()
         assert isinstance(built, Calculator)
         return built.sizes()
+
+    def built_in_host(self, options: Mapping[str, Any], checks: EnvironmentChecks) -> Environment:
+        """As :meth:`__call__`, but files of rows are read and checked in a confined process. Blocks."""
+        if self.environment is not Jsonl or not {"path", "eval_path"} & options.keys():
+            return self(options)
+        indexed = checks.index(options)
+        return Jsonl(JsonlOptions.model_validate(dict(options)), indexed)
 
     def __call__(self, options: Mapping[str, Any]) -> Environment:
         """The environment that episodes are copied from. Raises :class:`UserError`; reads files that options name."""

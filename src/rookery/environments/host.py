@@ -34,6 +34,7 @@ from rookery import protocol
 from rookery.aio import cancel_all, die_with_parent
 from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS, Builtin
+from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
 from rookery.errors import UserError
@@ -76,6 +77,7 @@ class Host:
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
         self._episodes = Episodes(self._calls, self._environment)
+        self._checks = EnvironmentChecks()
         self.connected = asyncio.Event()
         """Set while the controller has welcomed this host."""
 
@@ -199,7 +201,9 @@ class Host:
             environment = offer
         else:
             build: Callable[[], Environment] = (
-                (lambda: offer(options)) if isinstance(offer, Builtin) else (lambda: offer(**options))
+                (lambda: offer.built_in_host(options, self._checks))
+                if isinstance(offer, Builtin)
+                else (lambda: offer(**options))
             )
             environment = await self._calls(self._calls.thread_limit(f"build {name}"), build)
         return _Prototype(environment, {split: PromptDataset(environment, split) for split in ("train", "eval")})
@@ -226,6 +230,7 @@ class Host:
         await self._episodes.close_all()
         await cancel_all(*self._tasks, *self._prototypes.values())
         self._calls.close()
+        self._checks.close()
 
 
 def _problem(frame: bytes, most: int) -> str:

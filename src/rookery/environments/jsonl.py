@@ -90,19 +90,24 @@ class Jsonl(Environment):
 
     deterministic = True
 
-    def __init__(self, options: JsonlOptions) -> None:
-        """Reads and checks the rows; raises :class:`UserError`."""
+    def __init__(self, options: JsonlOptions, indexed: Mapping[str, array[int]] | None = None) -> None:
+        """Reads and checks the rows; raises :class:`UserError`. ``indexed``: the offsets of the rows by the option that
+        names their file, where another process has checked them with these options."""
         if options.dataset is not None or options.eval_dataset is not None:
             raise UserError("dataset: names an upload, which only the service can read; give rows or path")
         self._verifier = options.verifier
-        rows = _rows("dataset", options.rows, options.path)
-        held_out = _rows("eval", options.eval_rows, options.eval_path)
+        known = indexed or {}
+        rows = _rows("dataset", options.rows, options.path, known.get("path"))
+        held_out = _rows("eval", options.eval_rows, options.eval_path, known.get("eval_path"))
+        self.sources: dict[str, Sequence[dict[str, Any]]] = {"path": rows, "eval_path": held_out}
+        """All rows by the option that names their file."""
         if options.eval_last:
             if options.eval_last >= len(rows):
                 raise UserError(f"eval_last: given {options.eval_last}, allowed: less than the {len(rows)} rows")
             rows, held_out = rows[: -options.eval_last], rows[-options.eval_last :]
         self._splits: dict[str, Sequence[dict[str, Any]]] = {"train": rows, "eval": held_out}
-        self._check(self._verifier.first_unfit)
+        if indexed is None:
+            self._check(self._verifier.first_unfit)
 
     def check_answers(self) -> None:
         """Raises :class:`UserError` for a row whose answer the verifier's library cannot read. Takes up to half a
@@ -163,7 +168,7 @@ class IndexedRows(Sequence[dict[str, Any]]):
 
     def __init__(self, path: Path, offsets: array[int]) -> None:
         self._path = path
-        self._offsets = offsets
+        self.offsets = offsets
 
     @classmethod
     def of(cls, path: Path, where: str) -> IndexedRows:
@@ -172,12 +177,12 @@ class IndexedRows(Sequence[dict[str, Any]]):
             return cls(path, array("Q", (offset for offset, _ in scan(file, where))))
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self.offsets)
 
     def line(self, index: int) -> int:
         """The number of a row's line in the file, from 1."""
         with self._path.open("rb") as file:
-            return 1 + sum(1 for _ in iter(file.readline, b"") if file.tell() <= self._offsets[index])
+            return 1 + sum(1 for _ in iter(file.readline, b"") if file.tell() <= self.offsets[index])
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -185,12 +190,12 @@ class IndexedRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice) -> IndexedRows: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | IndexedRows:
         if isinstance(index, slice):
-            return IndexedRows(self._path, self._offsets[index])
+            return IndexedRows(self._path, self.offsets[index])
         return next(iter(self[index : index + 1 or None]))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with self._path.open("rb") as file:
-            for offset in self._offsets:
+            for offset in self.offsets:
                 file.seek(offset)
                 yield values.decode(file.readline())
 
@@ -262,7 +267,9 @@ def check_row(row: Any, where: str) -> None:
             raise UserError(f"{where}: {unread} is {shown(row[unread])}, but {remedy}")
 
 
-def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> Sequence[dict[str, Any]]:
+def _rows(
+    where: str, rows: list[dict[str, Any]] | None, path: str | None, offsets: array[int] | None
+) -> Sequence[dict[str, Any]]:
     if rows is not None:
         for number, row in enumerate(rows, 1):
             check_row(row, f"{where}: row {number}")
@@ -273,6 +280,8 @@ def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> Se
         return rows
     if path is None:
         return []
+    if offsets is not None:
+        return IndexedRows(Path(path), offsets)
     try:
         return IndexedRows.of(Path(path), where)
     except OSError as error:

@@ -24,6 +24,7 @@ from starlette.requests import HTTPConnection
 from rookery.aio import Clock
 from rookery.controller.context import ControllerContext
 from rookery.controller.controller import Controller
+from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import Forbidden, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
 from rookery.server.connections import Connections
@@ -112,6 +113,7 @@ class ServiceContext:
     connections: Connections
     failed_keys: FailedKeys
     keys: Keys
+    checks: EnvironmentChecks
     refusals: Counter[str]
     """Requests and connections refused at the edge, by the name of the metric."""
     held_bytes: Counter[str] = field(default_factory=Counter)

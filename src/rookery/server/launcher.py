@@ -31,7 +31,7 @@ from rookery.aio import LoopThread, RandomIds, SystemClock, cancel_all, first_of
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
-from rookery.environments.builtins import find
+from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import Unavailable, UserError, shortages
 from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
@@ -62,6 +62,9 @@ none must not delay it until its claim lapses."""
 
 READERS, WORKERS = 4, 4
 """Threads that read the database, and that do other blocking work for tenants; one of each is the service's own."""
+
+CHECKERS = 3
+"""Tenants whose environments and datasets are checked at the same time, less one; each check is a process."""
 
 CLAIM_SECONDS = 5.0
 """Interval at which a service renews its claim on the database."""
@@ -158,6 +161,9 @@ class Service:
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.callback(readers.close)
         opened.callback(threads.close)
+        checks, checkers = EnvironmentChecks(), TenantThreads(CHECKERS, "check")
+        opened.callback(checkers.close)
+        opened.callback(checks.close)  # runs first: a check that runs fails
         if transfers is not None:
             opened.callback(transfers.close)
         base_models = BaseModels(settings)
@@ -171,11 +177,12 @@ class Service:
             clock=clock,
             ids=ids,
             chat=base_models.chat,
-            check_environment=lambda id, options: find(id).validate_options(options),
+            check_environment=checks.validate,
             provide=cluster.provide,
             release=cluster.release,
             jobs_folder=folder.jobs,
             threads=threads,
+            checkers=checkers,
         )
         readers.spent = threads.spent = controller.context.quotas.service_time.spend
         opened.push_async_callback(controller.stop)
@@ -188,6 +195,7 @@ class Service:
             connections=connections,
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             keys=keys,
+            checks=checks,
             refusals=refusals,
             closing=self._closing,
         )

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rookery.aio import interpreter
@@ -48,8 +48,15 @@ before an honest reply behind them exceeds the default ``step_timeout`` of a min
 USUAL_DECIMALS = 6
 """math-verify's default."""
 
+LOW_PRIORITY = 10
+"""Niceness of checks: somebody waits for them, but not at every step."""
+
 IDLE_SECONDS = 60.0
 """A child without a question for this long is ended."""
+
+
+NEXT_FORK = 75
+"""Exit code of a fork that has answered its only question."""
 
 
 class VerifierTimeout(Exception):
@@ -71,28 +78,44 @@ class VerifierPool:
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
         """Most recently used last, and used first, so that surplus children become idle."""
+        self._active: set[_Child] = set()
         self._timer_set = False
 
-    def score(self, question: Mapping[str, Any]) -> Any:
-        """The scorer's answer. Raises :class:`VerifierTimeout`, :class:`VerifierError`, and RuntimeError if the child
-        ended."""
+    def score(self, question: Mapping[str, Any], limit: float | None = None, memory: int | None = None) -> Any:
+        """The scorer's answer. ``limit``: processor time for this question, if not the pool's; ``memory``: bytes that
+        it may take. Raises :class:`VerifierTimeout`, :class:`VerifierError`, and RuntimeError if the child ended."""
         with self._slots:
             child = self._take()
-            answer = child.ask(question)
+            try:
+                answer = child.ask({"question": question, "limit": limit, "memory": memory})
+            finally:
+                self._active.discard(child)
             self._put(child)  # a child whose ask raised is not reused and ends with its last reference
         if "timeout" in answer:
-            raise VerifierTimeout(f"not done within {answer['timeout']:g} s of processor time")
+            seconds = answer["timeout"] if limit is None else limit
+            raise VerifierTimeout(f"not done within {seconds:g} s of processor time")
         if "error" in answer:
             raise VerifierError(answer["error"])
         return answer["score"]
+
+    def close(self) -> None:
+        """End all children; questions that they work on fail."""
+        with self._lock:
+            children = [*self._idle, *self._active]
+            self._idle = []
+        for child in children:
+            child.kill()
 
     def _take(self) -> _Child:
         with self._lock:
             while self._idle:
                 child = self._idle.pop()
                 if child.alive():
+                    self._active.add(child)
                     return child
-        return _Child(self._scorer, self._command)
+        child = _Child(self._scorer, self._command)
+        self._active.add(child)
+        return child
 
     def _put(self, child: _Child) -> None:
         with self._lock:
@@ -154,6 +177,11 @@ class _Child:
         decoded: dict[str, Any] = json.loads(answer)
         return decoded
 
+    def kill(self) -> None:
+        """Ends a child that may be at work, whose ``ask`` then raises."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended just now
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def end(self) -> None:
         """Ends an idle child: both processes read the end of their input."""
         assert self._process.stdin is not None
@@ -173,11 +201,14 @@ def _kill(process: subprocess.Popen[str]) -> None:
                 pipe.close()
 
 
-def serve(prepare: Callable[[], Callable[..., Any]], *, opens_nothing: bool = False) -> None:
+def serve(
+    prepare: Callable[[], Callable[..., Any]], *, opens_nothing: bool = False, one_question: bool = False
+) -> None:
     """The child's side: reads questions from standard input and answers with what the scorer returns for their fields.
 
     ``prepare`` returns the scorer; what it imports and builds is shared by every fork. ``opens_nothing`` states that
-    scoring imports nothing and needs no file and no thread, so that the fork is denied them.
+    scoring imports nothing and needs no file and no thread, so that the fork is denied them. With ``one_question``
+    every question has a fork of its own, so that the memory that one took is free for the next.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the parent is gone
     limit = float(sys.argv[1])
@@ -188,19 +219,45 @@ def serve(prepare: Callable[[], Callable[..., Any]], *, opens_nothing: bool = Fa
     while forked := os.fork():
         _, status = os.waitpid(forked, 0)
         code = os.waitstatus_to_exitcode(status)
+        if code == NEXT_FORK:
+            continue
         if code >= 0:
             sys.exit(f"the scoring process ended with {code}" if code else 0)
         ended = {"timeout": limit} if code == -signal.SIGPROF else {"error": signal.strsignal(-code) or str(code)}
         print(json.dumps(ended), file=answers, flush=True)
     _confine(opens_nothing)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, limit)  # no handler: the signal ends this process at once
+    while line := sys.stdin.readline():
+        asked = json.loads(line)
+        signal.setitimer(
+            signal.ITIMER_PROF, asked["limit"] or limit
+        )  # no handler: the signal ends this process at once
         try:
-            answer = {"score": scorer(**json.loads(line))}
+            with _memory(asked["memory"]):
+                answer = {"score": scorer(**asked["question"])}
         except BaseException as error:  # includes a library's exit()
             answer = {"error": short(" ".join(f"{type(error).__name__}: {error}".split()))}
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), file=answers, flush=True)
+        if one_question:
+            os._exit(NEXT_FORK)
+
+
+@contextlib.contextmanager
+def _memory(most: int | None) -> Iterator[None]:
+    """Within, the process may take ``most`` bytes more than it has; ``MemoryError`` beyond them."""
+    import resource  # POSIX only
+
+    if most is None:
+        yield
+        return
+    with open("/proc/self/statm", encoding="utf-8") as statm:
+        now = int(statm.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (now + most, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
 def _confine(opens_nothing: bool) -> None:
@@ -295,7 +352,12 @@ def decimals(gold: Any) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "math":
+    if sys.argv[2] == "check":
+        from rookery.environments import checks
+
+        os.nice(LOW_PRIORITY)
+        serve(checks.prepare, one_question=True)
+    elif sys.argv[2] == "math":
         serve(prepare_math)  # sympy imports more of itself as replies need it: it has to open files
     else:  # scorers of 0.1.25 import nothing, open no file and start no thread
         serve(prepare_reasoning_gym, opens_nothing=True)

@@ -19,7 +19,6 @@ from fastapi.responses import StreamingResponse
 
 from rookery.aio import cancel_all
 from rookery.controller.views import NUMBER, Completion, JobView
-from rookery.environments.jsonl import count_rows
 from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.peft_archive import pack, unpack
@@ -187,7 +186,7 @@ def _upload(media_type: str, **schema: str) -> dict[str, Any]:
 async def add_dataset(service: Service, owner: Owner, request: Request) -> UploadedDataset:
     """Upload the rows of a ``jsonl`` environment: one JSON object per line."""
     limits = service.context.settings.limits
-    count = partial(count_rows, row_bytes=limits.row_bytes, rows=limits.dataset_rows)
+    count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=limits.dataset_rows)
     dataset, rows = await service.controller.add_dataset(owner.id, request.stream(), count)
     return UploadedDataset(dataset=dataset, rows=rows)
 
