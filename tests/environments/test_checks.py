@@ -112,6 +112,16 @@ def test_an_environment_of_checked_rows_is_the_one_that_checks_itself(checks: En
         BUILTINS["jsonl"].built_in_host({"path": str(bad), "verifier": "number"}, checks)
 
 
+def test_a_check_imports_no_other_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment of another library is built by its host."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    checks = EnvironmentChecks()
+    assert checks.validate("reasoning-gym", {"task": "absent", "size": 7}).train == 7
+    checks.close()
+
+
 def test_closing_ends_a_check_that_runs(tmp_path: Path) -> None:
     fifo, checks, seen = tmp_path / "rows.jsonl", EnvironmentChecks(), []
     os.mkfifo(fifo)  # a file that never ends
