@@ -38,44 +38,53 @@ _LIST = re.compile(r"(?<![\d.,])\d+(?:,\d+){2,}(?![\d,]|\.\d)", re.ASCII)
 """Numbers joined by two or more commas: a list, unless they are groups of digits."""
 _GROUPS = re.compile(r"\d{1,3}(?:,\d{2,3})*,\d{3}", re.ASCII)
 """Groups of three digits, or of two as in India: 12,34,567."""
-_TAG = re.compile(r"</?[A-Za-z][^<>\n]{0,80}>|<\|[^<>|\n]{1,40}\|>")
-"""HTML, XML and special tokens that are written as text."""
+_TAG = re.compile(r"</?[A-Za-z][^<>\n]{0,80}>|<\|[^<>|\n]{1,40}\|>|<<[^<>\n]{0,80}>>")
+"""HTML, XML, special tokens that are written as text, and the calculations of GSM8K: ``$<<9*2=18>>18``."""
 
 _TEXT_COMMANDS = r"\\(?:boxed|fbox|text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|emph|left|right)"
 _CURRENCY = r"(?:(?:US|A|AU|C|CA|HK|NZ|R|S)?\\?\$|[€£¥₹₽₩₺₫₴₪฿₱₦₿¢])"
 _OPENING = rf"(?:[*_`\"'“”‘’«„]|\\[(\[{{,;:! ] ?|{_TEXT_COMMANDS} ?[{{(\[] ?|[(\[{{] ?|{_CURRENCY} ?)"
-_BEFORE = re.compile(rf"(?P<outer>{_OPENING}*+)(?:(?P<sign>[-+])(?P<gap> *))?(?P<inner>{_OPENING}*+)$")
+_BEFORE = re.compile(rf"(?P<outer>{_OPENING}*+)(?:(?P<sign>[-+])(?P<gap> *))?(?P<inner>{_OPENING}*+)\Z")
 _CLOSING = re.compile(r"(?:\*\*|__|[*_`\"'”’»“](?!\w)|\$\$?|\\[)\]}]|\\right[)\]}]|[)\]}])*")
 
 _JOINING_WORDS = (
-    r"plus|minus|times|over|to|of|out of|mod|modulo|point|divided by|multiplied by|raised to|per cent of|percent of"
+    r"plus|minus|times|over|to|of|out of|mod|modulo|choose|point|divided by|multiplied by|raised to|per cent of"
+    r"|percent of"
 )
 _RATIO = re.compile(r" : \d", re.ASCII)
-_JOINED_BEFORE = re.compile(rf"(?:[\d)\]}}][^\s\w]{{0,4}}|[%°]) *(?:{_JOINING_WORDS}|x|:(?<= :)) *$", re.IGNORECASE)
+_JOINED_BEFORE = re.compile(rf"(?:[\d)\]}}][^\s\w]{{0,4}}|[%°]) *(?:{_JOINING_WORDS}|x|:(?<= :)) *\Z", re.IGNORECASE)
+_FUNCTION_BEFORE = re.compile(
+    r"\b(?:half(?: of)?|twice|double|triple|(?:root|square|cube|third|quarter|fifth|tenth|log|logarithm|factorial) of"
+    r"|sqrt|log|ln|lg|exp|sin|cos|tan) *\Z",
+    re.IGNORECASE,
+)
 _JOINED_AFTER = re.compile(
     rf"(?:%|\\%)? *(?:{_JOINING_WORDS}|x) *(?:-|\+|\$|\\\$|\(|\*\*)*\d|"
     r" *(?:to the |squared|cubed|factorial|and (?:a|one|three) (?:half|third|quarter)|and \d+/\d)|"
     r" *\d+ ?[/⁄∕]|"  # a mixed number
+    r" *e[-+]?\d|"  # an exponent
     r" *(?:\\text ?\{ ?)?(?:hundreds?|thousands?|millions?|billions?|trillions?|dozens?|lakhs?|crores?"
-    r"|millionen|milliarden?|millones|mil|mille|st|nd|rd|th|(?-i:k|K|M|bn|tn|B))\b|"
+    r"|(?:third|fifth|tenth|hundredth|thousandth|millionth)s?|millionen|milliarden?|millones|mil|mille|mio|mrd|st|nd|rd|th|(?-i:k|K|M|bn|tn|B))\b|"
     rf" *(?:тысяч|миллион|миллиард|[{MAGNITUDES}])",
     re.IGNORECASE,
 )
-_NEGATIVE_WORD = re.compile(r"\b(?:minus|negative) *$", re.IGNORECASE)
+_NEGATIVE_WORD = re.compile(r"\b(?:minus|negative) *\Z", re.IGNORECASE)
 _ACCOUNTING = re.compile(rf"\( ?{_CURRENCY}")
 """Parentheses around money: a loss in a ledger, a remark in prose."""
-_SIGN_EXPECTED = re.compile(r"(?:^\s*|[=≈:(\[{,] *|\b(?:is|are|was|be|equals) *)$", re.IGNORECASE)
+_SIGN_EXPECTED = re.compile(r"(?:^\s*|[=≈:(\[{,] *|\b(?:is|are|was|be|equals) *)\Z", re.IGNORECASE)
 """Text after which a dash with white space on both sides is a sign, not a dash between words."""
-_COMMAND_BEFORE = re.compile(r"\\(?P<name>[A-Za-z]+) *$")
+_COMMAND_BEFORE = re.compile(r"\\(?P<name>[A-Za-z]+) *\Z")
 _COMMAND_AFTER = re.compile(r" *\\(?P<name>[A-Za-z]+|.)", re.DOTALL)
 _SPACES = r"[,;:! \\]|quad|qquad|hspace|enspace|thinspace"
-_KNOWN_BEFORE = re.compile(rf"{_SPACES}|approx|to|rightarrow|Rightarrow|implies|iff|therefore|equiv|item|displaystyle")
+_KNOWN_BEFORE = re.compile(
+    rf"{_SPACES}|approx|to|rightarrow|Rightarrow|implies|iff|therefore|equiv|item|displaystyle|large|Large"
+)
 _KNOWN_AFTER = re.compile(
     rf"{_SPACES}|[%$)\]}}\n]|text|textrm|textbf|textit|mathrm|mbox|circ|degree|right|end"
     r"|approx|Rightarrow|implies|blacksquare"
 )
 _OPERATOR_BEFORE = re.compile(
-    r"(?P<operand>[^\s*/^×·÷⋅∗±∓√<>≤≥≠%⁄∕+~_!=-]?)(?P<space> *)(?P<operator>[*/^×·÷⋅∗±∓√<>≤≥≠%⁄∕+~_!=-]+) *$"
+    r"(?P<operand>[^\s*/^×·÷⋅∗±∓√<>≤≥≠%⁄∕+~_!=-]?)(?P<space> *)(?P<operator>[*/^×·÷⋅∗±∓√<>≤≥≠%⁄∕+~_!=-]+) *\Z"
 )
 _OPERATOR_AFTER = re.compile(
     r" *(?:[-+*/^×·÷⋅∗±∓<>≤≥≠⁄∕%]|[<>]=|!=)+ *[-+$(\\{\[√]*(?:\d|[A-Za-z](?![A-Za-z])|\\[A-Za-z])"
@@ -88,6 +97,11 @@ _UNIT = re.compile(
 )
 """Units written without a space. Letters that are none of them make the number part of a name or a term: 5x, 5th, 2D.
 5m may be metres or millions."""
+
+_UNIT_POWER = re.compile(
+    r"(?:[A-Za-z]{2,}|\\(?:text|mathrm|textrm|mbox) ?\{[^{}]*\}|[\d/}] ?[hms])[\^_]\{?-?\Z", re.ASCII
+)
+"""A unit with a power, such as cm^2, or a name with an index, such as CO_2; a power of a variable is an expression."""
 
 _STOPS = frozenset(".,;:!?\"'“”‘’»…|&#~=≈→⇒ \t\n\r\v\f，．：；")
 """Characters after a number that end it."""
@@ -129,7 +143,8 @@ def plain_number(text: str) -> Decimal | None:
 
 
 def numbers(text: str, *, backwards: bool = False) -> Iterator[Decimal | None]:
-    """The numbers in a text in their order, None for an unreadable one. Digits that end a name (H2O, x1) are none."""
+    """The numbers in a text in their order, None for an unreadable one. Digits that end a name (H2O) or a unit (cm^2)
+    are none."""
     text = _TAG.sub(" ", spelt_in_ascii(text))
     text = _LIST.sub(lambda found: found[0] if _GROUPS.fullmatch(found[0]) else found[0].replace(",", ", "), text)
     found = list(_TOKEN.finditer(text))
@@ -153,7 +168,9 @@ def _value(number: str, separator: str | None, negative: bool) -> Decimal:
 
 
 def _ends_name(before: str) -> bool:
-    """Whether the digits continue a word (H2O), which is no number; a command of LaTeX is no word."""
+    """Whether the digits continue a word (H2O) or a unit (cm^2), which is no number; a command of LaTeX is no word."""
+    if before.endswith(("^", "_", "{", "-")):
+        return _UNIT_POWER.search(before) is not None
     return _cased(before[-1:]) and _COMMAND_BEFORE.search(before) is None
 
 
@@ -210,7 +227,7 @@ def _starts(rest: str) -> bool:
     command = _COMMAND_BEFORE.search(rest)
     if command is not None:
         return _KNOWN_BEFORE.fullmatch(command["name"]) is not None
-    if _JOINED_BEFORE.search(rest):
+    if _JOINED_BEFORE.search(rest) or _FUNCTION_BEFORE.search(rest):
         return False
     operator = _OPERATOR_BEFORE.search(rest)
     if operator is not None:
@@ -220,7 +237,7 @@ def _starts(rest: str) -> bool:
         return rest.endswith("..") and not rest.rstrip(".")[-1:].isdigit()
     if last == "—":
         return left.isalpha()
-    if last in ":,'’，．：" and left.isdigit():
+    if last in ":,'’，．：…" and left.isdigit():
         return False
     return last in _STARTS or (last.isalpha() and not _cased(last)) or unicodedata.category(last) in ("So", "Po", "Ps")
 
@@ -232,7 +249,7 @@ def _no_operation(operator: re.Match[str], rest: str) -> bool:
         word = _cased(operand) or operand in tuple(":.,;!?)")
         return not operand or (word and not operator["space"] and rest[-1] == " ")
     if set(signs) <= {"=", "~"}:
-        return True
+        return "~" not in signs or not operand.isdigit()
     if signs == "!" or signs == "%":
         return not operand.isdigit() and rest[-1] == " "
     return False
@@ -262,11 +279,13 @@ def _ends(after: str) -> bool:
     if command is not None:
         return _KNOWN_AFTER.fullmatch(command["name"]) is not None
     first, second = rest[0], rest[1:2]
-    if first in ".,:'’，．：" and (second.isdigit() or re.match(r"\.+\d", rest)):
+    if first in ".,:'’，．：…" and (second.isdigit() or re.match(r"\.+\d", rest)):
         return False
     if first == "{" or (first == "," and rest.startswith(",\\!")):
         return False
     if first in _STOPS:
+        if re.match(r"~ ?\d| ~ ?\d", rest):
+            return False  # a range, as in East Asia
         following = rest.lstrip(" ")[:1]
         return not (following and unicodedata.category(following) in ("No", "Nl"))
     if first in "-—":
