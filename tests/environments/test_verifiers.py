@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.support.processes import runs
 
-from rookery.environments.verifiers import pool
+from rookery.environments.verifiers import pool, verifiers
 from rookery.environments.verifiers.texts import folded
 from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Math, Number, Regex
 from rookery.errors import UserError
@@ -359,6 +359,17 @@ def test_answers_that_math_verify_cannot_read_are_refused_with_their_row() -> No
         assert verifier.first_unfit([{"answer": answer}]) is None
         index, reason = verifier.first_unread([*readable, {"answer": answer}]) or (0, "")
         assert index == len(readable) and "in which math-verify finds no expression; write it in LaTeX" in reason
+
+
+@needs_math
+def test_reading_answers_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"answer": "x" * (number + 1)} for number in range(200)] + [{"answer": "?"}]
+    index, _ = MATH.first_unread(rows) or (0, "")
+    assert index == 200
+    monkeypatch.setattr(verifiers, "ANSWERS_SECONDS", -1.0)
+    assert MATH.first_unread(rows) is None
+    with pytest.raises(ValueError, match=r'answer is "\?", in which math-verify finds no expression'):
+        MATH.score("1", rows[-1])
 
 
 @needs_math

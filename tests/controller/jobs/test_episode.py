@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import websockets.exceptions
 from tests.support.peers import HANG, Service, eventually, job_of, members
+from tokenizers import Tokenizer
 from websockets.asyncio.server import ServerConnection, serve
 
 import rookery
@@ -20,7 +21,7 @@ from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentRef
 from rookery.controller.jobs.trajectory import episode_result_decoder, turns_decoder
 from rookery.environments.host import Host
 from rookery.protocol.connection import ConnectionClosed
-from rookery.simulation.fakes.text import STOP, TEMPLATE, draw
+from rookery.simulation.fakes.text import SPECIAL, STOP, TEMPLATE, byte_tokenizer, draw
 from rookery.spec.job import EnvironmentSpec
 from rookery.tokenization.chat import Chat
 
@@ -102,6 +103,21 @@ async def test_a_template_that_rewrites_the_past_makes_several_trajectories(serv
         assert [trajectory.prompt for trajectory in outcome.trajectories] == prompts
     (batch,) = worker.batches.values()
     assert sum(len(unit.members) for unit in batch.groups) == 12
+
+
+async def test_special_tokens_of_a_reply_reach_the_environment(service: Service) -> None:
+    tokenizer = Tokenizer.from_str(byte_tokenizer().to_str())
+    tokenizer.add_special_tokens(["E"])
+    ends = {"special": {"eos_token": SPECIAL[STOP]}, "ends": [STOP]}
+    service.chat = Chat(tokenizer, TEMPLATE, context=service.chat.context, **ends)
+    replies: list[protocol.StepEpisode] = []
+    await service.join(script=steps(replies.append))
+    await service.ends(await run(service, stop__steps=2, algorithm__group_size=4))
+    for reply in replies:
+        whole = tokenizer.decode(reply.tokens, skip_special_tokens=False).removesuffix(SPECIAL[STOP])
+        assert reply.text == whole.replace("E", "")
+        assert (reply.raw, reply.special) == ((whole, ["E"]) if "E" in whole else ("", []))
+    assert {bool(reply.special) for reply in replies} == {True, False}
 
 
 async def test_members_of_a_group_differ_only_in_their_seeds(service: Service) -> None:
