@@ -13,27 +13,21 @@
 * :func:`restarting` keeps a background task running.
 * :class:`LineSplitter` cuts a streamed response into lines.
 * :func:`interpreter` is the command of every child process in Python.
-* :func:`client_tls` says how a client of a service checks its certificate.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import random
-import ssl
 import sys
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
-
-from rookery.errors import UserError
 
 log = logging.getLogger("rookery.aio")
 
@@ -233,29 +227,6 @@ class LoopThread:
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._work(self._stopping))
-
-
-def is_loopback(address: str) -> bool:
-    """Whether the URL names this machine: no proxy is used for it."""
-    host = urlsplit(address).hostname or ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def client_tls(address: str, ca_file: str) -> ssl.SSLContext | None:
-    """How a client checks the certificate of the service at ``address``. The certificates in ``ca_file`` are trusted
-    in place of the system's, also a service's own; on this machine it may be made out to any name. None is the
-    client library's default, and no TLS at all for an address without it. Raises :class:`UserError`."""
-    if not ca_file or urlsplit(address).scheme not in ("https", "wss"):
-        return None
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-    except OSError as error:
-        raise UserError(f"setting ROOKERY_CA_FILE: {ca_file} cannot be used ({error.strerror or error})") from None
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.check_hostname = not is_loopback(address)
-    return context
 
 
 def interpreter(module: str, *arguments: str) -> list[str]:

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rookery.errors import UserError
 from rookery.limits import EdgeSettings, LimitSettings, Section
+from rookery.network import split_address
 
 TOKEN_VARIABLE = "ROOKERY_TOKEN"
 """Variable that holds the key of a worker or host: an argument would show in the process list."""
@@ -379,6 +380,13 @@ class Settings(Section):
         } | explicit
         if uses is not None and values.get("url"):  # the address says both
             values = {name: value for name, value in values.items() if name in explicit or name not in ("host", "port")}
+        for name, value in values.items():
+            if isinstance(value, str | Path) and not str(value).strip() and name not in MAY_BE_EMPTY:
+                raise UserError(
+                    f"setting ROOKERY_{name.upper()}: it is empty, which means nothing; give a value, or unset it"
+                )
+        if url := values.get("url"):
+            split_address(str(url), "setting ROOKERY_URL")
         try:
             settings = cls.model_validate(values)
         except ValidationError as error:
@@ -401,6 +409,10 @@ HOST_SETTINGS = ("log_level", "tls_cert", "ca_file")
 
 STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
 """Fields that a backup and a restoration use."""
+
+MAY_BE_EMPTY = ("models", "allocator", "allowed_models", "slo_overrides")
+"""Settings whose empty value is a choice. That of another one is a variable that nobody filled in: an empty key would
+be the administrator's, an empty folder the working directory, an empty certificate plain HTTP."""
 
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://[^/]+")
 """The value that Kubernetes and Docker give to ``<NAME>_PORT`` for a service or linked container of that name."""

@@ -42,7 +42,8 @@ PATIENCE = 120.0
 SECRET = "the-owl-flies-at-noon"
 """Part of Ada's prompts, names and uploads; no other tenant may ever read it."""
 
-NO_KEY = "no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'"
+NO_KEY = "no API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'"
+UNKNOWN_KEY = "the API key is unknown: it is mistyped, or that of another service"
 
 WITHOUT_IDS = {
     "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",
@@ -511,7 +512,7 @@ def test_each_role_of_a_key_opens_its_own_doors(town: Town) -> None:
                 assert answer.status_code == (200 if path in paths else 403), (path, answer.text)
     for wrong in ("", "wrong", town.token[:-1], town.keys["bob"][:-1]):
         for path in ("/wire/worker", "/wire/host"):
-            assert refusal(town, path, wrong) == (401, NO_KEY)
+            assert refusal(town, path, wrong) == (401, UNKNOWN_KEY if wrong else NO_KEY)
     assert [worker["name"] for worker in town.admin.get("/api/v1/workers").json()] == ["scripted"]
     answer = greeted(town, "/wire/host", host, host_hello("builtin:jsonl"))
     assert isinstance(answer, protocol.HelloRejected) and "belong to the service" in answer.reason
@@ -521,7 +522,19 @@ def test_key_expires(town: Town) -> None:
     made = town.admin.post(f"/api/v1/tenants/{town.tenant}/keys", json={"lifetime_seconds": 0.5}).json()
     while (answer := httpx.get(f"{town.service.url}/api/v1/jobs", headers={"X-API-Key": made["key"]})).is_success:
         time.sleep(0.05)
-    assert (answer.status_code, answer.json()["error"]) == (401, NO_KEY) and time.time() >= made["expires"]
+    assert answer.status_code == 401 and time.time() >= made["expires"]
+    assert re.fullmatch(r"the API key expired on [0-9: -]+ UTC; ask the administrator .*", answer.json()["error"])
+
+
+def test_a_key_that_was_valid_says_what_became_of_it_and_an_unknown_one_says_nothing(town: Town) -> None:
+    path = f"/api/v1/tenants/{town.tenant}/keys"
+    made = town.admin.post(path, json={"label": "old laptop"}).json()
+    (row,) = [row for row in town.admin.get(path).json() if row["label"] == "old laptop"]
+    town.admin.delete(f"{path}/{row['id']}").raise_for_status()
+    for key, said in ((made["key"], "the API key 'old laptop' was revoked on "), (made["key"] + "x", UNKNOWN_KEY)):
+        answer = httpx.get(f"{town.service.url}/api/v1/jobs", headers={"X-API-Key": key})
+        assert answer.status_code == 401 and answer.json()["error"].startswith(said)
+    assert httpx.get(f"{town.service.url}/api/v1/jobs").json()["error"] == NO_KEY
 
 
 def test_hello_of_a_host_does_not_tell_which_episodes_exist(town: Town) -> None:

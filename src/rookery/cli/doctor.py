@@ -37,6 +37,9 @@ NEEDED_DISK = 4 * GIGABYTE
 
 ALLOCATOR_PACKAGE = "apt install libtcmalloc-minimal4 (Debian, Ubuntu), or gperftools-libs, or gperftools"
 
+SERVICE_SECONDS = 3.0
+"""Longest silence of a service that works."""
+
 EXTRAS = {
     "gguf": "reads the packaged SmolLM2 where no hub can be reached",
     "math": "the math verifier",
@@ -216,7 +219,7 @@ def _service(settings: Settings) -> list[Finding]:
     """Whether it answers, and the memory of its workers if this key may see them."""
     workers: list[Record] = []
     try:
-        with Client(settings=settings) as client:
+        with Client(settings=settings, seconds=SERVICE_SECONDS) as client:
             if client.health()["status"] == "standby":
                 return [Finding("service", "good", f"standby at {settings.base_url}: another one has the database")]
             client.views()

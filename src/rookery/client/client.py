@@ -15,7 +15,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from rookery.aio import LoopThread, first_of
-from rookery.client.connection import HttpConnection, Record
+from rookery.client.connection import WORK_SECONDS, HttpConnection, Record
 from rookery.client.job import Job, sample, stream
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
@@ -59,22 +59,42 @@ class Client:
     """A connection to a Rookery service, by default the one on this machine.
 
     ``url``: else ``ROOKERY_URL``, else the default address. ``key``: else ``ROOKERY_KEY``, else the admin key in the
-    data folder, which a service on this machine creates. White space around a key is removed. Raises
-    :class:`~rookery.errors.Unauthorized` if there is no key, :class:`~rookery.errors.Unavailable` if there is no key
-    and no service answers.
+    data folder, which a service on this machine creates. White space around a key is removed. ``seconds``: the longest
+    silence of the service in any request, in place of the limit of its purpose: 10 s of a read, 60 s of a change, 600 s
+    of a sample, an upload, a submit.
+
+    Processes that are forked may use a client at the same time. A client, and a job, is pickled and copied as its
+    address and key; the copy hosts no environments.
+
+    Raises :class:`~rookery.errors.Unauthorized` if there is no key, :class:`~rookery.errors.Unavailable` if there is no
+    key and no service answers, :class:`~rookery.errors.UserError` for an empty key or an address that is none.
     """
 
-    def __init__(self, url: str | None = None, key: str | None = None, *, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        seconds: float | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        for name, given in (("url", url), ("key", key)):
+            if given is not None and not given.strip():
+                raise UserError(f"{name}: it is empty; give one, or leave it out")
         settings = settings if settings is not None else Settings.load(uses=CLIENT_SETTINGS)
         self.url = (url or settings.base_url).rstrip("/")
-        self._key = (key or settings.server.key).strip() or read_secret(settings.data, ADMIN_KEY_FILE) or ""
-        self._connection = HttpConnection(self.url, self._key or None, settings.trusted)
+        where = settings.data / ADMIN_KEY_FILE
+        source = "the argument key" if key else "ROOKERY_KEY or --key" if settings.server.key else str(where)
+        self._key = (key or settings.server.key or read_secret(settings.data, ADMIN_KEY_FILE) or "").strip()
         self._ca_file = settings.trusted
+        self._connection = HttpConnection(self.url, self._key or None, self._ca_file, key_from=source, seconds=seconds)
         self._hosted: dict[str, EnvironmentServer] = {}
         if not self._key:
             self.health()
-            where = settings.data / ADMIN_KEY_FILE
             raise Unauthorized(f"no API key for {self.url}: set ROOKERY_KEY (there is no {where} here)")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_hosted": {}}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -275,7 +295,7 @@ def _add_dataset(connection: HttpConnection, path: Path) -> str:
     """Uploads a JSONL file, read as it is sent; returns the hash for ``environment.dataset``."""
     try:
         with path.open("rb") as file:
-            return str(connection.call("POST", "/api/v1/datasets", content=file)["dataset"])
+            return str(connection.call("POST", "/api/v1/datasets", content=file, seconds=WORK_SECONDS)["dataset"])
     except OSError as error:
         raise UserError(f"environment.path: {path} cannot be read ({error.strerror})") from None
 
@@ -290,7 +310,7 @@ def _add_adapter(connection: HttpConnection, folder: Path) -> str:
                 except OSError as error:
                     raise UserError(f"warm_start.peft: {folder / name} cannot be read ({error.strerror})") from None
         tar.seek(0)
-        return str(connection.call("POST", "/api/v1/adapters", content=tar)["adapter"])
+        return str(connection.call("POST", "/api/v1/adapters", content=tar, seconds=WORK_SECONDS)["adapter"])
 
 
 def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:

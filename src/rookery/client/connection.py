@@ -1,19 +1,38 @@
-"""HTTP requests to one service: JSON in and out, errors as :class:`~rookery.errors.RookeryError`."""
+"""HTTP requests to one service: JSON in and out, errors as :class:`~rookery.errors.RookeryError`.
+
+* The time limit of a request follows from its purpose: a silent service does not hold a list for minutes.
+* A process that was forked opens connections of its own: two processes on one connection would read each other's
+  responses. A connection is pickled and copied as its address and its key.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, NoReturn
+from urllib.parse import urlsplit
 
 import httpx
 
 from rookery import errors
-from rookery.aio import LineSplitter, client_tls
+from rookery.aio import LineSplitter
+from rookery.network import client_tls, proxy_of, split_address
 
-TIMEOUT = httpx.Timeout(60.0, connect=5.0, read=600.0)
-"""Reads may take minutes: a sample waits in the engine's queue, and a dry run may prepare a model."""
+CONNECT_SECONDS = 3.0
+"""Time limit of an attempt to connect, of which there are three: together less than ``READ_SECONDS``."""
+
+CONNECT_RETRIES = 2
+
+READ_SECONDS = 10.0
+"""Time limit of a request that only reads."""
+
+CHANGE_SECONDS = 60.0
+"""The same of one that changes something: it may wait for the end of a job's work, and for the database."""
+
+WORK_SECONDS = 600.0
+"""The same of one that waits for work: a sample in an engine's queue, a model that is fetched, a large upload."""
 
 QUIET_SECONDS = 30.0
 """A stream without an event or heartbeat for this long counts as broken."""
@@ -53,21 +72,44 @@ class HttpConnection:
     else :class:`RequestRefused` or the error of :mod:`rookery.errors` for the response's status. No error shows the
     key."""
 
-    def __init__(self, url: str, key: str | None, ca_file: str = "") -> None:
-        """``ca_file`` is as in :func:`~rookery.aio.client_tls`."""
+    def __init__(
+        self, url: str, key: str | None, ca_file: str = "", *, key_from: str = "", seconds: float | None = None
+    ) -> None:
+        """``ca_file`` is as in :func:`~rookery.network.client_tls`. ``key_from`` says where the key was found, for the
+        error of a wrong one. ``seconds`` is the time limit of every request in place of that of its purpose."""
+        split_address(url, "the service's address (ROOKERY_URL)")
         self.url = url.rstrip("/")
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        transport = httpx.HTTPTransport(retries=2, verify=client_tls(url, ca_file) or True)
+        self._key, self._ca_file, self._key_from, self._seconds = key, ca_file, key_from, seconds
+        self._opened: dict[int, httpx.Client] = {}
+        self._client()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": {}}
+
+    def __repr__(self) -> str:
+        return f"HttpConnection({self.url!r})"
+
+    def _client(self) -> httpx.Client:
+        """This process's connections. Those of a process from which it was forked stay open there."""
+        if (opened := self._opened.get(os.getpid())) is not None:
+            return opened
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        way = httpx.HTTPTransport(
+            retries=CONNECT_RETRIES, verify=client_tls(self.url, self._ca_file) or True, proxy=proxy_of(self.url)
+        )
         try:
-            self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT, transport=transport, headers=headers)
+            made = httpx.Client(base_url=self.url, transport=way, headers=headers, trust_env=False)
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise errors.UserError(
-                f"{url} with this key cannot be used ({error}); check ROOKERY_URL, ROOKERY_KEY"
+                f"{self.url} with this key cannot be used ({error}); check ROOKERY_URL, ROOKERY_KEY"
             ) from None
+        return self._opened.setdefault(os.getpid(), made)
 
-    def call(self, method: str, path: str, **request: Any) -> Any:
-        """The response's JSON, with its objects as records; None for a response without content."""
-        response = self._send(method, path, **request)
+    def call(self, method: str, path: str, *, seconds: float | None = None, **request: Any) -> Any:
+        """The response's JSON, with its objects as records; None for a response without content. ``seconds`` is the
+        longest silence, by default that of reading or changing something."""
+        limit = self._seconds or seconds or (READ_SECONDS if method == "GET" else CHANGE_SECONDS)
+        response = self._send(method, path, limit, **request)
         try:
             return record(response.json()) if response.status_code != 204 else None
         except ValueError:
@@ -76,10 +118,10 @@ class HttpConnection:
     def download(self, path: str, file: IO[bytes]) -> None:
         """Write the response's content to ``file`` as it arrives."""
         try:
-            with self._http.stream("GET", path) as response:
+            with self._client().stream("GET", path, timeout=_timeout(CHANGE_SECONDS)) as response:
                 if response.status_code >= 400:
                     response.read()
-                    _raise_error(response)
+                    self._raise_error(response)
                 for chunk in response.iter_bytes():
                     file.write(chunk)
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -88,12 +130,11 @@ class HttpConnection:
     def stream(self, path: str, method: str = "GET", **request: Any) -> Iterator[tuple[str, Record]]:
         """Server-sent events as (kind, data); comments are ``("heartbeat", {})``. Data that is not JSON counts as a
         broken connection."""
-        timeout = httpx.Timeout(5.0, read=QUIET_SECONDS)
         try:
-            with self._http.stream(method, path, timeout=timeout, **request) as response:
+            with self._client().stream(method, path, timeout=_timeout(QUIET_SECONDS), **request) as response:
                 if response.status_code >= 400:
                     response.read()
-                    _raise_error(response)
+                    self._raise_error(response)
                 kind = ""
                 for line in chain.from_iterable(map(LineSplitter().feed, response.iter_bytes())):
                     if line.startswith(b"event: "):
@@ -105,18 +146,20 @@ class HttpConnection:
                     elif line.startswith(b":"):
                         yield "heartbeat", Record()
         except httpx.TransportError as error:
-            raise self._broken(error) from None
+            raise self._broken(error, QUIET_SECONDS) from None
 
     def close(self) -> None:
-        self._http.close()
+        """Close this process's connections; a later request opens new ones."""
+        if (opened := self._opened.pop(os.getpid(), None)) is not None:
+            opened.close()
 
-    def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
+    def _send(self, method: str, path: str, seconds: float, **request: Any) -> httpx.Response:
         try:
-            response = self._http.request(method, path, **request)
+            response = self._client().request(method, path, timeout=_timeout(seconds), **request)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise self._broken(error) from None
+            raise self._broken(error, seconds) from None
         if response.status_code >= 400:
-            _raise_error(response)
+            self._raise_error(response)
         return response
 
     def _data(self, line: bytes) -> Record:
@@ -126,7 +169,16 @@ class HttpConnection:
             raise self._broken(error) from None
         return data
 
-    def _broken(self, error: Exception) -> errors.RookeryError:
+    def _raise_error(self, response: httpx.Response) -> NoReturn:
+        """Raises the error for a response's status. That of a wrong key names where the key is from."""
+        try:
+            _raise_error(response)
+        except errors.Unauthorized as error:
+            raise errors.Unauthorized(
+                f"{error} (the key is from {self._key_from})" if self._key_from else str(error)
+            ) from None
+
+    def _broken(self, error: Exception, seconds: float = CHANGE_SECONDS) -> errors.RookeryError:
         if isinstance(error, httpx.LocalProtocolError):  # its text contains the header, which may be the key
             return errors.UserError(
                 f"a request to {self.url} cannot be sent: a key may have no line breaks or control characters;"
@@ -134,6 +186,14 @@ class HttpConnection:
             )
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return errors.UserError(f"the certificate of {self.url} is not trusted here; set ROOKERY_CA_FILE")
+        if isinstance(error, httpx.ProxyError):
+            proxy = urlsplit(proxy_of(self.url) or "").hostname
+            return ConnectionBroken(
+                f"the proxy {proxy} does not let this reach {self.url} ({error}); add its host to no_proxy, or correct"
+                " http_proxy or https_proxy"
+            )
+        if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
+            return ConnectionBroken(f"the service at {self.url} did not answer within {seconds:g} s; try again later")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return ConnectionBroken(
                 f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"
@@ -154,7 +214,12 @@ _ERRORS = {
 }
 
 
-def _raise_error(response: httpx.Response) -> None:
+def _timeout(seconds: float) -> httpx.Timeout:
+    """Of a request whose response may be silent for ``seconds``."""
+    return httpx.Timeout(max(seconds, CHANGE_SECONDS), connect=min(CONNECT_SECONDS, seconds), read=seconds)
+
+
+def _raise_error(response: httpx.Response) -> NoReturn:
     """Raises the error for a response's status."""
     try:
         body = response.json()

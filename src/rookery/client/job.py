@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rookery.client.connection import ConnectionBroken, HttpConnection, Record
+from rookery.client.connection import WORK_SECONDS, ConnectionBroken, HttpConnection, Record
 from rookery.errors import RookeryError, StorageFull
 
 log = logging.getLogger("rookery.client")
@@ -22,6 +22,10 @@ RETRY_SECONDS = 1.0
 """Pause between attempts to resume a broken stream."""
 
 
+def _nothing() -> None:
+    """A job whose end concerns nobody here."""
+
+
 class JobTimeout(RookeryError, TimeoutError):
     """The job did not end within the timeout of ``wait``. It continues."""
 
@@ -31,13 +35,16 @@ class Job:
     client learns that the job has ended."""
 
     def __init__(
-        self, connection: HttpConnection, id: str, name: str, on_end: Callable[[], None] = lambda: None
+        self, connection: HttpConnection, id: str, name: str, on_end: Callable[[], None] | None = None
     ) -> None:
         self.id = id
         self.name = name
         self._connection = connection
         self._path = f"/api/v1/jobs/{id}"
-        self._on_end = on_end
+        self._on_end = on_end or _nothing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_on_end": _nothing}  # what hosts its environment stays in its process
 
     def __repr__(self) -> str:
         return f"Job({self.name!r}, {self.id!r})"
@@ -168,7 +175,7 @@ class AdapterFolder:
 def sample(connection: HttpConnection, target: str, messages: list[dict[str, str]] | str, **sampling: object) -> Record:
     """One completion. A text is one user message."""
     request = {"target": target, "messages": _messages(messages), **sampling}
-    return connection.call("POST", "/api/v1/sample", json=request)
+    return connection.call("POST", "/api/v1/sample", json=request, seconds=WORK_SECONDS)
 
 
 def stream(

@@ -12,7 +12,7 @@ from ctypes.util import find_library
 from typing import Protocol
 
 from rookery.cluster.supervisor import Child
-from rookery.settings import TOKEN_VARIABLE, Settings
+from rookery.settings import MAY_BE_EMPTY, TOKEN_VARIABLE, Settings
 
 PRELOAD = "LD_PRELOAD"
 
@@ -63,11 +63,15 @@ def environment_host(settings: Settings, url: str, token: str) -> Child:
 
 def child_environment(settings: Settings, token: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The child's environment: the settings of this process, except those that it must not have."""
-    private = {f"ROOKERY_{name.upper()}" for name in _PRIVATE}
-    given = {f"ROOKERY_{name.upper()}": str(value) for name, value in settings.flat().items()}
-    return {name: value for name, value in {**inherited, **given}.items() if name not in private} | {
-        TOKEN_VARIABLE: token
+    values = settings.flat()
+    names = {f"ROOKERY_{name.upper()}" for name in values}
+    others = {name: value for name, value in inherited.items() if name not in names}
+    given = {
+        f"ROOKERY_{name.upper()}": str(value)
+        for name, value in values.items()
+        if name not in _PRIVATE and (value != "" or name in MAY_BE_EMPTY)
     }
+    return others | given | {TOKEN_VARIABLE: token}
 
 
 def file_name(model: str) -> str:

@@ -30,10 +30,11 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 from weakref import WeakSet
 
-from rookery.aio import die_with_parent, interpreter, is_loopback, wait_event
+from rookery.aio import die_with_parent, interpreter, wait_event
 from rookery.cluster.base import child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
 from rookery.errors import EXIT_REFUSED, UserError, installs
+from rookery.network import is_loopback
 from rookery.settings import Settings, token_of
 
 LOST = 1

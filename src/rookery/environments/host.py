@@ -68,7 +68,7 @@ class Host:
     ) -> None:
         """``url`` is the service's (http or https), ``token`` a key of the tenant, or of a worker for the service's own
         host; ``instance`` names this process: one that reconnects under the same name still has its episodes.
-        ``ca_file`` is as in :func:`~rookery.aio.client_tls`."""
+        ``ca_file`` is as in :func:`~rookery.network.client_tls`."""
         self._url, self._token, self._ca_file = url, token, ca_file
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"

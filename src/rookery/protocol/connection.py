@@ -19,15 +19,15 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from itertools import cycle
 from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 import msgspec
 import websockets
 from msgspec.msgpack import Decoder
 from websockets.asyncio.client import ClientConnection, connect
 
-from rookery.aio import Clock, cancel_all, client_tls, first_of, is_loopback
-from rookery.errors import UserError
+from rookery.aio import Clock, cancel_all, first_of
+from rookery.network import client_tls, proxy_of, split_address
 from rookery.protocol import MAX_FRAME, BadFrame, decode, encode
 from rookery.protocol.common import PROTOCOL, HelloRejected, Message
 from rookery.protocol.envhost import HostWelcome
@@ -272,12 +272,12 @@ async def stay_connected(
     ``converse(channel)`` until the connection ends, and dial again, until cancelled. ``base`` may be several addresses,
     comma-separated, of a service and its standbys: each attempt takes the next one. Raises
     :class:`RegistrationRefused` where the service refuses the key or the process. ``ca_file`` is as in
-    :func:`~rookery.aio.client_tls`. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
-    targets = [(each, socket_url(each, path), client_tls(each, ca_file)) for each in base.split(",")]
+    :func:`~rookery.network.client_tls`. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
+    targets = [(each, socket_url(each, path), client_tls(each, ca_file), proxy_of(each)) for each in base.split(",")]
     headers = {"Authorization": f"Bearer {token}"}
     shortest, longest = BACKOFF_SECONDS
     pause = shortest
-    for address, target, tls in cycle(targets):
+    for address, target, tls, proxy in cycle(targets):
         welcomed = None
         try:
             async with connect(
@@ -287,7 +287,7 @@ async def stay_connected(
                 max_size=MAX_FRAME,
                 compression=None,
                 open_timeout=OPEN_SECONDS,
-                proxy=None if is_loopback(address) else True,
+                proxy=proxy,
                 ping_interval=ping_seconds,
                 ping_timeout=ping_timeout,
             ) as socket:
@@ -311,10 +311,8 @@ async def stay_connected(
 def socket_url(base: str, path: str) -> str:
     """The WebSocket address of ``path`` at a service's ``base`` (http, https, ws or wss). Raises
     :class:`~rookery.errors.UserError` for any other address."""
-    parts = urlsplit(base)
+    parts = split_address(base, "the service's address")
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-    if parts.scheme not in schemes or not parts.netloc:
-        raise UserError(f"{base!r} is not a service's address; give one like http://127.0.0.1:7077")
     return urlunsplit((schemes[parts.scheme], parts.netloc, parts.path.rstrip("/") + path, "", ""))
 
 

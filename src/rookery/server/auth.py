@@ -8,6 +8,7 @@ run a plain function in a thread for every request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,10 @@ class Keys:
                 self._known[key] = row
         return row if row is not None and (row.expires is None or now < row.expires) else None
 
+    async def stored(self, key: str) -> KeyRow | None:
+        """The row of a key that may be valid no more."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.find_key, key)
+
     def forget(self, key: str) -> None:
         """The key was revoked."""
         self._known.pop(key, None)
@@ -151,8 +156,7 @@ async def service_context(connection: HTTPConnection) -> ServiceContext:
 
 async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = API) -> Caller:
     """The owner of the API key that a request or a WebSocket brings, looked up once. Raises :class:`Unauthorized` for a
-    missing and for a wrong key, with the same message, :class:`Forbidden` for a key of another role,
-    :class:`TooManyRequests`."""
+    missing and for a wrong key, :class:`Forbidden` for a key of another role, :class:`TooManyRequests`."""
     caller: Caller | None = getattr(connection.state, "caller", None)
     if caller is None and (key := _key_hash(connection)):
         service = await service_context(connection)
@@ -165,20 +169,31 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
         row = await service.keys.find(key)
         service.failed_keys.record(address, key, valid=row is not None)
         service.refusals["keys_failed"] += row is None
-        if row is not None:
-            caller = connection.state.caller = Caller(row.tenant, row.role, key)
-            TENANT.set(row.tenant)
-            if row.role in API:
-                quotas = service.context.quotas
-                quotas.count_request(row.tenant)
-                connection.state.account = await quotas.service_time.begin(row.tenant)
+        if row is None:
+            raise Unauthorized(refusal_of(await service.keys.stored(key)))
+        caller = connection.state.caller = Caller(row.tenant, row.role, key)
+        TENANT.set(row.tenant)
+        if row.role in API:
+            quotas = service.context.quotas
+            quotas.count_request(row.tenant)
+            connection.state.account = await quotas.service_time.begin(row.tenant)
     if caller is None:
-        raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
+        raise Unauthorized("no API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     if caller.role not in roles:
         if roles == ("admin",):
             raise Forbidden("this needs the administrator's key (admin.key in the service's data folder)")
         raise Forbidden(f"this is a key of the role {caller.role}; this needs one of the role {' or '.join(roles)}")
     return caller
+
+
+def refusal_of(row: KeyRow | None) -> str:
+    """Why a key is not valid. Only who has the text of a key learns that it was valid once: any other is unknown."""
+    if row is None:
+        return "the API key is unknown: it is mistyped, or that of another service"
+    when, what = (row.revoked, "was revoked") if row.revoked is not None else (row.expires or 0.0, "expired")
+    day = time.strftime("%Y-%m-%d %H:%M", time.gmtime(when))
+    label = f" {row.label!r}" if row.label else ""
+    return f"the API key{label} {what} on {day} UTC; ask the administrator for a new one (rookery tenants key)"
 
 
 def _key_hash(connection: HTTPConnection) -> str:

@@ -191,6 +191,7 @@ class Transactions:
     add_key = _write(tenants.add_key)
     keys = _read(tenants.keys)
     revoke_key = _write(tenants.revoke_key)
+    find_key = _read(tenants.find_key)
     valid_key = _read(tenants.valid_key)
     add_upload = _write(tenants.add_upload)
     get_upload = _read(tenants.get_upload)

@@ -60,7 +60,12 @@ async def rename_tenant(service: Service, owner: Administrator, tenant: str, req
 async def delete_tenant(service: Service, owner: Administrator, tenant: str, force: bool = False) -> None:
     """Delete a tenant: its keys, jobs, versions, uploads and checkpoints. What it cost stays in the costs. With
     ``force`` also one whose jobs have not ended: they are cancelled."""
-    await service.controller.delete_tenant(tenant, force)
+    keys = await service.context.store.keys(tenant)
+    try:
+        await service.controller.delete_tenant(tenant, force)
+    finally:
+        for key in keys:
+            service.keys.forget(key.hash)
 
 
 @routes.put("/tenants/{tenant}/limits")

@@ -165,6 +165,11 @@ def revoke_key(connection: Connection, tenant: str, key_hash: str, time: float) 
         raise NotFound("no such key")
 
 
+def find_key(connection: Connection, key_hash: str) -> KeyRow | None:
+    """A key, valid or not; None for an unknown one."""
+    return find(connection, KeyRow, hash=key_hash)
+
+
 def valid_key(connection: Connection, key_hash: str, now: float) -> KeyRow | None:
     """None for an unknown, revoked or expired key."""
     row = find(connection, KeyRow, hash=key_hash)

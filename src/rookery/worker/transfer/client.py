@@ -28,8 +28,8 @@ from weakref import WeakValueDictionary
 import httpx
 
 from rookery import protocol
-from rookery.aio import client_tls, is_loopback
 from rookery.errors import NO_ROOM
+from rookery.network import client_tls, proxy_of
 from rookery.worker.transfer.cache import (
     MANIFEST,
     AdapterCache,
@@ -89,12 +89,13 @@ class TransferClient:
         """``base`` is the service's HTTP address, or several, comma-separated, until :meth:`use`; ``root`` is the
         cache's folder. ``renew_ticket(hash)`` requests a new ticket and may raise :class:`TransferFailed`. The service
         may send nothing for ``timeout_seconds``, a peer for ``peer_seconds``. ``ca_file`` is as in
-        :func:`~rookery.aio.client_tls`."""
+        :func:`~rookery.network.client_tls`."""
         bases = base.split(",")
-        tls = client_tls(bases[0], ca_file) or True
-        self._http = httpx.AsyncClient(
-            base_url=bases[0], timeout=timeout_seconds, trust_env=not all(map(is_loopback, bases)), verify=tls
-        )
+        ways = {
+            each: httpx.AsyncHTTPTransport(verify=client_tls(each, ca_file) or True, proxy=proxy_of(each))
+            for each in bases
+        }
+        self._http = httpx.AsyncClient(base_url=bases[0], timeout=timeout_seconds, trust_env=False, mounts=ways)
         self._peers = PeerClient(peer_seconds)
         self._events = events
         self._cache = AdapterCache(root, capacity_bytes)

@@ -1,0 +1,154 @@
+"""How every process reaches a service: its address, the proxy before it, its certificate. One rule for clients,
+environment hosts, workers and their transfers.
+
+* The variables ``http_proxy``, ``https_proxy``, ``all_proxy`` and ``no_proxy``, also in capitals, choose the proxy.
+  Addresses of this machine are reached without one. ``no_proxy`` has names (each with its sub-domains), addresses and
+  networks such as ``10.0.0.0/8`` or ``::1/128``, separated by commas, each with an optional port; ``*`` is everything.
+* A proxy speaks HTTP. A mistake in an address or a variable is one line, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from urllib.parse import SplitResult, urlsplit
+
+from rookery.errors import UserError, short
+
+DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
+"""By scheme of a service's address."""
+
+PROXY_VARIABLES = {
+    "http": ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"),
+    "https": ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"),
+}
+"""Where the proxy of a service with http (or ws) and https (or wss) is looked up, the first that is set."""
+
+NO_PROXY_VARIABLES = ("no_proxy", "NO_PROXY")
+
+_BRACKETED = re.compile(r"\[([^\[\]]+)\](/[0-9]+)?(?::([0-9]+))?")
+"""An entry of ``no_proxy`` that is an address or a network of IPv6 in brackets, with or without a port."""
+
+
+def split_address(address: str, name: str) -> SplitResult:
+    """The parts of a service's address, which ``name`` gave. Raises :class:`UserError`."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(address)
+        if parts.scheme in DEFAULT_PORTS and parts.hostname and parts.port != 0 and not {*address} & {*" \t\n\r\\"}:
+            return parts
+    hint = f", such as http://{address}" if "://" not in address and _is_host(address) else ""
+    raise UserError(f"{name}: given {short(repr(address))}, allowed: an address with http:// or https://{hint}")
+
+
+def _is_host(text: str) -> bool:
+    """Whether ``http://text`` is an address."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(f"http://{text}")
+        return bool(parts.hostname) and parts.port != 0 and text.isascii() and text.isprintable() and " " not in text
+    return False
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the URL names this machine: no proxy is used for it."""
+    host = urlsplit(address).hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost" or host.endswith(".localhost")
+
+
+def proxy_of(address: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The HTTP proxy through which the service at ``address`` is reached; None for none. Raises :class:`UserError` for
+    a proxy that cannot be used."""
+    parts = urlsplit(address)
+    if is_loopback(address) or _is_excepted(parts, _first(environment, NO_PROXY_VARIABLES)[1]):
+        return None
+    variable, value = _first(environment, PROXY_VARIABLES["https" if parts.scheme in ("https", "wss") else "http"])
+    if not value:
+        return None
+    proxy = value if "://" in value else f"http://{value}"
+    with contextlib.suppress(ValueError):
+        found = urlsplit(proxy)
+        if found.scheme in ("http", "https") and found.hostname and found.port != 0 and found.path in ("", "/"):
+            return proxy
+    without = f"or add {parts.hostname} to no_proxy"
+    raise UserError(
+        f"{variable}: given {short(_without_password(value))!r}, allowed: an HTTP proxy such as http://proxy:3128; set"
+        f" one, {without}"
+    )
+
+
+def _without_password(proxy: str) -> str:
+    """A proxy's address without the user and password in it."""
+    scheme, mark, rest = proxy.rpartition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
+
+
+def _first(environment: Mapping[str, str], variables: tuple[str, ...]) -> tuple[str, str]:
+    """The first variable that is set to something, and its value; the last one and nothing if none is."""
+    for variable in variables:
+        if value := environment.get(variable, "").strip():
+            return variable, value
+    return variables[-1], ""
+
+
+def _is_excepted(parts: SplitResult, no_proxy: str) -> bool:
+    """Whether ``no_proxy`` names the host of an address."""
+    host = (parts.hostname or "").rstrip(".").lower()
+    port = parts.port or DEFAULT_PORTS.get(parts.scheme)
+    return any(_names(entry.strip().lower(), host, port) for entry in no_proxy.split(","))
+
+
+def _names(entry: str, host: str, port: int | None) -> bool:
+    """Whether one entry of ``no_proxy`` names ``host``. An entry that cannot be read names nothing."""
+    if entry == "*":
+        return True
+    address = _ip(host)
+    if (bracketed := _BRACKETED.fullmatch(entry)) is not None:
+        inner, size, wanted = bracketed.groups()
+        return wanted in (None, str(port)) and _names(f"{inner}{size or ''}", host, port)
+    with contextlib.suppress(ValueError):  # an address or a network, also of IPv6 without brackets
+        network = ipaddress.ip_network(entry, strict=False)
+        return address is not None and address.version == network.version and address in network
+    name, colon, wanted = entry.rpartition(":")
+    if colon:
+        if wanted.isdecimal():
+            return int(wanted) == port and _names(name, host, port)
+        return False
+    name = entry.removeprefix("*").strip(".")
+    return bool(name) and address is None and (host == name or host.endswith(f".{name}"))
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that ``host`` is, None for a name. IPv4 in IPv6 is that of IPv4."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def client_tls(address: str, ca_file: str, environment: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
+    """How a client checks the certificate of the service at ``address``. The certificates in ``ca_file`` are trusted
+    in place of the system's, also a service's own; on this machine it may be made out to any name. Else those of
+    ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` are, where they are set. None is the client library's default, and no TLS at
+    all for an address without it. Raises :class:`UserError`."""
+    if urlsplit(address).scheme not in ("https", "wss"):
+        return None
+    file, folder = environment.get("SSL_CERT_FILE") or None, environment.get("SSL_CERT_DIR") or None
+    if not ca_file and not file and not folder:
+        return None
+    try:
+        if not ca_file:
+            return ssl.create_default_context(cafile=file, capath=folder)
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        name = f"setting ROOKERY_CA_FILE: {ca_file}" if ca_file else f"SSL_CERT_FILE, SSL_CERT_DIR: {file or folder}"
+        raise UserError(f"{name} cannot be used ({error.strerror or error})") from None
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = not is_loopback(address)
+    return context

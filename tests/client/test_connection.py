@@ -1,0 +1,255 @@
+"""The client's connection: processes, pickles, proxies, silence, and where a wrong key is from."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from os import _exit as leave
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.support.faces import MODEL, ScriptedWorker, job, served
+
+from rookery.cli import main
+from rookery.client import Client, Job
+from rookery.client import connection as limits
+from rookery.errors import Unauthorized, Unavailable, UserError
+from rookery.server.launcher import EmbeddedService
+from rookery.settings import MAY_BE_EMPTY, SECTION_OF, Settings
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
+    with served(tmp_path_factory.mktemp("connection")) as running, ScriptedWorker.of(running):
+        yield running
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Returns the path, slowly enough that the responses of several processes overlap."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        time.sleep(0.002)
+        body = json.dumps({"path": self.path}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *about: object) -> None:
+        pass
+
+
+def misread(connection: limits.HttpConnection, number: int) -> int:
+    """How many of the responses to this process are another one's."""
+    return sum(connection.call("GET", path).path != path for path in (f"/{number}/{i}" for i in range(40)))
+
+
+def test_forked_processes_never_read_each_others_responses() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        connection = limits.HttpConnection(f"http://127.0.0.1:{server.server_port}", "tml-x")
+        assert connection.call("GET", "/before").path == "/before"
+        children = []
+        for number in range(1, 5):
+            if not (child := os.fork()):
+                code = 99
+                try:
+                    code = misread(connection, number)
+                    connection.close()
+                finally:
+                    leave(code)
+            children.append(child)
+        assert misread(connection, 0) == 0
+        assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+        assert connection.call("GET", "/after").path == "/after"
+        connection.close()
+        server.shutdown()
+
+
+def test_clients_and_jobs_are_pickled_and_copied_as_their_address(service: EmbeddedService, tmp_path: Path) -> None:
+    with Client(service.url, service.key) as client:
+        submitted = client.submit(job(name="pickled", environment={"hosted": "nobody"}))
+        for clone in (lambda one: pickle.loads(pickle.dumps(one)), copy.copy, copy.deepcopy):
+            other, again, view = clone(client), clone(submitted), clone(submitted.show())
+            assert isinstance(other, Client) and isinstance(again, Job)
+            assert other.url == client.url and other.job("pickled").id == again.id == again.show().id == view.id
+            assert clone(submitted.adapter()) is not None
+            other.close()
+        assert client.job("pickled").show().id == submitted.id, "the copy's end is not the client's"
+        (tmp_path / "job").write_bytes(pickle.dumps(submitted))
+        code = f"import pickle; print(pickle.load(open({str(tmp_path / 'job')!r}, 'rb')).show().id)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.stdout.strip() == submitted.id, done.stderr
+        submitted.cancel()
+
+
+# --- keys and settings ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+def test_an_empty_key_or_address_is_a_mistake_wherever_it_is_given(
+    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], blank: str
+) -> None:
+    data = service.settings.data
+    for given in ({"url": service.url, "key": blank}, {"url": blank, "key": service.key}):
+        with pytest.raises(UserError, match=r"(key|url): it is empty"):
+            Client(**given)
+    monkeypatch.setenv("ROOKERY_DATA", str(data))
+    monkeypatch.setenv("ROOKERY_URL", service.url)
+    for name in ("ROOKERY_KEY", "ROOKERY_URL", "ROOKERY_DATA"):
+        with monkeypatch.context() as here:
+            here.setenv(name, blank)
+            with pytest.raises(SystemExit) as ended:
+                main(["jobs", "list"])
+            assert ended.value.code == 2
+            assert f"setting {name}: it is empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["jobs", "list", "--key", blank])
+    assert ended.value.code == 2 and "ROOKERY_KEY" in capsys.readouterr().err
+
+
+def test_no_text_setting_may_be_empty_unless_that_is_a_choice() -> None:
+    texts = [name for name, value in Settings().flat().items() if isinstance(value, str | Path)]
+    assert {"key", "url", "data", "host", "tls_cert"} <= {*texts}
+    for name in texts:
+        if name in MAY_BE_EMPTY:
+            assert Settings.load({f"ROOKERY_{name.upper()}": ""}).flat()[name] == ""
+        else:
+            with pytest.raises(UserError, match=f"setting ROOKERY_{name.upper()}: it is empty"):
+                Settings.load({f"ROOKERY_{name.upper()}": ""})
+    assert {*MAY_BE_EMPTY} <= {*SECTION_OF}
+
+
+def test_a_wrong_key_says_which_and_where_it_is_from(
+    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Client(service.url, service.key) as admin:
+        admin.add_tenant("grace")
+        revoked, expired = admin.add_key("grace", "old").key, admin.add_key("grace", lifetime_seconds=0.01).key
+        (row,) = [row for row in admin.keys("grace") if row.label == "old"]
+        admin.revoke_key("grace", row.id)
+    time.sleep(0.05)
+    wrong = {revoked: "the API key 'old' was revoked", expired: "the API key expired on", "tml-x": "is unknown"}
+    for key, said in wrong.items():
+        with Client(service.url, key) as client, pytest.raises(Unauthorized, match=f"{said}.*the argument key"):
+            client.views()
+        monkeypatch.setenv("ROOKERY_KEY", key)
+        with Client(service.url) as client, pytest.raises(Unauthorized, match=f"{said}.*ROOKERY_KEY") as caught:
+            list(client.stream(MODEL, "hello"))
+        assert key not in str(caught.value)
+    monkeypatch.delenv("ROOKERY_KEY")
+    (tmp_path / "admin.key").write_text("tml-of-another-service\n")
+    other = Client(settings=Settings.load({}, url=service.url, data=tmp_path))
+    with other as client, pytest.raises(Unauthorized, match=r"admin\.key"):
+        client.views()
+
+
+# --- silence ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_silent_service_holds_a_list_for_the_time_limit_of_a_list(
+    silent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert limits.READ_SECONDS <= 10 and 3 * limits.CONNECT_SECONDS < limits.READ_SECONDS
+    monkeypatch.setattr(limits, "READ_SECONDS", 0.3)
+    with Client(silent, "tml-x") as client:
+        begun = time.monotonic()
+        for read in (client.views, client.models, client.health, lambda: client.job("x")):
+            with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
+                read()
+        assert time.monotonic() - begun < 10
+    for patient in (Client(silent, "tml-x", seconds=0.2),):
+        with pytest.raises(Unavailable, match=r"within 0\.2 s"):
+            patient.sample(MODEL, "hello")
+    monkeypatch.setattr("rookery.cli.doctor.SERVICE_SECONDS", 0.2)
+    monkeypatch.setenv("ROOKERY_URL", silent)
+    monkeypatch.setenv("ROOKERY_KEY", "tml-x")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--json"])
+    assert ended.value.code in (0, 1)
+    (found,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == "service"]
+    assert "did not answer within 0.2 s" in found["found"]
+
+
+# --- proxies ----------------------------------------------------------------------------------------------------------
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Forwards plain requests, and counts all of them."""
+
+    seen: list[str]
+
+    def do_GET(self) -> None:
+        self.seen.append(self.path)
+        answer = httpx.get(self.path, headers={"X-API-Key": self.headers["Authorization"].split()[-1]}, trust_env=False)
+        self.send_response(answer.status_code)
+        self.send_header("Content-Length", str(len(answer.content)))
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    def do_CONNECT(self) -> None:
+        self.seen.append(self.path)
+        self.send_error(403)
+
+    def log_message(self, *about: object) -> None:
+        pass
+
+
+def test_the_client_uses_the_proxy_of_its_address_and_none_for_this_machine(
+    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Proxy.seen = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("NO_PROXY", "10.0.0.0/8,::1/128")
+        with Client(service.url, service.key) as client:
+            assert client.views() is not None and Proxy.seen == []
+        named = service.url.replace("127.0.0.1", "0.0.0.0")  # this machine by an address that is not the loopback's
+        with Client(named, service.key) as client:
+            assert client.health() and Proxy.seen == [f"{named}/healthz"]
+        monkeypatch.setenv("NO_PROXY", "0.0.0.0/32,::1/128")
+        with Client(named, service.key) as client:
+            assert client.health() and len(Proxy.seen) == 1
+        server.shutdown()
+
+
+@pytest.mark.parametrize("command", [("jobs", "list"), ("worker", "--connect", "http://far.example:7077")])
+def test_a_proxy_that_cannot_be_used_ends_every_command_with_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    variables = {
+        "ALL_PROXY": "socks5://127.0.0.1:1080",
+        "ROOKERY_URL": "http://far.example:7077",
+        "HOME": str(tmp_path),
+    }
+    keys = {"ROOKERY_KEY": "tml-x", "ROOKERY_TOKEN": "tml-x", "ROOKERY_CACHE": str(tmp_path)}
+    plain = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    code = "from rookery.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        capture_output=True, text=True, timeout=120, env={**plain, **variables, **keys},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "ALL_PROXY: given 'socks5://127.0.0.1:1080'" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 2

@@ -1,0 +1,145 @@
+"""One rule for addresses, proxies and certificates."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.client import Client
+from rookery.errors import UserError
+from rookery.network import client_tls, is_loopback, proxy_of, split_address
+from rookery.protocol.connection import socket_url
+
+PROXY = "http://proxy:3128"
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "through"),
+    [
+        ("", True),
+        ("*", False),
+        ("127.0.0.1,localhost,::1/128,10.0.0.0/8", True),
+        ("::1/128, host.example.org", False),
+        ("example.org", False),
+        (".example.org", False),
+        ("*.example.org", False),
+        ("EXAMPLE.org", False),
+        ("ample.org", True),
+        ("other.example.org", True),
+        ("host.example.org:7077", False),
+        ("host.example.org:80", True),
+        ("host.example.org:http", True),
+        ("nonsense/99, [, :::, 300.1.1.1/8, host.example.org.evil", True),
+    ],
+)
+def test_no_proxy_names_hosts(no_proxy: str, through: bool) -> None:
+    for variable in ("no_proxy", "NO_PROXY"):
+        for scheme in ("http", "ws"):
+            found = proxy_of(f"{scheme}://host.example.org:7077", {"http_proxy": PROXY, variable: no_proxy})
+            assert found == (PROXY if through else None)
+
+
+@pytest.mark.parametrize(
+    ("address", "no_proxy", "through"),
+    [
+        ("http://10.1.2.3:7077", "10.0.0.0/8", False),
+        ("http://10.1.2.3:7077", "10.1.2.3", False),
+        ("http://10.1.2.3:7077", "10.1.2.3:7077", False),
+        ("http://10.1.2.3:7077", "10.1.2.3:70", True),
+        ("http://11.1.2.3:7077", "10.0.0.0/8", True),
+        ("http://[fd00::1]:7077", "fd00::/8", False),
+        ("http://[fd00::1]:7077", "[fd00::1]", False),
+        ("http://[fd00::1]:7077", "[fd00::1]:7077", False),
+        ("http://[fd00::1]:7077", "::1/128", True),
+        ("http://[::ffff:10.1.2.3]:7077", "10.0.0.0/8", False),
+        ("http://127.0.0.1:7077", "", False),
+        ("http://[::1]:7077", "", False),
+        ("http://localhost:7077", "", False),
+        ("http://a.localhost:7077", "", False),
+        ("http://1.example", "1", True),
+    ],
+)
+def test_no_proxy_names_addresses_and_networks(address: str, no_proxy: str, through: bool) -> None:
+    assert proxy_of(address, {"HTTP_PROXY": PROXY, "NO_PROXY": no_proxy}) == (PROXY if through else None)
+
+
+@given(
+    address=st.ip_addresses(),
+    network=st.ip_addresses().flatmap(
+        lambda ip: st.integers(0, ip.max_prefixlen).map(lambda bits: ipaddress.ip_network(f"{ip}/{bits}", strict=False))
+    ),
+)
+def test_a_network_names_exactly_its_addresses(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address, network: ipaddress.IPv4Network | ipaddress.IPv6Network
+) -> None:
+    host = f"[{address}]" if address.version == 6 else str(address)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    inside = any(one is not None and one.version == network.version and one in network for one in (mapped or address,))
+    found = proxy_of(f"http://{host}:1", {"http_proxy": PROXY, "no_proxy": f"x.y,{network}"})
+    assert (found is None) == (inside or address.is_loopback)
+
+
+@given(no_proxy=st.text(max_size=40), host=st.from_regex(r"[a-z]{1,8}(\.[a-z]{1,8}){0,2}", fullmatch=True))
+def test_any_text_in_no_proxy_is_read_without_an_exception(no_proxy: str, host: str) -> None:
+    assert proxy_of(f"http://{host}:1", {"http_proxy": PROXY, "no_proxy": no_proxy}) in (PROXY, None)
+
+
+def test_the_scheme_chooses_the_variable() -> None:
+    variables = {"http_proxy": "http://a:1", "https_proxy": "b:2", "all_proxy": "http://c:3"}
+    assert proxy_of("http://h", variables) == proxy_of("ws://h", variables) == "http://a:1"
+    assert proxy_of("https://h", variables) == proxy_of("wss://h", variables) == "http://b:2"
+    for variable in ("all_proxy", "ALL_PROXY"):
+        assert proxy_of("https://h", {variable: "http://c:3", "https_proxy": " "}) == "http://c:3"
+    assert proxy_of("https://h", {"http_proxy": "http://a:1"}) is None
+    assert proxy_of("http://h", {}) is None
+
+
+@pytest.mark.parametrize("wrong", ["socks5://proxy:1080", "socks5h://user:secret@p", "ftp://p", "http://", "http://p:x",
+                                   "http://p/path", "://", "http://p:99999"])  # fmt: skip
+def test_a_proxy_that_cannot_be_used_is_one_line(wrong: str) -> None:
+    for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        with pytest.raises(UserError, match=rf"{variable}: given .*or add h to no_proxy") as caught:
+            proxy_of("http://h:7077", {variable: wrong})
+        assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+        assert proxy_of("http://h:7077", {variable: wrong, "no_proxy": "h"}) is None
+        assert proxy_of("http://127.0.0.1:7077", {variable: wrong}) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("localhost:7077", "such as http://localhost:7077"),
+        ("10.0.0.1", "such as http://10.0.0.1"),
+        ("ftp://h", ""), ("http://", ""), ("http:///x", ""), ("//h", ""), ("http://h:x", ""), ("http://h:0", ""),
+        ("http://h:99999", ""), ("http://a b", ""), ("http://[::1", ""), ("nonsense here", ""), ("http://h\n", ""),
+    ],
+)  # fmt: skip
+def test_an_address_without_a_scheme_or_host_is_one_line(wrong: str, hint: str) -> None:
+    with pytest.raises(UserError, match=r"x: given .*, allowed: an address with http:// or https://") as caught:
+        split_address(wrong, "x")
+    assert str(caught.value).endswith(hint) and "\n" not in str(caught.value)
+    with pytest.raises(UserError):
+        socket_url(wrong, "/wire/host")
+    with pytest.raises(UserError):
+        Client(wrong, "tml-x")
+
+
+def test_certificates_of_the_settings_win_over_those_of_the_system(tmp_path: Path) -> None:
+    assert client_tls("http://h", "nowhere", {}) is None and client_tls("https://h", "", {}) is None
+    for ca_file, variables, name in (
+        (str(tmp_path / "no.pem"), {}, "ROOKERY_CA_FILE"),
+        ("", {"SSL_CERT_FILE": str(tmp_path / "no.pem")}, "SSL_CERT_FILE"),
+    ):
+        with pytest.raises(UserError, match=f"{name}.* cannot be used"):
+            client_tls("wss://h", ca_file, variables)
+
+
+def test_this_machine_has_several_names() -> None:
+    for here in ("http://localhost", "http://127.1.2.3:1", "ws://[::1]:9"):
+        assert is_loopback(here)
+    for there in ("http://10.0.0.1", "http://localhost.example", "http://0.0.0.0", "nonsense"):
+        assert not is_loopback(there)
