@@ -23,7 +23,7 @@ from rookery.environments import datasets
 from rookery.environments.base import Environment, Reply, Split
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
-from rookery.environments.datasets import PromptDataset
+from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.jsonl import UNREAD, count_rows, read_jsonl
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
@@ -331,7 +331,8 @@ class Dataset:
 
     def __getitem__(self, number):
         assert 0 <= number < self.size
-        return {"question": "?", "answer": str(self.seed + number), "metadata": {"shape": (1, {2}), **self.config}}
+        question = f"{(self.seed + number) % self.config.get('different', 10**9)}?"
+        return {"question": question, "answer": str(self.seed + number), "metadata": {"shape": (1, {2}), **self.config}}
 
     def score_answer(self, answer, entry):
         print("not an answer")
@@ -377,6 +378,43 @@ def test_reasoning_gym_holds_out_other_entries(gym: None) -> None:
     assert play(environment, train[2], "2")[0] == 0
     with pytest.raises(UserError, match=r"environment\.task: absent: Dataset 'absent' not registered"):
         find("reasoning-gym")({"task": "absent"})
+
+
+def test_reasoning_gym_trains_on_no_held_out_question(gym: None) -> None:
+    """Of 40 questions of which 7 differ, 4 are held out."""
+    options = {"task": "count", "size": 40, "eval_size": 4, "seed": 2, "config": {"different": 7}}
+    environment = find("reasoning-gym")(options)
+    train, held_out = ([entry["question"] for entry in environment.prompts(split)] for split in ("train", "eval"))
+    assert not set(train) & set(held_out) and len(held_out) == 4 and len(set(train)) == 3
+    left_out = 40 - len(train)
+    assert environment.note("train") == (
+        f"{left_out} of 40 training questions are held-out questions too, and are left out"
+    )
+    assert not environment.note("eval")
+    everything = find("reasoning-gym")({**options, "eval_size": 7})
+    with pytest.raises(UserError, match="every training question is a held-out one too; give a smaller eval_size"):
+        list(everything.prompts("train"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="the extra is not installed")
+@pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "basic_arithmetic", "leg_counting"])
+def test_splits_of_the_library_are_disjoint(task: str) -> None:
+    config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1} if task == "chain_sum" else {}
+    environment = find("reasoning-gym")({"task": task, "config": config})
+    train, held_out = ([entry["question"] for entry in environment.prompts(split)] for split in ("train", "eval"))
+    assert train and len(held_out) == 64 and not set(train) & set(held_out)
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
+    class Both(Environment):
+        def prompts(self, split: Split) -> Iterable[Any]:
+            return [{"n": 1}, {"n": 2}, {"n": 3}] if split == "train" else ({"n": n} for n in (2, 3, 3, 4))
+
+    train, held_out = PromptDataset(Both(), "train"), PromptDataset(Both(), "eval")
+    assert repeated_note(train, held_out).startswith("3 of 4 held-out prompts are training prompts too")
+    assert repeated_note(PromptDataset(Listed(2), "train"), held_out) == ""
+    endless = PromptDataset(Streamed(-1), "train")
+    assert repeated_note(endless, held_out) == ""
 
 
 def test_reasoning_gym_scores_by_the_entry_as_the_library_made_it(gym: None) -> None:

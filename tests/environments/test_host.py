@@ -16,6 +16,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.support import faulty
@@ -319,6 +320,14 @@ async def test_wrong_calls_and_prompts_are_answered_with_an_error() -> None:
         assert "is at turn 0" in (await controller.ask(step("e2", turn=1))).error
         await controller.ask(step("e2"))
         assert "after the episode's end" in (await controller.ask(step("e2", turn=1))).error
+
+
+async def test_the_first_held_out_prompts_come_with_the_number_that_is_trained_on() -> None:
+    async with hosting(env=faulty.Good(4), jsonl=BUILTINS["jsonl"]) as controller:
+        first = await controller.ask(msgspec.structs.replace(prompts(count=2), split="eval"))
+        assert first.note.startswith("4 of 4 held-out prompts are training prompts too")
+        later = await controller.ask(msgspec.structs.replace(prompts(start=2, count=2), split="eval"))
+        assert not later.note and not (await controller.ask(prompts())).note
 
 
 async def test_a_call_sent_again_is_answered_from_memory_and_nothing_happens_twice() -> None:

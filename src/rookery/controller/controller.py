@@ -210,10 +210,10 @@ class Controller:
         """The job with every default filled in, the warnings about it, three of its prompts as the policy would read
         them, and the reward of the best constant reply."""
         spec, _, warnings = await self._validator.check(tenant, data)
-        prompts, constant = await self._validator.preview(tenant, spec)
+        prompts, constant, notes = await self._validator.preview(tenant, spec)
         return {
             "spec": spec.model_dump(mode="json"),
-            "warnings": warnings,
+            "warnings": [*warnings, *notes],
             "prompts": prompts,
             "constant": msgspec.to_builtins(constant),
         }

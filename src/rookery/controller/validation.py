@@ -236,25 +236,29 @@ class JobValidator:
             if value != found[field]
         ]
 
-    async def preview(self, tenant: str, spec: JobSpec) -> tuple[list[dict[str, Any]], protocol.BestConstant | None]:
-        """The first training prompts as the policy would read them, and the fixed reply that earns most on the held-out
-        prompts, without any on the first training prompts. Raises
+    async def preview(
+        self, tenant: str, spec: JobSpec
+    ) -> tuple[list[dict[str, Any]], protocol.BestConstant | None, list[str]]:
+        """The first training prompts as the policy would read them, the fixed reply that earns most on the held-out
+        prompts, without any on the first training prompts, and notes about the splits. Raises
         :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed` for an environment without prompts, also without
         held-out ones for a job that evaluates."""
         context, hosts = self._context, self._context.hosts
         environment = await self.environment(tenant, context.ids.new("preview"), spec)
         evaluation = spec.evaluation
         chat = await context.chat(spec.base_model)
-        prompts = await hosts.prompts(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
+        split = await hosts.split(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
+        notes = [split.note]
         if evaluation.prompts:  # raises if there are none
-            await hosts.prompts(environment, "eval", 0, 1, seed=evaluation.seed, shuffle=False)
+            held_out = await hosts.split(environment, "eval", 0, 1, seed=evaluation.seed, shuffle=False)
+            notes.append(held_out.note)
         constant = await (
             hosts.best_constant(environment, "eval", evaluation.prompts, seed=evaluation.seed, shuffle=False)
             if evaluation.prompts
             else hosts.best_constant(environment, "train", TRAINING_PROMPTS, seed=spec.seed, shuffle=spec.shuffle)
         )
         shown = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(split.prompts):
             host = await hosts.host_for(environment)
             reset = environment.reset(f"{environment.job}-{number}", prompt, number)
             try:
@@ -264,7 +268,7 @@ class JobValidator:
             messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
             text = chat.render(messages)
             shown.append({"messages": messages, "text": text, "tokens": len(chat.encode(text))})
-        return shown, constant
+        return shown, constant, [note for note in notes if note]
 
     async def target(self, tenant: str, target: str) -> Target:
         """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION`` or a client's checkpoint

@@ -54,6 +54,14 @@ class PromptDataset:
                 chosen.append(entry if isinstance(entry, bytes) else values.encode(entry))
             return chosen, size
 
+    def known(self) -> Sequence[bytes]:
+        """The prompts of a finite split that are in memory as JSON; none for others."""
+        with self._lock:
+            if self._finite is None and self._stream is None:
+                self._open()
+            finite = self._finite
+        return [] if finite is None or isinstance(finite, IndexedRows) else finite
+
     def _open(self) -> None:
         prompts = self._environment.prompts(self._split)
         if isinstance(prompts, IndexedRows) and prompts:  # JSON that stays in its file
@@ -96,6 +104,19 @@ def _encoded(prompts: Iterable[Any]) -> Iterator[bytes]:
             yield values.encode(prompt)
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from None
+
+
+def repeated_note(train: PromptDataset, held_out: PromptDataset) -> str:
+    """How many held-out prompts are training prompts too, in one line; empty if none is."""
+    asked = held_out.known()
+    found = set(asked).intersection(train.known()) if asked else set()
+    if not found:
+        return ""
+    count = sum(prompt in found for prompt in asked)
+    return (
+        f"{count} of {len(asked)} held-out prompts are training prompts too: their reward shows what was learned by"
+        " heart; give others to one of the two"
+    )
 
 
 @lru_cache(maxsize=16)  # one per job and epoch in use; a dropped one is drawn again identically

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 import sys
@@ -35,11 +34,13 @@ from rookery.aio import cancel_all, die_with_parent
 from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
-from rookery.environments.datasets import PromptDataset
+from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
+from rookery.environments.reasoning_gym import ReasoningGym
 from rookery.errors import UserError
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 from rookery.settings import HOST_SETTINGS, Settings, token_of
+from rookery.spec import values
 from rookery.telemetry.log import log_to_stderr
 
 log = logging.getLogger("rookery.environments")
@@ -58,6 +59,20 @@ Hosted = Environment | type[Environment] | Builtin
 class _Prototype:
     environment: Environment
     splits: dict[str, PromptDataset]
+
+    def take(self, message: protocol.GetPrompts) -> tuple[list[bytes], int, str]:
+        """Prompts as JSON, the split's size, and a note about the split with its first ones. Runs a user's code."""
+        dataset, held_out = self.splits[message.split], message.split == "eval"
+        wrap = not held_out and not message.constant
+        prompts, size = dataset.take(message.start, message.count, message.seed, message.shuffle, wrap=wrap)
+        note = ""
+        if message.start == 0 and not message.constant:
+            if isinstance(self.environment, ReasoningGym):
+                note = self.environment.note(message.split)
+            elif held_out:
+                with contextlib.suppress(Exception):  # of the training split: its own call reports it
+                    note = repeated_note(self.splits["train"], dataset)
+        return prompts, size, note
 
 
 class Host:
@@ -161,18 +176,13 @@ class Host:
         answer = protocol.Prompts(epoch=0, call=message.call)
         try:
             prototype = await self._prototype(message.environment, message.options)
-            threads, wrap = self._calls.thread_limit(message.job), message.split == "train" and not message.constant
-            prompts, answer.size = await self._calls(
-                threads,
-                lambda: prototype.splits[message.split].take(
-                    message.start, message.count, message.seed, message.shuffle, wrap=wrap
-                ),
-            )
+            threads = self._calls.thread_limit(message.job)
+            prompts, answer.size, note = await self._calls(threads, prototype.take, message)
             if message.constant:
-                given = [json.loads(prompt) for prompt in prompts]
+                given = [values.decode(prompt) for prompt in prompts]
                 answer.constant = await self._calls(threads, prototype.environment.best_constant, given)
             else:
-                answer.prompts = prompts
+                answer.prompts, answer.note = prompts, note
         except Exception as error:  # a user's code ran
             log.warning("prompts of %s failed", message.environment, exc_info=error, extra={"job": message.job})
             answer.error = describe_error(error)

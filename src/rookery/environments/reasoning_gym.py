@@ -11,7 +11,7 @@ import copy
 import importlib.util
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
@@ -51,7 +51,8 @@ class ReasoningGymOptions(ReplyPart):
     config: Annotated[dict[str, Any], JsonSize(SETTINGS)] = Field(default_factory=dict)
     """Options of the task."""
     size: int = Field(512, ge=1, le=100_000)
-    """Number of training questions."""
+    """Number of training questions. Those that are held-out questions too are left out, and counted in the job's
+    events."""
     eval_size: int = Field(64, ge=0, le=100_000)
     """Number of held-out questions: those after the training questions."""
     seed: int = Field(0, ge=0, le=INTEGER)
@@ -87,6 +88,8 @@ class ReasoningGym(Environment):
     def __init__(self, options: ReasoningGymOptions, limit: float = LIMIT_SECONDS) -> None:
         """``limit`` is the processor time of one score in seconds."""
         self._options = options
+        self._left_out = 0
+        """Training questions that are held-out ones too, once all were drawn."""
         arguments: dict[str, Any] = {
             "task": options.task,
             "size": options.size + options.eval_size,
@@ -104,9 +107,32 @@ class ReasoningGym(Environment):
     def prompts(self, split: Split) -> Iterable[Any]:
         size, whole = self._options.size, self._options.size + self._options.eval_size
         # Entry i is drawn from seed + i, so another seed would repeat entries: eval entries follow the training
-        # entries.
-        numbers = range(size) if split == "train" else range(size, whole)
-        return (pool.stored(self._dataset[number]) for number in numbers)
+        # entries. Small tasks draw the same question again: it is held out, and no training question.
+        held_out = [pool.stored(self._dataset[number]) for number in range(size, whole)]
+        return held_out if split == "eval" else self._training(held_out)
+
+    def _training(self, held_out: Sequence[dict[str, Any]]) -> Iterator[Any]:
+        known, left_out = {entry["question"] for entry in held_out}, 0
+        for number in range(self._options.size):
+            entry = pool.stored(self._dataset[number])
+            if entry["question"] in known:
+                left_out += 1
+            else:
+                yield entry
+        self._left_out = left_out
+        if left_out == self._options.size:
+            raise UserError(
+                f"environment.task: {self._options.task}: every training question is a held-out one too; give a smaller"
+                " eval_size, or a config with more different questions"
+            )
+
+    def note(self, split: Split) -> str:
+        """What the job's owner should know about a split that was read, in one line; empty for nothing."""
+        if split == "eval" or not self._left_out:
+            return ""
+        return (
+            f"{self._left_out} of {self._options.size} training questions are held-out questions too, and are left out"
+        )
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         return [{"role": "user", "content": prompt["question"] + self._options.suffix}]

@@ -102,6 +102,8 @@ class Prompts(EpochMessage, kw_only=True):
     size: Integer = -1
     constant: BestConstant | None = None
     error: ErrorText = ""
+    note: ErrorText = ""
+    """What the job's owner should know about the split, in one line; with its first prompts."""
 
 
 class Reset(EnvironmentCall, kw_only=True):

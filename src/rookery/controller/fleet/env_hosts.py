@@ -265,8 +265,16 @@ class EnvironmentHosts:
         self, environment: EnvironmentRef, split: Literal["train", "eval"], start: int, count: int, *, seed: int,
         shuffle: bool,
     ) -> list[bytes]:  # fmt: skip
-        """``count`` prompts, each as JSON, from number ``start`` on in the order of ``seed``: from any host that offers
-        the environment, from another one when the first leaves."""
+        """``count`` prompts, each as JSON, as :meth:`split` gives them."""
+        answer = await self.split(environment, split, start, count, seed=seed, shuffle=shuffle)
+        return answer.prompts
+
+    async def split(
+        self, environment: EnvironmentRef, split: Literal["train", "eval"], start: int, count: int, *, seed: int,
+        shuffle: bool,
+    ) -> protocol.Prompts:  # fmt: skip
+        """``count`` prompts, from number ``start`` on in the order of ``seed``: from any host that offers the
+        environment, from another one when the first leaves."""
         message = protocol.GetPrompts(
             call="", job=environment.job, environment=environment.name, options=environment.options, split=split,
             start=start, count=count, seed=seed, shuffle=shuffle,
@@ -278,7 +286,8 @@ class EnvironmentHosts:
                 raise EnvironmentFailed(f"prompts({split!r}): a prompt has more than {most} bytes (ROOKERY_ROW_BYTES)")
             if problem := await asyncio.to_thread(_problem, answer.prompts):
                 raise EnvironmentFailed(f"prompts({split!r}): {problem}")
-        return answer.prompts[:count]
+        answer.prompts = answer.prompts[:count]
+        return answer
 
     async def best_constant(
         self, environment: EnvironmentRef, split: Literal["train", "eval"], count: int, *, seed: int, shuffle: bool

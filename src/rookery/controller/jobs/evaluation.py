@@ -96,8 +96,11 @@ async def held_out_prompts(job: JobContext) -> tuple[list[bytes], BestConstant |
         known, first = earlier[0].results.get("constant"), earlier[0].results["held_out"]
         return [values.encode(result["prompt"]) for result in first], msgspec.convert(known, BestConstant | None)
     hosts, count = job.controller.hosts, evaluation.prompts
-    prompts = await hosts.prompts(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
-    return prompts, await hosts.best_constant(job.environment, "eval", count, seed=evaluation.seed, shuffle=False)
+    answer = await hosts.split(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
+    if answer.note:
+        await job.progress.add_event("warning", answer.note)
+    constant = await hosts.best_constant(job.environment, "eval", count, seed=evaluation.seed, shuffle=False)
+    return answer.prompts, constant
 
 
 async def _run(

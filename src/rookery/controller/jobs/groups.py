@@ -115,9 +115,12 @@ class Groups:
         """The next prompts in the job's order, stored as open groups with their episodes and the version that they run
         on: after a restart they continue with the same version and take up the tokens that workers sampled."""
         spec, job = self._job.spec, self._job.row.id
-        prompts = await self._job.controller.hosts.prompts(
+        answer = await self._job.controller.hosts.split(
             self._job.environment, "train", self._cursor, count, seed=spec.seed, shuffle=spec.shuffle
         )
+        prompts = answer.prompts
+        if answer.note and self._cursor == 0:
+            await self._progress.add_event("warning", answer.note)
         if not prompts:
             raise EnvironmentFailed("prompts('train') gave no prompt")
         assert self._policy.head is not None
