@@ -61,10 +61,23 @@ class TooManyRequests(RookeryError):
 
 class Unavailable(RookeryError):
     """The request is right, but something that it needs is not available now. Retrying later can help, such as after
-    ``retry_after`` seconds."""
+    ``retry_after`` seconds. ``detail`` is for the operator's log only, such as an address: tenants read the message."""
 
     status = 503
     retry_after = 1.0
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+class DatabaseAway(Unavailable):
+    """The database does not answer, or what answers is not the database that the service opened."""
+
+
+class ArtifactsAway(Unavailable):
+    """The place of the artifacts is not there, cannot be read, or carries another owner's mark: nothing can be
+    concluded about any artifact."""
 
 
 class StorageFull(RookeryError):
@@ -73,8 +86,16 @@ class StorageFull(RookeryError):
     status = 507
 
 
+class ArtifactMissing(Unavailable):
+    """An artifact that the database names is not in its place, wholly or in part: it may come back."""
+
+
 class CorruptArtifact(RookeryError):
     """Stored bytes do not have the hash that names them."""
+
+
+class IncompleteArtifact(CorruptArtifact):
+    """Bytes of an artifact are absent, as in a copy that is not complete: none that are there are known to be wrong."""
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

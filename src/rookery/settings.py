@@ -43,6 +43,9 @@ class ServerSettings(Section):
     A service whose PostgreSQL database is in use waits as standby if this is set."""
     artifacts_endpoint: str = ""
     """Address of the object store that speaks S3, such as `http://minio:9000`. Empty is Amazon's."""
+    orphan_keep_seconds: float = Field(86400.0, ge=0)
+    """An artifact that the database does not name when the service starts is deleted by a start that comes this much
+    later, if nothing names it still: a service that was started once with an old copy of its database loses none."""
     host: str = "127.0.0.1"
     """Address on which the service listens."""
     port: int = Field(7077, ge=0, le=65535)

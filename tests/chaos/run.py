@@ -111,7 +111,7 @@ class Run:
         self._settings = Settings(
             data=folder, cache=folder / "cache", flush_seconds=plan.flush, retry_limit=RETRIES,
             rejoin_seconds=GRACE_SECONDS, worker_wait_seconds=plan.patience,
-            start_crashes=10**6, tenant_jobs=10**6, rollout_chunk_tokens=2,
+            start_crashes=10**6, orphan_keep_seconds=0, tenant_jobs=10**6, rollout_chunk_tokens=2,
         )  # fmt: skip
         self._controller: Controller | None = None
         self._connections: dict[NetworkConnection, asyncio.Task[None]] = {}

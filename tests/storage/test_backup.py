@@ -133,7 +133,7 @@ def test_a_backup_without_an_artifact_that_the_database_names_is_refused(tmp_pat
     stored(tmp_path / "data")
     artifacts = Artifacts(tmp_path / "data" / "artifacts")
     artifacts.delete(*artifacts.hashes())
-    with pytest.raises(UserError, match="lost"):
+    with pytest.raises(UserError, match="has none of the 1 artifacts"):
         back_up(tmp_path / "data", "", tmp_path / "backup")
     assert {path.name for path in tmp_path.iterdir()} == {"data"}
     assert list((tmp_path / "data" / "artifacts" / ".staging").iterdir()) == []

@@ -639,9 +639,13 @@ def test_a_claimed_database_is_refused_to_others_until_its_claim_ends(postgres: 
 
 def test_a_second_service_on_the_same_postgresql_is_refused(postgres: str, tmp_path: Path) -> None:
     url = new_database(postgres)
-    with served(tmp_path / "one", database=url), pytest.raises(UserError, match="in use by another service"):
+    """It stays refused when the first one has ended: the artifacts are the first one's."""
+    url, wrong = new_database(postgres), r"two/data/artifacts on .* is not the place .* used .*one/data/artifacts"
+    with served(tmp_path / "one", database=url), pytest.raises(UserError, match=wrong):
         served(tmp_path / "two", database=url).__enter__()
-    with served(tmp_path / "two", database=url) as again:
+    with pytest.raises(UserError, match=wrong):
+        served(tmp_path / "two", database=url).__enter__()
+    with served(tmp_path / "one", database=url) as again:
         assert Client(again.url, again.key).jobs() == []
 
 

@@ -26,6 +26,7 @@ from rookery.client import Client
 from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.object_artifacts import ObjectArtifacts, open_store
+from rookery.storage.place import Owner
 
 MOTO = Path(".bench/moto/bin/moto_server")
 LARGE = 24 << 20
@@ -68,7 +69,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def opener(objects: ObjectStore, spool: Path) -> Opener:
     def opened(owner: str = "owner") -> ObjectArtifacts:
         artifacts = ObjectArtifacts(objects, "memory:///", spool)
-        artifacts.claim(owner)
+        artifacts.claim(Owner(f"sqlite:///{owner}", owner, named=frozenset()))
         return artifacts
 
     return opened
@@ -132,7 +133,7 @@ def test_the_same_content_from_many_writers_is_one_artifact(opened: Opener) -> N
 def test_a_place_belongs_to_one_database(opened: Opener) -> None:
     opened("one")
     opened("one")
-    with pytest.raises(UserError, match="of another database; give another prefix"):
+    with pytest.raises(UserError, match=r"memory:/// belong to another database than sqlite:///two; give"):
         opened("two")
 
 

@@ -467,6 +467,7 @@ class Service:
         self.make_writer = writer
         # tests crash the service again and again
         usual = {"worker_wait_seconds": 30.0, "reconnect_seconds": 0.0, "start_crashes": 1000}
+        usual["orphan_keep_seconds"] = 0.0
         self.settings = Settings(data=folder, cache=folder / "cache", **usual | settings)
         self.database = Database(f"sqlite:///{folder}/rookery.db")
         self.database.create()

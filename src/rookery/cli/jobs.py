@@ -78,6 +78,13 @@ def resume(cli: Cli, job: Name) -> None:
     _act(cli, "resume", job)
 
 
+@app.command("rollback")
+@with_options
+def rollback(cli: Cli, job: Name) -> None:
+    """Resume a paused job from the newest version that is there: the bytes of its last one are lost for good."""
+    _act(cli, "rollback", job)
+
+
 @app.command("cancel")
 @with_options
 def cancel(cli: Cli, job: Name) -> None:

@@ -112,6 +112,10 @@ class Job:
     def resume(self) -> Record:
         return self._act("resume")
 
+    def rollback(self) -> Record:
+        """Resume a paused job from the newest version that is there, because the bytes of its last one are lost."""
+        return self._act("rollback")
+
     def cancel(self) -> Record:
         view = self._act("cancel")
         self._on_end()

@@ -28,7 +28,7 @@ from rookery.aio import Clock, IdGenerator, cancel_all, restarting
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
-from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner
+from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner, Outage, outage_of
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
@@ -36,6 +36,7 @@ from rookery.controller.rollout.completions import Completions
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import BY_OWNER, JobState, JobView
@@ -145,7 +146,7 @@ class Controller:
         """Delete what a crash left half-written, resume every unfinished job, start the background tasks."""
         context, store = self.context, self.context.store
         await store.fence()
-        await context.collector.collect_all()
+        await context.collector.collect_all(context.clock.time(), context.settings.server.orphan_keep_seconds)
         await context.usage.start()
         await context.quotas.start()
         watch_models = partial(self.context.models.watch, self._models_in_use)
@@ -157,7 +158,7 @@ class Controller:
             self.jobs.states[row.state] += 1
             if row.state == "paused":
                 if row.resumes:
-                    self.admission.outage(row.tenant, row.id)
+                    self.admission.restarted(row.tenant, row.id)
                 continue
             if row.starts >= context.settings.limits.start_crashes:
                 context.refused["start_crashes"] += 1
@@ -293,12 +294,26 @@ class Controller:
                     runner.halt(reason)
             for tenant in {row.tenant for row in self.jobs.waiting.values()}:
                 self._launch_admitted(tenant)
-            for tenant, job in self.admission.due():
+            for tenant, job in self.admission.due(await self._lasting_outages()):
                 try:
                     await self.resume(tenant, job, by_itself=True)
                 except RookeryError as error:
                     log.warning("job %s cannot resume yet: %s", job, error, extra={"tenant": tenant, "job": job})
-                    self.admission.outage(tenant, job)
+                    self.admission.outage(tenant, job, outage_of(error) or "other")
+
+    async def _lasting_outages(self) -> set[Outage]:
+        """Of the outages that jobs wait for, those that are not over: the database and the place of the artifacts are
+        asked."""
+        store, lasting = self.context.store, set[Outage]()
+        for kind in self.admission.outages():
+            try:
+                if kind == "database":
+                    await store.run(store.database.ping)
+                elif kind == "artifacts":
+                    await store.transfer(self.context.artifacts.check)
+            except RookeryError:
+                lasting.add(kind)
+        return lasting
 
     async def resume(self, tenant: str, job: str, by_itself: bool = False) -> None:
         """Continue a paused job; ``by_itself`` only if it resumes by itself."""
@@ -319,6 +334,25 @@ class Controller:
                 self._admit(await self._set_state(row, "queued", ""))
             else:
                 await self._launch_if_queued(tenant, job)
+
+    async def rollback(self, tenant: str, job: str) -> None:
+        """Go back from a version whose bytes are absent to the newest one that is there, and resume the paused job.
+        Raises :class:`Conflict` if it is not paused, or its newest version is there."""
+        async with self._lock(job):
+            row = await self.context.store.get_job(tenant, job)
+            if row.state != "paused":
+                raise Conflict(f"job {job} is {row.state}: only a paused job goes back to an earlier version")
+            runner = self.jobs.runners.get(job)
+            if runner is not None:
+                await asyncio.wait([runner.task])
+            lines: list[str] = []
+            for policy in await self.context.store.policies(tenant, job):
+                lines += await PolicyVersions(self.context, policy).load_intact(absent=True)
+            if not lines:
+                raise Conflict(f"the newest version of job {job} is there: resume it")
+            for line in lines:
+                await self.context.store.add_event(tenant, job, self.context.clock.time(), "corrupt", line)
+        await self.resume(tenant, job)
 
     async def _launch_if_queued(self, tenant: str, job: str) -> None:
         """Launch a queued job without a task: the database stored it, and failed before it confirmed that."""
@@ -416,9 +450,9 @@ class Controller:
             try:
                 with shortages():
                     current = await self.context.store.get_job(row.tenant, row.id)
-                    await asyncio.shield(self._set_state(current, state, reason, error, runner.outage))
-                if runner.outage:
-                    self.admission.outage(row.tenant, row.id)
+                    await asyncio.shield(self._set_state(current, state, reason, error, runner.outage is not None))
+                if runner.outage is not None:
+                    self.admission.outage(row.tenant, row.id, runner.outage)
             except (StorageFull, Unavailable) as problem:
                 if not runner.unstored:
                     extra = {"tenant": row.tenant, "job": row.id}

@@ -20,7 +20,7 @@ from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import NotFound, Unavailable, UserError, short
+from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_config, read_lora
@@ -170,9 +170,9 @@ class JobValidator:
                 digest = str(options.pop(field))
                 try:
                     await context.store.get_upload(tenant, "dataset", digest)
-                    options[path] = str(await context.store.transfer(context.artifacts.path, digest, DATASET))
                 except NotFound:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
+                options[path] = str(await self._stored(field, digest, DATASET))
         return options
 
     async def warm_start(self, tenant: str, spec: JobSpec, policy: PolicyRow) -> protocol.AdapterRef | None:
@@ -193,13 +193,20 @@ class JobValidator:
                     raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
                 _, found = await find_version(context.store, tenant, row.id, start.policy, start.version)
                 digest = found.hash
-            config = await context.store.transfer(context.artifacts.path, digest, CONFIG_FILE)
+            config = await self._stored(where, digest, CONFIG_FILE)
             problems = await self._context.threads(self._unfit, config, spec, start.upload is not None)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
         if problems:
             raise SpecError(problems)
         return protocol.AdapterRef(policy=policy.id, version=0, hash=digest, rank=asked.rank, alpha=asked.scale_alpha)
+
+    async def _stored(self, field: str, digest: str, file: str) -> Path:
+        """A local path of a file of an artifact that the database names. Raises :class:`ArtifactMissing`."""
+        try:
+            return await self._context.store.transfer(self._context.artifacts.path, digest, file)
+        except (NotFound, IncompleteArtifact) as error:
+            raise ArtifactMissing(f"{field}: its bytes are missing ({error}); restore them from a backup") from None
 
     def _unfit(self, config: Path, spec: JobSpec, uploaded: bool) -> list[str]:
         """Why the job's policy cannot start from the adapter with this PEFT configuration, a line each. Blocks. What is

@@ -38,7 +38,7 @@ from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
 from rookery.settings import ServerSettings, Settings, variable_notes
-from rookery.storage.artifacts import Artifacts, Place, open_artifacts
+from rookery.storage.artifacts import Artifacts, Place, artifacts_at, open_artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import KeyRole
@@ -150,9 +150,11 @@ class Service:
         opened.callback(database.close)
         refusals = Counter(dict.fromkeys(REFUSALS, 0))
         connections = Connections(settings.edge, refusals, tls)
-        await self._claim(database, folder, connections, listening)
+        place = Place(*settings.server.artifacts)
+        await asyncio.to_thread(_check_place, database, place, folder)
+        await self._claim(database, connections, listening)
         await asyncio.to_thread(database.create)
-        artifacts = await asyncio.to_thread(_open_artifacts, settings, folder, database)
+        artifacts = await asyncio.to_thread(_open_artifacts, database, place, folder)
         clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
         opened.callback(writer.close)
         self.admin_key, worker_token = folder.admin_key(), folder.worker_token()
@@ -206,20 +208,16 @@ class Service:
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
         await cluster.start()
 
-    async def _claim(
-        self, database: Database, folder: DataFolder, connections: Connections, listening: socket.socket
-    ) -> None:
+    async def _claim(self, database: Database, connections: Connections, listening: socket.socket) -> None:
         """Claim the database. Where another service has it and artifacts are shared, wait until that one ends."""
         try:
             await asyncio.to_thread(database.claim)
             return
         except Unavailable as error:
-            raise UserError(f"the database cannot be opened: {error}") from None
+            raise UserError(f"the database cannot be opened: {error.detail or error}") from None
         except DatabaseInUse:
             if not self.settings.server.artifacts_url:
                 raise
-        place = Place(*self.settings.server.artifacts)
-        await asyncio.to_thread(open_artifacts, place, folder.artifacts, database.identity)
         log.warning("standby at %s: another service has the database; this one takes over when it ends", self.url)
         async with AsyncExitStack() as waiting:
             await self._serve(waiting, standby(connections), listening, STANDBY_STOP_SECONDS)
@@ -361,16 +359,25 @@ def _register_keys(database: Database, folder: DataFolder, id: str, now: float) 
             raise UserError(f"the key in {file} was revoked; delete the file, and the next start creates a new key")
 
 
-def _open_artifacts(settings: Settings, folder: DataFolder, database: Database) -> Artifacts:
-    """Raises :class:`UserError` where shared artifacts are not those of the database."""
-    artifacts = open_artifacts(Place(*settings.server.artifacts), folder.artifacts, database.identity)
-    if settings.server.artifacts_url:
-        named = database.live_hashes()
-        if named and not named & artifacts.hashes():
-            raise UserError(
-                f"artifacts_url {settings.server.artifacts_url} has none of the {len(named)} artifacts that the"
-                " database names; give the place where they are"
-            )
+def _check_place(database: Database, place: Place, folder: DataFolder) -> None:
+    """Raises :class:`UserError` where the artifacts are not those of the database. It comes before the claim: a service
+    with a wrong data folder must not take the database from the right one, however often it starts."""
+    try:
+        artifacts_at(place, folder.artifacts).inspect(database.owner())
+    except Unavailable as error:
+        raise UserError(f"the service cannot start: {error}{error.detail and f' ({error.detail})'}") from None
+    except OSError as error:
+        raise UserError(
+            f"the artifacts cannot be read: {error}; set ROOKERY_ARTIFACTS_URL to a place that can"
+        ) from None
+
+
+def _open_artifacts(database: Database, place: Place, folder: DataFolder) -> Artifacts:
+    """The artifacts, claimed. Raises :class:`UserError` where they are not those of the database."""
+    owner = database.owner()
+    artifacts = open_artifacts(place, folder.artifacts, owner)
+    if owner.where != artifacts.where:
+        database.used_place(artifacts.where)
     return artifacts
 
 

@@ -7,8 +7,12 @@ store (:mod:`rookery.storage.object_artifacts`) have the same methods.
 * It never changes afterwards. Committing the same content again is no error and repairs a damaged copy.
 * A full disk raises :class:`~rookery.errors.StorageFull`; the staging it happened in can only be abandoned.
 * Permissions are not decided here: a hash is a name, not a permission (the database knows the owners).
+* Every failure has the meaning that :mod:`rookery.storage.place` gives it: what is absent is never called corrupt.
+* An artifact that the database does not name is deleted only when it was found so for some time: a database that is
+  older than the artifacts for a moment, as a wrong copy of it, loses nothing.
 
-Layout: ``<root>/<hash>/{manifest.json, shards…}``; ``<root>/.staging/<random>/`` while being written.
+Layout: ``<root>/<hash>/{manifest.json, shards…}``; ``<root>/owner``, the owner's mark; ``<root>/.staging/<random>/``
+while being written; ``<root>/.orphans/<hash>``, the time at which nothing named the artifact for the first time.
 """
 
 from __future__ import annotations
@@ -21,16 +25,25 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
 
-from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, Unavailable, UserError, shortages
+from rookery.errors import (
+    Conflict,
+    CorruptArtifact,
+    IncompleteArtifact,
+    NotFound,
+    StorageFull,
+    Unavailable,
+    UserError,
+    shortages,
+)
 from rookery.protocol import Manifest, Shard, manifest_of
+from rookery.storage.place import DISK, OWNER, Owner, admit, away, first_line, folder_name, understood
 
 MANIFEST = "manifest.json"
 
@@ -41,10 +54,11 @@ largest, and keeps a broken or hostile worker from filling the disk."""
 READ_BYTES = 1 << 20
 """Bytes of a file that are read at once: a switch of threads costs more than reading less."""
 
-_DISK = "the disk of the artifacts"
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _HASH = re.compile(r"[0-9a-f]{64}")
+
+
+Writing = Callable[[], AbstractContextManager[None]]
 
 
 class Artifacts:
@@ -53,22 +67,99 @@ class Artifacts:
     remote = False
     """Whether calls wait for a network."""
 
-    def __init__(self, root: Path, max_bytes: int = MAX_ARTIFACT_BYTES) -> None:
+    def __init__(self, root: Path, max_bytes: int = MAX_ARTIFACT_BYTES, make: bool = True) -> None:
+        """Without ``make`` nothing is written until :meth:`claim`."""
         self.root = root
         self._staging = root / ".staging"
+        self._orphans = root / ".orphans"
         self._max_bytes = max_bytes
-        with shortages(_DISK):
+        self._owner: str | None = None
+        """The identity of the owner; None before :meth:`claim`."""
+        if make:
+            self._make()
+
+    @property
+    def where(self) -> str:
+        """The place, as its owner remembers it."""
+        return folder_name(self.root)
+
+    def claim(self, owner: Owner) -> None:
+        """Check that the place belongs to the database ``owner``, and mark it if it is new. Raises :class:`UserError`
+        for a place of another one, or one that cannot be used."""
+        try:
+            self.inspect(owner)
+            self._make()
+            with tempfile.TemporaryFile(dir=self._staging):
+                pass
+            if self._mark() is None:
+                assert owner.identity is not None
+                _write_durably(self.root / OWNER, owner.identity)
+                _sync_folder(self.root)
+        except OSError as error:
+            raise UserError(
+                f"the artifacts at {self.root} cannot be used ({error.strerror or error}); make the folder readable and"
+                " writable, or set ROOKERY_ARTIFACTS_URL to one that is"
+            ) from None
+        self._owner = owner.identity
+
+    def inspect(self, owner: Owner) -> None:
+        """As :meth:`claim`, without writing. Raises also ``OSError``."""
+        admit(owner, self.where, self._mark(), self._found)
+
+    def check(self) -> None:
+        """Raises :class:`ArtifactsAway` if the place is not there now, or not its owner's."""
+        try:
+            if self._owner is None:
+                self.root.stat()
+                return
+            mark = self._mark()
+        except OSError as error:
+            raise away(f"{self.root}: {first_line(error)}") from error
+        if mark != self._owner:
+            found = "has no owner's mark" if mark is None else "is marked as another database's"
+            raise away(f"{self.root} {found}; mount the disk, or restore the file {OWNER}")
+
+    def _mark(self) -> str | None:
+        try:
+            return (self.root / OWNER).read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+
+    def _found(self) -> set[str]:
+        try:
+            return {entry.name for entry in self.root.iterdir() if _HASH.fullmatch(entry.name)}
+        except FileNotFoundError:
+            return set()
+
+    def _make(self) -> None:
+        with shortages(DISK):
             self._staging.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def begin(self) -> Staging:
         """A place to write a new artifact."""
-        with shortages(_DISK):
+        with understood(self._check_staging):
+            self._check_staging()
+            self._staging.mkdir(mode=0o700, exist_ok=True)
             return Staging(Path(tempfile.mkdtemp(dir=self._staging)), self, self._max_bytes)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within, files of a staging are written. Raises :class:`Conflict` if it ended meanwhile."""
+        try:
+            with understood(self._check_staging):
+                yield
+        except NotFound as error:
+            raise Conflict("this artifact was committed or abandoned meanwhile") from error
+
+    def _check_staging(self) -> None:
+        """As :meth:`check`, where artifacts are written: without waiting for a network."""
+        self.check()
 
     def open(self, hash: str) -> Manifest:
         """The manifest of a visible artifact; its files are there with their sizes (:meth:`verify` reads them).
 
-        Raises :class:`NotFound`, or :class:`CorruptArtifact` if manifest or sizes are not what the hash says."""
+        Raises :class:`NotFound`; :class:`IncompleteArtifact` if bytes are absent; :class:`CorruptArtifact` if manifest
+        or sizes are not what the hash says; :class:`Unavailable`."""
         return self._whole(hash, _same_size)
 
     def shard(self, hash: str, name: str) -> Shard:
@@ -82,13 +173,16 @@ class Artifacts:
     def reading(self, hash: str, shard: Shard, start: int = 0) -> Iterator[Iterator[bytes]]:
         """The content of a file from byte ``start`` on, in pieces. It arrives whole, also if the artifact is deleted
         meanwhile. Raises :class:`NotFound`."""
-        try:
+        with understood(self.check, absent=f"artifact {hash} was deleted meanwhile"):
             file = (self._folder(hash) / shard.name).open("rb")
-        except FileNotFoundError:
-            raise NotFound(f"artifact {hash} was deleted meanwhile") from None
         with file:
             file.seek(start)
-            yield iter(partial(file.read, READ_BYTES), b"")
+
+            def read() -> bytes:
+                with understood(self.check):
+                    return file.read(READ_BYTES)
+
+            yield iter(read, b"")
 
     def path(self, hash: str, shard: str) -> Path:
         """A local path of one file, for other processes of this machine. Raises :class:`NotFound`,
@@ -96,38 +190,41 @@ class Artifacts:
         return self._folder(hash) / self.shard(hash, shard).name
 
     def verify(self, hash: str) -> Manifest:
-        """Read and hash everything. Raises :class:`NotFound`, or :class:`CorruptArtifact` naming the bad file."""
+        """Read and hash everything. Raises the errors of :meth:`open`, which name the bad file."""
         return self._whole(hash, _same_bytes)
 
     def _whole(self, hash: str, check: Callable[[Path, Shard], None]) -> Manifest:
         """The manifest, once ``check(path, shard)`` has passed for every file. A folder that is deleted or replaced
         meanwhile is checked again."""
         folder = self._folder(hash)
-        while (there := _identity(folder)) is not None:
-            try:
-                manifest = decode_manifest((folder / MANIFEST).read_bytes(), hash)
-                for shard in manifest.shards:
-                    check(folder / shard.name, shard)
-            except FileNotFoundError as error:
-                if _identity(folder) == there:
-                    raise CorruptArtifact(f"artifact {hash}: {Path(error.filename).name} is missing") from None
-            else:
-                return manifest
-        raise NotFound(f"no artifact {hash}")
+        with understood(self.check):
+            while (there := _identity(folder)) is not None:
+                try:
+                    manifest = decode_manifest((folder / MANIFEST).read_bytes(), hash)
+                    for shard in manifest.shards:
+                        check(folder / shard.name, shard)
+                except FileNotFoundError as error:
+                    if _identity(folder) == there:
+                        raise IncompleteArtifact(f"artifact {hash}: {Path(error.filename).name} is missing") from None
+                else:
+                    return manifest
+            raise NotFound(f"no artifact {hash}")
 
     def delete(self, hash: str) -> None:
-        """Make it invisible at once, then free its bytes; a missing one is no error."""
+        """Make it invisible at once, then free its bytes; a missing one is no error. Raises :class:`Unavailable`."""
         trash = self._staging / f"{hash}.{secrets.token_hex(8)}"  # nothing is created first: the disk may be full
-        with suppress(FileNotFoundError):
-            self._folder(hash).rename(trash)
-            _sync_folder(self.root)
-            shutil.rmtree(trash)
+        with understood(self.check):
+            self.check()
+            with suppress(FileNotFoundError):
+                self._folder(hash).rename(trash)
+                _sync_folder(self.root)
+                shutil.rmtree(trash)
 
     def link(self, hash: str, folder: Path) -> None:
         """Give the artifact's files a second name in the new ``folder``: hard links, or copies where the disk has none.
         Raises :class:`NotFound`, :class:`CorruptArtifact`."""
         shards = self.open(hash).shards
-        with shortages(_DISK):
+        with shortages(DISK):
             folder.mkdir(mode=0o700)
             try:
                 for name in (MANIFEST, *(shard.name for shard in shards)):
@@ -139,7 +236,7 @@ class Artifacts:
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """A folder on the artifacts' disk within; :meth:`sweep` removes it after a crash."""
-        with shortages(_DISK):
+        with understood(self.check):
             folder = Path(tempfile.mkdtemp(dir=self._staging))
         try:
             yield folder
@@ -147,24 +244,54 @@ class Artifacts:
             shutil.rmtree(folder, ignore_errors=True)
 
     def hashes(self) -> set[str]:
-        """Names of all visible artifacts."""
-        return {entry.name for entry in self.root.iterdir() if _HASH.fullmatch(entry.name)}
+        """Names of all visible artifacts. Raises :class:`Unavailable`: an empty set means that there is none."""
+        with understood(self.check):
+            found = self._found()
+            self.check()
+            return found
 
     def sweep(self) -> int:
         """Remove the half-written artifacts that a crash left; returns their number. Only at start: it would also
         remove those that are being written now."""
-        leftovers = list(self._staging.iterdir())
-        for leftover in leftovers:
-            shutil.rmtree(leftover)
-        return len(leftovers)
+        with understood(self.check):
+            self.check()
+            leftovers = list(self._staging.iterdir()) if self._staging.is_dir() else []
+            for leftover in leftovers:
+                shutil.rmtree(leftover)
+            return len(leftovers)
 
-    def prune(self, live: Collection[str]) -> list[str]:
-        """Delete every artifact that is not in ``live`` (:func:`~rookery.storage.repositories.versions.live_hashes`):
-        those that were never committed. Only at start, for the same reason. Returns their hashes."""
-        dead = sorted(self.hashes().difference(live))
+    def prune(self, live: Collection[str], now: float = 0.0, keep: float = 0.0) -> list[str]:
+        """Delete every artifact that is not in ``live`` (:func:`~rookery.storage.repositories.versions.live_hashes`)
+        and was not in the ``keep`` seconds before ``now``. Only at start: what is written now is not named yet. Returns
+        the hashes of the deleted ones."""
+        found, marks = self.hashes(), self._orphan_marks()
+        for hash in marks.keys() - found.difference(live):
+            self._unmark_orphan(hash)
+        dead = sorted(found.difference(live))
         for hash in dead:
+            if keep and hash not in marks:
+                self._mark_orphan(hash, now)
+        old = [hash for hash in dead if not keep or now - marks.get(hash, now) >= keep]
+        for hash in old:
             self.delete(hash)
-        return dead
+            if hash in marks:
+                self._unmark_orphan(hash)
+        return old
+
+    def _orphan_marks(self) -> dict[str, float]:
+        """The time at which each orphan was first found, by its hash."""
+        with understood(self.check):
+            paths = list(self._orphans.iterdir()) if self._orphans.is_dir() else []
+            return {path.name: seconds_of(path.read_bytes()) for path in paths if _HASH.fullmatch(path.name)}
+
+    def _mark_orphan(self, hash: str, now: float) -> None:
+        with understood(self.check):
+            self._orphans.mkdir(mode=0o700, exist_ok=True)
+            (self._orphans / hash).write_text(str(now))
+
+    def _unmark_orphan(self, hash: str) -> None:
+        with understood(self.check):
+            (self._orphans / hash).unlink(missing_ok=True)
 
     def _folder(self, hash: str) -> Path:
         return self.root / check_hash(hash)
@@ -172,6 +299,7 @@ class Artifacts:
     def publish(self, folder: Path, manifest: Manifest) -> None:
         """Move a complete, synced folder to where it is visible, durably."""
         target = self._folder(manifest.hash)
+        self.check()
         try:
             self.verify(manifest.hash)
         except NotFound:
@@ -207,8 +335,8 @@ class Staging:
         if not _NAME.fullmatch(name) or name.lower() == MANIFEST:
             raise UserError(f"shard {name[:200]!r}: a name is letters, digits, dot, dash, underscore, not {MANIFEST}")
         others = sum(shard.size for shard in self._shards.values() if shard.name != name)
-        with shortages(_DISK), _known_upload():
-            return ShardWriter(self._folder, name, self._max_bytes - others, self._shards)
+        with self._artifacts.writing():
+            return ShardWriter(self._folder, name, self._max_bytes - others, self._shards, self._artifacts.writing)
 
     def write(self, name: str, chunks: Iterable[bytes]) -> Shard:
         """Writes one file, durable when this returns; a file of the same name is replaced (an upload tried again).
@@ -237,7 +365,7 @@ class Staging:
         """Makes the artifact visible; it is durable when this returns. Raises :class:`Conflict` if nothing was written,
         :class:`StorageFull`."""
         manifest = self.manifest()
-        with shortages(_DISK), _known_upload():
+        with self._artifacts.writing():
             with (self._folder / MANIFEST).open("wb") as file:
                 file.write(msgspec.json.encode(manifest))
                 file.flush()
@@ -261,9 +389,10 @@ class Staging:
 class ShardWriter:
     """One file of a staging, open for writing. As a context manager it removes an unfinished one."""
 
-    def __init__(self, folder: Path, name: str, room: int, shards: dict[str, Shard]) -> None:
+    def __init__(self, folder: Path, name: str, room: int, shards: dict[str, Shard], writing: Writing) -> None:
         self._target = folder / name
         self._room = room
+        self._writing = writing
         self._shards = shards
         self._digest = hashlib.sha256()
         self._size = 0
@@ -277,12 +406,12 @@ class ShardWriter:
         if self._size > self._room:
             raise UserError(f"shard {self._target.name}: the artifact would exceed its limit of bytes")
         self._digest.update(chunk)
-        with shortages(_DISK):
+        with self._writing():
             self._file.write(chunk)
 
     def finish(self) -> Shard:
         """The file is whole and durable. Raises :class:`StorageFull`, or :class:`Conflict` if the staging ended."""
-        with shortages(_DISK), _known_upload():
+        with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -297,7 +426,8 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with suppress(OSError):  # closing flushes bytes that a full disk has refused already; that was reported
             self._file.close()
-        self._part.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._part.unlink(missing_ok=True)
 
 
 class Place(NamedTuple):
@@ -311,26 +441,24 @@ DATA_FOLDER = Place()
 """The artifacts in the data folder."""
 
 
-def open_artifacts(place: Place, folder: Path, owner: Callable[[], str]) -> Artifacts:
-    """The artifacts at ``place``: a folder, also of a disk that machines share, or an object store, which is checked
-    and claimed for the database ``owner()``. ``folder`` has those being written; all of them where ``place`` is empty.
-    Raises :class:`UserError`."""
-    url, endpoint = place
-    if "://" not in url or url.startswith("file://"):
-        return Artifacts(Path(url.removeprefix("file://")).expanduser().absolute() if url else folder)
-    from rookery.storage.object_artifacts import ObjectArtifacts, open_store  # only they need the library
-
-    artifacts = ObjectArtifacts(open_store(url, endpoint), url, folder)
-    artifacts.claim(owner())
+def open_artifacts(place: Place, folder: Path, owner: Owner) -> Artifacts:
+    """The artifacts at ``place``, claimed for the database ``owner``: a folder, also of a disk that machines share, or
+    an object store. ``folder`` has those being written; all of them where ``place`` is empty. Raises
+    :class:`UserError` for another owner's place, :class:`Unavailable` for a store that does not answer."""
+    artifacts = artifacts_at(place, folder)
+    artifacts.claim(owner)
     return artifacts
 
 
-@contextmanager
-def _known_upload() -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise Conflict("this artifact was committed or abandoned meanwhile") from error
+def artifacts_at(place: Place, folder: Path) -> Artifacts:
+    """The same without the claim. Raises :class:`UserError` for a URL of no store."""
+    url, endpoint = place
+    if "://" not in url or url.startswith("file://"):
+        at = Path(url.removeprefix("file://")).expanduser().absolute() if url else folder
+        return Artifacts(at, make=False)
+    from rookery.storage.object_artifacts import ObjectArtifacts, open_store  # only they need the library
+
+    return ObjectArtifacts(open_store(url, endpoint), url, folder)
 
 
 def check_hash(hash: str) -> str:
@@ -351,9 +479,16 @@ def decode_manifest(content: bytes, hash: str) -> Manifest:
     return manifest
 
 
+def check_size(hash: str, shard: Shard, size: int) -> None:
+    """``size``: that of the file which was found, -1 if there is none. Raises :class:`IncompleteArtifact` if bytes are
+    absent, :class:`CorruptArtifact` if there are more."""
+    if size != shard.size:
+        kind = IncompleteArtifact if size < shard.size else CorruptArtifact
+        raise kind(f"artifact {hash}: {shard.name} does not have {shard.size} bytes")
+
+
 def _same_size(path: Path, shard: Shard) -> None:
-    if path.stat().st_size != shard.size:
-        raise CorruptArtifact(f"artifact {path.parent.name}: {shard.name} does not have {shard.size} bytes")
+    check_size(path.parent.name, shard, path.stat().st_size)
 
 
 def _same_bytes(path: Path, shard: Shard) -> None:
@@ -379,6 +514,24 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_ctime_ns
+
+
+def _write_durably(path: Path, content: str) -> None:
+    """Replace a file as a whole; its name is durable after :func:`_sync_folder`."""
+    handle, part = tempfile.mkstemp(prefix=".", dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def seconds_of(content: bytes) -> float:
+    """A time that was written before; a text that is none, as after a power cut, is later than any."""
+    try:
+        return float(content)
+    except ValueError:
+        return float("inf")
 
 
 def _sync_folder(folder: Path) -> None:

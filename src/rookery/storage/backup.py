@@ -1,9 +1,10 @@
 """Backup of a data folder and its database, also while the service runs, and restore.
 
 * A backup is a folder: ``rookery.db`` (SQLite, whichever database the service uses), ``artifacts/``, ``jobs/`` and the
-  two secrets. It appears under its name once it is complete and on the disk.
-* Its database is one snapshot, and every artifact that the snapshot names is there: hard links pin them at once, and
-  where one was deleted before it was pinned, another snapshot is taken. No writer waits for a backup.
+  two secrets. It appears under its name once it is complete and on the disk. Nothing is written into its source.
+* Its database is one snapshot, and every artifact that the snapshot names is there: hard links, or copies on another
+  disk, pin them, and where one was deleted before it was pinned, another snapshot is taken. No writer waits for a
+  backup.
 * A restore fills an empty data folder, and an empty PostgreSQL database where one is given; it hashes every artifact
   and leaves nothing behind if one is damaged. Jobs resume at the last commits of the snapshot.
 * Artifacts are taken from, and restored to, the place that the settings name.
@@ -16,14 +17,16 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
-from sqlalchemy import Connection, TypeDecorator, column, delete, func, insert, select, table
+from sqlalchemy import URL, Connection, TypeDecorator, column, delete, func, insert, select, table
 
 from rookery.errors import NO_ROOM, NotFound, UserError, shortages
 from rookery.protocol import Manifest
 from rookery.storage import migrations
-from rookery.storage.artifacts import DATA_FOLDER, Artifacts, Place, open_artifacts
+from rookery.storage.artifacts import DATA_FOLDER, Artifacts, Place, artifacts_at, open_artifacts
 from rookery.storage.columns import Base
 from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE, WORKER_TOKEN_FILE, DataFolder, sqlite_url
 from rookery.storage.db import Database
@@ -32,7 +35,7 @@ from rookery.storage.repositories.versions import live_hashes
 
 SNAPSHOTS = 20
 """Most snapshots of one backup. Pins of one stay for the next, so a second one lacks only artifacts that were written
-and deleted within milliseconds; many mean that an artifact is lost."""
+and deleted while the last few were pinned; many mean that an artifact is lost."""
 
 ROWS_AT_ONCE = 1000
 """Rows of a table that are held in memory."""
@@ -42,20 +45,26 @@ def back_up(data: Path, url: str, target: Path, place: Place = DATA_FOLDER) -> i
     """Back up the data folder ``data``, its database and the artifacts at ``place`` to the new folder ``target``;
     returns the number of artifacts. ``url``: the database, where it is not the one in the data folder. Raises
     :class:`UserError`, :class:`Unavailable`, :class:`StorageFull`; then there is no ``target``."""
+    target = target.resolve()
     if target.exists():
         raise UserError(f"{target} exists; give the backup a new folder")
     if not (data / "artifacts").is_dir() or not (url or (data / DATABASE_FILE).is_file()):
         raise UserError(f"{data} has no database; give the service's data folder with --data, or its ROOKERY_DATABASE")
-    with _one_line(f"backup to {target}"), closing(Database(url or sqlite_url(data))) as database:
-        artifacts = open_artifacts(place, data / "artifacts", database.identity)
-    with _one_line(f"backup to {target}"), artifacts.scratch() as pins:
+    artifacts = artifacts_at(place, data / "artifacts")
+    for source in (data, artifacts.root):
+        if target.is_relative_to(source.resolve()):
+            raise UserError(f"{target} is inside of {source}, which it is a backup of; give a folder elsewhere")
+    with _one_line(f"backup to {target}"), closing(Database(_readable(data, url))) as database:
+        artifacts.inspect(database.owner())
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".backup-") as name:
             partial = Path(name)
-            named = _snapshot(url or sqlite_url(data), sqlite_url(partial), artifacts, pins)
-            (partial / "artifacts").mkdir(mode=0o700)
-            for digest in named:
-                shutil.move(pins / digest, partial / "artifacts" / digest)
+            pins = partial / "artifacts"
+            pins.mkdir(mode=0o700)
+            named = _snapshot(database, sqlite_url(partial), artifacts, pins)
+            for pinned in pins.iterdir():
+                if pinned.name not in named:
+                    shutil.rmtree(pinned)
             shutil.copytree(data / "jobs", partial / "jobs")
             for secret in (ADMIN_KEY_FILE, WORKER_TOKEN_FILE):
                 shutil.copy2(data / secret, partial / secret)
@@ -81,7 +90,8 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
             local = Artifacts(folder.artifacts)
             with closing(Database(folder.database_url)) as database:
                 database.create()  # migrates that of an earlier version
-                artifacts = open_artifacts(place, folder.artifacts, database.identity)
+                new = replace(database.owner(), where="", named=frozenset[str]()) if place.url else database.owner()
+                artifacts = open_artifacts(place, folder.artifacts, new)
                 with database.reading() as connection:
                     named = live_hashes(connection)
                     for digest in named:
@@ -100,10 +110,19 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
     return len(named)
 
 
-def _snapshot(source: str, target: str, artifacts: Artifacts, pins: Path) -> Collection[str]:
+def _readable(data: Path, url: str) -> str:
+    """The URL of the database to read. SQLite would change that of a data folder that may not be written, such as a
+    snapshot of a disk."""
+    if url or os.access(data, os.W_OK):
+        return url or sqlite_url(data)
+    file = f"file:{quote(str(data.resolve() / DATABASE_FILE))}"
+    return URL.create("sqlite", database=file, query={"immutable": "1", "uri": "true"}).render_as_string()
+
+
+def _snapshot(database: Database, target: str, artifacts: Artifacts, pins: Path) -> Collection[str]:
     """Copy one snapshot of the database to the new database ``target``, with the artifacts that it names pinned;
     returns their hashes."""
-    with closing(Database(source)) as database, closing(Database(target)) as copy:
+    with closing(Database(target)) as copy:
         copy.create()
         lost: NotFound | None = None
         for _ in range(SNAPSHOTS):

@@ -5,8 +5,10 @@
   published after it must survive a power cut.
 * ``reading`` sees one snapshot for all its queries and never waits for a writer.
 * Within ``batch_transaction`` the calls of one thread share a transaction: one wait for the disk for all of them.
-* A full disk is :class:`~rookery.errors.StorageFull`, a lost server :class:`~rookery.errors.Unavailable`; both leave
-  the database as it was, except that a connection lost during the commit itself leaves its outcome to be read back.
+* A full disk is :class:`~rookery.errors.StorageFull`. A row that the tables refuse is the caller's error. Every other
+  failure (a lost server, a denied permission, a database that is another one than at the start) is
+  :class:`~rookery.errors.DatabaseAway`. They leave the database as it was, except that a connection lost during the
+  commit itself leaves its outcome to be read back.
 * A PostgreSQL database that one service has claimed refuses every other service until that connection ends: with its
   process, with its machine, or where the process stands still. Each claim is a new epoch, which every writing
   transaction checks: a service that lost its claim changes nothing. (The data folder's lock protects the SQLite
@@ -15,6 +17,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sqlite3
@@ -23,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, create_engine, event, func, insert, inspect, select, update
+from sqlalchemy import URL, Connection, create_engine, event, func, insert, inspect, select, update
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -35,10 +38,14 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import StaticPool
 
-from rookery.errors import StorageFull, Unavailable, UserError, installs, shortages
+from rookery.errors import DatabaseAway, StorageFull, Unavailable, UserError, installs, shortages
 from rookery.storage import migrations
 from rookery.storage.models import Fact
+from rookery.storage.place import Owner
+from rookery.storage.repositories.versions import live_hashes
 from rookery.storage.store import Transactions
+
+log = logging.getLogger("rookery.storage.db")
 
 LOCK_WAIT_SECONDS = 30.0
 """Timeout of a SQLite writer that waits for another one: far longer than any transaction here."""
@@ -54,11 +61,14 @@ nothing happened: the next epoch waits for it."""
 CLAIM_WAIT_SECONDS = 2
 """How long a new service waits for the claim of one that has just ended."""
 
+CONNECT_SECONDS = 5
+"""How long a new connection to PostgreSQL may take: its server is asked again soon."""
+
 _CLAIM = int.from_bytes(b"rookery\0", "big")
 """The number of the advisory lock that a service holds: one that no other program is likely to use."""
 
-_SQLITE_TEMPORARY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM)
-"""Another process writes, or the machine lacks descriptors, memory or a working disk for now."""
+CALLERS_ERRORS = (IntegrityError, DataError)
+"""Errors about the rows of the caller. All others are about the database."""
 
 _EPOCH = select(Fact.value).where(Fact.name == "epoch")
 
@@ -83,11 +93,17 @@ class Database(Transactions):
         self._claimed: Connection | None = None
         self._epoch: str | None = None
         """That of the claim; None without one."""
+        self._identity: str | None = None
+        """That of the database that :meth:`create` opened: a new connection to another one is refused."""
+        self._away = False
+        """The last use of it failed: the operator was told."""
         try:
             parsed = make_url(url)
             if parsed.drivername in ("postgres", "postgresql"):
                 parsed = parsed.set(drivername="postgresql+psycopg")
             options: dict[str, Any] = {"pool_pre_ping": True}
+            if parsed.get_backend_name() == "postgresql":
+                options["connect_args"] = {"connect_timeout": CONNECT_SECONDS}
             if parsed.get_backend_name() == "sqlite":
                 options = {"connect_args": {"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS}}
                 if parsed.database in (None, "", ":memory:"):
@@ -98,6 +114,7 @@ class Database(Transactions):
         except (ArgumentError, NoSuchModuleError) as error:
             raise UserError(f"database: {error}; give a URL like sqlite:////path/rookery.db") from None
         if self.engine.dialect.name == "sqlite":
+            event.listen(self.engine, "do_connect", self._check_file)
             event.listen(self.engine, "connect", _prepare_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
             self._reader = self.engine.execution_options(begin="BEGIN")
@@ -106,6 +123,7 @@ class Database(Transactions):
             self._reader = self.engine.execution_options(isolation_level="REPEATABLE READ")
         else:
             raise UserError(f"database: {self.engine.dialect.name} is not supported; use SQLite or PostgreSQL")
+        event.listen(self.engine, "connect", self._check_identity)
 
     def create(self) -> None:
         """Make the tables, or migrate those of an earlier version of Rookery. The schema's version is read before
@@ -117,20 +135,36 @@ class Database(Transactions):
                 problem = migrations.upgrade(connection)
                 if not problem and self._claimed is not None and self._epoch is None:
                     self._epoch = _next_epoch(connection)
+                identity = None if problem else _identity(connection)
         except (DBAPIError, Unavailable, OSError) as error:
-            reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
-            raise UserError(f"database {self._shown_url()} cannot be opened: {reason}") from None
+            raise UserError(f"database {self._shown_url()} cannot be opened: {_reason(error)}") from None
         if problem:
             raise UserError(f"database {self._shown_url()} {problem}")
+        self._identity = identity
 
-    def identity(self) -> str:
-        """A random name of this database, which its backups keep."""
+    def owner(self) -> Owner:
+        """What this database says about the place of its artifacts. It may be called before :meth:`claim` and
+        :meth:`create`: it changes nothing. Raises :class:`Unavailable`."""
+        url, shown = self.engine.url, self._shown_url()
+        if self.engine.dialect.name == "sqlite" and _file(url) and not os.path.exists(_file(url)):
+            return Owner(shown)
+        with self.reading() as connection:
+            if not inspect(connection).has_table(Fact.__tablename__):
+                return Owner(shown)
+            facts = {row.name: row.value for row in connection.execute(select(Fact.name, Fact.value))}
+            current = migrations.revision(connection) == migrations.HEAD
+            named = frozenset(live_hashes(connection)) if current else None
+        return Owner(shown, facts.get("identity"), facts.get("artifacts", ""), named)
+
+    def used_place(self, where: str) -> None:
+        """The artifacts of this database lie at ``where``."""
         with self.writing() as connection:
-            found = connection.execute(select(Fact.value).where(Fact.name == "identity")).scalar()
-            if found is None:
-                found = secrets.token_hex(16)
-                connection.execute(insert(Fact).values(name="identity", value=found))
-            return found
+            _set_fact(connection, "artifacts", where)
+
+    def ping(self) -> None:
+        """Ask the database for a sign of life. Raises :class:`Unavailable`."""
+        with self.writing() as connection:  # which also checks the epoch
+            connection.execute(select(1))
 
     def claim(self) -> None:
         """Reserve the database for this service until :meth:`close`; further calls renew the claim. It may be called
@@ -138,7 +172,7 @@ class Database(Transactions):
         does not end within :data:`CLAIM_WAIT_SECONDS`, :class:`Unavailable`."""
         if self.engine.dialect.name != "postgresql":
             return
-        with _plain_errors():
+        with self._plain_errors():
             try:
                 if self._claimed is not None:
                     self._claimed.execute(select(1))
@@ -199,8 +233,8 @@ class Database(Transactions):
     def _make_private(self) -> None:
         """Make SQLite's file readable by its owner only: it holds every tenant's text. SQLite gives its companions the
         same mode."""
-        url, path = self.engine.url, self.engine.url.database
-        if self.engine.dialect.name == "sqlite" and path and path != ":memory:" and not url.query:
+        path = _file(self.engine.url)
+        if self.engine.dialect.name == "sqlite" and path:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             os.chmod(path, 0o600)
 
@@ -223,7 +257,7 @@ class Database(Transactions):
                 try:
                     yield shared
                     part.commit()
-                except (IntegrityError, DataError):
+                except CALLERS_ERRORS:
                     part.rollback()
                     raise
                 except (StorageFull, Unavailable, DBAPIError):  # the database may have rolled everything back
@@ -238,7 +272,7 @@ class Database(Transactions):
     @contextmanager
     def _begin(self) -> Iterator[Connection]:
         """A writing transaction. Raises :class:`Unavailable` where another service has claimed the database since."""
-        with _plain_errors(), self.engine.begin() as connection:
+        with self._plain_errors(), self.engine.begin() as connection:
             if self._epoch is not None:
                 epoch = connection.execute(_EPOCH.with_for_update(read=True)).scalar()
                 if epoch != self._epoch:
@@ -252,39 +286,82 @@ class Database(Transactions):
             with self._failing_the_batch():
                 yield shared
             return
-        with _plain_errors(), self._reader.begin() as connection:
+        with self._plain_errors(), self._reader.begin() as connection:
             yield connection
 
     @contextmanager
     def _failing_the_batch(self) -> Iterator[None]:
         """A call within ``batch_transaction``: after a full disk or a lost server all calls fail with that."""
         try:
-            with _plain_errors():
+            with self._plain_errors():
                 yield
-        except (IntegrityError, DataError):
+        except CALLERS_ERRORS:
             raise
         except (StorageFull, Unavailable, DBAPIError) as error:
             self._shared.failure = error
             raise
 
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    try:
-        with shortages():
-            yield
-    except DBAPIError as error:
-        if isinstance(error.orig, sqlite3.Error):
-            code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the other bits say where it happened
-            full, busy = code == sqlite3.SQLITE_FULL, code in _SQLITE_TEMPORARY
+    @contextmanager
+    def _plain_errors(self) -> Iterator[None]:
+        """Raises the meaning of a failure. The operator's log has its reason, once until the database answers again."""
+        try:
+            with shortages():
+                yield
+        except CALLERS_ERRORS:
+            raise
+        except DBAPIError as error:
+            if isinstance(error.orig, sqlite3.Error):
+                # The other bits say where it happened.
+                full = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+            else:
+                full = getattr(error.orig, "sqlstate", None) == _POSTGRES_DISK_FULL
+            if full:
+                raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
+            raise self._not_there(_reason(error)) from error
         else:
-            full = getattr(error.orig, "sqlstate", None) == _POSTGRES_DISK_FULL
-            busy = isinstance(error, OperationalError)  # connection lost or refused, deadlock, shutting down
-        if full:
-            raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
-        if busy:
-            raise Unavailable(f"the database does not answer: {str(error.orig).strip().splitlines()[0]}") from error
-        raise
+            if self._away:
+                self._away = False
+                log.warning("the database answers again")
+
+    def _not_there(self, reason: str) -> DatabaseAway:
+        if not self._away:
+            self._away = True
+            log.error("the database %s does not answer: %s", self._shown_url(), reason)
+        return DatabaseAway("the database does not answer", reason)
+
+    def _check_file(self, dialect: object, record: object, arguments: Any, named: Any) -> None:
+        """SQLite would make a new database where the file of a data folder that is away should be."""
+        path = _file(self.engine.url)
+        if self._identity is not None and path and not os.path.exists(path):
+            raise self._not_there(f"{path} is not there")
+
+    def _check_identity(self, connection: Any, record: object) -> None:
+        if self._identity is None:
+            return
+        cursor = connection.cursor()
+        try:
+            cursor.execute(f"SELECT value FROM {Fact.__tablename__} WHERE name = 'identity'")
+            found = cursor.fetchone()
+        except Exception as error:  # no such table, no permission: whatever the driver calls it
+            raise self._not_there(_reason(error)) from error
+        finally:
+            cursor.close()
+        if connection.__class__.__module__.startswith("psycopg"):
+            connection.rollback()
+        if found is None or found[0] != self._identity:
+            raise self._not_there("another database answers at its address")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error of the driver."""
+    told = getattr(error, "detail", "") or str(getattr(error, "orig", error))
+    return (told.strip() or type(error).__name__).splitlines()[0]
+
+
+def _file(url: URL) -> str:
+    """The file of a SQLite database; empty for one in memory, and for a URL with options."""
+    path = url.database
+    return path if path and path != ":memory:" and not url.query else ""
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
@@ -307,14 +384,25 @@ def _prepare_postgresql(connection: Any, record: object) -> None:
     connection.commit()
 
 
+def _identity(connection: Connection) -> str:
+    """A random name of this database, made at the first call of all. Its backups keep it."""
+    found = connection.execute(select(Fact.value).where(Fact.name == "identity")).scalar()
+    if found is None:
+        found = secrets.token_hex(16)
+        connection.execute(insert(Fact).values(name="identity", value=found))
+    return found
+
+
+def _set_fact(connection: Connection, name: str, value: str) -> None:
+    if not connection.execute(update(Fact).where(Fact.name == name).values(value=value)).rowcount:
+        connection.execute(insert(Fact).values(name=name, value=value))
+
+
 def _next_epoch(connection: Connection) -> str:
     """The epoch of a new claim. Returns once transactions of earlier ones have ended."""
     found = connection.execute(_EPOCH.with_for_update()).scalar()
     epoch = str(int(found or 0) + 1)
-    if found is None:
-        connection.execute(insert(Fact).values(name="epoch", value=epoch))
-    else:
-        connection.execute(update(Fact).where(Fact.name == "epoch").values(value=epoch))
+    _set_fact(connection, "epoch", epoch)
     return epoch
 
 

@@ -4,12 +4,13 @@
   hash of its content, so a second writer of it is harmless.
 * Files are written to a local folder first, because their hashes name them, and sent in parts; reads are streams of a
   range. No file is held whole in memory.
-* A bucket and prefix belong to one database: :meth:`ObjectArtifacts.claim` refuses those of another.
-* A store that does not answer raises :class:`~rookery.errors.Unavailable`: what asked pauses, and resumes by itself.
+* A bucket and prefix belong to one database, whose mark is the object ``owner``: see :mod:`rookery.storage.place`.
+* A store that does not answer, denies, or has lost its bucket raises :class:`~rookery.errors.Unavailable`: what asked
+  pauses, and resumes by itself.
 
 Credentials and region are those of the usual ``AWS_…`` variables.
 
-Layout: ``<prefix>/<hash>/{manifest.json, shards…}``; ``<prefix>/owner``.
+Layout: ``<prefix>/<hash>/{manifest.json, shards…}``; ``<prefix>/owner``; ``<prefix>/orphans/<hash>``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ import msgspec
 
 from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError, installs, shortages
 from rookery.protocol import Manifest, Shard
-from rookery.storage.artifacts import MANIFEST, READ_BYTES, Artifacts, check_hash, decode_manifest
+from rookery.storage.artifacts import (
+    MANIFEST,
+    READ_BYTES,
+    Artifacts,
+    check_hash,
+    check_size,
+    decode_manifest,
+    seconds_of,
+)
+from rookery.storage.place import OWNER, Owner, admit, away, first_line, understood
 
 try:
     import obstore
@@ -40,7 +50,7 @@ try:
 except ModuleNotFoundError:
     raise UserError(f"artifacts_url: obstore is missing; {installs('s3')}") from None
 
-OWNER = "owner"
+ORPHANS = "orphans"
 
 PARTS_AT_ONCE = 4
 """Parts of 5 MiB of one file that are sent at once."""
@@ -58,7 +68,7 @@ def open_store(url: str, endpoint: str = "") -> ObjectStore:
     try:
         return from_url(url, config=config, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
-        raise UserError(f"artifacts_url {url}: {_line(error)}; give one like s3://bucket/prefix") from None
+        raise UserError(f"artifacts_url {url}: {first_line(error)}; give one like s3://bucket/prefix") from None
 
 
 class ObjectArtifacts(Artifacts):
@@ -71,47 +81,92 @@ class ObjectArtifacts(Artifacts):
         self._store = store
         self._url = url
 
-    def claim(self, owner: str) -> None:
-        """Check that the store can be read and written, and belongs to the database ``owner``; the first one gets it.
-        Raises :class:`UserError`."""
-        try:
+    @property
+    def where(self) -> str:
+        return self._url
+
+    def claim(self, owner: Owner) -> None:
+        """Check that the store can be read and written and belongs to the database ``owner``; mark a new one. Raises
+        :class:`UserError`, or :class:`Unavailable` where a later try can succeed."""
+        with self._refusals():
+            self.inspect(owner)
+            assert owner.identity is not None
             try:
-                obstore.put(self._store, OWNER, owner.encode(), mode="create")
-                obstore.get(self._store, OWNER)
+                marked = self._mark() is not None  # by itself: then this only shows that it can be written
+                obstore.put(self._store, OWNER, owner.identity.encode(), mode="overwrite" if marked else "create")
             except AlreadyExistsError:
-                found = bytes(obstore.get(self._store, OWNER).bytes()).decode(errors="replace")
-                if found != owner:
-                    raise UserError(
-                        f"artifacts_url {self._url} holds the artifacts of another database; give another prefix"
-                    ) from None
+                self.inspect(owner)
+            if self._mark() != owner.identity:
+                raise UserError(f"artifacts_url {self._url} was claimed by another database; give another prefix")
+        self._owner = owner.identity
+
+    def inspect(self, owner: Owner) -> None:
+        with self._refusals():
+            admit(owner, self.where, self._mark(), self._found)
+
+    def check(self) -> None:
+        if self._owner is None:
+            return
+        try:
+            mark = self._mark()
+        except (BaseError, OSError) as error:
+            raise away(f"{self._url}: {first_line(error)}") from error
+        if mark != self._owner:
+            found = (
+                "there is no such bucket, or no owner's mark in it" if mark is None else "marked by another database"
+            )
+            raise away(f"{self._url}: {found}")
+
+    def _check_staging(self) -> None:
+        try:
+            self.root.stat()
+        except OSError as error:
+            raise away(f"{self.root}: {first_line(error)}") from error
+
+    def _mark(self) -> str | None:
+        try:
+            return bytes(obstore.get(self._store, OWNER).bytes()).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+
+    def _found(self) -> set[str]:
+        return {prefix for prefix in obstore.list_with_delimiter(self._store)["common_prefixes"] if _is_hash(prefix)}
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """The errors of a start."""
+        try:
+            yield
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise UserError(
                 f"artifacts_url {self._url}: permission denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to keys"
                 " that may read, write, list and delete there"
             ) from error
-        except FileNotFoundError:
-            raise UserError(f"artifacts_url {self._url}: there is no such bucket; create it first") from None
-        except (BaseError, ValueError) as error:
-            raise UserError(f"artifacts_url {self._url} cannot be used: {_line(error)}") from None
+        except ValueError as error:
+            raise UserError(f"artifacts_url {self._url} cannot be used: {first_line(error)}") from None
+        except (FileNotFoundError, BaseError) as error:
+            if isinstance(error, FileNotFoundError) or "404 Not Found" in str(error):  # a list's error has no kind
+                raise UserError(f"artifacts_url {self._url}: there is no such bucket; create it first") from None
+            raise Unavailable(f"artifacts_url {self._url} cannot be used now: {first_line(error)}") from None
 
     def open(self, hash: str) -> Manifest:
         with self._errors(hash):
             sizes = {Path(found["path"]).name: found["size"] for found in self._objects(hash)}
             manifest = self._manifest(hash)
             for shard in manifest.shards:
-                if sizes.get(shard.name) != shard.size:
-                    raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have {shard.size} bytes")
+                check_size(hash, shard, sizes.get(shard.name, -1))
             return manifest
 
     def verify(self, hash: str) -> Manifest:
         manifest = self.open(hash)
-        for shard in manifest.shards:
-            digest = sha256()
-            with self.reading(hash, shard) as chunks:
-                for chunk in chunks:
-                    digest.update(chunk)
-            if digest.hexdigest() != shard.sha256:
-                raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have the hash in its manifest")
+        with self._errors(hash):
+            for shard in manifest.shards:
+                digest = sha256()
+                with self.reading(hash, shard) as chunks:
+                    for chunk in chunks:
+                        digest.update(chunk)
+                if digest.hexdigest() != shard.sha256:
+                    raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have the hash in its manifest")
         return manifest
 
     @contextmanager
@@ -135,6 +190,7 @@ class ObjectArtifacts(Artifacts):
     def delete(self, hash: str) -> None:
         shutil.rmtree(self.root / ".staging" / check_hash(hash), ignore_errors=True)
         with self._errors(hash):
+            self.check()
             names = [found["path"] for found in self._objects(hash)]
             for path in sorted(names, key=lambda path: not path.endswith(f"/{MANIFEST}")):  # the manifest first
                 obstore.delete(self._store, path)
@@ -155,11 +211,34 @@ class ObjectArtifacts(Artifacts):
 
     def hashes(self) -> set[str]:
         with self._errors(""):
-            return {
-                prefix for prefix in obstore.list_with_delimiter(self._store)["common_prefixes"] if _is_hash(prefix)
-            }
+            found = self._found()
+            self.check()
+            return found
+
+    def sweep(self) -> int:
+        with understood(self._check_staging):
+            leftovers = list(self._staging.iterdir())
+            for leftover in leftovers:
+                shutil.rmtree(leftover)
+            return len(leftovers)
+
+    def _orphan_marks(self) -> dict[str, float]:
+        with self._errors(""):
+            paths = [found["path"] for part in obstore.list(self._store, ORPHANS) for found in part]
+            names = {path.rpartition("/")[2]: path for path in paths}
+            marks = {name: bytes(obstore.get(self._store, path).bytes()) for name, path in names.items()}
+            return {name: seconds_of(content) for name, content in marks.items()}
+
+    def _mark_orphan(self, hash: str, now: float) -> None:
+        with self._errors(hash):
+            obstore.put(self._store, f"{ORPHANS}/{hash}", str(now).encode())
+
+    def _unmark_orphan(self, hash: str) -> None:
+        with self._errors(hash):
+            obstore.delete(self._store, f"{ORPHANS}/{hash}")
 
     def publish(self, folder: Path, manifest: Manifest) -> None:
+        self.check()
         try:
             self.open(manifest.hash)
         except NotFound:
@@ -188,12 +267,8 @@ class ObjectArtifacts(Artifacts):
 
     @contextmanager
     def _errors(self, hash: str) -> Iterator[None]:
-        try:
+        with understood(self.check, (BaseError,), absent=f"no artifact {hash}"):
             yield
-        except FileNotFoundError as error:
-            raise NotFound(f"no artifact {hash}") from error
-        except BaseError as error:
-            raise Unavailable(f"the artifacts at {self._url} do not answer: {_line(error)}") from error
 
 
 def _is_hash(prefix: str) -> bool:
@@ -201,8 +276,3 @@ def _is_hash(prefix: str) -> bool:
         return bool(check_hash(prefix))
     except NotFound:
         return False
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error of the library, whose other lines are its own debugging text."""
-    return " ".join(str(error).split("\n\n")[0].split())[:300]

@@ -537,17 +537,23 @@ async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(service: Servi
     assert not {op.parent.version for op in again.operations} & set(range(best + 1, head.version + 1))
 
 
-async def test_a_job_without_an_intact_version_fails(service: Service) -> None:
+async def test_a_job_without_an_intact_version_waits_for_a_backup_of_it(service: Service) -> None:
     await service.worker().join()
     job = await run(service)
     await eventually(lambda: service.database.policies("alice", job)[0].head_version == 0)
     await service.crash()
     policy = service.database.policies("alice", job)[0]
     head = service.database.version("alice", policy.id, 0)
-    service.artifacts.path(head.hash, ADAPTER).write_bytes(b"")
+    path = service.artifacts.path(head.hash, ADAPTER)
+    intact = path.read_bytes()
+    service.corrupt(head.hash)
     await service.start()
-    view = await service.ends(job, "failed")
-    assert "version 0 is corrupt" in view.reason
+    view = await service.ends(job, "paused")
+    assert "version 0 of main is corrupt" in view.reason
+    path.write_bytes(intact)
+    await settle()
+    await service.clock.advance(service.settings.limits.outage_retry_seconds + 2)
+    await eventually(lambda: service.database.get_job("alice", job).state == "running")
 
 
 # --- evaluation and retention -----------------------------------------------------------------------------------------

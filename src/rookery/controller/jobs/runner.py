@@ -7,9 +7,10 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from rookery import protocol
@@ -23,7 +24,17 @@ from rookery.controller.quotas import Quotas, tokens_in_memory
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
-from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError, shortage
+from rookery.errors import (
+    ArtifactsAway,
+    CorruptArtifact,
+    DatabaseAway,
+    RookeryError,
+    StorageFull,
+    TooManyRequests,
+    Unavailable,
+    UserError,
+    shortage,
+)
 from rookery.limits import LimitSettings
 from rookery.spec.job import stored_job
 from rookery.storage.models import JobRow
@@ -36,11 +47,30 @@ log = logging.getLogger("rookery.controller")
 LONGEST_RETRY_SECONDS = 600.0
 """Between two attempts to resume a job that an outage paused."""
 
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
+"""Where the service asks whether an outage is over, a job resumes at the first answer. If it finds the outage again
+before it has trained a step, as with a store that fails now and then, it pauses for so long in addition."""
+
 COUNTED = (
     "episodes", "episodes_failed", "evaluation_failures", "groups_dropped_stale", "groups_failed",
     "zero_variance_groups", "trajectory_splits", "steps_skipped",
 )  # fmt: skip
 """The counters of a job that the service sums over all jobs."""
+
+
+Outage = Literal["database", "artifacts", "other"]
+"""Kinds of outages: of the first two the service asks whether they are over."""
+
+
+def outage_of(cause: BaseException) -> Outage | None:
+    """The kind of the outage that ``cause`` reports; None for an error of the job itself. Stored bytes that are absent,
+    damaged or cannot be read are no fault of a job."""
+    if isinstance(cause, DatabaseAway):
+        return "database"
+    if isinstance(cause, ArtifactsAway):
+        return "artifacts"
+    waits = isinstance(cause, Unavailable | StorageFull | TooManyRequests | CorruptArtifact | OSError)
+    return "other" if waits else None
 
 
 class JobRunner:
@@ -56,8 +86,8 @@ class JobRunner:
         """The state that its owner asked for while it ran."""
         self.unstored = ""
         """The reason for its pause, while that could not be stored yet."""
-        self.outage = False
-        """It is paused by an outage: retrying later can help."""
+        self.outage: Outage | None = None
+        """The kind of the outage that paused it: retrying later can help."""
         self._context = context
         self._validator = validator
         self._folder = folder
@@ -82,13 +112,16 @@ class JobRunner:
             current = asyncio.current_task()
             if not self._halted or self.wanted is not None or current is None or current.uncancel():
                 raise
-            self.outage = True
+            self.outage = "other"
             return "paused", self._halted
         except BaseException as error:
             cause = _first(error)
             cause = shortage(cause) or cause
-            self.outage = isinstance(cause, Unavailable | StorageFull | TooManyRequests)
-            if isinstance(cause, JobPaused | Unavailable | StorageFull | TooManyRequests | EnvironmentFailed):
+            self.outage = outage_of(cause)
+            if detail := getattr(cause, "detail", ""):
+                extra = {"tenant": self.row.tenant, "job": self.row.id}
+                log.warning("job %s stops: %s (%s)", self.row.id, cause, detail, extra=extra)
+            if self.outage is not None or isinstance(cause, JobPaused | EnvironmentFailed):
                 return "paused", str(cause)
             if isinstance(cause, RookeryError):
                 return "failed", str(cause)
@@ -234,8 +267,8 @@ class JobAdmission:
         self._limits = limits
         self._clock = clock
         self._jobs = jobs
-        self._retries: dict[str, tuple[str, float, float]] = {}
-        """By job: its tenant, the pause before the attempt, and when it is due."""
+        self._retries: dict[str, _Retry] = {}
+        """By job."""
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -278,27 +311,51 @@ class JobAdmission:
 
     # --- outages ------------------------------------------------------------------------------------------------------
 
-    def outage(self, tenant: str, job: str) -> None:
-        """An outage has paused the job: try again after a while, each time after twice as long."""
-        _, known, _ = self._retries.get(job, ("", 0.0, 0.0))
-        pause = min(2 * known, LONGEST_RETRY_SECONDS) or self._limits.outage_retry_seconds
-        self._retries[job] = tenant, pause, self._clock.monotonic() + pause
+    def outage(self, tenant: str, job: str, kind: Outage) -> None:
+        """An outage has paused the job: try again when it is over, or after a while, each time after twice as long."""
+        known = self._retries.get(job)
+        last = known.pause if known is not None and known.kind == kind else None
+        if kind == "other":
+            pause = min(2 * last, LONGEST_RETRY_SECONDS) if last else self._limits.outage_retry_seconds
+        else:
+            pause = 0.0 if last is None else min(2 * last, LONGEST_PAUSE_SECONDS) or FIRST_PAUSE_SECONDS
+        self._retries[job] = _Retry(tenant, kind, pause, self._clock.monotonic() + pause)
+
+    def restarted(self, tenant: str, job: str) -> None:
+        """An outage paused the job before the service started: try again now."""
+        self._retries[job] = _Retry(tenant, "other", 0.0, self._clock.monotonic())
+
+    def outages(self) -> set[Outage]:
+        """The kinds of outages that jobs wait for."""
+        return {retry.kind for retry in self._retries.values() if retry.due != math.inf}
 
     def progress(self, job: str) -> None:
         """The job works again, or is not to be tried again."""
         self._retries.pop(job, None)
 
-    def due(self) -> list[tuple[str, str]]:
-        """(tenant, job) of the jobs to try again now; each is returned once."""
+    def due(self, lasting: Collection[Outage] = ()) -> list[tuple[str, str]]:
+        """(tenant, job) of the jobs to try again now; each is returned once. Outages ``lasting`` are not over."""
         now = self._clock.monotonic()
         found = [
-            (tenant, job)
-            for job, (tenant, _, due) in self._retries.items()
-            if due <= now and not self._quotas.used_up(tenant)
+            job
+            for job, retry in self._retries.items()
+            if retry.due <= now and retry.kind not in lasting and not self._quotas.used_up(retry.tenant)
         ]
-        for tenant, job in found:
-            self._retries[job] = tenant, self._retries[job][1], math.inf
-        return found
+        for job in found:
+            self._retries[job].due = math.inf
+        return [(self._retries[job].tenant, job) for job in found]
+
+
+@dataclass
+class _Retry:
+    """An attempt to resume a job."""
+
+    tenant: str
+    kind: Outage
+    pause: float
+    """The seconds before it."""
+    due: float
+    """Its time; infinite once it began."""
 
 
 def _first(error: BaseException) -> BaseException:

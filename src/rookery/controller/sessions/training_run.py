@@ -30,7 +30,7 @@ from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequ
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import CorruptArtifact, UserError
+from rookery.errors import CorruptArtifact, Unavailable, UserError
 from rookery.scheduling.queues import ReorderBuffer
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, VersionRow
 
@@ -54,6 +54,8 @@ class TrainingRun:
         self._versions = PolicyVersions(context, policy, inflight=row.inflight)
         self._corrupt = ""
         """Why no operation can build on the head."""
+        self._unread = False
+        """The head's bytes could not be read yet."""
         self._last_step = row.done_seq
         """The sequence number of the last optimizer step."""
         self._gradient_error = ""
@@ -74,7 +76,11 @@ class TrainingRun:
             await self._versions.load()
         except CorruptArtifact as error:
             await self._refuse_head(error)
-        await self._versions.retire()
+        except Unavailable as error:  # its place may be back when an operation comes
+            self._unread = True
+            log.error("model %s: %s", self.row.id, error, extra={"tenant": self.row.tenant})
+        if not self._unread:
+            await self._versions.retire()
         for row in await self._context.store.futures_behind(self.row.id, self.row.done_seq):
             if row.outcome is None:
                 self.enqueue(*self._futures.reopen(row))
@@ -83,6 +89,14 @@ class TrainingRun:
                 self._replay(row.seq, operations.decode_operation(row.call), operations.decode_result(row.outcome))
         self._count_bytes()
         self._task = asyncio.create_task(self._run(), name=f"training run {self.row.id}")
+
+    async def _read_head(self) -> None:
+        """Raises :class:`Unavailable` if the head's bytes still cannot be read."""
+        try:
+            await self._versions.verify()
+        except CorruptArtifact as error:
+            await self._refuse_head(error)
+        self._unread = False
 
     async def _refuse_head(self, error: CorruptArtifact) -> None:
         """Answer every operation that needs the head with an error that names a checkpoint to load instead."""
@@ -226,6 +240,8 @@ class TrainingRun:
             await self._futures.finish(future, result, trace=trace)
 
     async def _dispatch(self, future: Future, operation: operations.AnyOperation) -> operations.AnyResult | None:
+        if self._unread and not isinstance(operation, operations.LoadState):
+            await self._read_head()
         match operation:
             case operations.ForwardBackwardOperation():
                 return await self._forward_backward(operation)
@@ -382,7 +398,7 @@ class TrainingRun:
             step=step if discard else step + self._trainer.uncommitted,
             uploaded=uploaded,
         )
-        self._corrupt = ""
+        self._corrupt, self._unread = "", False
         if discard:
             self._gradient_error = ""
             self._trainer.forget()

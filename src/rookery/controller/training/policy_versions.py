@@ -18,7 +18,7 @@ from dataclasses import replace
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
+from rookery.errors import ArtifactMissing, Conflict, CorruptArtifact, IncompleteArtifact, NotFound
 from rookery.scheduling.job_rules import training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec
 from rookery.storage.models import PolicyRow, VersionRow
@@ -47,41 +47,55 @@ class PolicyVersions:
         self.head: VersionRow | None = None
 
     async def load(self) -> None:
-        """Read the history. Raises :class:`CorruptArtifact` if the head's bytes do not match their hash or are
-        missing; ``head`` is set all the same."""
+        """Read the history. Raises :class:`CorruptArtifact` if the head's bytes are there and do not match their hash,
+        :class:`ArtifactMissing` if they are absent, :class:`Unavailable`; ``head`` is set all the same."""
         world, row = self._world, self.row
         versions = await world.store.versions(row.tenant, row.id)
         self._versions = {version.version: version for version in versions}
         self.row = await world.store.get_policy(row.tenant, row.job, row.name)
         self.head = self._versions[self.row.head_version] if self.row.head_version is not None else None
-        if self.head is not None:
-            try:
-                await world.store.transfer(world.artifacts.verify, self.head.hash)
-            except NotFound as error:
-                raise CorruptArtifact(str(error)) from None
+        await self.verify()
 
-    async def load_intact(self) -> list[str]:
-        """Read the history; roll back while the head is corrupt. Returns a line for the user per rollback. Raises
-        :class:`UserError` when no intact version is left."""
+    async def verify(self) -> None:
+        """Read the head's bytes. Raises as :meth:`load` does."""
+        world, head = self._world, self.head
+        if head is not None:
+            try:
+                await world.store.transfer(world.artifacts.verify, head.hash)
+            except (NotFound, IncompleteArtifact) as error:
+                raise ArtifactMissing(f"version {head.version} of {self.row.name} is missing: {error}") from None
+
+    async def load_intact(self, absent: bool = False) -> list[str]:
+        """Read the history; roll back while the head is corrupt, or with ``absent`` while its bytes are absent. Returns
+        a line for the user per rollback. Raises :class:`ArtifactMissing`, also when no intact version is left."""
         lines: list[str] = []
         while True:
             try:
                 await self.load()
                 return lines
             except CorruptArtifact as error:
-                lines.append(await self.rollback(str(error)))
+                lines.append(await self.rollback("corrupt", str(error)))
+            except ArtifactMissing as error:
+                if not absent:
+                    raise ArtifactMissing(
+                        f"{error}; the job resumes when its bytes are back, or: rookery jobs rollback JOB"
+                    ) from None
+                lines.append(await self.rollback("missing", str(error)))
 
-    async def rollback(self, reason: str) -> str:
-        """Mark the head as lost for ``reason``; the newest kept version before it becomes the head in the database.
-        Returns a line for the user. Raises :class:`UserError` when there is none."""
+    async def rollback(self, fault: str, reason: str) -> str:
+        """Mark the head, which has this ``fault``, as lost for ``reason``; the newest kept version before it becomes
+        the head in the database. Returns a line for the user. Raises :class:`ArtifactMissing` when there is none."""
         world, row = self._world, self.row
         assert self.head is not None
         bad = self.head.version
         try:
             head = await world.store.rollback(row.id, bad, reason)
         except Conflict as none_left:
-            raise UserError(f"policy {row.name}: version {bad} is corrupt, {none_left}") from None
-        line = f"version {bad} of {row.name} is corrupt ({reason}); went back to version {head.version}"
+            raise ArtifactMissing(
+                f"version {bad} of {row.name} is {fault} ({reason}), and {none_left}; the job resumes when a backup of"
+                " it is restored to the artifacts"
+            ) from None
+        line = f"version {bad} of {row.name} is {fault} ({reason}); went back to version {head.version}"
         log.error(line, extra={"tenant": row.tenant, "job": row.job, "version": bad})
         return line
 

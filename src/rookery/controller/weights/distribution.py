@@ -18,7 +18,7 @@ from rookery.aio import BackgroundTasks, Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import AdapterRequested, Worker
 from rookery.controller.weights.tickets import PeerDirectory
-from rookery.errors import CorruptArtifact, NotFound
+from rookery.errors import CorruptArtifact, NotFound, Unavailable
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import CheckpointRow, PolicyRow, VersionRow
 from rookery.storage.store import Writer
@@ -153,7 +153,7 @@ class AdapterResidency(FleetListener):
         fault = ""
         try:
             await self._writer(self._artifacts.verify, digest)
-        except (CorruptArtifact, NotFound, OSError) as error:
+        except (CorruptArtifact, NotFound, Unavailable, OSError) as error:
             fault = str(error)
         finally:
             failures = self._failures.pop(digest)

@@ -9,7 +9,8 @@ or upload) and nothing in memory pins it:
 
 Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is pinned then is deleted when its last pin
 ends. An upload that no version came to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service
-:meth:`ArtifactCollector.collect_all` deletes everything that a crash left behind.
+:meth:`ArtifactCollector.collect_all` deletes what a crash left behind, once nothing has named it for
+``orphan_keep_seconds``: the database may be an older copy for a moment.
 
 No transaction can come to name an artifact that is being deleted. The rows disappear in the writer thread, between
 other database calls; an upload is pinned before it is stored (:meth:`ArtifactCollector.commit`), and neither happens
@@ -119,11 +120,12 @@ class ArtifactCollector:
         if (deleted := await self._store.run(both)) is not None:
             self._residency.evict([deleted])
 
-    async def collect_all(self) -> None:
-        """Delete half-written uploads and every artifact that nothing names. Only at start, before new uploads."""
+    async def collect_all(self, now: float, keep: float) -> None:
+        """Delete half-written uploads and every artifact that nothing has named for ``keep`` seconds before ``now``.
+        Only at start, before new uploads."""
         await self._store.transfer(self._artifacts.sweep)
         live = await self._store.live_hashes()
-        for digest in await self._store.transfer(self._artifacts.prune, live):
+        for digest in await self._store.transfer(self._artifacts.prune, live, now, keep):
             log.info("deleted artifact %s, which no commit names", digest)
 
     def _unless_named(self, digest: str) -> str | None:

@@ -97,8 +97,11 @@ async def delete_job(service: Service, owner: Owner, job: OfJob) -> JobView:
 
 
 @routes.post("/jobs/{job}/{action}", tags=["jobs"])
-async def act(service: Service, owner: Owner, job: OfJob, action: Literal["pause", "resume", "cancel"]) -> JobView:
-    """Pause a job (nothing is lost), resume it, or end it for good. Returns the job."""
+async def act(
+    service: Service, owner: Owner, job: OfJob, action: Literal["pause", "resume", "rollback", "cancel"]
+) -> JobView:
+    """Pause a job (nothing is lost), resume it, resume it from the newest version whose bytes are there, or end it for
+    good. Returns the job."""
     await getattr(service.controller, action)(owner.id, job)
     return await service.controller.queries.show(owner.id, job)
 
