@@ -239,7 +239,7 @@ class Database(Transactions):
             os.chmod(path, 0o600)
 
     def _shown_url(self) -> str:
-        return self.engine.url.render_as_string(hide_password=True)
+        return self.engine.url.set(drivername=self.engine.url.get_backend_name()).render_as_string(hide_password=True)
 
     def _shared_connection(self) -> Connection | None:
         """This thread's connection within ``batch_transaction``. Raises the error with which that failed already."""

@@ -240,7 +240,7 @@ class ObjectArtifacts(Artifacts):
     def publish(self, folder: Path, manifest: Manifest) -> None:
         self.check()
         try:
-            self.open(manifest.hash)
+            self.verify(manifest.hash)
         except NotFound:
             self._send(folder, manifest)
         except CorruptArtifact:

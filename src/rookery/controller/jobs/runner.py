@@ -25,6 +25,7 @@ from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
 from rookery.errors import (
+    ArtifactMissing,
     ArtifactsAway,
     CorruptArtifact,
     DatabaseAway,
@@ -116,7 +117,7 @@ class JobRunner:
             return "paused", self._halted
         except BaseException as error:
             cause = _first(error)
-            cause = shortage(cause) or cause
+            cause = shortage(cause) or await self._unread_dataset(cause) or cause
             self.outage = outage_of(cause)
             if detail := getattr(cause, "detail", ""):
                 extra = {"tenant": self.row.tenant, "job": self.row.id}
@@ -131,6 +132,17 @@ class JobRunner:
             if started is not None:
                 started.cancel()
             await self._store_counters()
+
+    async def _unread_dataset(self, cause: BaseException) -> RookeryError | None:
+        """The error of an environment that could not read the job's dataset, whose file lies among the artifacts."""
+        artifacts = self._context.artifacts
+        if not isinstance(cause, EnvironmentFailed) or str(artifacts.root) not in str(cause):
+            return None
+        try:
+            await self._context.store.transfer(artifacts.check)
+        except RookeryError as away:
+            return away
+        return ArtifactMissing("the job's dataset could not be read", str(cause))
 
     def halt(self, reason: str) -> None:
         """Pause the job; it resumes by itself."""

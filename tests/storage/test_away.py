@@ -1,0 +1,229 @@
+"""Whole services whose artifacts or database are away for a moment: jobs wait, resume by themselves, lose nothing."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, select, text
+from tests.storage.test_place import AWAY
+from tests.support.faces import ScriptedWorker, job, served
+from tests.support.s3 import S3, s3
+from tests.support.storing import connected, new_database, postgres_cluster
+
+from rookery.client import Client, Job
+from rookery.errors import RookeryError, UserError
+from rookery.server.launcher import EmbeddedService
+from rookery.storage.models import VersionRow
+
+ENDLESS = job(stop={"steps": 1_000_000}, checkpoints={"keep_last": 3, "keep_best": False})
+PATIENCE = 60.0
+
+
+@contextmanager
+def running(root: Path, **settings: object) -> Iterator[tuple[EmbeddedService, Client]]:
+    with ExitStack() as opened:
+        service = opened.enter_context(served(root, **settings))
+        opened.enter_context(ScriptedWorker.of(service))
+        yield service, opened.enter_context(Client(service.url, service.key))
+
+
+def until(condition: Callable[[], bool], story: Callable[[], object] = lambda: "") -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, story()
+        time.sleep(0.05)
+
+
+def trained(of: Job, more: int = 3) -> int:
+    """Its step once it has trained so many more."""
+    step = of.show().step
+    until(lambda: of.show().step >= step + more)
+    return int(of.show().step)
+
+
+def check_nothing_lost(of: Job) -> None:
+    versions = of.versions()
+    assert [row.version for row in versions] == list(range(len(versions)))
+    assert not any(row.lost for row in versions)
+    assert [row.step for row in of.metrics(follow=False)] == list(range(1, of.show().step + 1))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("leave", AWAY)
+def test_a_job_waits_for_a_shared_folder(leave: Callable[[Path], Callable[[], object]], tmp_path: Path) -> None:
+    """It waits while it runs and while it resumes; nobody resumes it; a start that finds the folder again keeps all."""
+    shared = tmp_path / "shared"
+    with running(tmp_path, artifacts_url=str(shared)) as (_, client):
+        made = client.submit(ENDLESS)
+        trained(made)
+        for paused in (False, True):
+            if paused:
+                made.pause()
+            back = leave(shared)
+            if paused:
+                made.resume()
+            until(lambda: made.show().state == "paused", made.show)
+            until(lambda: made.show().state == "paused" and "place is away" in made.show().reason, made.show)
+            assert str(tmp_path) not in made.show().reason, "a tenant reads no path"
+            back()
+            trained(made)
+        made.pause()
+        check_nothing_lost(made)
+    here = {path.name for path in shared.iterdir()}
+    assert str(shared) in (tmp_path / "data/logs/service.jsonl").read_text(), "the operator reads it"
+    back = leave(shared)
+    if not leave.__name__.startswith("lose"):
+        with pytest.raises(UserError, match="shared"):
+            served(tmp_path, artifacts_url=str(shared)).__enter__()
+    back()
+    with running(tmp_path, artifacts_url=str(shared)) as (_, client):
+        again = client.job(made.id)
+        assert here - {".orphans"} <= {path.name for path in shared.iterdir()}
+        again.resume()
+        trained(again)
+        again.pause()
+        check_nothing_lost(again)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 1)
+    with s3() as server:
+        yield server
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("mode", ["slow down", "internal error", "no bucket", "expired", "denied", "flaky"])
+def test_a_job_waits_for_an_object_store(mode: str, bucket: S3, tmp_path: Path) -> None:
+    settings = {"artifacts_url": "s3://bucket/prefix", "artifacts_endpoint": bucket.endpoint}
+    with running(tmp_path, outage_retry_seconds=1.0, **settings) as (_, client):
+        made = client.submit(ENDLESS)
+        trained(made)
+        for paused in (False, True):
+            if paused:
+                made.pause()
+            bucket.mode = mode
+            if paused:
+                made.resume()
+            if mode != "flaky":
+                until(lambda: made.show().state == "paused")
+                assert "do not answer" in made.show().reason and "127.0.0.1" not in made.show().reason
+            else:
+                time.sleep(2.0)
+            bucket.mode = "ok"
+            trained(made)
+        made.pause()
+        check_nothing_lost(made)
+    bucket.mode = mode
+    if mode != "flaky":
+        with pytest.raises(RookeryError):
+            served(tmp_path, **settings).__enter__()
+    bucket.mode = "ok"
+    with running(tmp_path, **settings) as (_, client):
+        again = client.job(made.id)
+        again.resume()
+        trained(again)
+        again.pause()
+        check_nothing_lost(again)
+
+
+@pytest.mark.heavy
+def test_a_wrong_data_folder_changes_nothing(tmp_path: Path) -> None:
+    """Neither alone, nor beside the right service while PostgreSQL restarts."""
+    with postgres_cluster() as cluster:
+        url = new_database(cluster.url)
+
+        def refuse() -> None:
+            with pytest.raises(UserError, match=r"wrong/data/artifacts.*postgresql://.*right/data/artifacts"):
+                served(tmp_path / "wrong", database=url).__enter__()
+
+        with running(tmp_path / "right", database=url) as (_, client):
+            made = client.submit(ENDLESS)
+            trained(made)
+        rows, here = versions_in(url), {path.name for path in (tmp_path / "right/data/artifacts").iterdir()}
+        refuse()
+        assert versions_in(url) == rows
+        assert not (tmp_path / "wrong/data/admin.key").exists()
+        with running(tmp_path / "right", database=url) as (_, client):
+            assert here <= {path.name for path in (tmp_path / "right/data/artifacts").iterdir()} | {".orphans"}
+            again = client.job(made.id)
+            for _ in range(2):
+                trained(again)
+                cluster.stop()
+                cluster.start()
+                refuse()
+            trained(again)
+            again.pause()
+            check_nothing_lost(again)
+
+
+def versions_in(url: str) -> list[tuple[object, ...]]:
+    with connected(url) as connection:
+        return [tuple(row) for row in connection.execute(select(VersionRow.version, VersionRow.kept, VersionRow.lost))]
+
+
+def test_a_missing_artifact_makes_its_job_wait_until_it_is_back_or_given_up(tmp_path: Path) -> None:
+    """The place is there, the artifact is not, as in a backup that is half restored. A person may give it up."""
+    folder = tmp_path / "data" / "artifacts"
+    with running(tmp_path, outage_retry_seconds=0.2) as (_, client):
+        made = client.submit(ENDLESS)
+        trained(made)
+        made.pause()
+        for file in ("", "adapter_model.safetensors", "manifest.json"):
+            head = max(row.version for row in made.versions())
+            path = folder / next(row.hash for row in made.versions() if row.version == head) / file
+            path.rename(tmp_path / "kept")
+            made.resume()
+            until(lambda: made.show().state == "paused")
+            until(lambda: "of main is missing" in made.show().reason)
+            (tmp_path / "kept").rename(path)
+            trained(made)
+            made.pause()
+            check_nothing_lost(made)
+        with pytest.raises(RookeryError, match="is there: resume it"):
+            made.rollback()
+        head = max(row.version for row in made.versions())
+        shutil.rmtree(folder / next(row.hash for row in made.versions() if row.version == head))
+        made.rollback()
+        trained(made)
+        assert [row.version for row in made.versions() if row.lost] == [head]
+        assert any("is missing" in event.text for event in made.events() if event.kind == "corrupt")
+        made.cancel()
+
+
+def test_a_data_folder_of_a_version_without_marks_is_adopted(tmp_path: Path) -> None:
+    with running(tmp_path) as (_, client):
+        made = client.submit(job())
+        made.wait(PATIENCE)
+    folder = tmp_path / "data" / "artifacts"
+    (folder / "owner").unlink()
+    engine = create_engine(f"sqlite:///{tmp_path}/data/rookery.db")
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM meta WHERE name = 'artifacts'"))
+    engine.dispose()
+    with running(tmp_path) as (_, client):
+        check_nothing_lost(client.job(made.id))
+        assert (folder / "owner").exists()
+
+
+@pytest.mark.parametrize("lost", ["database", "artifacts"])
+def test_one_half_of_a_data_folder_is_refused(lost: str, tmp_path: Path) -> None:
+    """A new database would delete every artifact; new artifacts would fail every job."""
+    with running(tmp_path) as (_, client):
+        client.submit(job()).wait(PATIENCE)
+    if lost == "database":
+        for path in (tmp_path / "data").glob("rookery.db*"):
+            path.unlink()
+    else:
+        shutil.rmtree(tmp_path / "data" / "artifacts")
+    here = {path.name for path in tmp_path.rglob("data/artifacts/*")}
+    with pytest.raises(UserError, match="belong to another database" if lost == "database" else "has none of the"):
+        served(tmp_path).__enter__()
+    assert here <= {path.name for path in tmp_path.rglob("data/artifacts/*")}
