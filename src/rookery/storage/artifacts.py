@@ -121,7 +121,7 @@ class Artifacts:
 
     def _mark(self) -> str | None:
         try:
-            return (self.root / OWNER).read_text(errors="replace").strip()
+            return (self.root / OWNER).read_text(encoding="ascii", errors="replace").strip()
         except FileNotFoundError:
             return None
 
@@ -287,7 +287,7 @@ class Artifacts:
     def _mark_orphan(self, hash: str, now: float) -> None:
         with understood(self.check):
             self._orphans.mkdir(mode=0o700, exist_ok=True)
-            (self._orphans / hash).write_text(str(now))
+            (self._orphans / hash).write_text(str(now), encoding="ascii")
 
     def _unmark_orphan(self, hash: str) -> None:
         with understood(self.check):
@@ -519,7 +519,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 def _write_durably(path: Path, content: str) -> None:
     """Replace a file as a whole; its name is durable after :func:`_sync_folder`."""
     handle, part = tempfile.mkstemp(prefix=".", dir=path.parent)
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(handle, "w", encoding="ascii") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
