@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
+from rookery.controller.feeds import FeedRow, JobFeeds
 from rookery.controller.jobs.job_context import SHOWN_REWARDS
 from rookery.controller.jobs.runner import COUNTED, JobAdmission, JobRegistry
 from rookery.controller.jobs.trajectory import episode_result_decoder
@@ -40,6 +42,7 @@ class JobQueries:
         self._context = context
         self._store = context.store
         self._jobs = jobs
+        self.feeds = JobFeeds(self.show, self._rows, self._store.last_step, jobs.signal)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -71,23 +74,21 @@ class JobQueries:
         rewards = await self._store.recent_rewards(tenant, SHOWN_REWARDS, job)
         return self._view(row, owner, policies, usage, rewards.get(job, []))
 
-    async def metrics(self, tenant: str, job: str, after: int = -1) -> Sequence[dict[str, Any]]:
-        """One row per committed step later than ``after``."""
+    async def metrics(
+        self, tenant: str, job: str, after: int = -1, limit: int | None = None
+    ) -> Sequence[dict[str, Any]]:
+        """One row per committed step later than ``after``, the first ``limit``."""
         await self._store.get_job(tenant, job)
-        return [finite(row) for row in await self._store.steps(tenant, job, after)]
+        return await self._rows(tenant, job, after, limit)
+
+    async def _rows(self, tenant: str, job: str, after: int, limit: int | None) -> builtins.list[dict[str, Any]]:
+        return [finite(row) for row in await self._store.steps(tenant, job, after, limit)]
 
     async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
         """Metrics rows of later steps than ``after`` as they are committed, until the job has ended."""
-        signal = self._jobs.signal(job)
-        while True:
-            change = signal.next
-            view = await self.show(tenant, job)
-            for row in await self.metrics(tenant, job, after):
-                after = row["step"]
-                yield row
-            if view.state in FINAL_JOB_STATES:
-                return
-            await change.wait()
+        async for _, data in self.feeds.follow(tenant, job, after):
+            if isinstance(data, FeedRow):
+                yield data.metrics
 
     async def wait(self, tenant: str, job: str) -> JobView:
         """The job when it has ended."""

@@ -52,8 +52,8 @@ class EnvironmentChecks:
         """Why others were refused."""
 
     def validate(self, id: str, options: Mapping[str, Any]) -> SplitSizes:
-        """The sizes of a built-in environment's splits. Raises :class:`UserError` for one that cannot be made with these
-        options; reads the files that they name. :class:`Unavailable` where the check itself failed."""
+        """The sizes of a built-in environment's splits. Raises :class:`UserError` for one that cannot be made with
+        these options; reads the files that they name. :class:`Unavailable` where the check itself failed."""
         question = json.dumps({"id": id, "options": options}, default=str)
         digest = hashlib.sha256(question.encode("utf-8", "replace")).hexdigest()
         with self._lock:

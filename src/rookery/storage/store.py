@@ -237,6 +237,7 @@ class Transactions:
     commit_step = _write(versions.commit_step)
     save_step = _write(versions.save_step)
     steps = _read(versions.steps)
+    last_step = _read(versions.last_step)
     recent_rewards = _read(versions.recent_rewards)
     version = _read(versions.version)
     retire_version = _write(versions.retire_version)

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Resp
 from fastapi.responses import StreamingResponse
 
 from rookery.aio import cancel_all
+from rookery.controller.feeds import FeedRow
 from rookery.controller.views import NUMBER, Completion, JobView
 from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
@@ -37,7 +38,6 @@ from rookery.server.schemas import (
     UploadView,
     VersionView,
 )
-from rookery.storage.models import FINAL_JOB_STATES
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS)
 
@@ -234,33 +234,26 @@ def _event(kind: str, data: bytes, id: int | None = None) -> bytes:
 
 async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int) -> AsyncIterator[bytes]:
     """The events of ``job``, with the rows of steps later than ``after``, until it ends or the service stops."""
-
-    async def next_row() -> dict[str, Any] | None:
-        return await anext(rows, None)
-
-    rows = service.controller.queries.follow(tenant, job, after)
+    interval = service.context.settings.worker.heartbeat_seconds
+    events = service.controller.queries.feeds.follow(tenant, job, after, interval)
     closing = asyncio.ensure_future(service.closing.wait())
-    upcoming = asyncio.ensure_future(next_row())
-    shown: tuple[str, str] | None = None
     try:
-        while not closing.done():
-            view = await service.controller.queries.show(tenant, job)
-            if (view.state, view.reason) != shown:
-                shown = (view.state, view.reason)
-                yield _event("job", view.model_dump_json().encode())
-            else:
-                yield b": heartbeat\n\n"
-            interval = service.context.settings.worker.heartbeat_seconds
-            await asyncio.wait({upcoming, closing}, timeout=interval, return_when=asyncio.FIRST_COMPLETED)
-            while upcoming.done():
-                row = upcoming.result()
-                if row is None:
-                    view = await service.controller.queries.show(tenant, job)
-                    if view.state in FINAL_JOB_STATES:
-                        yield _event("end", view.model_dump_json().encode())
+        while True:
+            upcoming = asyncio.ensure_future(anext(events, None))
+            await asyncio.wait({upcoming, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if not upcoming.done():
+                await cancel_all(upcoming)
+                return
+            match upcoming.result():
+                case ("metrics", FeedRow() as row):
+                    row.encoded = row.encoded or _event("metrics", msgspec.json.encode(row.metrics), row.step)
+                    yield row.encoded
+                case (kind, JobView() as view):
+                    yield _event(kind, view.model_dump_json().encode())
+                case ("quiet", None):
+                    yield b": heartbeat\n\n"
+                case None:
                     return
-                yield _event("metrics", msgspec.json.encode(row), row["step"])
-                upcoming = asyncio.ensure_future(next_row())
-                await asyncio.sleep(0)
     finally:
-        await cancel_all(upcoming, closing)
+        await cancel_all(closing)
+        await events.aclose()  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from rookery.errors import Conflict
 from rookery.protocol import Manifest
-from rookery.storage.columns import add, fetch_one, get, rows
+from rookery.storage.columns import add, fetch_all, fetch_one, get, rows
 from rookery.storage.models import (
     CheckpointRow,
     EvaluationRow,
@@ -112,11 +112,20 @@ def save_step(connection: Connection, job: str, version: int, metrics: Mapping[s
     connection.execute(update(StepRow).where(mine).values(metrics=dict(metrics)))
 
 
-def steps(connection: Connection, tenant: str, job: str, after: int = -1) -> list[dict[str, Any]]:
-    """The metrics of the committed steps later than ``after``, in order, each with the ``version`` that contains it;
-    empty for a job that is not this tenant's."""
-    found = rows(connection, StepRow, StepRow.step > after, tenant=tenant, job=job, order_by=(StepRow.step,))
+def steps(
+    connection: Connection, tenant: str, job: str, after: int = -1, limit: int | None = None
+) -> list[dict[str, Any]]:
+    """The metrics of the committed steps later than ``after``, in order, the first ``limit``, each with the ``version``
+    that contains it; empty for a job that is not this tenant's."""
+    query = select(StepRow).where(StepRow.step > after).filter_by(tenant=tenant, job=job)
+    found = fetch_all(connection, StepRow, query.order_by(StepRow.step).limit(limit))
     return [{**row.metrics, "version": row.version} for row in found]
+
+
+def last_step(connection: Connection, tenant: str, job: str) -> int:
+    """The newest committed step; -1 before the first, and for a job that is not this tenant's."""
+    found = connection.execute(select(func.max(StepRow.step)).filter_by(tenant=tenant, job=job)).scalar()
+    return -1 if found is None else int(found)
 
 
 def recent_rewards(connection: Connection, tenant: str, count: int, job: str | None = None) -> dict[str, list[float]]:

@@ -1,0 +1,104 @@
+"""Followers of a job share one task that reads the database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rookery.aio import Signal
+from rookery.controller.feeds import PAGE, ROWS_KEPT, FeedRow, JobFeeds
+from rookery.controller.views import CostView, JobView
+from rookery.errors import NotFound
+
+
+class Stored:
+    """A job in a database that counts its reads."""
+
+    def __init__(self, steps: int) -> None:
+        self.signal, self.state, self.steps = Signal(), "running", steps
+        self.shows = self.pages = 0
+        self.feeds = JobFeeds(self.show, self.page, self.last_step, lambda job: self.signal)
+
+    async def show(self, tenant: str, job: str) -> JobView:
+        if tenant != "alice":
+            raise NotFound("no job")
+        self.shows += 1
+        await asyncio.sleep(0)
+        cost = CostView(cost=0, reserved=0, preemptible=0, seconds=0, tokens_per_unit=None)
+        return JobView.model_construct(id=job, state=self.state, reason="", cost=cost)
+
+    async def page(self, tenant: str, job: str, after: int, limit: int) -> list[dict[str, Any]]:
+        self.pages += 1
+        await asyncio.sleep(0)
+        return [{"step": step} for step in range(after + 1, self.steps)][:limit]
+
+    async def last_step(self, tenant: str, job: str) -> int:
+        return self.steps - 1
+
+    def commit(self, steps: int = 1) -> None:
+        self.steps += steps
+        self.signal.notify()
+
+    def end(self) -> None:
+        self.state = "completed"
+        self.signal.notify()
+
+
+async def collected(events: AsyncIterator[Any], pause: float = 0.0) -> list[Any]:
+    found = []
+    async for kind, data in events:
+        found.append(data.step if isinstance(data, FeedRow) else kind)
+        await asyncio.sleep(pause)
+    return found
+
+
+async def test_two_hundred_followers_cost_the_reads_of_one() -> None:
+    stored = Stored(3)
+    followers = [asyncio.create_task(collected(stored.feeds.follow("alice", "j", after=2))) for _ in range(200)]
+    await asyncio.sleep(0.05)
+    for _ in range(10):
+        stored.commit()
+        await asyncio.sleep(0.01)
+    stored.end()
+    for found in await asyncio.gather(*followers):
+        assert found == ["job", *range(3, 13), "job", "end"]
+    assert stored.shows <= 13 and stored.pages <= 26
+
+
+async def test_followers_that_begin_early_or_read_slowly_miss_nothing() -> None:
+    stored = Stored(2 * PAGE + 7)
+    late = asyncio.create_task(collected(stored.feeds.follow("alice", "j")))
+    slow = asyncio.create_task(collected(stored.feeds.follow("alice", "j", after=2 * PAGE), pause=0.0001))
+    for _ in range(6):
+        await asyncio.sleep(0.01)
+        stored.commit(ROWS_KEPT // 2 + 1)
+    await asyncio.sleep(0.01)
+    stored.end()
+    steps = stored.steps
+    assert [one for one in await late if isinstance(one, int)] == list(range(steps))
+    assert [one for one in await slow if isinstance(one, int)] == list(range(2 * PAGE + 1, steps))
+
+
+async def test_an_ended_job_is_followed_to_its_end_and_read_again_for_the_next_one() -> None:
+    stored = Stored(2)
+    stored.end()
+    for _ in range(2):
+        assert await collected(stored.feeds.follow("alice", "j")) == ["job", 0, 1, "end"]
+    assert stored.shows == 2
+
+
+async def test_another_tenants_job_is_unknown() -> None:
+    stored = Stored(2)
+    with pytest.raises(NotFound):
+        await collected(stored.feeds.follow("bob", "j"))
+
+
+async def test_a_quiet_job_is_told_from_a_dead_connection() -> None:
+    stored = Stored(0)
+    events = stored.feeds.follow("alice", "j", quiet_seconds=0.01)
+    assert [(await anext(events))[0] for _ in range(3)] == ["job", "quiet", "quiet"]
+    await events.aclose()  # type: ignore[attr-defined]
+    assert len(asyncio.all_tasks()) == 1, "nobody follows: the task has ended"
