@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.support.faces import served
+from tests.support.faces import ScriptedWorker, job, served
 
 from rookery.controller.controller import Controller
 from rookery.controller.queries import JobQueries
@@ -85,19 +86,89 @@ def test_an_error_within_a_response_ends_its_connection(
 ) -> None:
     """Nothing else shows the client that the response is not whole."""
 
-    async def events(*arguments: Any) -> Any:
-        yield b"event: job\n\n"
+    async def follow(*arguments: Any) -> Any:
+        yield {"step": 1}
         raise ValueError("no more")
 
-    monkeypatch.setattr("rookery.server.routes.jobs._follow_job", events)
-    monkeypatch.setattr(JobQueries, "show", lambda *arguments: _done())
+    monkeypatch.setattr(JobQueries, "follow", follow)
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+        id = client.post("/api/v1/jobs", json=job()).json()["id"]
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.get(f"/api/v1/jobs/{id}/metrics/stream")
+        assert client.get("/healthz").status_code == 200
+        client.post(f"/api/v1/jobs/{id}/cancel")
+        client.delete(f"/api/v1/jobs/{id}")
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+VALUES = [
+    (r'"cut \ud83d here"', r'x: given "cut \ud83d here", allowed: whole characters'),
+    (r'{"\udc00": 1}', r'x: given the field "\udc00", allowed: whole characters'),
+    ("1e400", "x: given 1e400, allowed: a number between"),
+    ("1e-400", "x: given 1e-400, allowed: a number between"),
+    ("18446744073709551616", "x: given 18446744073709551616, allowed: a whole number"),
+    ("-9223372036854775809", "x: given -9223372036854775809, allowed: a whole number"),
+    ('{"a": 1, "a": 2}', "x.a: given twice"),
+    (nested(255), "nested more than 64 deep"),
+    (nested(65), "nested more than 64 deep"),
+]
+
+
+@pytest.mark.parametrize(("value", "says"), VALUES, ids=[value[:20] for value, _ in VALUES])
+def test_every_way_in_refuses_what_a_run_cannot_carry(service: EmbeddedService, value: str, says: str) -> None:
+    """An upload, inline rows and options of a job, by one check; the line names the field."""
+    row = f'{{"prompt": "a", "answer": "4", "x": {value}}}'
+    jobs = []
+    for environment in (f'"verifier": "exact", "rows": [{row}]', f'"x": {value}'):
+        spec = job(environment={"id": "jsonl", "@": 0})
+        jobs.append(json.dumps(spec).replace('"@": 0', environment).encode())
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+        response = client.post("/api/v1/datasets", content=f'{{"prompt": "a"}}\n{row}'.encode())
+        error = response.json()["error"]
+        assert response.status_code == 400 and error.startswith("dataset: line 2: ") and says in error
+        for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run"):
+            for body in jobs:
+                response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+                error = response.json()["error"]
+                assert response.status_code == 422 and says in error, error
+                assert "environment." in error or "deep" in says
+        assert client.get("/api/v1/jobs").json() == []
+
+
+def test_an_inline_row_may_be_as_large_as_an_uploaded_one(service: EmbeddedService) -> None:
+    rows = [{"prompt": "a", "answer": "4"}, {"prompt": "x" * (256 << 10), "answer": "4"}]
+    spec = job(environment={"id": "jsonl", "verifier": "exact", "rows": rows})
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+        response = client.post("/api/v1/jobs/dry-run", json=spec)
+        assert response.status_code == 422 and "environment.rows.1: 2621" in response.text, response.text
+        assert "ROOKERY_ROW_BYTES" in response.text
+        for odd in (5, "abc", {"a": 1}, None):
+            environment = {"id": "jsonl", "verifier": "exact", "rows": odd}
+            assert client.post("/api/v1/jobs", json=job(environment=environment)).status_code == 422
+
+
+def test_a_row_that_is_taken_is_shown_by_every_result(service: EmbeddedService) -> None:
+    """The deepest nesting, control characters, and numbers at the ends of their ranges; on one connection."""
+    deepest: Any = 1
+    for _ in range(61):
+        deepest = [deepest]
+    numbers = [2**64 - 1, -(2**63), 1e308, 5e-324]
+    odd = {"prompt": "\x00 \x85\u2028\ufeff", "answer": "4", "k\x00": deepest, "n": numbers}
+    rows = [json.dumps({**odd, "prompt": prompt}).encode() for prompt in (odd["prompt"], "b")]
     with (
-        httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client,
-        pytest.raises(httpx.RemoteProtocolError),
+        ScriptedWorker.of(service),
+        httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client,
     ):
-        client.get("/api/v1/jobs/x/metrics/stream")
-    assert httpx.get(f"{service.url}/healthz").status_code == 200
-
-
-async def _done() -> None:
-    return None
+        train, held_out = (client.post("/api/v1/datasets", content=row).json()["dataset"] for row in rows)
+        environment = {"id": "jsonl", "verifier": "exact", "dataset": train, "eval_dataset": held_out}
+        id = client.post("/api/v1/jobs", json=job(environment=environment, evaluation={"prompts": 1})).json()["id"]
+        while (view := client.get(f"/api/v1/jobs/{id}").json())["state"] in ("queued", "running"):
+            time.sleep(0.05)
+        assert view["state"] == "completed", view
+        shown = client.get(f"/api/v1/jobs/{id}/trajectories").json()
+        evaluations = client.get(f"/api/v1/jobs/{id}/evaluations").json()
+    assert all(episode["prompt"] == odd for episode in shown) and shown
+    assert evaluations[0]["held_out"][0]["prompt"] == {**odd, "prompt": "b"}

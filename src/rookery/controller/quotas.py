@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from rookery.aio import Clock
@@ -59,6 +60,9 @@ stay until somebody deletes them."""
 OPERATION_BYTES = 4096
 """Counted for each operation of a client in memory besides its data: the objects around it."""
 
+
+LARGE_ROWS_SHOWN = 3
+"""Rows that are too large are named up to this number: the others are likely of the same kind."""
 
 ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
 """Options of a ``jsonl`` environment that hold rows, with the option that names their stored dataset."""
@@ -260,6 +264,19 @@ class Quotas:
 
 
 # --- budgets of a job -------------------------------------------------------------------------------------------------
+
+
+def row_problems(spec: JobSpec, limits: LimitSettings) -> list[str]:
+    """One line per inline row that is larger than an uploaded one may be, up to a few. Takes up to half a second."""
+    large = (
+        f"environment.{name}.{number}: {size} bytes, allowed: at most {limits.row_bytes} (the service's"
+        " ROOKERY_ROW_BYTES)"
+        for name in ROWS
+        if isinstance(rows := spec.environment.options.get(name), list)
+        for number, row in enumerate(rows)
+        if (size := len(values.encode(row))) > limits.row_bytes
+    )
+    return list(islice(large, LARGE_ROWS_SHOWN))
 
 
 def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
-from rookery.controller.quotas import ROWS, as_jsonl, job_problems
+from rookery.controller.quotas import ROWS, as_jsonl, job_problems, row_problems
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER
@@ -93,6 +93,7 @@ class JobValidator:
                 " it) and give warm_start.upload"
             )
         problems += job_problems(spec, context.settings.limits, context.refused)
+        problems += await context.threads(row_problems, spec, context.settings.limits)
         sizes = None
         try:
             options = await self.options(tenant, spec)

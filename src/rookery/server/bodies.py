@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rookery.errors import shortage
 from rookery.server.responses import retry_after
 from rookery.settings import Settings
+from rookery.spec import values
 from rookery.storage.store import Writer
 from rookery.turns import metered
 
@@ -33,6 +34,9 @@ UPLOADS = frozenset({"/api/v1/datasets", "/api/v1/adapters"})
 
 JOBS = ("/api/v1/jobs", "/tinker/api/")
 """Beginnings of the paths whose JSON or protobuf may have ``job_bytes``."""
+
+JOB_ROUTES = "/api/v1/jobs"
+"""Beginning of the paths whose JSON is a job, which is read as the run reads its values."""
 
 DATASETS = "/api/v1/datasets"
 """The path whose bodies are written to the disk in chunks and never held."""
@@ -57,7 +61,6 @@ DIGITS = 100
 _OUTSIDE = bytes(set(range(256)) - set(b"[]{}"))
 _ZEROS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 """Translates every digit to 0."""
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BodyRefused(HTTPException):
@@ -190,7 +193,9 @@ async def read_json(request: Request) -> Any:
     try:
         with refused_shortages():
             body = await request.body()
-            return await off_loop(service.threads, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
+            decode = values.decode if request.url.path.startswith(JOB_ROUTES) else msgspec.json.decode
+            work = partial(parse, body, edge.json_items, edge.json_depth, decode)
+            return await off_loop(service.threads, len(body), work)
     except BodyRefused:
         service.refusals["bodies_refused"] += 1
         raise
@@ -202,9 +207,9 @@ async def off_loop(threads: Writer, size: int, work: Callable[[], T]) -> T:
     return work() if size <= INLINE_BYTES else await threads(work)
 
 
-def parse(body: bytes, items: int, depth: int) -> Any:
+def parse(body: bytes, items: int, depth: int, decode: Callable[[bytes], Any] = msgspec.json.decode) -> Any:
     """The JSON value in ``body``, which has at most ``items`` commas and brackets, nested at most ``depth`` deep, and
-    numbers of at most :data:`DIGITS` digits. Raises as :func:`read_json` does."""
+    numbers of at most :data:`DIGITS` digits, as ``decode`` reads it. Raises as :func:`read_json` does."""
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now a quote begins or ends a string
     fits = bare.count(b'"') <= 4 * items + 4  # a key and a text for each item
     if fits:
@@ -219,9 +224,13 @@ def parse(body: bytes, items: int, depth: int) -> Any:
     if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > depth:
         raise BodyRefused(422, f"the body is nested more than {depth} deep; the limit is ROOKERY_JSON_DEPTH")
     try:
-        return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        if _HALF.search(body):
-            line = "the body has a text that is not Unicode: an escape such as \\ud83d alone is half of one character"
-            raise BodyRefused(422, line) from None
-        raise json.JSONDecodeError(" ".join(str(error).split()), "", 0) from None
+        return decode(body)
+    except (msgspec.MsgspecError, ValueError) as error:
+        problem = str(error)
+    try:
+        values.decode(body)  # names the field
+    except values.ValueRefused as error:
+        raise BodyRefused(422, str(error)) from None
+    except ValueError:
+        pass
+    raise json.JSONDecodeError(" ".join(problem.split()), "", 0)
