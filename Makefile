@@ -101,9 +101,11 @@ soak: $(VENV)/.tests
 soak-short: $(VENV)/.tests
 	@$(BIN)/python -m benchmarks.scale.soak --seconds 90
 
-# 200 requests per operation of the API and key, where `make test` sends a few.
+# 200 requests per operation and key, and frames and bodies at random, where `make test` sends a few. Each run has a seed of
+# its own; ROOKERY_FUZZ_SEED repeats one.
 fuzz: $(VENV)/.tests
-	@ROOKERY_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest --timeout=1200 tests/server/test_schema.py
+	@ROOKERY_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest --timeout=1200 \
+		tests/server/test_schema.py tests/server/test_wire_fuzz.py tests/server/tinker/test_fuzz.py
 
 # Peers, each in an environment of its own, for the measures that stand beside them.
 bench-peers: .bench/vllm/.installed .bench/trl/.installed

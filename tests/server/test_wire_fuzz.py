@@ -11,17 +11,17 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.faces import MODEL, ScriptedWorker, served
-from tests.support.fuzzing import EPOCH, SEEDED, Failures, frames, of_epoch, tuned
+from tests.support.fuzzing import EPOCH, Failures, frames, fuzzed, of_epoch, tuned
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from rookery import protocol
 from rookery.server.launcher import EmbeddedService
 
-EXAMPLES = settings(SEEDED, max_examples=120)
+EXAMPLES = 120
 
 WORKER = protocol.FromWorker.__args__
 HOST = protocol.FromHost.__args__
@@ -102,7 +102,7 @@ def test_no_frame_before_the_hello_harms_the_service(peers: Peers, failures: lis
     before = psutil.Process().memory_info().rss
     kinds = WORKER if kind == "worker" else HOST
 
-    @EXAMPLES
+    @fuzzed(EXAMPLES)
     @given(st.lists(frames((*kinds, *kinds[:1] * 9, *OTHERS[:3]), names()), min_size=1, max_size=3))
     def run(sent: list[bytes]) -> None:
         with peers.dial(kind) as socket:
@@ -118,7 +118,7 @@ def test_no_frame_after_the_hello_harms_the_service(peers: Peers, failures: list
     kinds = WORKER if kind == "worker" else HOST
     decoder = protocol.to_worker if kind == "worker" else protocol.to_host
 
-    @EXAMPLES
+    @fuzzed(EXAMPLES)
     @given(st.integers(0, 3), st.lists(frames((*kinds, *OTHERS[:1]), names()), min_size=1, max_size=6))
     def run(instance: int, sent: list[bytes]) -> None:
         with peers.dial(kind) as socket:

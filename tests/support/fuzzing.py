@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
 import struct
 import types
 import typing
@@ -10,17 +12,29 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Self
 
 import msgspec
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 
-SEEDED = settings(
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
-"""The same examples in every run, none repeated to make it smaller: a service does not forget the first."""
+SEED = int(os.environ.get("ROOKERY_FUZZ_SEED") or random.SystemRandom().randrange(2**32))
+"""Another one in each run; a test that fails prints it."""
+
+MORE = int(os.environ.get("ROOKERY_FUZZ_EXAMPLES") or 0)
+"""Examples of each test at least, where more are wanted."""
+
+
+def fuzzed(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of a test with so many examples of :data:`SEED`, none repeated to make it smaller: a service does not
+    forget the first."""
+    print(f"ROOKERY_FUZZ_SEED={SEED} repeats these examples")
+    chosen = settings(
+        max_examples=max(examples, MORE),
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+    return lambda test: seed(SEED)(chosen(test))
+
 
 ODD: st.SearchStrategy[Any] = st.one_of(
     st.none(),
@@ -30,7 +44,7 @@ ODD: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(["", "\0", "x" * 5000, "../..", "tinker://a/weights/b", "a/b", "%s", "\u2028\U0001f600", "-1"]),
     st.lists(st.integers(-5, 300), max_size=4),
     st.lists(st.none(), max_size=2),
-    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(-(2**63), 2**64 - 1), max_size=2),  # all that MessagePack holds
     st.just([[[[[]]]]]),
 )
 """JSON values at the edges of what a field may hold."""

@@ -15,17 +15,17 @@ import httpx
 import psutil
 import pytest
 from fastapi.routing import APIRoute
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.faces import MODEL, ScriptedWorker, served
-from tests.support.fuzzing import SEEDED, Failures, mangled, of_schema
+from tests.support.fuzzing import Failures, fuzzed, mangled, of_schema
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from rookery.server.launcher import EmbeddedService
 from rookery.server.tinker import calls, protobuf, sessions
 
-EXAMPLES = settings(SEEDED, max_examples=50)
+EXAMPLES = 50
 
 KINDS: dict[str, Any] = {
     "client/config": types.ClientConfigRequest,
@@ -170,7 +170,7 @@ def test_no_json_body_fails_the_service(
         schema["required"] = ["model_id"]
     method = "PUT" if path.endswith("ttl") else "POST"
 
-    @EXAMPLES
+    @fuzzed(EXAMPLES)
     @given(named(schema, tenant), st.data())
     def run(body: Any, data: st.DataObject) -> None:
         if path == "sessions/{session}/finish":
@@ -196,7 +196,7 @@ READS = (
 SEGMENT = st.text(st.characters(codec="utf-8"), max_size=20).map(lambda text: quote(text, safe=""))
 
 
-@EXAMPLES
+@fuzzed(EXAMPLES)
 @given(
     path=st.sampled_from(READS),
     method=st.sampled_from(["GET", "GET", "GET", "DELETE", "POST", "PATCH"]),
@@ -274,7 +274,7 @@ def test_no_protobuf_body_fails_the_service(service: EmbeddedService, tenant: Te
     """Also not a sparse tensor of four values that claims a shape of terabytes."""
     before = psutil.Process().memory_info().rss
 
-    @settings(SEEDED, max_examples=200)
+    @fuzzed(200)
     @given(requests(tenant), st.sampled_from([protobuf.PROTOBUF] * 9 + ["application/json"]))
     def run(body: bytes, kind: str) -> None:
         reply = tenant.http.post("/forward_backward", content=body, headers={"Content-Type": kind})
