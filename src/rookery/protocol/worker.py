@@ -242,6 +242,8 @@ class Generate(Message, kw_only=True):
     run as far as the objectives allow (:mod:`rookery.scheduling.slo`)."""
     tpot_ms: float = 0.0
     """The same for each further token, on average."""
+    tenant: Name = ""
+    """Whose it is: tenants share a worker's time (:mod:`rookery.scheduling.worker_time`)."""
     order: float = 0.0
     """Of the waiting requests of a kind, interactive or not, the least is admitted first, among equals the first to
     come: the tenant's token counter (:mod:`rookery.scheduling.queues`) when the request was assigned."""

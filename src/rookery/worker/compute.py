@@ -5,9 +5,10 @@ Promises:
 * Only this thread touches engine, trainer, adapters and tensors. :meth:`Compute.call` runs a function in it, between
   two slices, or, if it needs the engine only, between two layers of a training slice.
 * Engine and trainer alternate in bounded slices and get equal time while both have work; time spent idle gives no
-  credit. Time of interactive requests counts for neither. A training slice that would break one's objective waits, as
-  does its rest between two layers, where the trainer allows it; rollouts wait with it, for as long as equal shares
-  allow.
+  credit. Where the tenant with the least time has work in one of them only, that one is next
+  (:mod:`rookery.scheduling.worker_time`). Time of interactive requests counts for neither. A training slice that would
+  break one's objective waits, as does its rest between two layers, where the trainer allows it; rollouts wait with it,
+  for as long as equal shares allow.
 * Without work the thread sleeps until the next call.
 * Tokens and results wait in an outbox; ``on_output`` is called, in this thread, when the outbox stops being empty.
 * An exception in a call is raised to its caller. An exception in a slice ends the thread: ``failure`` holds it, and the
@@ -30,6 +31,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from rookery import protocol
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
 from rookery.worker.core import WorkerCore, load_core
 from rookery.worker.trainer.base import TrainerResult
@@ -102,6 +104,9 @@ class Compute:
         self._calls: list[Call] = []
         self._slices: list[TimeSlice] = []
         """The engine's and the trainer's."""
+        self._time = WorkerTime({})
+        self._favoured = False
+        """Whether the present slice was chosen for a tenant: it costs its engine or trainer nothing."""
         self._charged = 0.0
         """Until then time is charged to one of them."""
         self._stopping = False
@@ -162,6 +167,7 @@ class Compute:
             if self._settings.worker.threads:
                 torch.set_num_threads(self._settings.worker.threads)
             core = load_core(self._prepare(), self._settings, self._between_layers, trains=self._trains)
+            self._time = WorkerTime(core.trainer.weights)
             self.ready.set_result(core)
             try:
                 self._run(core)
@@ -189,7 +195,7 @@ class Compute:
                 calls, self._calls = self._calls, []
             self._answer(core, calls)
             core.gate.training_waits = False
-            chosen = next_slice(self._slices, core.gate.allows_training)
+            chosen = self._choose(core)
             if chosen is not None and not self._step(core, chosen):  # it gives its turn to the other
                 for other in self._slices:
                     if other is not chosen and other.busy():
@@ -204,6 +210,14 @@ class Compute:
                     future.set_exception(error)
         if calls:
             self._publish(core, stepped=False)
+
+    def _choose(self, core: WorkerCore) -> TimeSlice | None:
+        """The next slice's."""
+        number = self._time.favoured([core.engine.tenants(), core.trainer.tenants()])
+        favoured = self._slices[number] if number is not None else None
+        chosen = next_slice(self._slices, core.gate.allows_training, favoured)
+        self._favoured = chosen is favoured
+        return chosen
 
     def _step(self, core: WorkerCore, chosen: TimeSlice) -> bool:
         self._charged, chosen.present = time.perf_counter(), 0.0
@@ -222,7 +236,10 @@ class Compute:
         if core.gate.training_waits:  # rollouts make room for training: the time is training's
             trainer.clock += spent
         else:
-            used.clock += spent * (core.gate.rollout_share if used is engine else 1)
+            own = spent * (core.gate.rollout_share if used is engine else 1)
+            used.clock += 0.0 if self._favoured else own
+            rows = core.engine.tenants() if used is engine else core.trainer.tenant_tokens()
+            self._time.charge(own, rows)
         used.seconds += spent
         used.present += spent
 
@@ -274,16 +291,18 @@ def _describe(core: WorkerCore) -> str:
     return f"{core.engine.describe()}; {core.trainer.pending} training operations are queued"
 
 
-def next_slice(slices: list[TimeSlice], allows_training: Callable[[], bool] = lambda: True) -> TimeSlice | None:
-    """The busy one of engine and trainer that has used the least time; None if none is busy. One that was idle starts
-    level with those that worked. The trainer's turn is the engine's while ``allows_training`` is False: the trainer
-    stays the next."""
+def next_slice(
+    slices: list[TimeSlice], allows_training: Callable[[], bool] = lambda: True, favoured: TimeSlice | None = None
+) -> TimeSlice | None:
+    """The ``favoured`` one, else the busy one of engine and trainer that has used the least time; None if none is busy.
+    One that was idle starts level with those that worked. The trainer's turn is the engine's while ``allows_training``
+    is False: the trainer stays the next."""
     busy = [s for s in slices if s.busy()]
     level = min((s.clock for s in busy if not s.idle), default=0.0)
     for s in slices:
         if s in busy and s.idle:
             s.clock = level
         s.idle = s not in busy
-    chosen = min(busy, key=lambda s: s.clock, default=None)
+    chosen = favoured or min(busy, key=lambda s: s.clock, default=None)
     engine, trainer = slices
     return engine if chosen is trainer and engine in busy and not allows_training() else chosen

@@ -114,7 +114,7 @@ class HeldRequest:
 def _text_parameters(generate: protocol.Generate) -> protocol.Generate:
     """The parameters that determine the text, besides the adapter."""
     return msgspec.structs.replace(
-        generate, prefix_tokens=[], adapter=None, interactive=False, order=0.0, ttft_ms=0, tpot_ms=0
+        generate, prefix_tokens=[], adapter=None, interactive=False, tenant="", order=0.0, ttft_ms=0, tpot_ms=0
     )
 
 

@@ -265,6 +265,7 @@ class RolloutScheduler(FleetListener):
             adapter=adapter,
             prefix_tokens=inflight.result.tokens,
             interactive=express,
+            tenant=request.tenant,
             order=inflight.order,
             ttft_ms=inflight.ttft_ms,
         )

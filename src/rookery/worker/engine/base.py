@@ -70,6 +70,11 @@ class Engine(Protocol):
         """Of them, those that became part of a text."""
         ...
 
+    def tenants(self) -> dict[str, int]:
+        """The rows that rollouts of each tenant have, 0 if all of its rollouts wait. Empty while requests of clients
+        are there."""
+        ...
+
     @property
     def forced_slices(self) -> int:
         """Slices since the start for which nothing had been chosen although there were requests."""

@@ -17,7 +17,7 @@ Rules for every implementation:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -59,6 +59,19 @@ class Trainer(Protocol):
     @property
     def pending(self) -> int:
         """Operations that are queued or partly done."""
+        ...
+
+    @property
+    def weights(self) -> MutableMapping[str, float]:
+        """Shares of tenants."""
+        ...
+
+    def tenants(self) -> Collection[str]:
+        """Those that have operations."""
+        ...
+
+    def tenant_tokens(self) -> Mapping[str, float]:
+        """Tokens of the present slice, or the last one, by tenant."""
         ...
 
     # --- training state of a policy ---------------------------------------------------------------------------------

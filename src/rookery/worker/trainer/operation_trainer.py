@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +35,9 @@ class OperationTrainer:
         self.trained = 0
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
         """Tenant → policy → operations."""
-        self._weights: dict[str, float] = {}
-        self._counters = TokenCounters(self._weights)
+        self.weights: dict[str, float] = {}
+        self._counters = TokenCounters(self.weights)
+        self._slice: dict[str, float] = {}
         self._results: list[TrainerResult] = []
 
     # --- of subclasses ----------------------------------------------------------------------------------------------
@@ -94,22 +95,34 @@ class OperationTrainer:
     def pending(self) -> int:
         return sum(1 for _ in self._queued())
 
+    def tenants(self) -> Collection[str]:
+        return self._queues.keys()
+
+    def tenant_tokens(self) -> Mapping[str, float]:
+        return self._slice
+
     def step(self) -> bool:
         heads = list(self._heads())
         if not heads:
             return False
+        self._slice = {}
         first = operation_of(heads[0])
         policies = self._queues.pop(first.tenant)  # its tenant, and its policy within that, go to the end of the line
         policies[first.policy] = policies.pop(first.policy)
         self._queues[first.tenant] = policies
         if isinstance(first, protocol.OptimStep):
-            self._counters.charge(first.tenant, OPTIMIZER_TOKENS)
+            self._charge(first.tenant, OPTIMIZER_TOKENS)
             self._optimise(first)
         else:
             self._pass([queued for queued in heads if isinstance(queued, QueuedBatch)])
         return True
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
+
+    def _charge(self, tenant: str, tokens: float) -> None:
+        """The tenant has these tokens of the present slice."""
+        self._counters.charge(tenant, tokens)
+        self._slice[tenant] = self._slice.get(tenant, 0.0) + tokens
 
     def _queue(self, policy: str) -> deque[Queued]:
         return next((policies[policy] for policies in self._queues.values() if policy in policies), deque())
@@ -126,7 +139,7 @@ class OperationTrainer:
 
     def _enqueue(self, queued: Queued) -> None:
         op = operation_of(queued)
-        self._weights[op.tenant] = op.weight
+        self.weights[op.tenant] = op.weight
         if op.tenant not in self._queues:
             self._counters.lift(op.tenant)
         if (held := self._held_by(op.policy)) is not None:

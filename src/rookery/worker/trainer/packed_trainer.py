@@ -158,7 +158,7 @@ class PackedTrainer(OperationTrainer):
         ready = [b for b in batches if b.op.forward_only == batches[0].op.forward_only and self._begin(b)]
         items = self._select(ready)
         for item in items:
-            self._counters.charge(item.queued.op.tenant, sum(group.tokens for group in item.groups))
+            self._charge(item.queued.op.tenant, sum(group.tokens for group in item.groups))
         try:
             if items:
                 self.trained += run_pass(self._backbone, items)

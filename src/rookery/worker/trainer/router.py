@@ -9,7 +9,8 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from rookery import protocol
@@ -27,6 +28,7 @@ class TrainerRouter:
         self._lora, self._full = lora, full
         self._all = [trainer for trainer in (lora, full) if trainer is not None]
         """The one whose turn it is first."""
+        self._stepped: Trainer | None = None
 
     def _of(self, rank: int) -> Trainer:
         trainer = self._lora if rank else self._full
@@ -97,9 +99,23 @@ class TrainerRouter:
         for trainer in self._all:
             trainer.cancel(op)
 
+    @property
+    def weights(self) -> MutableMapping[str, float]:
+        return ChainMap(*(trainer.weights for trainer in self._all))
+
+    def tenants(self) -> Collection[str]:
+        return {tenant for trainer in self._all for tenant in trainer.tenants()}
+
+    def tenant_tokens(self) -> Mapping[str, float]:
+        return self._stepped.tenant_tokens() if self._stepped is not None else {}
+
     def step(self) -> bool:
         self._all.reverse()
-        return any(trainer.step() for trainer in self._all)
+        for trainer in self._all:
+            self._stepped = trainer
+            if trainer.step():
+                return True
+        return False
 
     def drain(self) -> list[TrainerResult]:
         return [result for trainer in self._all for result in trainer.drain()]

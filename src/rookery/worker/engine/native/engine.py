@@ -131,6 +131,15 @@ class NativeEngine:
     def accepted_tokens(self) -> int:
         return int(self.stats["accepted_tokens"])
 
+    def tenants(self) -> dict[str, int]:
+        """See ``Engine``."""
+        if any(map(self.gate.is_client, self._requests.values())):
+            return {}
+        rows = dict.fromkeys((request.params.tenant for request in self._requests.values()), 0)
+        for row in self.admission.running:
+            rows[row.params.tenant] += 1
+        return rows
+
     @property
     def forced_slices(self) -> int:
         return int(self.stats["forced_slices"])

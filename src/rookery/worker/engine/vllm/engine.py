@@ -119,6 +119,12 @@ class VllmEngine:
         """See ``Engine``."""
         return key in self._adapters and key not in self._evicting
 
+    def tenants(self) -> dict[str, int]:
+        """See ``Engine``."""
+        if any(request.params.interactive for request in self._requests.values()):
+            return {}
+        return Counter(request.params.tenant for request in self._requests.values())
+
     @property
     def forced_slices(self) -> int:
         """See ``Engine``: vLLM chooses."""

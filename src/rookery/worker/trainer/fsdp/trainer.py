@@ -255,7 +255,7 @@ class FsdpTrainer(OperationTrainer):
                 batch.add_logprobs(logprobs[at])
         trained = sum(len(sequence.tokens) for sequence in sequences)
         self.trained += trained
-        self._counters.charge(batch.op.tenant, trained)
+        self._charge(batch.op.tenant, trained)
         batch.add_metrics({"seconds": time.perf_counter() - began})
         if not batch.groups:
             self._remove(batch)
