@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -393,6 +394,8 @@ def test_unusable_data_folder_is_refused_with_one_line(alone: Path, capsys: pyte
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("explode") == 2
     assert call("jobs", "show") == 2
+    assert call("--version") == 0
+    assert re.fullmatch(r"rookery \d+\.\d+.*\n", capsys.readouterr().out)
     assert call("--help") == 0
     assert "Exit codes" in capsys.readouterr().out
 
@@ -422,6 +425,8 @@ def test_tenants_keys_and_costs(
     assert "jobs 3, weight 2" in " ".join(capsys.readouterr().out.split())
     assert call("tenants", "limit", "ada", "weight=default") == 0
     assert "jobs 3*" in (shown := capsys.readouterr().out) and "weight 1 " in shown
+    assert call("tenants", "limit", "ada", "job=4") == 2
+    assert "job: unknown field; did you mean jobs?" in capsys.readouterr().err
     for wrong, said in (("jobs", "give NAME=NUMBER"), ("jobs=0", "jobs"), ("size=3", "size"), ("weight=100", "weight")):
         assert call("tenants", "limit", "ada", wrong) == 2
         assert said in (told := capsys.readouterr().err) and told.count("\n") == 1

@@ -91,6 +91,35 @@ def test_environment_class_with_options_is_accepted(client: Client) -> None:
     assert client.job(first.id).id == first.id and first.id in [job.id for job in client.jobs()]
 
 
+def test_an_object_that_is_no_environment_is_told_what_to_do(client: Client) -> None:
+    class Mine:
+        """Has all methods, and derives from nothing."""
+
+        def prompts(self, split: str) -> list[int]:
+            return [1]
+
+    wrongs: list[Any] = [Mine, Mine(), {"hosted": Mine()}, {"hosted": Mine}]
+    for wrong in wrongs:
+        with pytest.raises(UserError, match=r"the class Mine does not .* write class Mine\(rookery.Environment\)"):
+            client.train(base_model=MODEL, environment=wrong, stop={"steps": 1})
+    for wrong in wrongs[:2]:
+        with pytest.raises(UserError, match="does not derive"):
+            client.host("mine", wrong)
+    number: Any = 3
+    with pytest.raises(UserError, match=r"given 3; give a rookery.Environment"):
+        client.train(base_model=MODEL, environment=number, stop={"steps": 1})
+
+
+def test_a_dry_run_shows_every_default_and_can_be_submitted(client: Client) -> None:
+    plan = client.dry_run(job(algorithm={"group_size": 2, "groups_per_step": 2, "loss": "ppo"}))
+    assert plan.spec.algorithm.loss == {"name": "ppo", "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert plan.spec.environment.verifier.name == "exact" and len(plan.spec.environment.verifier) > 1
+    assert plan.spec.environment.eval_last == 0
+    assert client.dry_run(plan.spec).spec == plan.spec
+    calculator = client.dry_run(job(environment={"id": "calculator"})).spec.environment
+    assert len(calculator) > 6, "the options of the built-in are there"
+
+
 def test_environment_can_be_served_again_for_a_job_whose_process_ended(
     client: Client, service: EmbeddedService
 ) -> None:

@@ -4,13 +4,14 @@ never imports torch; a worker is a separate process."""
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from rookery.cli import admin, demo, doctor, jobs, models, run, serve, simulate
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
-from rookery.cli.output import flush_output, prepare_streams
+from rookery.cli.output import flush_output, prepare_streams, show
 from rookery.errors import RookeryError
 from rookery.telemetry.rows import printable
 
@@ -40,8 +41,20 @@ app.command("doctor")(doctor.doctor)
 DEBUG = "--debug"
 
 
+def print_version(wanted: bool) -> None:
+    """Print the version of this program and end."""
+    if wanted:
+        show(f"rookery {version('rookery')}")
+        raise typer.Exit
+
+
 @app.callback()
-def root(debug: Annotated[bool, typer.Option(DEBUG, help="Show tracebacks; may stand anywhere.")] = False) -> None:
+def root(
+    debug: Annotated[bool, typer.Option(DEBUG, help="Show tracebacks; may stand anywhere.")] = False,
+    shown: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Many LoRA policies learn by reinforcement at once, on one resident base model."""
 
 

@@ -19,7 +19,7 @@ from rookery.client.connection import WORK_SECONDS, HttpConnection, Record
 from rookery.client.job import Job, sample, stream
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
-from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
+from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, short
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
@@ -113,6 +113,8 @@ class Client:
         hosted = wanted.get("hosted")
         if isinstance(hosted, type) and issubclass(hosted, Environment):
             hosted = hosted()
+        if not isinstance(hosted, Environment | str | None):
+            raise UserError(not_an_environment(hosted))
         if not isinstance(hosted, Environment):
             name = name or str(wanted.get("hosted") or wanted.get("id") or "job")
             return self.submit({"name": name, "base_model": base_model, "environment": wanted, **fields})
@@ -131,7 +133,10 @@ class Client:
         ``{"hosted": name}``, such as a job whose first process ended (its ``show().spec`` has the name)."""
         if name in self._hosted:
             raise UserError(f"this client already offers {name!r}; give another name")
-        hosted = environment() if isinstance(environment, type) else environment
+        ours = issubclass(environment, Environment) if isinstance(environment, type) else False
+        hosted = environment() if isinstance(environment, type) and ours else environment
+        if not isinstance(hosted, Environment):
+            raise UserError(not_an_environment(hosted))
         self._hosted[name] = EnvironmentServer(self.url, self._key, name, hosted, self._ca_file)
 
     def submit(self, spec: Mapping[str, Any], *, folder: Path | None = None, key: str | None = None) -> Job:
@@ -289,6 +294,18 @@ class Client:
     def _unhost(self, server: EnvironmentServer) -> None:
         self._hosted.pop(server.name, None)
         server.stop()
+
+
+def not_an_environment(given: object) -> str:
+    """What to do with an object that was given as an environment and is none."""
+    kind = given if isinstance(given, type) else type(given)
+    if kind.__module__ == "builtins":
+        shown = short(repr(given))
+        return f'environment: given {shown}; give a rookery.Environment, or a mapping such as {{"id": "jsonl"}}'
+    return (
+        f"environment: the class {kind.__name__} does not derive from rookery.Environment; write"
+        f" class {kind.__name__}(rookery.Environment)"
+    )
 
 
 def _add_dataset(connection: HttpConnection, path: Path) -> str:

@@ -38,7 +38,7 @@ from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.usage import ModelUse, UsageMeter
-from rookery.controller.validation import JobValidator
+from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
@@ -213,7 +213,7 @@ class Controller:
         spec, _, warnings = await self._validator.check(tenant, data)
         prompts, constant, notes = await self._validator.preview(tenant, spec)
         return {
-            "spec": spec.model_dump(mode="json"),
+            "spec": with_defaults(spec),
             "warnings": [*warnings, *notes],
             "prompts": prompts,
             "constant": msgspec.to_builtins(constant),

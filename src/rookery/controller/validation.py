@@ -20,6 +20,7 @@ from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
+from rookery.environments.builtins import find
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
@@ -360,6 +361,17 @@ class JobValidator:
         finally:
             context.collector.named(manifest.hash)
         return manifest.hash
+
+
+def with_defaults(spec: JobSpec) -> dict[str, Any]:
+    """A valid job with every default, also those of its loss, its built-in environment and its verifier."""
+    shown = spec.model_dump(mode="json")
+    loss = spec.algorithm.loss
+    shown["algorithm"]["loss"] = {"name": loss.name, **loss.params}
+    if spec.environment.id is not None:
+        options = find(spec.environment.id).check(spec.environment.options)
+        shown["environment"] |= options.model_dump(mode="json", exclude_none=True)
+    return shown
 
 
 async def _whole(content: bytes) -> AsyncIterator[bytes]:

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rookery.errors import RookeryError, TooManyRequests, Unavailable, short, shortage
+from rookery.errors import RookeryError, TooManyRequests, Unavailable, nearest, short, shortage
 
 log = logging.getLogger("rookery.server")
 
@@ -193,4 +193,13 @@ def problem(detail: Any, request: Request) -> tuple[str, str]:
             given = f"it has Content-Type {short(kind)}" if kind else "it has no Content-Type"
             return "", f"the body is not read as JSON: {given}; send it with Content-Type: application/json"
         return "", f"the body must be a JSON object ({detail['msg']})"
+    if detail["type"] == "extra_forbidden" and (known := _body_fields(request)) and len(where) == 1:
+        return where[0], "unknown field; " + (nearest(where[0], known) or f"allowed: {', '.join(known)}")
     return ".".join(where), str(detail["msg"]).removeprefix("Value error, ")
+
+
+def _body_fields(request: Request) -> list[str]:
+    """The fields of the body that the route of a request takes; none where that is no object."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    model = getattr(getattr(body, "field_info", None), "annotation", None)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []

@@ -16,12 +16,25 @@ from pydantic_core import ErrorDetails
 from rookery.errors import UserError, nearest, short
 from rookery.spec import values
 from rookery.spec.job import JobSpec
+from rookery.spec.suggestions import field_hint, value_hint
 
 UNSUPPORTED_SAMPLING = ("top_p", "top_k", "min_p")
 """Sampling options that a trainer cannot reproduce exactly, which losses with ratios need."""
 
 MAX_PROBLEMS = 100
 """Most mistakes that are reported one by one."""
+
+
+EXAMPLES = {
+    "name": "name: my-job",
+    "base_model": "base_model: smollm2-135m-instruct",
+    "environment": "environment: {id: jsonl, path: rows.jsonl, verifier: exact}",
+    "stop": "stop: {steps: 100}",
+    "environment.verifier": "verifier: exact",
+}
+"""What may stand in a job that lacks a field."""
+
+_QUOTED = re.compile(r"'([^']*)'")
 
 
 class SpecError(UserError):
@@ -49,35 +62,33 @@ def _known_fields(path: tuple[Any, ...]) -> list[str]:
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 
-def problem_line(error: ErrorDetails, path: str, known: Sequence[str]) -> str:
+def problem_line(error: ErrorDetails, path: str, known: Sequence[str], hint: str = "") -> str:
     """One mistake found by pydantic as a line: the field's path, the given value, what is allowed. ``known`` are the
-    fields that exist at ``path``."""
+    fields that exist at ``path``; ``hint`` says which one is meant."""
     path = short(path)
     if error["type"] == "extra_forbidden":
         name = str(error["loc"][-1])
         if name in UNSUPPORTED_SAMPLING:
             reason = "a trainer cannot reproduce it exactly; use sampling.temperature"
             return f"{path}: {name} is not supported: {reason}"
-        hint = nearest(name, known) or ("allowed: " + ", ".join(known) if known else "no such field")
+        hint = hint or nearest(name, known) or ("allowed: " + ", ".join(known) if known else "no such field")
         return f"{path}: unknown field; {hint}"
     if error["type"] == "missing":
-        return f"{path}: missing"
+        return f"{path}: missing" + (f"; such as {EXAMPLES[path]}" if path in EXAMPLES else "")
     message = error["msg"].removeprefix("Value error, ")
     message = re.sub(r"^(Input|String|List|Dictionary) should (be )?", "", message)
     message = re.sub(r"^a valid string$", "a text, in quotes", message)
     message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
     if error["type"] == "value_error" and isinstance(error["input"], dict):
         return f"{path}: {message}" if path != "job" else message
-    return f"{path}: given {values.escaped(error['input'])}, allowed: {message}"
+    meant = value_hint(error["input"], _QUOTED.findall(message)) if error["type"] == "literal_error" else ""
+    return f"{path}: given {values.escaped(error['input'])}, allowed: {message}" + (f"; {meant}" if meant else "")
 
 
 def _job_problem(error: ErrorDetails) -> str:
-    path = ".".join(str(part) for part in error["loc"]) or "job"
-    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
-        for section, field in JobSpec.model_fields.items():
-            if isinstance(field.annotation, type) and path in getattr(field.annotation, "model_fields", ()):
-                return f"{path}: unknown field; did you mean {section}.{path}?"
-    return problem_line(error, path, _known_fields(tuple(error["loc"])))
+    path, known = ".".join(str(part) for part in error["loc"]) or "job", _known_fields(tuple(error["loc"]))
+    hint = field_hint(error["loc"], known) if error["type"] == "extra_forbidden" else ""
+    return problem_line(error, path, known, hint)
 
 
 def parse_job(data: Any) -> JobSpec:

@@ -114,7 +114,9 @@ class WarmStart(StrictModel):
 
 
 def _targets(value: Any) -> Any:
-    return _GROUPS.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, str) and value not in _GROUPS:
+        raise ValueError(f"one of {', '.join(_GROUPS)}, or a list of {', '.join(TARGETS)}")
+    return _GROUPS[value] if isinstance(value, str) else value
 
 
 class PolicySpec(StrictModel):
