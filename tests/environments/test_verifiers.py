@@ -127,6 +127,31 @@ def test_every_verifier_judges_only_the_part_asked_for(
     assert metrics["answered"] == (part is not None)
 
 
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("<think>4</think>5", 1),
+        ("4</think>5", 1),  # the template opened it
+        ("\n<think>4</think>\n5", 1),
+        ("<think>4</think> 5 </think> 5", 1),
+        ("<think>5", 0),
+        ("<think>5</think>4", 0),
+        ("<think>5</think>", 0),
+        ("5", 1),
+    ],
+)
+def test_thinking_that_a_reply_marks_is_not_judged(reply: str, right: float) -> None:
+    for name in ("exact", "number"):
+        verifier = VERIFIERS[name].model_validate({})
+        assert verifier.score(reply, {"answer": 5}) == verifier.score(reply, {"answer": 5}, reply + "!", [])
+        assert verifier.score(reply, {"answer": 5})[0] == right
+        special = [token for token in ("<think>", "</think>") if token in reply]
+        shown = reply.replace("<think>", "").replace("</think>", "")
+        assert verifier.score(shown, {"answer": 5}, reply, special)[0] == right
+    whole = VERIFIERS["regex"].model_validate({"pattern": r"(?s)^<think>.*</think>(\d)$"})
+    assert whole.score("<think>4</think>5", {"answer": 5})[0] == 1
+
+
 def test_a_reply_without_the_part_is_wrong_even_where_found_is_rewarded() -> None:
     for options in ({"name": "number"}, {"name": "regex", "pattern": r"(\d)"}):
         judge = VERIFIERS[options["name"]].model_validate({**options, "found": 0.5, "wrong": -1, "after": "</think>"})
@@ -393,11 +418,11 @@ def test_no_reply_breaks_math(text: str) -> None:
 
 @needs_math
 @settings(max_examples=60, deadline=None)
-@given(st.integers() | st.floats(-1e20, 1e20).filter(lambda value: not 0 < abs(value) < 1e-12))
+@given(st.integers(-(10**25), 10**25) | st.floats(-1e20, 1e20).filter(lambda value: not 0 < abs(value) < 1e-12))
 def test_a_number_as_the_answer_is_right_when_written_as_decimal(value: float) -> None:
     decimal = f"{Decimal(repr(value)):f}"
     assert MATH.score(rf"so \boxed{{{decimal}}}", {"answer": value})[0] == 1
-    assert MATH.score(rf"so \boxed{{{Decimal(decimal) + 1:f}}}", {"answer": value})[0] == 0
+    assert MATH.score(rf"so \boxed{{{Decimal(decimal) + 1:f}}}", {"answer": value})[0] == 0, repr(value)
 
 
 @needs_math

@@ -7,10 +7,14 @@ with special tokens, and read without them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.bounds import Name
+
+THINKING, THINKING_END = "<think>", "</think>"
+"""What encloses the thinking of most models that think."""
 
 
 class ReplyPart(BaseModel):
@@ -18,8 +22,13 @@ class ReplyPart(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+    skips_thinking: ClassVar[bool] = True
+    """Whether thinking that a reply marks is left out without ``after``."""
+
     after: Name | None = Field(None, min_length=1)
-    """Only the text after the last place of this marker is judged, such as `</think>`; a reply without it is wrong."""
+    """Only the text after the last place of this marker is judged, such as `</think>`; a reply without it is wrong.
+    When absent, thinking inside `<think>…</think>` is not judged either, and a reply that does not end its `<think>` is
+    wrong; only `regex` sees the whole reply."""
     tag: Name | None = Field(None, pattern=r"^\w[\w.-]*$")
     """Only the text inside the last `<tag>…</tag>` is judged; a reply without it is wrong. With `after`, the tag counts
     after the marker."""
@@ -32,12 +41,17 @@ class ReplyPart(BaseModel):
     def part(self, text: str, raw: str = "", special: Sequence[str] = ()) -> str | None:
         """The part of a reply that is judged, None where the reply lacks it. A reply with special tokens has them in
         ``raw`` and ``special``, as :class:`~rookery.environments.base.Reply` does; they are left out of the part."""
-        if not self.selects:
-            return text
-        part: str | None = raw if special else text
+        whole = raw if special else text
+        part: str | None = whole
         if self.after is not None:
-            _, found, rest = (raw if special else text).rpartition(self.after)
+            _, found, rest = whole.rpartition(self.after)
             part = rest if found else None
+        elif self.skips_thinking and THINKING_END in whole:
+            part = whole.rpartition(THINKING_END)[2]
+        elif self.skips_thinking and whole.lstrip().startswith(THINKING):
+            part = None
+        elif self.tag is None:
+            return text
         if self.tag is not None and part is not None:
             part = last_tagged(part, self.tag)
         if part is not None:

@@ -45,8 +45,8 @@ MAX_CHILDREN = 4
 """Children per job, each a Python with its library. With this many, 44 of a job's 64 calls in progress may run away
 before an honest reply behind them exceeds the default ``step_timeout`` of a minute."""
 
-USUAL_DECIMALS = 6
-"""math-verify's default."""
+USUAL_DECIMALS, USUAL_DIGITS = 6, 15
+"""math-verify's defaults."""
 
 LOW_PRIORITY = 10
 """Niceness of checks: somebody waits for them, but not at every step."""
@@ -334,21 +334,22 @@ def prepare_math() -> Callable[..., Any]:
         if latex is None:
             return False
         given = parse(latex, parsing_timeout=None)
-        return bool(verify(gold, given, float_rounding=decimals(gold[0]), timeout_seconds=None))
+        return bool(verify(gold, given, **precision(gold[0]), timeout_seconds=None))
 
     score("1", "$1$")
     return score
 
 
-def decimals(gold: Any) -> int:
-    """Decimals to which math-verify compares a reply with an expression: its usual six, and six significant digits of
-    a number below one."""
-    if (not getattr(gold, "is_Float", False) and not getattr(gold, "is_Rational", False)) or not gold:
-        return USUAL_DECIMALS
-    try:
-        return max(USUAL_DECIMALS, USUAL_DECIMALS - 1 - math.floor(math.log10(abs(float(gold)))))
-    except (OverflowError, ValueError):  # beyond floats
-        return USUAL_DECIMALS
+def precision(gold: Any) -> dict[str, int]:
+    """How exactly math-verify compares a reply with an expression, as arguments of its ``verify``: to its usual six
+    decimals, six significant digits of a number below one, and all digits of a large one."""
+    decimals, digits = USUAL_DECIMALS, USUAL_DIGITS
+    if (getattr(gold, "is_Float", False) or getattr(gold, "is_Rational", False)) and gold:
+        with contextlib.suppress(OverflowError, ValueError):  # beyond floats
+            magnitude = math.floor(math.log10(abs(float(gold))))
+            decimals = max(decimals, USUAL_DECIMALS - 1 - magnitude)
+            digits = max(digits, magnitude + 1 + USUAL_DECIMALS)
+    return {"float_rounding": decimals, "numeric_precision": digits}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
@@ -220,6 +220,7 @@ class Regex(VerifierOptions):
     no characters without a shape. Further metrics: `matched`, and `unjudged` for a search that was stopped after a
     second."""
 
+    skips_thinking: ClassVar[bool] = False
     name: Literal["regex"] = "regex"
     pattern: Annotated[str, Field(max_length=PATTERN)]
     """A regular expression in Python's syntax."""
