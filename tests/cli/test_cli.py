@@ -360,15 +360,15 @@ def until(process: subprocess.Popen[str], stream: str, *texts: str) -> None:
 def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> None:
     path = written(alone, job())
     ids = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process = started(alone, "run", path, "--json")
+    for number, options in ((signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, ["--new"])):
+        process = started(alone, "run", path, "--json", *options)
         assert process.stdout is not None
         first = json.loads(process.stdout.readline())["job"]
         assert first["state"] in ("queued", "running")
         ids.append(first["id"])
         code, said = ended(process, number)
         assert code == 130 and "resumes from the last step" in said and "Traceback" not in said
-    assert ids[0] == ids[1]
+    assert ids[0] == ids[1] != ids[2]
     (data,) = (alone / "runs").iterdir()
     assert data.name.startswith("sums-")
 

@@ -3,7 +3,9 @@ errors."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -15,7 +17,7 @@ from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, serve
 import rookery
 from rookery.client import Client, JobTimeout, Record, RequestRefused
 from rookery.client.connection import ConnectionBroken, HttpConnection
-from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, UserError
+from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
@@ -132,6 +134,37 @@ def test_environment_can_be_served_again_for_a_job_whose_process_ended(
     with pytest.raises(RookeryError, match="already offers"):
         client.host(name, Adder)
     assert client.job(left.id).wait(timeout=60).state == "completed"
+
+
+class SlowAdder(Adder):
+    async def step(self, reply: rookery.Reply) -> rookery.Step:
+        await asyncio.sleep(0.2)
+        return await super().step(reply)
+
+
+def test_a_program_that_is_started_again_continues_its_job(service: EmbeddedService) -> None:
+    wanted: dict[str, Any] = {"base_model": MODEL, "environment": SlowAdder, "name": "again", **PARTS}
+    with Client(service.url, service.key) as first:
+        begun = first.train(stop={"steps": 6}, **wanted)
+        assert next(begun.metrics()).step == 1
+        with Client(service.url, service.key) as other:
+            beside = other.train(stop={"steps": 6}, **wanted)
+            assert beside.id != begun.id, "the first program still runs"
+            beside.cancel()
+    with Client(service.url, service.key) as second:
+        deadline = time.monotonic() + 60
+        while second.job(begun.id).show().hosted:  # the service notices the end of the first program
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(Conflict, match=r"differs in stop; give new=True"):
+            second.train(stop={"steps": 7}, **wanted)
+        anew = second.train(new=True, stop={"steps": 1}, **wanted)
+        assert anew.id != begun.id and anew.wait(60).state == "completed"
+        continued = second.train(stop={"steps": 6}, **wanted)
+        assert continued.id == begun.id
+        assert continued.wait(60).state == "completed"
+        assert [row.step for row in continued.metrics(follow=False)] == [1, 2, 3, 4, 5, 6]
+        assert second.train(stop={"steps": 6}, **wanted).id != begun.id, "a job that has ended is not continued"
 
 
 def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> None:

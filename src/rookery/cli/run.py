@@ -41,6 +41,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, show the whole job and three prompts.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Submit to the running service and exit.")] = False,
     adapter: Annotated[Path | None, typer.Option(help="Write the final PEFT adapter into this folder.")] = None,
+    new: Annotated[bool, typer.Option("--new", help="Without a service: do not resume an interrupted run.")] = False,
 ) -> None:
     """Run one job to its end, on a running service if there is one, else on a service for this run alone."""
     raw = read_job(job_file)
@@ -60,7 +61,7 @@ def run(
             with tempfile.TemporaryDirectory(prefix="rookery-") as data, _embedded(cli, Path(data), "") as own:
                 code = _plan(cli, own, raw, folder)
         else:
-            code = _run_alone(cli, raw, spec, folder, adapter)
+            code = _run_alone(cli, raw, spec, folder, adapter, new)
     raise typer.Exit(code)
 
 
@@ -73,12 +74,15 @@ def _submit(cli: Cli, client: Client, raw: dict[str, Any], folder: Path, detach:
     return _follow(cli, job, adapter, f"{job.name} continues; {follow}; end it with: rookery jobs cancel {job.id}")
 
 
-def _run_alone(cli: Cli, raw: dict[str, Any], spec: JobSpec, folder: Path, adapter: Path | None) -> int:
+def _run_alone(cli: Cli, raw: dict[str, Any], spec: JobSpec, folder: Path, adapter: Path | None, new: bool) -> int:
     data = cli.settings.data if cli.data is not None else _run_folder(raw, spec)
     if not cli.json:
         show(f"no service is running: starting one for this job; its data: {data}")
     with _embedded(cli, data, spec.base_model) as client:
-        job = _unfinished(client, spec) or client.submit(raw, folder=folder)
+        earlier = _unfinished(client, spec)
+        if earlier is not None and new:
+            earlier.cancel()
+        job = client.submit(raw, folder=folder) if earlier is None or new else _resumed(earlier)
         target = adapter if adapter is not None else data / "adapter"
         code = _follow(cli, job, target, "stopped; the same command resumes from the last step")
     if code == COMPLETED and not cli.json:
@@ -116,14 +120,17 @@ def _run_folder(raw: dict[str, Any], spec: JobSpec) -> Path:
 
 
 def _unfinished(client: Client, spec: JobSpec) -> Job | None:
-    """The job of an interrupted run of the same file, resumed if it had paused."""
+    """The job of an interrupted run of the same file."""
     for view in client.views():
         if view.name == spec.name and view.state not in ("completed", "failed", "cancelled"):
-            job = client.job(view.id)
-            if view.state == "paused":
-                job.resume()
-            return job
+            return client.job(view.id)
     return None
+
+
+def _resumed(job: Job) -> Job:
+    if job.show().state == "paused":
+        job.resume()
+    return job
 
 
 def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import re
 import tarfile
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,12 +24,16 @@ from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, short
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
+from rookery.spec.parsing import parse_job
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
 
 log = logging.getLogger("rookery.client")
 
 STOP_SECONDS = 5.0
 """Time that a hosted environment has to close its episodes; one that blocks longer ends with the process."""
+
+START_SECONDS = 15.0
+"""A job younger than this, of which nothing was sampled, may have a program that is about to host its environment."""
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -104,11 +110,16 @@ class Client:
         base_model: str,
         environment: Environment | type[Environment] | Mapping[str, Any],
         name: str | None = None,
+        new: bool = False,
         **fields: Any,
     ) -> Job:
         """Submit a job. ``environment``: an object or a class, which runs in this process, or a mapping as in a job
         file (``{"hosted": Mine(), "max_turns": 4}`` sets options of an object). ``fields``: the job file's other
-        fields, such as ``stop={"steps": 40}``. Raises ``RequestRefused``."""
+        fields, such as ``stop={"steps": 40}``. Raises ``RequestRefused``.
+
+        A program that hosts its environment and is started again continues its job: the newest of that name that has
+        not ended and whose environment no process hosts now. Where that job differs from this one, raises
+        :class:`~rookery.errors.Conflict`. With ``new`` another job is submitted in any case."""
         wanted: dict[str, Any] = dict(environment) if isinstance(environment, Mapping) else {"hosted": environment}
         hosted = wanted.get("hosted")
         if isinstance(hosted, type) and issubclass(hosted, Environment):
@@ -119,10 +130,15 @@ class Client:
             name = name or str(wanted.get("hosted") or wanted.get("id") or "job")
             return self.submit({"name": name, "base_model": base_model, "environment": wanted, **fields})
         name = name or type(hosted).__name__.lower()
-        server = self._host(name, hosted)
+        spec = {"name": name, "base_model": base_model, "environment": wanted, **fields}
+        earlier = None if new else self._left_behind(name)
+        if earlier is not None:
+            wanted["hosted"] = earlier.spec.environment.hosted
+            _check_same(_upload_files(self._connection, spec, Path()), earlier)
+        server = self._host(name, hosted, None if earlier is None else wanted["hosted"])
         wanted["hosted"] = server.name
         try:
-            job = self.submit({"name": name, "base_model": base_model, "environment": wanted, **fields})
+            job = self.submit(spec) if earlier is None else self._continue(earlier)
         except BaseException:
             self._unhost(server)
             raise
@@ -285,15 +301,47 @@ class Client:
     def _job(self, view: Record) -> Job:
         return Job(self._connection, view.id, view.name)
 
-    def _host(self, name: str, environment: Environment) -> EnvironmentServer:
-        """Under a unique name: two programs that train a class of the same name never serve each other's jobs."""
-        unique = f"{name}-{uuid.uuid4().hex[:8]}"
+    def _left_behind(self, name: str) -> Record | None:
+        """The newest job of this name that has not ended, and whose environment a process hosted that is gone."""
+        offered = re.compile(re.escape(name) + r"-[0-9a-f]{8}")
+        for view in self.views():
+            if view.name != name or view.state in ("completed", "failed", "cancelled") or view.hosted is not False:
+                continue
+            began = view.state == "paused" or view.step or view.tokens or time.time() - view.created > START_SECONDS
+            host = view.spec.environment.hosted
+            if began and offered.fullmatch(host) and host not in self._hosted:
+                return view
+        return None
+
+    def _continue(self, view: Record) -> Job:
+        """The job, resumed unless its owner paused it."""
+        job = self._job(view)
+        log.info("job %s (%s) continues at step %d; new=True starts another one", view.name, view.id, view.step)
+        if view.state == "paused" and view.paused_by != "owner":
+            job.resume()
+        return job
+
+    def _host(self, name: str, environment: Environment, known: str | None = None) -> EnvironmentServer:
+        """Under a unique name, or that of an earlier job: two programs that train a class of the same name at the same
+        time never serve each other's jobs."""
+        unique = known or f"{name}-{uuid.uuid4().hex[:8]}"
         self._hosted[unique] = EnvironmentServer(self.url, self._key, unique, environment, self._ca_file)
         return self._hosted[unique]
 
     def _unhost(self, server: EnvironmentServer) -> None:
         self._hosted.pop(server.name, None)
         server.stop()
+
+
+def _check_same(spec: Mapping[str, Any], view: Record) -> None:
+    """Raises :class:`Conflict` where a job differs from what a program now asks for."""
+    asked, found = parse_job(spec).model_dump(mode="json"), dict(view.spec)
+    differing = [name for name in asked if name != "base_model" and asked[name] != found.get(name)]
+    if differing:
+        raise Conflict(
+            f"job {view.name} ({view.id}) has not ended and differs in {', '.join(differing)}; give new=True or another"
+            f" name for a new job, or end it: rookery jobs cancel {view.id}"
+        )
 
 
 def not_an_environment(given: object) -> str:

@@ -159,6 +159,7 @@ class JobQueries:
         else:
             rewards, step, counters = [*stored], row.step, row.counters
         state, reason, waits = row.state, row.reason, ""
+        host = row.spec["environment"].get("hosted")
         by_owner = reason == BY_OWNER.format(state="paused")
         paused_by: Literal["", "owner", "outage", "fault"] = ""
         if state == "paused":
@@ -184,6 +185,7 @@ class JobQueries:
             rewards=rewards,
             tokens_per_second=job.progress.tokens_per_second() if job is not None else 0.0,
             staleness=job.progress.staleness if job is not None else None,
+            hosted=self._context.hosts.connected(row.tenant, host) if host is not None else None,
             groups_in_flight=job.groups.in_flight if job is not None else 0,
             groups_ready=len(job.groups.ready) if job is not None else 0,
             tokens=counters.get("tokens", 0),

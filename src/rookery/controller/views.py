@@ -88,6 +88,8 @@ class JobView(View):
     """Sampled tokens over the last half minute."""
     staleness: float | None
     """Mean staleness of the newest step's groups, in optimizer steps."""
+    hosted: bool | None = None
+    """Whether an environment host of the owner is connected that offers the job's environment; null for a built-in."""
     groups_in_flight: int
     groups_ready: int
     tokens: int

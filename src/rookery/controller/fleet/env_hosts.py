@@ -225,6 +225,10 @@ class EnvironmentHosts:
                 elif not host.episodes and now - host.left > limits.rejoin_seconds:
                     del self.hosts[host.owner, host.hello.instance]
 
+    def connected(self, owner: str, environment: str) -> bool:
+        """Whether a host of this owner offers an environment of this name now."""
+        return any(host.offers(owner, environment) for host in self.hosts.values())
+
     def count(self) -> int:
         return sum(host.connected for host in self.hosts.values())
 
