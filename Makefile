@@ -76,7 +76,7 @@ docs: $(VENV)/.tests
 
 # `kill -9` of everything at random moments of real runs, a disk and descriptors that run out; a long run of kills.
 test-chaos: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/server/test_shortages.py --numprocesses $(PROCESSES) --dist worksteal
+	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/chaos/test_service_kills.py tests/server/test_shortages.py --numprocesses $(PROCESSES) --dist worksteal
 
 chaos: $(VENV)/.tests
 	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py --timeout=3600

@@ -67,9 +67,10 @@ class LimitSettings(Section):
     job_episodes: int = Field(4096, ge=2)
     """Episodes of one job that run at once, in whole groups, at least one. Further groups start when others end. An
     evaluation has as many in addition."""
-    start_crashes: int = Field(2, ge=1)
-    """Crashes of the service while a job was starting, one after the other, after which that job is paused: it may be
-    their cause."""
+    start_crashes: int = Field(6, ge=1)
+    """Crashes of the service in a row that a job was shown to have caused (the service worked on its start alone, or
+    grew by half a gigabyte) after which it is paused until a person resumes it. Before, it starts after a growing
+    delay, from 2 s to ten minutes. Other jobs resume by themselves."""
     start_seconds: float = Field(60.0, gt=0)
     """A job is starting until it has trained a step or has run for this long."""
     allowed_models: str = ""

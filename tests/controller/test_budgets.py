@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support.peers import HANG, MODEL, Service, eventually, job_of, settle
+from tests.support.peers import HANG, MODEL, ScriptedHost, Service, eventually, job_of, settle
 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
@@ -26,7 +26,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture
 async def service(tmp_path: Path, settings: dict[str, Any]) -> AsyncIterator[Service]:
-    service = Service(tmp_path, **{"start_crashes": 2} | settings)
+    service = Service(tmp_path, **{"start_crashes": 4} | settings)
     await service.start()
     yield service
     await service.close()
@@ -270,45 +270,65 @@ async def starting(service: Service) -> None:
     await service.join(script=lambda message: HANG)
 
 
-async def test_job_that_was_starting_at_two_crashes_is_paused(service: Service) -> None:
-    await starting(service)
+async def test_job_that_ends_the_service_again_and_again_is_held_for_longer_each_time(service: Service) -> None:
+    """Another job trains on by itself; after some crashes the cause waits for a person."""
     view, _ = await service.controller.submit("alice", job_of())
-    await service.ends(view.id, "running")
-    for _ in range(2):
-        assert (await service.controller.queries.show("alice", view.id)).state == "running"
+    other, _ = await service.controller.submit("bob", job_of())
+    held = []
+    for crash in range(1, 8):
+        service.controller.record.started(other.id)
+        service.controller.record.starts(view.id)  # it ends while the service works on its start
         await service.crash()
         await service.start()
-        await starting(service)
+        await eventually(lambda: other.id in service.controller.jobs.runners)
+        row = service.database.get_job("alice", view.id)
+        if row.state == "paused":
+            break
+        assert row.crashes == crash and view.id not in service.controller.jobs.runners
+        assert "perhaps because of it" in (await service.controller.queries.show("alice", view.id)).waits_for
+        began = service.clock.monotonic()
+        while view.id not in service.controller.jobs.runners:
+            await service.clock.advance(1.0)
+        held.append(service.clock.monotonic() - began)
+    assert held == sorted(held) and held[0] <= 5 and held[-1] > 50
     shown = await service.controller.queries.show("alice", view.id)
-    assert shown.state == "paused" and shown.reason.startswith("the service ended 2 times while this job was starting")
+    assert shown.state == "paused" and "in a row while it started this job alone" in shown.reason
     assert service.controller.queries.health()["totals"]["refused_start_crashes"] == 1
+    assert (await service.controller.queries.show("bob", other.id)).state != "paused"
     await service.controller.resume("alice", view.id)
-    await service.ends(view.id, "running")
+    await eventually(lambda: view.id in service.controller.jobs.runners)
+
+
+async def test_a_restart_of_the_machine_makes_no_job_a_suspect(service: Service) -> None:
+    view, _ = await service.controller.submit("alice", job_of())
+    await service.crash()
+    path = service.controller.record.path
+    path.write_bytes(path.read_bytes().replace(b'"boot":"', b'"boot":"another'))
+    await service.start()
+    await eventually(lambda: view.id in service.controller.jobs.runners)
+    assert service.database.get_job("alice", view.id).crashes == 0
 
 
 @pytest.mark.parametrize("how", ["orderly stop", "trained a step", "ran for a while"])
-async def test_job_that_has_started_is_taken_up_after_any_number_of_ends(service: Service, how: str) -> None:
+async def test_job_that_has_started_is_no_suspect(service: Service, how: str) -> None:
     await (starting(service) if how != "trained a step" else service.worker().join())
     view, _ = await service.controller.submit("alice", job_of(stop__steps=100))
-
-    def has_started() -> bool:
-        row = service.database.get_job("alice", view.id)
-        return row.starts == 0 and row.state == "running"
-
-    async def has_run() -> bool:
-        await service.clock.advance(service.settings.limits.start_seconds)
-        return has_started()
-
-    for life in range(1, 4):
+    host: ScriptedHost | None = None
+    for _ in range(3):
         if how == "trained a step":
-            await service.host(instance=f"host-{life}").join()
-            await eventually(has_started)
-        else:
-            await eventually(lambda: service.database.get_job("alice", view.id).starts == 1)
-            await service.ends(view.id, "running")
+            step = service.database.get_job("alice", view.id).step
+            host = service.host() if host is None else service.reconnect(host)
+            await host.join()
+            await eventually(lambda step=step: service.database.get_job("alice", view.id).step > step)
+        await service.ends(view.id, "running")
         if how == "ran for a while":
-            await eventually(has_run)
+            await service.clock.advance(service.settings.limits.start_seconds)
+            await settle()
+        if how != "orderly stop":
+            assert view.id.encode() not in service.controller.record.path.read_bytes()
         await (service.close() if how == "orderly stop" else service.crash())
         await service.start()
+        await eventually(lambda: view.id in service.controller.jobs.runners)
+        assert service.database.get_job("alice", view.id).crashes == 0
         await (starting(service) if how != "trained a step" else service.worker().join())
     await service.ends(view.id, "running")

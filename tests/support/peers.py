@@ -514,7 +514,10 @@ class Service:
     async def crash(self) -> None:
         """``kill -9`` of the controller: nothing it would still do has an effect."""
         self.writer.died.set()
+        record = self.controller.record.path
+        left = record.read_bytes()
         await self.close()
+        record.write_bytes(left)
 
     async def close(self) -> None:
         for peer in self.peers:

@@ -28,6 +28,7 @@ from rookery.aio import Clock, IdGenerator, cancel_all, restarting
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.jobs.run_record import RunRecord
 from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner, Outage, outage_of
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.queries import JobQueries
@@ -45,6 +46,7 @@ from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
 from rookery.environments.base import SplitSizes
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
+from rookery.scheduling import crashes
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
@@ -55,8 +57,7 @@ from rookery.turns import in_thread
 log = logging.getLogger("rookery.controller")
 
 START_CRASHES = (
-    "the service ended {} times while this job was starting, and may have ended because of it:"
-    " make the job smaller, or resume it"
+    "the service ended {} times in a row while it started this job alone: make the job smaller, or resume it"
 )
 """The reason for the pause of a job that is not taken up again."""
 
@@ -91,6 +92,7 @@ class Controller:
         an experiment may replace the ``scheduler`` and ``seeding`` classes;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
+        self.record = RunRecord(jobs_folder.with_name("running.json"), clock)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock)
@@ -154,29 +156,45 @@ class Controller:
                       self.sessions.watch, context.usage.watch, self._watch_jobs, watch_models):  # fmt: skip
             self._tasks.append(asyncio.create_task(restarting(watch, context.clock)))
         await self.sessions.start()
+        blamed = await self._hold_suspects()
         for row in sorted(await store.all_unfinished_jobs(), key=lambda row: row.state != "running"):
             self.jobs.states[row.state] += 1
             if row.state == "paused":
                 if row.resumes:
                     self.admission.restarted(row.tenant, row.id)
                 continue
-            if row.starts >= context.settings.limits.start_crashes:
+            if row.id in blamed and row.crashes >= context.settings.limits.start_crashes:
                 context.refused["start_crashes"] += 1
-                await self._set_state(row, "paused", START_CRASHES.format(row.starts))
+                await self._set_state(row, "paused", START_CRASHES.format(row.crashes))
             else:
                 context.rollouts.expect_resumptions()
                 self._admit(row)
         for tenant in await store.half_deleted():
             self._tasks.append(asyncio.create_task(self._clear_tenant(tenant)))
 
+    async def _hold_suspects(self) -> list[str]:
+        """If the service did not end in order, hold the jobs that may have ended it. Returns the one that was shown to
+        have done so, if there is one."""
+        last, boot = self.record.begin()
+        if last is None:
+            return []
+        rows = {row.id: row for row in await self.context.store.all_unfinished_jobs() if row.state != "paused"}
+        found = crashes.in_order(rows, crashes.suspects(last, boot))
+        if len(found) == 1:
+            await self.context.store.count_crash(found[0])
+        count = rows[found[0]].crashes + 1 if len(found) == 1 else 0
+        for job, seconds in crashes.delays(found, count).items():
+            self.admission.hold(job, seconds)
+            extra = {"tenant": rows[job].tenant, "job": job}
+            log.warning("job %s waits %.0f s: the service ended while it was starting", job, seconds, extra=extra)
+        return found if len(found) == 1 else []
+
     async def stop(self) -> None:
         """Stop everything; jobs stay as they are and are resumed at the next start."""
         self._stopping = True
         tasks = [runner.task for runner in self.jobs.runners.values()] + self._tasks
-        running = list(self.jobs.runners)
         await cancel_all(*tasks)
-        with suppress(Exception):  # the shutdown must go on; each then counts as a crash while it was starting
-            await self.context.store.clear_starts(running)
+        self.record.close()
         await self.sessions.stop()
         await self.context.residency.close()
         await self.context.usage.stop()
@@ -321,6 +339,8 @@ class Controller:
             row = await self.context.store.get_job(tenant, job)
             if by_itself and not row.resumes:
                 return
+            if not by_itself:
+                self.admission.hold(job, 0.0)
             self.context.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
             runner = self.jobs.runners.get(job)
             if runner is not None and runner.unstored:
@@ -416,7 +436,7 @@ class Controller:
             self._launch(row)
 
     def _launch(self, row: JobRow) -> None:
-        runner = JobRunner(self.context, self._validator, row, self._jobs_folder / row.id)
+        runner = JobRunner(self.context, self._validator, row, self._jobs_folder / row.id, self.record)
         self.jobs.runners[row.id] = runner
         runner.task = asyncio.create_task(self._run(runner), name=f"job {row.id}")
 
@@ -465,6 +485,7 @@ class Controller:
 
     def _on_metrics(self, job: str, row: dict[str, Any]) -> None:
         """A step of the job was committed."""
+        self.record.started(job)
         self.admission.progress(job)
         self.jobs.totals["steps"] += 1
         self.jobs.totals["trained_tokens"] += int(row.get("tokens", 0))

@@ -187,6 +187,7 @@ class Service:
             checkers=checkers,
         )
         readers.spent = threads.spent = controller.context.quotas.service_time.spend
+        opened.enter_context(controller.record.sampled())
         opened.push_async_callback(controller.stop)
         await controller.start()
 

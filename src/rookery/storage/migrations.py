@@ -148,6 +148,12 @@ def _deleted_tenants(op: Operations) -> None:
     op.add_column("tenants", sa.Column("deleted", sa.Double))
 
 
+def _job_crashes(op: Operations) -> None:
+    """Crashes that a job caused in place of its starts before any crash."""
+    op.execute("ALTER TABLE jobs RENAME COLUMN starts TO crashes")
+    op.execute("UPDATE jobs SET crashes = 0")
+
+
 REVISIONS = {
     "0002": _steps_and_usage,
     "0003": _job_starts,
@@ -155,6 +161,7 @@ REVISIONS = {
     "0005": _key_roles,
     "0006": _samplers_without_clones,
     "0007": _deleted_tenants,
+    "0008": _job_crashes,
 }
 """The change that leads to each revision, in order."""
 

@@ -114,9 +114,8 @@ class JobRow(OwnedRow, kw_only=True):
     """The ordinal of the next training group."""
     counters: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
     rng: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
-    starts: Mapped[Small] = mapped_column(default=0)
-    """Starts since it last trained a step, ran for a while, or ended in order: crashes of the service while it was
-    starting."""
+    crashes: Mapped[Small] = mapped_column(default=0)
+    """Crashes of the service that it was shown to have caused, since it last trained a step or ran for a while."""
     resumes: Mapped[bool] = mapped_column(default=False)
     """It was paused by an outage and resumes by itself."""
 

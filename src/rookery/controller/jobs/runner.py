@@ -20,6 +20,7 @@ from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.job_context import JobContext, Progress
+from rookery.controller.jobs.run_record import RunRecord
 from rookery.controller.quotas import Quotas, tokens_in_memory
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
@@ -78,8 +79,11 @@ class JobRunner:
     task: asyncio.Task[None]
     """Set by the controller."""
 
-    def __init__(self, context: ControllerContext, validator: JobValidator, row: JobRow, folder: Path) -> None:
+    def __init__(
+        self, context: ControllerContext, validator: JobValidator, row: JobRow, folder: Path, record: RunRecord
+    ) -> None:
         """``folder`` is the job's, for its metrics."""
+        self._record = record
         self.row = row
         self.job: TrainingJob | None = None
         """None until its model and its environment's data are there."""
@@ -104,9 +108,10 @@ class JobRunner:
         TENANT.set(self.row.tenant)
         started: asyncio.Task[None] | None = None
         try:
-            await self._context.store.count_start(self.row.id)
+            self._record.starts(self.row.id)
             started = asyncio.create_task(self._end_start())
             self.job = await self._assemble()
+            self._record.assembled(self.row.id)
             await begun()
             return "completed", await self.job.run()
         except asyncio.CancelledError:
@@ -153,8 +158,10 @@ class JobRunner:
     async def _end_start(self) -> None:
         """The job has started once it has run for a while."""
         await self._context.clock.sleep(self._context.settings.limits.start_seconds)
-        with contextlib.suppress(RookeryError):
-            await self._context.store.clear_starts([self.row.id])
+        self._record.started(self.row.id)
+        if self.row.crashes:
+            with contextlib.suppress(RookeryError):
+                await self._context.store.clear_crashes(self.row.id)
 
     async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row
@@ -200,6 +207,7 @@ class JobRunner:
 
     async def close(self) -> None:
         """The task ends."""
+        self._record.started(self.row.id)
         self._context.usage.close(self.row.id)
         if self._sinks is not None and self._sinks.active:
             await asyncio.to_thread(self._sinks.close)
@@ -281,6 +289,8 @@ class JobAdmission:
         self._jobs = jobs
         self._retries: dict[str, _Retry] = {}
         """By job."""
+        self._held: dict[str, float] = {}
+        """When jobs may start that are suspected to have ended the service."""
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -310,6 +320,8 @@ class JobAdmission:
     def _obstacle(self, row: JobRow, models: set[str], running: list[int]) -> str:
         """``running``: the tokens of each running job of the tenant."""
         tenant, quotas = row.tenant, self._quotas
+        if (left := self._held.get(row.id, 0.0) - self._clock.monotonic()) > 0:
+            return f"{math.ceil(left)} s: the service ended while this job was starting, and perhaps because of it"
         if reason := quotas.used_up(tenant):
             return f"the next day: {reason}"
         if len(running) >= quotas.limit(tenant, "jobs"):
@@ -320,6 +332,10 @@ class JobAdmission:
         if row.spec["base_model"] not in models and len(models) >= quotas.limit(tenant, "models"):
             return f"one of the tenant's {quotas.limit(tenant, 'models'):g} base models in use to be free"
         return ""
+
+    def hold(self, job: str, seconds: float) -> None:
+        """The job may not start before: the service may have ended because of it."""
+        self._held[job] = self._clock.monotonic() + seconds
 
     # --- outages ------------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ def set_job_state(
     :class:`Conflict` if it is finished, :class:`NotFound`."""
     values: dict[str, Any] = {"state": state, "reason": reason, "error": error, "resumes": resumes}
     if state != "running":
-        values["starts"] = 0
+        values["crashes"] = 0
     if state in FINAL_JOB_STATES:
         values["finished"] = time
     if state == "running":
@@ -149,14 +149,14 @@ def set_job_state(
     return row
 
 
-def count_start(connection: Connection, job: str) -> None:
-    """The job starts now."""
-    connection.execute(update(JobRow).where(JobRow.id == job).values(starts=JobRow.starts + 1))
+def count_crash(connection: Connection, job: str) -> None:
+    """The job was shown to have ended the service."""
+    connection.execute(update(JobRow).where(JobRow.id == job).values(crashes=JobRow.crashes + 1))
 
 
-def clear_starts(connection: Connection, jobs: Sequence[str]) -> None:
-    """These jobs are not starting any more."""
-    connection.execute(update(JobRow).where(JobRow.id.in_(jobs)).values(starts=0))
+def clear_crashes(connection: Connection, job: str) -> None:
+    """The job has run for a while."""
+    connection.execute(update(JobRow).where(JobRow.id == job).values(crashes=0))
 
 
 def save_counters(connection: Connection, job: str, counters: Mapping[str, Any], rng: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ def commit_step(
     """
     state: dict[str, Any] = {"step": step, "counters": dict(counters), "rng": dict(rng)}
     if groups:
-        state["starts"] = 0
+        state["crashes"] = 0
     if connection.execute(_CHANGE_JOB, {"job": job, **state}).rowcount == 0:
         raise Conflict(f"job {job} is finished or does not exist")
     rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
