@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from tests.support.faces import MODEL, ScriptedWorker, served
 
 from rookery.cli import app
-from rookery.client import Client
+from rookery.client import AdapterFolder, Client, Job
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
 from rookery.environments.verifiers.verifiers import VERIFIERS
@@ -149,3 +149,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in sections(there)}
             anchors.update(re.findall(r'<a id="([^"]+)">', there.read_text(encoding="utf-8")))
             assert anchor in anchors, f"{page.name}: {link}"
+
+
+def test_every_public_method_of_the_client_is_in_its_page() -> None:
+    page = (ROOT / "docs" / "client.md").read_text(encoding="utf-8")
+    for kind in (Client, Job, AdapterFolder):
+        for name, method in vars(kind).items():
+            if not name.startswith("_") and callable(method):
+                assert (method.__doc__ or "").strip().endswith("."), f"{kind.__name__}.{name} has no docstring"
+                assert re.search(rf"^\*\*`{name}\(", page, re.MULTILINE), f"{kind.__name__}.{name} is missing"
+    for name in ("episodes", "events", "versions", "follow", "delete"):
+        assert name in page

@@ -240,6 +240,17 @@ def test_chat_with_a_job_a_version_and_a_base_model(
     for target in ("talker", "talker@0", "talker~0", "talker~0@0", MODEL):
         assert call("chat", target, "-m", "2+2?", "--seed", 2) == 0
         assert capsys.readouterr().out == "4\n"
+    for named, version in (("talker", 1), ("talker@0", 0), ("talker~0@1", 1), ("talker@latest", 1)):
+        assert call("adapters", "download", named, here / f"{named}-folder") == 0
+        assert "adapter_config.json, adapter_model.safetensors" in capsys.readouterr().out
+        direct = talker.adapter(version).download(here / "direct") / "adapter_model.safetensors"
+        assert (here / f"{named}-folder" / "adapter_model.safetensors").read_bytes() == direct.read_bytes()
+    for wrong in ("talker@9", "talker@x", "talker@", "nobody"):
+        assert call("adapters", "download", wrong, here / "none") == 2
+    assert not (here / "none").exists()
+    capsys.readouterr()
+    with Client(service.url, service.key) as client:  # the first one is closed
+        assert client.job("talker").id == talker.id
     assert call("chat", "talker", "-m", "2+2?", "--seed", 3, "--json") == 0
     assert json.loads(capsys.readouterr().out)["text"] == "five"
     said = iter(["2+2?", "and now?", ""])

@@ -52,7 +52,7 @@ class Job:
     # --- progress -------------------------------------------------------------------------------------------------
 
     def show(self) -> Record:
-        """The current state of the job: state, step, reward, the resource that it waits for, …"""
+        """The current state of the job: state, step, reward, the resource that it waits for and more."""
         return self._connection.call("GET", self._path)
 
     def metrics(self, after: int = -1, follow: bool = True) -> Iterator[Record]:
@@ -107,9 +107,11 @@ class Job:
     # --- control --------------------------------------------------------------------------------------------------
 
     def pause(self) -> Record:
+        """Stop the job's work until it is resumed; nothing is lost. Returns the job."""
         return self._act("pause")
 
     def resume(self) -> Record:
+        """Continue a paused job from its last step. Returns the job."""
         return self._act("resume")
 
     def rollback(self) -> Record:
@@ -117,6 +119,7 @@ class Job:
         return self._act("rollback")
 
     def cancel(self) -> Record:
+        """End the job for good; its versions stay. Returns the job."""
         view = self._act("cancel")
         self._on_end()
         return view
