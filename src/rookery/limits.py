@@ -31,6 +31,16 @@ class EdgeSettings(Section):
     connections_per_address: int = Field(2048, ge=4)
     """Most open connections of one address, apart from connected workers and environment hosts; never more than three
     quarters of all. A client of the OpenAI or Tinker SDK opens up to 1,000."""
+    tenant_open_requests: int = Field(1024, ge=1)
+    """Most requests of one tenant that are open at once, streams and those whose body is on its way included; never
+    more than half of the connections of one address. More get status 429."""
+    body_seconds: float = Field(30.0, gt=0)
+    """Time that a body may take whatever its size. After it, a body that came with less than `body_rate` bytes per
+    second on average gets status 408."""
+    body_rate: float = Field(1024.0, gt=0)
+    """Bytes per second."""
+    stall_seconds: float = Field(60.0, gt=0)
+    """A client that takes none of a response for so long, while 64 kB of it wait, is disconnected."""
     reserved_descriptors: int = Field(256, ge=0)
     """File descriptors that connections leave free for workers, running jobs and the database."""
     head_seconds: float = Field(15.0, gt=0)

@@ -399,6 +399,58 @@ def test_small_heads_after_a_large_body_are_no_flood(tenant: httpx.Client) -> No
         tenant.get("/api/v1/health", headers={"X-Long": "x" * 30_000}).raise_for_status()
 
 
+def test_bodies_that_never_come_leave_places_for_others(tmp_path: Path) -> None:
+    """A tenant holds at most half of what an address may open, and each body has a slowest rate."""
+    with served(tmp_path, connections_per_address=40, body_seconds=1.5) as service, ExitStack() as opened:
+        greedy, other = keys_of(service, "greedy", "other")
+        url = httpx.URL(service.url)
+        head = f"POST /api/v1/jobs/dry-run HTTP/1.1\r\nHost: x\r\nX-API-Key: {greedy}\r\nContent-Length: 9\r\n\r\n"
+        slow = [
+            opened.enter_context(socket.create_connection((url.host, url.port or 80), timeout=30)) for _ in range(39)
+        ]
+        for one in slow:
+            one.sendall(head.encode())
+        began = time.monotonic()
+        for _ in range(5):
+            assert httpx.get(f"{service.url}/api/v1/jobs", headers={"X-API-Key": other}, timeout=30).status_code == 200
+        assert time.monotonic() - began < 5
+        answers = []
+        for one in slow:
+            with suppress(OSError):
+                answers.append(one.recv(1 << 16)[9:12])
+        assert answers.count(b"408") <= 20 and b"429" in answers and b"408" in answers, answers
+        assert metric(service, "bodies_slow_total") > 0 and metric(service, "requests_open_total") > 0
+        assert httpx.get(f"{service.url}/api/v1/jobs", headers={"X-API-Key": greedy}, timeout=30).status_code == 200
+
+
+def test_body_that_comes_steadily_may_take_long(tmp_path: Path) -> None:
+    with served(tmp_path, body_seconds=0.3, body_rate=1000) as service, admin_of(service) as admin:
+
+        def steadily() -> Iterator[bytes]:
+            for _ in range(10):
+                time.sleep(0.1)
+                yield b'{"prompt": "a", "answer": ""}\n' * 10
+
+        assert admin.post("/api/v1/datasets", content=steadily()).status_code == 201
+
+
+def test_client_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
+    """It leaves a large response waiting in the service."""
+    with served(tmp_path, stall_seconds=0.5) as service, admin_of(service) as admin:
+        url = httpx.URL(service.url)
+        with socket.socket() as silent:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.connect((url.host, url.port or 80))
+            request = f"GET /openapi.json HTTP/1.1\r\nHost: x\r\nX-API-Key: {service.key}\r\n\r\n".encode()
+            deadline = time.monotonic() + 30
+            while metric(service, "readers_slow_total") == 0 and time.monotonic() < deadline:
+                with suppress(OSError):
+                    silent.sendall(request)
+                    time.sleep(0.05)  # a faster one is a flood
+            assert metric(service, "readers_slow_total") > 0
+        assert admin.get("/api/v1/health").status_code == 200
+
+
 # --- environment hosts ------------------------------------------------------------------------------------------------
 
 

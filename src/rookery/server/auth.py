@@ -37,11 +37,12 @@ from rookery.turns import TENANT
 
 REFUSALS = (
     "bodies_refused", "connections_refused", "connections_evicted", "connections_flooding", "keys_failed",
-    "keys_limited",
+    "keys_limited", "requests_open", "bodies_slow", "readers_slow",
 )  # fmt: skip
 """Counters of the metrics page: bodies above a limit, connections closed at once, for another one, or for a head,
 requests or frames without end, requests and connections with a wrong key, and those that were refused because their
-address had sent too many of them."""
+address had sent too many of them; requests beyond those that a tenant may have open, bodies that came too slowly, and
+responses that were not read."""
 
 MINUTE = 60.0
 
@@ -121,6 +122,8 @@ class ServiceContext:
     checks: EnvironmentChecks
     refusals: Counter[str]
     """Requests and connections refused at the edge, by the name of the metric."""
+    open_requests: Counter[str] = field(default_factory=Counter)
+    """Requests that are not answered whole yet, by tenant."""
     held_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of request bodies in memory, by tenant."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,6 +179,8 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
         if row.role in API:
             quotas = service.context.quotas
             quotas.count_request(row.tenant)
+            if connection.scope["type"] == "http":
+                _open_request(service, connection, row.tenant)
             connection.state.account = await quotas.service_time.begin(row.tenant)
     if caller is None:
         raise Unauthorized("no API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
@@ -194,6 +199,17 @@ def refusal_of(row: KeyRow | None) -> str:
     day = time.strftime("%Y-%m-%d %H:%M", time.gmtime(when))
     label = f" {row.label!r}" if row.label else ""
     return f"the API key{label} {what} on {day} UTC; ask the administrator for a new one (rookery tenants key)"
+
+
+def _open_request(service: ServiceContext, connection: HTTPConnection, tenant: str) -> None:
+    """Count an open request of the tenant; :class:`~rookery.server.bodies.TimeKeeper` counts its end. Raises
+    :class:`TooManyRequests`."""
+    most = service.connections.per_tenant
+    if service.open_requests[tenant] >= most:
+        service.refusals["requests_open"] += 1
+        raise TooManyRequests(f"{most} requests of yours are open (ROOKERY_TENANT_OPEN_REQUESTS); end some first", 1.0)
+    service.open_requests[tenant] += 1
+    connection.state.open = True
 
 
 def _key_hash(connection: HTTPConnection) -> str:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,11 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import HTTPException, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import shortage
+from rookery.limits import EdgeSettings
 from rookery.server.responses import retry_after
 from rookery.settings import Settings
 from rookery.spec import values
@@ -80,11 +83,28 @@ class BodyLimit:
             return
         service, received, owner = scope["app"].state.context, 0, ""
         limit, reason = limit_of(scope["path"], service.context.settings)
-        most: int = service.context.settings.edge.tenant_body_bytes
+        edge: EdgeSettings = service.context.settings.edge
+        most, began, whole = edge.tenant_body_bytes, 0.0, False
+
+        async def next_part() -> Message:
+            """The next part of the body. One that comes too slowly is refused."""
+            nonlocal began
+            if whole:
+                return await receive()
+            now = asyncio.get_running_loop().time()
+            began = began or now
+            try:
+                async with asyncio.timeout_at(began + edge.body_seconds + received / edge.body_rate):
+                    return await receive()
+            except TimeoutError:
+                service.refusals["bodies_slow"] += 1
+                line = f"the body came with less than {edge.body_rate:g} bytes per second (ROOKERY_BODY_RATE)"
+                raise BodyRefused(408, line, {"Connection": "close"}) from None
 
         async def counted() -> Message:
-            nonlocal received, owner
-            message = await receive()
+            nonlocal received, owner, whole
+            message = await next_part()
+            whole = not message.get("more_body", False)
             size = len(message.get("body", b""))
             received += size
             if received > limit:
@@ -109,7 +129,8 @@ class BodyLimit:
 
 
 class TimeKeeper:
-    """ASGI middleware that measures the service's time for each request, and charges its tenant."""
+    """ASGI middleware that measures the service's time for each request and charges its tenant, counts its end, and
+    disconnects clients that do not read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -118,7 +139,8 @@ class TimeKeeper:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        service_time = scope["app"].state.context.context.quotas.service_time
+        service = scope["app"].state.context
+        service_time = service.context.quotas.service_time
         state, early = scope.setdefault("state", {}), 0.0
 
         def spent(seconds: float) -> None:
@@ -129,9 +151,25 @@ class TimeKeeper:
                 service_time.spend(caller.id, seconds + early, state.get("account"))
                 early = 0.0
 
+        async def sent(message: Message) -> None:
+            """Sends a part of the response, and disconnects a client that reads none of it."""
+            if scope["type"] != "http":
+                await send(message)
+                return
+            try:
+                async with asyncio.timeout(service.context.settings.edge.stall_seconds):
+                    await send(message)
+            except TimeoutError:
+                service.refusals["readers_slow"] += 1
+                if (slot := state.get("slot")) is not None and slot.transport is not None:
+                    slot.transport.abort()
+                raise ClientDisconnect from None
+
         try:
-            await metered(cast(Coroutine[Any, Any, None], self._app(scope, receive, send)), spent)
+            await metered(cast(Coroutine[Any, Any, None], self._app(scope, receive, sent)), spent)
         finally:
+            if state.pop("open", False):
+                service.open_requests[state["caller"].id] -= 1
             if (account := state.get("account")) is not None:
                 service_time.end(state["caller"].id, account)
 

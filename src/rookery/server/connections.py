@@ -72,6 +72,8 @@ class Connections:
         descriptors = raise_descriptor_limit() - settings.reserved_descriptors
         self._limit = max(1, min(settings.connections, descriptors))
         self._per_address = max(1, min(settings.connections_per_address, self._limit * 3 // 4))
+        self.per_tenant = max(1, min(settings.tenant_open_requests, self._per_address // 2))
+        """Most open requests of one tenant: others behind the same address find place beside them."""
         self._open: dict[str, dict[Slot, None]] = {}
         """By address, oldest first, without welcomed peers."""
         self._sockets: dict[Slot, None] = {}
@@ -170,6 +172,7 @@ class BoundedHttp(HttpToolsProtocol):
                 transport.pause_reading()
                 self._handshake = self.loop.create_task(self._secure(self.slot, self._bounds.tls))
                 return
+        self.app_state = {**self.app_state, "slot": self.slot}
         super().connection_made(transport)
         self._await_head()
 
