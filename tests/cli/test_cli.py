@@ -387,6 +387,8 @@ def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> 
 def test_serve_stops_on_sigterm(alone: Path) -> None:
     process = started(alone, "serve", "--port", 0, "--data", alone / "data", "--models", "")
     until(process, "stderr", "Rookery serves at http://127.0.0.1:")
+    until(process, "stderr", "works: jobs, chat, the OpenAI API (http://127.0.0.1:")
+    until(process, "stderr", "next, to get a worker: ROOKERY_TOKEN=$(cat ")
     until(process, "stderr", "offers")
     code, said = ended(process, signal.SIGTERM)
     assert code == 0 and "Traceback" not in said

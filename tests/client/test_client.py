@@ -158,8 +158,8 @@ def test_a_program_that_is_started_again_continues_its_job(service: EmbeddedServ
             time.sleep(0.05)
         with pytest.raises(Conflict, match=r"differs in stop; give new=True"):
             second.train(stop={"steps": 7}, **wanted)
-        anew = second.train(new=True, stop={"steps": 1}, **wanted)
-        assert anew.id != begun.id and anew.wait(60).state == "completed"
+        another = second.train(new=True, stop={"steps": 1}, **wanted)
+        assert another.id != begun.id and another.wait(60).state == "completed"
         continued = second.train(stop={"steps": 6}, **wanted)
         assert continued.id == begun.id
         assert continued.wait(60).state == "completed"

@@ -27,6 +27,7 @@ from typing import Any
 from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.environments.base import Environment, Message, Reply, Step
+from rookery.environments.failures import FailureLog
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.errors import UserError, short
 from rookery.spec import values
@@ -70,6 +71,7 @@ class Episodes:
         """``prototype(name, options)`` returns the environment that episodes are copied from."""
         self._calls = calls
         self._prototype = prototype
+        self.failures = FailureLog(log)
         self._live: dict[str, _Episode] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -136,7 +138,7 @@ class Episodes:
                 ]
                 observed.reward, observed.done, observed.metrics = step.reward, step.done, step.metrics
             except Exception as error:  # user code raised: the error is this call's answer
-                log.warning("episode %s failed", name, exc_info=error, extra={"job": episode.job})
+                self.failures.report(f"episode {name}", episode.job, error)
                 observed.error = describe_error(error)
             finally:
                 episode.cancellable = False
@@ -180,7 +182,7 @@ class Episodes:
                 try:
                     await self._calls(episode.threads, episode.environment.close)
                 except Exception as error:  # user code raised; the episode is over
-                    log.warning("closing episode %s failed", name, exc_info=error, extra={"job": episode.job})
+                    self.failures.report(f"closing episode {name}", episode.job, error)
 
 
 class UserCodeExecutor:

@@ -184,7 +184,7 @@ class Host:
             else:
                 answer.prompts, answer.note = prompts, note
         except Exception as error:  # a user's code ran
-            log.warning("prompts of %s failed", message.environment, exc_info=error, extra={"job": message.job})
+            self._episodes.failures.report(f"prompts of {message.environment}", message.job, error)
             answer.error = describe_error(error)
         await self._send(answer)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Response, WebSocket
 
-from rookery.errors import Unavailable
+from rookery.errors import Unavailable, installs
 from rookery.server import responses
 from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders, TimeKeeper
@@ -77,6 +77,8 @@ def _mount_tinker(app: FastAPI, context: ServiceContext) -> None:
         from rookery.server.tinker import build as build_tinker
 
         app.mount("/tinker", build_tinker(context))
+    except ModuleNotFoundError:  # a package that it imports, whose name says nothing
+        log.info("the Tinker-compatible API is off; this installs what it needs: %s", installs("tinker"))
     except ImportError as error:
         log.info("the Tinker-compatible API is off: %s", error)
 

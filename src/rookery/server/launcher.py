@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
 
@@ -333,12 +334,24 @@ async def serve(settings: Settings) -> None:
 
 
 def _greeting(service: Service) -> list[str]:
-    data = service.settings.data
-    return [
-        f"Rookery serves at {service.url} (API: {service.url}/docs); Ctrl-C stops it, jobs resume at the next start",
+    """What works, where its files are, and one command to go on with."""
+    settings, url = service.settings, service.url
+    data, models = settings.data, [name.strip() for name in settings.server.models.split(",") if name.strip()]
+    tinker = f"; the Tinker SDK ({url}/tinker)" if find_spec("tinker") is not None else ""
+    lines = [
+        f"Rookery serves at {url}; Ctrl-C stops it, jobs resume at the next start",
+        f"works: jobs, chat, the OpenAI API ({url}/v1){tinker}; all routes: {url}/docs",
         f"data: {data}   admin key: {data / ADMIN_KEY_FILE}   logs: {data / 'logs'}",
-        f"more workers: ROOKERY_TOKEN=$(cat {data / WORKER_TOKEN_FILE}) rookery worker --connect {service.url}",
     ]
+    if models and settings.server.workers:
+        where = "" if (url, data) == (Settings().base_url, Settings.load({}).data) else f" --url {url} --data {data}"
+        lines.append(
+            f"next, in another terminal: rookery chat {models[0]}{where}   (it waits until the model is loaded)"
+        )
+    else:
+        token = data / WORKER_TOKEN_FILE
+        lines.append(f"next, to get a worker: ROOKERY_TOKEN=$(cat {token}) rookery worker --connect {url}")
+    return lines
 
 
 def _register_keys(database: Database, folder: DataFolder, id: str, now: float) -> None:
