@@ -31,9 +31,15 @@ _UNCLEAR = re.compile(
     r"|(?<![_^\d])\d+(?: |\\[,;: !])+\.?\d"  # two numbers side by side
     r"|\d[\s~]*(?:\\[,;: ]|\\(?:text|mathrm|textrm|mbox) ?\{)*\s*"
     r"(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)"
-    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d",
+    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d|\b0[xX][0-9A-Fa-f]",
     re.ASCII,
 )
+_POWER_OF_TEN = re.compile(
+    r"([-+]?) ?(\d+\.\d+) ?(?:\\times|\\cdot) ?10 ?\^ ?(?=\{?([-+]?\d{1,3}))(?:\{[-+]?\d+\}|\d)", re.ASCII
+)
+_TRAILING = re.compile(r"(?<=\d)(?: ?(?:mm|cm|dm|km|in|ft|yd|mi)\^(?:[23]|\{[23]\}))?\.?\Z", re.ASCII)
+"""A unit with a power after a number, which math-verify reads as variables, and a full stop."""
+
 _RANGE = re.compile(r"[\d)}] ?[\u2010-\u2013] ?[\d(\\]")
 """A hyphen or an en dash between numbers: a range, and no difference."""
 _SYMBOLS = str.maketrans(
@@ -41,6 +47,8 @@ _SYMBOLS = str.maketrans(
      "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
      "⁄": "/", "∕": "/", "∗": "*", "°": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta "}
 )  # fmt: skip
+
+_NUMBER = re.compile(r"\\boxed\{-?(\d+(?:\.\d+)?)\}", re.ASCII)
 
 LONGEST_ANSWER = 10_000
 """Characters of an answer: longer ones are no expression that a person wrote."""
@@ -62,6 +70,12 @@ def gold_latex(value: Any, field: str) -> str:
     return latex
 
 
+def significant_digits(latex: str) -> int:
+    """Digits of an answer that is a number, without the zeros around it; 0 for any other."""
+    number = _NUMBER.fullmatch(latex)
+    return len(number[1].replace(".", "").strip("0")) if number is not None else 0
+
+
 def reply_latex(text: str) -> str | None:
     r"""A reply as math-verify shall read it: the content of its last ``\boxed{…}`` alone, the whole text without one.
     None for a reply whose last box is empty, unfinished or unclear."""
@@ -76,7 +90,10 @@ def clear(text: str) -> str | None:
     content = _unwrapped(text)
     if _RANGE.search(content):
         return None
-    content = _written(content)
+    content = _TRAILING.sub("", _written(content))
+    power = _POWER_OF_TEN.fullmatch(content)
+    if power is not None:  # exact, where math-verify multiplies floats
+        content = power[1] + _digits(Decimal(f"{power[2]}e{power[3]}"))
     if not content:
         return None
     if "$" in content.replace("\\$", ""):  # prose around an expression, which math-verify finds

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rookery.aio import interpreter
-from rookery.environments.verifiers.expressions import reply_latex
+from rookery.environments.verifiers.expressions import reply_latex, significant_digits
 from rookery.errors import short
 
 LIMIT_SECONDS = 5.0
@@ -334,22 +334,21 @@ def prepare_math() -> Callable[..., Any]:
         if latex is None:
             return False
         given = parse(latex, parsing_timeout=None)
-        return bool(verify(gold, given, **precision(gold[0]), timeout_seconds=None))
+        return bool(verify(gold, given, **precision(gold[0], expected), timeout_seconds=None))
 
     score("1", "$1$")
     return score
 
 
-def precision(gold: Any) -> dict[str, int]:
+def precision(gold: Any, latex: str) -> dict[str, int]:
     """How exactly math-verify compares a reply with an expression, as arguments of its ``verify``: to its usual six
-    decimals, six significant digits of a number below one, and all digits of a large one."""
-    decimals, digits = USUAL_DECIMALS, USUAL_DIGITS
+    decimals, six significant digits of a number below one, and to all digits that are written."""
+    decimals = USUAL_DECIMALS
     if (getattr(gold, "is_Float", False) or getattr(gold, "is_Rational", False)) and gold:
         with contextlib.suppress(OverflowError, ValueError):  # beyond floats
             magnitude = math.floor(math.log10(abs(float(gold))))
             decimals = max(decimals, USUAL_DECIMALS - 1 - magnitude)
-            digits = max(digits, magnitude + 1 + USUAL_DECIMALS)
-    return {"float_rounding": decimals, "numeric_precision": digits}
+    return {"float_rounding": decimals, "numeric_precision": max(USUAL_DIGITS, significant_digits(latex))}
 
 
 if __name__ == "__main__":
