@@ -247,6 +247,9 @@ def test_regex() -> None:
     assert reward("regex", "b=2 a=1", {"answer": 1}, pattern="b=(?P<b>.) a=(?P<a>.)", group="a") == 1
     assert reward("regex", "yes!", {}, pattern="^yes") == 1  # no group: the row plays no part
     assert reward("regex", "yes!", {}, pattern="yes", whole=True) == 0
+    for spelling in ("NFC", "NFD"):  # of the pattern; the other one of the reply
+        pattern, reply = unicodedata.normalize(spelling, "^café$"), unicodedata.normalize("NFKD", "café")
+        assert reward("regex", reply, {}, pattern=pattern) == 1
 
 
 def test_a_pattern_that_runs_away_is_stopped() -> None:

@@ -15,6 +15,7 @@ import logging
 import math as math_module
 import re
 import time
+import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -234,7 +235,7 @@ class Regex(VerifierOptions):
     @model_validator(mode="after")
     def _compiles(self) -> Regex:
         try:
-            pattern = regex.compile(self.pattern)
+            pattern = self._compiled
         except (regex.error, RecursionError, OverflowError) as error:
             raise ValueError(f"pattern is not a valid regular expression: {error}") from None
         known = [*range(pattern.groups + 1), *pattern.groupindex]
@@ -243,8 +244,13 @@ class Regex(VerifierOptions):
         return self
 
     @property
+    def _compiled(self) -> regex.Pattern[str]:
+        """The pattern, composed as the replies are; the library keeps compiled patterns."""
+        return regex.compile(unicodedata.normalize("NFC", self.pattern))
+
+    @property
     def _compared(self) -> int | str | None:
-        return self.group if self.group is not None else (1 if regex.compile(self.pattern).groups else None)
+        return self.group if self.group is not None else (1 if self._compiled.groups else None)
 
     def gold(self, value: Any) -> str | Decimal:
         return text_or_number(value, self.answer)
@@ -254,7 +260,7 @@ class Regex(VerifierOptions):
             self.expected(row)
 
     def judge(self, text: str | None, row: Row) -> Score:
-        pattern = regex.compile(self.pattern)
+        pattern = self._compiled
         search = pattern.fullmatch if self.whole else pattern.search
         expected = self.expected(row) if self._compared is not None else None
         unjudged, match = False, None
