@@ -22,6 +22,7 @@ import psutil
 import pytest
 from tests.support.processes import runs
 
+from rookery.cluster import supervisor
 from rookery.cluster.base import PRELOAD, environment_host, preloaded
 from rookery.cluster.local import ProcessCluster, local_workers
 from rookery.cluster.supervisor import NODE_LOST, Child, Supervisor, spawn_process
@@ -135,6 +136,46 @@ async def test_child_that_refuses_to_start_is_not_restarted_and_its_last_line_is
     assert processes.children[0].reason == f"ended with code {EXIT_REFUSED}: no such model"
     assert processes.children[0].restarts == 0
     await processes.stop()
+
+
+async def test_a_child_that_always_ends_in_the_same_way_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever numbers are in its last line; a child that is killed from outside is not."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.01)
+    same = """
+        import os
+        print(f"2026-01-01 10:00:00,000 ERROR rookery.worker: no kernel at {os.getpid()}", flush=True)
+        raise SystemExit(1)
+    """
+    changing = "import random; print('abcdefgh'[random.randrange(8)] * random.randrange(30)); raise SystemExit(1)"
+    killed = "import os; os.kill(os.getpid(), 9)"
+    reports: list[tuple[str, str]] = []
+    processes = Supervisor(
+        [child(tmp_path, name, code) for name, code in (("same", same), ("changing", changing), ("killed", killed))],
+        tmp_path / "logs",
+        5,
+        failed=lambda one, reason: reports.append((one.name, reason)),
+    )
+    await processes.start()
+    await until(lambda: all(one.restarts > 4 for one in processes.children))
+    await processes.stop()
+    assert {name for name, _ in reports} == {"same"} and len(reports) >= 2
+    assert re.fullmatch(r"3 times in a row it ended with code 1: no kernel at \d+", reports[0][1])
+
+
+async def test_a_worker_that_refuses_is_reported_by_its_model_and_started_again_when_needed(tmp_path: Path) -> None:
+    settings = Settings.load({}, data=tmp_path / "data", cache=tmp_path / "cache", models="", workers=1)
+    failures: list[tuple[str, str]] = []
+    cluster = ProcessCluster(settings, "no://address", "token", lambda *about: failures.append(about))
+    await cluster.start()
+    for times in (1, 2):
+        cluster.provide("qwen3-0.6b")
+        await until(lambda: len(failures) == times)  # noqa: B023 (it is awaited here)
+        cluster.provide("qwen3-0.6b")
+    await cluster.stop()
+    assert failures[0][0] == "qwen3-0.6b" and "--connect" in failures[0][1]
 
 
 LOST = AsyncMock(return_value=Mock(pid=1, wait=AsyncMock(return_value=NODE_LOST)))

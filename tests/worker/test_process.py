@@ -324,7 +324,7 @@ def test_tokens_carry_their_version_and_a_failing_request_affects_no_other(servi
         stream = link.finished(name)
         assert (len(stream.tokens), len(stream.logprobs), stream.finish) == (40, 40, "length")
         assert {(chunk.version, chunk.policy) for chunk in stream.chunks} == {(version, policy)}
-    for name, reason in [("too long", "context"), ("no adapter", "no PEFT adapter"), ("damaged", "corrupt")]:
+    for name, reason in [("too long", "context"), ("no adapter", "no safetensors file"), ("damaged", "corrupt")]:
         stream = link.finished(name)
         assert (stream.finish, stream.tokens) == ("error", [])
         assert reason in stream.error

@@ -24,7 +24,8 @@ class Cluster(Protocol):
     """Starts the workers of a service, which then connect to it by themselves."""
 
     async def start(self) -> None:
-        """Start the workers of the service's base models, and the host of the built-in environments."""
+        """Start the workers of the service's base models, and the host of the built-in environments. Workers that do
+        not work are reported to whoever made this, by model, with the reason."""
 
     def provide(self, model: str) -> None:
         """Make sure that there are workers for ``model``; called when a job names it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rookery.cluster import ray
 from rookery.cluster.base import child_environment, environment_host, file_name, preloaded
@@ -21,14 +21,22 @@ class ProcessCluster:
     more when a job names another model, and the host of the built-in environments. They connect to the service by
     themselves."""
 
-    def __init__(self, settings: Settings, url: str, token: str) -> None:
+    def __init__(
+        self, settings: Settings, url: str, token: str, failed: Callable[[str, str], None] = lambda model, reason: None
+    ) -> None:
+        """``failed(model, reason)`` is called when a worker of a base model does not work."""
         self._settings = settings
         self._url = url
         self._token = token
         self._models = [model for model in settings.server.models.split(",") if model]
         self._provided: dict[str, list[Child]] = {}
         """Children by their base model, of those that the service was not configured with."""
-        self.processes = Supervisor([], settings.data / "logs", settings.server.stop_seconds)
+        self.processes = Supervisor(
+            [],
+            settings.data / "logs",
+            settings.server.stop_seconds,
+            failed=lambda child, reason: failed(child.model, reason) if child.model else None,
+        )
 
     async def start(self) -> None:
         """Raises UserError if the settings name a Ray cluster that does not answer."""
@@ -44,9 +52,14 @@ class ProcessCluster:
         return make(self._settings, models, self._url, self._token)
 
     def provide(self, model: str) -> None:
-        """Start workers for ``model`` if there are none, unless the service is configured to start none."""
-        if model in self._models or model in self._provided:
+        """Start workers for ``model`` if there are none, unless the service is configured to start none. Those that
+        refused to start are started again."""
+        if model in self._models:
             return
+        if provided := self._provided.get(model):
+            if any(child.state != "refused" for child in provided):
+                return
+            self.processes.remove(provided)
         if workers := self._workers([model]):
             log.info("starting a worker for base model %s", model)
             self._provided[model] = workers
@@ -75,7 +88,8 @@ def local_workers(settings: Settings, models: Sequence[str], url: str, token: st
         for number in range(1, settings.server.workers + 1):
             name = f"{file_name(model)}-{number}"
             arguments = ["--connect", url, "--model", model, "--name", f"local-{name}", "--die-with-parent"]
-            children.append(Child(f"worker-{name}", ["rookery.worker.process", *arguments], environment))
+            child = Child(f"worker-{name}", ["rookery.worker.process", *arguments], environment, model=model)
+            children.append(child)
     return children
 
 
@@ -85,7 +99,7 @@ def ray_launchers(settings: Settings, models: Sequence[str], url: str, token: st
         return []
     environment = child_environment(settings, token)
     arguments = ["rookery.cluster.ray", "--connect", url, "--model"]
-    return [Child(f"ray-{file_name(model)}", [*arguments, model], environment) for model in models]
+    return [Child(f"ray-{file_name(model)}", [*arguments, model], environment, model=model) for model in models]
 
 
 def ray_environment_host(settings: Settings, url: str, token: str) -> Child:

@@ -6,6 +6,8 @@ Promises:
 * A child that ends is restarted, with a pause that grows while it keeps failing; the loss of its machine is no failure
   (:data:`NODE_LOST`). A child whose exit code says that a restart cannot help
   (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted; its last log line is reported.
+* Whoever waits for a child learns that it does not work: one that is not restarted, and one that has ended
+  :data:`SAME_ENDS` times in a row in the same way, are reported, the latter after each further end.
 * ``stop`` sends SIGTERM first (a worker drains) and kills a child that has not ended in time, even a stopped one.
 """
 
@@ -15,9 +17,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -32,6 +36,11 @@ LONGEST_PAUSE_SECONDS = 30.0
 """Longest pause before a restart: a machine without free memory must not be kept busy by starting processes."""
 HEALTHY_SECONDS = 60.0
 """After a child has run this long, its next pause is the first again."""
+SAME_ENDS = 3
+"""Ends of a child in the same way after which it is reported: a fault that passes does not come three times."""
+_FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL)
+"""Ends that say nothing about the child: somebody wanted them, or the machine had no memory."""
+_LOG_PREFIX = re.compile(r"^[\d-]+ [\d:,.]+ [A-Z]+ [\w.]+: ")
 NODE_LOST = 256
 """In place of the exit code of a child that was lost with its machine: no process can end with it."""
 LOG_BYTES = 16 << 20
@@ -53,6 +62,10 @@ class Child:
     reason: str = ""
     removed: bool = False
     """It ends, and is not restarted."""
+    model: str = ""
+    """The base model that it serves, of a worker."""
+    ends: list[str] = field(default_factory=list)
+    """How it ended, the last times in a row in the same way."""
 
 
 class Process(Protocol):
@@ -79,9 +92,11 @@ class Supervisor:
         logs: Path,
         stop_seconds: float,
         spawn: Callable[[Child, Path], Awaitable[Process]] | None = None,
+        failed: Callable[[Child, str], None] = lambda child, reason: None,
     ) -> None:
         """Each child's output goes to ``logs/<name>.log``. ``spawn`` starts a child that writes to the given log; None
-        starts a process on this machine."""
+        starts a process on this machine. ``failed(child, reason)`` is called for a child that does not work."""
+        self._failed = failed
         self._spawn = spawn or spawn_process
         self.children = list(children)
         self.running = False
@@ -148,7 +163,9 @@ class Supervisor:
             if code == EXIT_REFUSED:
                 child.state = "refused"
                 log.error("%s refused to start and is not restarted: %s", child.name, last_line(path))
+                self._failed(child, _LOG_PREFIX.sub("", last_line(path)))
                 return
+            self._count(child, code, child.reason)
             if code == NODE_LOST or time.monotonic() - began > HEALTHY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             child.state = "waiting"
@@ -157,6 +174,17 @@ class Supervisor:
             await wait_event(self._stopping, pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         child.state = "stopped"
+
+    def _count(self, child: Child, code: int | None, reason: str) -> None:
+        """Report a child that always ends in the same way, whatever the numbers in its last line are."""
+        if code in _FROM_OUTSIDE or code == NODE_LOST:
+            child.ends.clear()
+            return
+        same = re.sub(r"\d+", "0", reason)
+        child.ends = [*(end for end in child.ends if end == same), same][-SAME_ENDS:]
+        if len(child.ends) == SAME_ENDS:
+            head, _, line = reason.partition(": ")
+            self._failed(child, f"{SAME_ENDS} times in a row it {head}: {_LOG_PREFIX.sub('', line)}")
 
     async def _live(self, child: Child, path: Path) -> int:
         """Run a child until it ends. Returns its exit code, negative for a signal."""

@@ -302,6 +302,17 @@ class Controller:
             await self.sessions.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
         log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
 
+    def model_failed(self, model: str, reason: str) -> None:
+        """The local worker of a base model does not work. Jobs that have no other one are paused with the reason; like
+        other outages, this one may pass."""
+        fleet = self.context.fleet
+        fleet.failures[model] = f"the worker of {model} does not work: {reason}"
+        if failure := fleet.failure(model):
+            log.error("%s", failure)
+            for runner in list(self.jobs.runners.values()):
+                if runner.row.spec["base_model"] == model:
+                    runner.halt(f"worker: {failure}")
+
     async def _watch_jobs(self) -> None:
         """Pause the jobs of tenants without tokens for today, launch those that may start now, resume those that an
         outage or a limit paused; until cancelled."""

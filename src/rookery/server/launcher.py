@@ -172,7 +172,9 @@ class Service:
         base_models = BaseModels(settings)
         opened.push_async_callback(base_models.close)
 
-        cluster: Cluster = ProcessCluster(settings, self.url, worker_token)
+        cluster: Cluster = ProcessCluster(
+            settings, self.url, worker_token, lambda model, reason: controller.model_failed(model, reason)
+        )
         controller = Controller(
             Store(database, writer, transfers, readers),
             artifacts,

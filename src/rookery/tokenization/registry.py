@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +44,12 @@ PUBLISHED_CONFIG, PUBLISHED_WEIGHTS = "config.json", "model.safetensors"
 
 PROJECTIONS = "rookery_projections.json"
 """The projections of a prepared model that a LoRA can change."""
+
+REFUSED = "rookery_refused.json"
+"""Why a prepared model cannot be computed with the installed packages, where a worker has tried it."""
+
+_COMPUTING = ("rookery", "transformers", "torch")
+"""Packages with whose versions a refused model may be computed."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -327,6 +335,8 @@ def status(cache: Path, name: str) -> Status:
         model = resolve(name)
         folder = model_folder(cache, name)
         if (folder / PREPARED).is_file():
+            if reason := refusal(folder):
+                return Status(name, "refused", reason, folder, note=model.note)
             inspected = inspect(folder)
             mark = json.loads((folder / PREPARED).read_text(encoding="utf-8"))
             return Status(name, "prepared", "", folder, str(mark["hash"]), model.note, inspected)
@@ -339,6 +349,27 @@ def status(cache: Path, name: str) -> Status:
         return Status(name, "refused", reason=str(error))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Status(name, "refused", reason=f"{name}: its {PREPARED} is damaged, delete its folder ({error})")
+
+
+def record_refusal(folder: Path, reason: str) -> None:
+    """A worker has tried the model of the prepared ``folder``, and it cannot be computed with these packages."""
+    about = {"reason": reason, "versions": _versions()}
+    with suppress(OSError):  # of a cache that cannot be written; the next worker tries again
+        (folder / REFUSED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def refusal(folder: Path) -> str:
+    """Why the model of the prepared ``folder`` cannot be computed with the installed packages; empty if it was not
+    tried, or can be."""
+    try:
+        about = json.loads((folder / REFUSED).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""
+    return str(about["reason"]) if about["versions"] == _versions() else ""
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in _COMPUTING}
 
 
 def base_reference(folder: Path) -> BaseReference:

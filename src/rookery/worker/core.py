@@ -264,22 +264,32 @@ def _use_amx(config: DecoderConfig, max_rank: int) -> bool:
 
 def _transformers_model(folder: Path, settings: Settings, where: torch.device) -> TransformersModel:
     from rookery.worker.model.transformers_model import TransformersModel
+    from rookery.worker.probe import refusals
 
-    return TransformersModel.load(folder, device=where)
+    with refusals(folder):
+        return TransformersModel.load(folder, device=where)
 
 
 def _transformers_engine(place: _Place, model: TransformersModel) -> Engine:
     from rookery.worker.engine.hf.runner import transformers_runner
+    from rookery.worker.probe import refusals, try_engine
 
     max_rank, budget = place.settings.engine.max_rank, place.budget.adapters
     bank = LoraManager(model.projections, model.dtype, model.device, max_rank, budget)
-    return _engine(place, model, bank, transformers_runner(model, bank, place.budget.kv_cache))
+    with refusals(place.folder):
+        runner = transformers_runner(model, bank, place.budget.kv_cache)
+        try_engine(model, runner, bank)
+        return _engine(place, model, bank, runner)
 
 
 def _transformers_trainer(place: _Place, model: TransformersModel) -> Trainer:
+    from rookery.worker.probe import refusals, try_trainer
     from rookery.worker.trainer.hf.trainer import TransformersBackbone
 
-    return _trainer(place, TransformersBackbone(model, place.budget.activations))
+    with refusals(place.folder):
+        backbone = TransformersBackbone(model, place.budget.activations)
+        try_trainer(model, backbone)
+        return _trainer(place, backbone)
 
 
 _BACKENDS = {

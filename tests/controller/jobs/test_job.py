@@ -864,6 +864,25 @@ async def test_dry_run_renders_prompts_and_stores_nothing(service: Service) -> N
     await eventually(lambda: not host.episodes)
 
 
+async def test_jobs_of_a_model_whose_worker_does_not_work_are_paused_with_the_reason(service: Service) -> None:
+    """Until one is loaded; jobs of other models go on."""
+    await service.host().join()
+    job = await run(service, stop__steps=1)
+    other = await run(service, base_model="qwen3-0.6b")
+    await eventually(lambda: len(service.controller.jobs.running()) == 2)
+    service.controller.model_failed(MODEL, "3 times in a row it ended with code 1: KeyError: 'q'")
+    view = await service.ends(job, "paused")
+    assert "KeyError: 'q'" in view.reason and MODEL in view.reason
+    assert (await service.controller.queries.show("alice", other)).state == "running"
+    await service.controller.resume("alice", job)
+    assert "KeyError" in (await service.ends(job, "paused")).reason
+    await service.worker().join()
+    await service.controller.resume("alice", job)
+    await service.ends(job)
+    service.controller.model_failed(MODEL, "one of two")  # another one serves
+    assert service.controller.context.fleet.failure(MODEL) == ""
+
+
 async def test_warm_starts(service: Service) -> None:
     worker, _ = await service.join()
     first = await run(service)

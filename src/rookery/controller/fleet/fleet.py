@@ -69,6 +69,8 @@ class Fleet:
         self.epoch = int(clock.time() * 1000)
         self._handlers: dict[type, Callable[[Worker, Any], None]] = {}
         self.listeners: list[FleetListener] = []
+        self.failures: dict[str, str] = {}
+        """Why the last local worker of a base model does not work, until one is loaded."""
         self.ignored_frames = 0
         self.bad_frames = 0
         self.losses = 0
@@ -100,10 +102,15 @@ class Fleet:
         there = (worker for worker in self._workers.values() if worker.state not in ("draining", "gone"))
         return any(role in worker.hello.roles and worker.hello.model == model for worker in there)
 
+    def failure(self, model: str) -> str:
+        """Why no worker will serve ``model``; empty while one trains it, or may come."""
+        return self.failures.get(model, "") if not self.serving("train", model) else ""
+
     def missing(self, role: str, model: str) -> str:
         """Why no worker serves ``model`` for ``role`` now, with the state of each candidate."""
         of_model = [worker for worker in self._workers.values() if worker.hello.model == model]
         others = [f"{worker.name} is {worker.state}" for worker in of_model]
+        others += filter(None, [self.failure(model)])
         return f"no worker serves {model} for {role}" + (f" ({', '.join(others)})" if others else "")
 
     def refresh(self, worker: Worker) -> None:
@@ -115,6 +122,7 @@ class Fleet:
 
     def _load(self, worker: Worker) -> None:
         """Its base model is loaded."""
+        self.failures.pop(worker.hello.model, None)
         for listener in self.listeners:
             listener.on_worker_loaded(worker)
         if worker.lagging:

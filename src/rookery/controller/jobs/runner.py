@@ -167,6 +167,8 @@ class JobRunner:
         context, row = self._context, self.row
         spec = await self._validator.store_rows(row.tenant, stored_job(row.spec))
         context.models.provide(spec.base_model)
+        if reason := context.fleet.failure(spec.base_model):
+            raise Unavailable(f"worker: {reason}")
         policies = await context.store.policies(row.tenant, row.id)
         await context.usage.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(context.settings, self._folder, row.id, row.name)

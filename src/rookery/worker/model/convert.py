@@ -227,6 +227,7 @@ def main() -> None:
         die_with_parent(lambda: os._exit(1))  # what it has begun, the next attempt removes
     try:
         folder = prepare(given.name, given.cache.expanduser())
+        (folder / registry.REFUSED).unlink(missing_ok=True)  # it is tried again
         if given.export is not None:
             export(folder, given.export.expanduser())
         print(folder)

@@ -224,6 +224,17 @@ class TransformersModel:
         finally:
             self.lora, self._rows, _Current.plan = before
 
+    @contextmanager
+    def as_published(self) -> Iterator[None]:
+        """Passes within use the model's own attention."""
+        if self.streams:
+            self.model.set_attn_implementation("eager")
+        try:
+            yield
+        finally:
+            if self.streams:
+                self.model.set_attn_implementation(_ATTENTION)
+
     def hidden(
         self,
         tokens: Tensor,
