@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -53,6 +53,10 @@ test-avx2: $(VENV)/.tests
 test-vllm: .bench/vllm/.installed
 	@.bench/vllm/bin/python -m pytest -m "heavy or not heavy" --timeout=900 \
 		tests/worker/engine/test_conformance.py tests/worker/engine/test_vllm_job.py
+
+# A small model of each family that docs/operations.md lists, against transformers and PEFT: three minutes.
+test-families: $(VENV)/.tests
+	@$(BIN)/python -m pytest -m heavy tests/worker/test_probe.py --numprocesses $(PROCESSES) --dist worksteal
 
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed

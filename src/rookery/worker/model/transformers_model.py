@@ -5,8 +5,9 @@ Promises:
 * The base is in memory once. Adapters are added by hooks on its linear modules; attention, where the model lets it be
   replaced, is computed by an :class:`AttentionPlan`, so that sequences of several requests or trajectories share one
   stream of tokens. A model with other layers (:attr:`TransformersModel.streams` is False) computes one sequence a row.
-* Supported are linear modules of the decoder's layers: attention, dense MLPs, shared experts, linear attention. Weights
-  of routed experts and routers are not adapted: their inputs are not the stream's tokens.
+* Supported are linear modules of the decoder's layers: attention, linear attention, dense MLPs; dense and shared MLPs
+  of a model with routed experts where PEFT adapts them. Weights of routed experts and routers are not adapted: their
+  inputs are not the stream's tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +47,17 @@ _STREAMED = {"full_attention", "sliding_attention"}
 """Kinds of layers that an :class:`AttentionPlan` computes. Others (linear attention, state spaces, chunks) mix tokens
 in other ways."""
 
-_NOT_ADAPTED = re.compile(r"(^|\.)experts\.|(^|\.)(gate|router|shared_expert_gate)(\.|$)")
+_NOT_ADAPTED = re.compile(r"(^|\.)experts\.|(^|\.)(gate|router|shared_expert_gate|kv_b_proj)(\.|$)")
+"""Modules whose inputs are not the stream's tokens: routed ones, and the projection that latent attention applies to
+all cached tokens again."""
+
+_EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+"""Names of the number of routed experts in configurations."""
+_MLP = re.compile(r"(^|\.)(gate|up|down)_proj$")
+
+_DENSE_BESIDE_EXPERTS = ("aria_text", "hy_v3", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text")
+"""Families with experts of which PEFT adapts the dense and shared MLPs, too. Of others it takes the names of these
+modules for the experts', and leaves them out of an adapter that it reads."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """The model's own attention: q [n, heads, queries, d], k and v [n, kv_heads, keys, d], mask [n or 1, 1, queries, keys],
@@ -112,15 +123,19 @@ class LinearProjections:
 def _linear_modules(model: PreTrainedModel) -> tuple[list[nn.Module], dict[tuple[int, str], nn.Linear], str]:
     """The decoder's layers, their linear modules that a LoRA may change by (layer, part), and the name of the list of
     layers. Raises ``UserError`` for a model without."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    parts = set(model.get_decoder().modules())
+    config = model.config.get_text_config(decoder=True)
+    count, parts = config.num_hidden_layers, set(model.get_decoder().modules())
+    routed = any(getattr(config, name, None) for name in _EXPERT_COUNTS)
+    attention_only = routed and config.model_type not in _DENSE_BESIDE_EXPERTS
     for prefix, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count and module in parts:
             linear = {
                 (i, part_of(name)): part
                 for i, layer in enumerate(module)
                 for name, part in layer.named_modules()
-                if isinstance(part, nn.Linear) and not _NOT_ADAPTED.search(name)
+                if isinstance(part, nn.Linear)
+                and not _NOT_ADAPTED.search(name)
+                and not (attention_only and _MLP.search(name))
             }
             if linear:
                 return list(module), linear, prefix
@@ -141,6 +156,14 @@ def check_transformers(raw: Mapping[str, Any]) -> LinearProjections:
 def _projections(linear: Mapping[tuple[int, str], nn.Linear], prefix: str) -> LinearProjections:
     shapes = {key: (module.in_features, module.out_features) for key, module in linear.items()}
     return LinearProjections(shapes, {part: (part,) for _, part in shapes}, prefix)
+
+
+class _Computed(MoeModelOutputWithPast):
+    """A decoder's output with hidden states only. What else a family's decoder returns, its head passes on unread."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class TransformersModel:
@@ -258,7 +281,7 @@ class TransformersModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] → logits [n, vocab], with the model's scaling and caps. These exist as code of the whole
         model only; so the model runs with a decoder that returns ``hidden``."""
-        output = MoeModelOutputWithPast(last_hidden_state=hidden[None])
+        output = _Computed(last_hidden_state=hidden[None])
         self.decoder.forward = lambda *_, **__: output
         try:
             logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]

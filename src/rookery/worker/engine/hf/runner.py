@@ -84,7 +84,7 @@ class SequenceStore(SegmentStore):
 
 def _probe(model: TransformersModel, length: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    with torch.no_grad(), model.adapted(None, 0, _attend_causally):
+    with torch.no_grad(), model.adapted(None, 0, causal_attention):
         model.hidden(torch.zeros(1, length, dtype=torch.int64, device=model.device), cache=cache)
     return cache
 
@@ -98,7 +98,7 @@ def _bytes(contents: Any) -> int:
     return contents.nbytes if isinstance(contents, Tensor) else 0
 
 
-def _attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> Tensor:
+def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> Tensor:
     """The ``AttentionPlan`` of one sequence, whose cache gives keys and values up to the last query."""
     queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
     gap = queries[:, None] + (len(keys) - len(queries)) - keys
@@ -122,7 +122,7 @@ class SequenceRunner(BaseRunner):
             tokens = torch.tensor(chunk.tokens, device=device)[None]
             positions = torch.arange(first, first + count, device=device)[None]
             lora = self._bank.batch_product([chunk.key], [count])
-            with self._decoder.adapted(lora, count, _attend_causally):
+            with self._decoder.adapted(lora, count, causal_attention):
                 hidden.append(self._decoder.hidden(tokens, positions, cache=self._cache(chunk))[0])
         return torch.cat(hidden), torch.tensor(counts, device=self._decoder.device).cumsum(0) - 1
 
