@@ -104,6 +104,9 @@ TRIED = (
 the same ones."""
 
 _MORE_SIZES: dict[str, object] = {
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "moe_num_experts": 6,
     "moe_num_shared_experts": 1,
     "n_routed_experts": 6,
