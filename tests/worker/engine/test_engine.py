@@ -147,6 +147,22 @@ def test_abort_while_waiting_and_while_running() -> None:
     assert engine.store.used_tokens == 0
 
 
+def test_retained_prompts_keep_no_logits_and_start_the_same_texts() -> None:
+    """A vocabulary's row for each prompt would be a worker's largest growth from job to job."""
+    engine, prompts = make(), [[*range(first, first + 20)] for first in range(1, 40)]
+    whole = {}
+    for _ in range(2):
+        for number, prompt in enumerate(prompts):
+            for member in range(2):
+                engine.submit(order(f"{number}.{member}", prompt=prompt, shared_prefix=20, seed=member, max_tokens=3))
+        texts = {name: tokens for name, (tokens, _) in finish(engine).items()}
+        whole = whole or texts
+        assert texts == whole and engine.stats["prefill_tokens"] == 20 * len(prompts), "computed once"
+    kept = [segment.metadata for segment in engine.store.retained.values()]
+    assert len(kept) == len(prompts) and {tuple(hidden.shape) for hidden in kept} == {(64,)}
+    assert {hidden.untyped_storage().nbytes() for hidden in kept} == {64 * engine.decoder.dtype.itemsize}
+
+
 def test_the_prompts_of_those_who_wait_are_computed_along() -> None:
     prompts = [[10 * i + j for j in range(1, 9)] for i in range(6)]
     orders = [

@@ -26,6 +26,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import httpx
+from cachetools import LRUCache
 
 from rookery import protocol
 from rookery.errors import NO_ROOM
@@ -52,7 +53,7 @@ from rookery.worker.transfer.http import (
     raise_for_status,
     size_of,
 )
-from rookery.worker.transfer.peers import PeerClient
+from rookery.worker.transfer.peers import KEPT_TICKETS, PeerClient
 
 log = logging.getLogger("rookery.worker.transfer.client")
 
@@ -102,7 +103,7 @@ class TransferClient:
         self._renew_ticket = renew_ticket
         self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._tickets: dict[str, str] = {}
+        self._tickets: LRUCache[str, str] = LRUCache(KEPT_TICKETS)
         self.bytes_from_service = 0
         """Bytes of artifacts received from the service."""
         self.corrupt = 0

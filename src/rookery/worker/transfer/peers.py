@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 import uvicorn
+from cachetools import LRUCache
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -54,6 +55,10 @@ from rookery.worker.transfer.http import (
 )
 
 log = logging.getLogger("rookery.worker.transfer.peers")
+
+KEPT_TICKETS = 1024
+"""Artifacts whose ticket and peers are kept, the last used ones: a ticket is valid for minutes, and a new one is
+requested where it is missing."""
 
 MAX_RESPONSES = 4
 """Responses at a time: more would each be slower, and take network bandwidth from the worker's own tokens."""
@@ -200,7 +205,7 @@ class PeerClient:
     def __init__(self, timeout_seconds: float) -> None:
         """``timeout_seconds``: how long a peer may send nothing."""
         self._http = httpx.AsyncClient(timeout=timeout_seconds, trust_env=False)  # workers reach each other directly
-        self._sources: dict[str, tuple[str, list[str]]] = {}
+        self._sources: LRUCache[str, tuple[str, list[str]]] = LRUCache(KEPT_TICKETS)
         """Hash → (ticket, URLs of peers)."""
         self._backoff: dict[str, float] = {}
         """URL of a peer that failed → monotonic time until which it is not asked."""

@@ -271,7 +271,7 @@ class Admission:
 
     def retain_prefix(self, prefix: SharedPrefix) -> None:
         """Retains a complete prefix that no running request uses."""
-        self._store.retain(prefix.slot, prefix.key, prefix.logits)
+        self._store.retain(prefix.slot, prefix.key, prefix.hidden)
 
     def discard_adapters(self, keys: Collection[str]) -> None:
         """Discards the retained caches of adapters that left memory."""
@@ -363,7 +363,7 @@ class Admission:
         if prefix is None:
             kept = self._store.restore(key, len(tokens))
             if kept is not None:
-                prefix = SharedPrefix(key, kept[0], filled=len(tokens), logits=kept[1])
+                prefix = SharedPrefix(key, kept[0], filled=len(tokens), hidden=kept[1])
                 self._stats["reused_tokens"] += len(tokens)
             else:
                 slot = self._store.allocate(len(tokens)) if adapter == request.key else None

@@ -315,8 +315,14 @@ class NativeEngine:
         number."""
         ready = [row for row in self.admission.served if row.tail_length == 0 and row.prefix_cached]
         if ready:
-            logits = [row.prefix.logits for row in ready if row.prefix is not None]
-            self._sample(ready, torch.stack([line for line in logits if line is not None]))
+            prefixes = [row.prefix for row in ready if row.prefix is not None]
+            restored = list({id(prefix): prefix for prefix in prefixes if prefix.logits is None}.values())
+            if restored:
+                hidden = torch.stack([prefix.hidden for prefix in restored if prefix.hidden is not None])
+                logits = logits_at(self.weights.decoder, hidden, torch.arange(len(restored), device=hidden.device))
+                for prefix, line in zip(restored, logits, strict=False):
+                    prefix.logits = line.clone()
+            self._sample(ready, torch.stack([prefix.logits for prefix in prefixes if prefix.logits is not None]))
         return len(ready)
 
     def _prefill(self) -> int:
@@ -342,11 +348,11 @@ class NativeEngine:
             ends = torch.tensor([i for i, _ in done], device=hidden.device)
             logits = logits_at(self.weights.decoder, hidden, last[ends])
             first_tokens = []
-            for (_, target), line in zip(done, logits, strict=False):
+            for (i, target), line in zip(done, logits, strict=False):
                 if isinstance(target, EngineRequest):
                     first_tokens.append((target, line))
                 else:
-                    target.logits = line.clone()
+                    target.hidden, target.logits = hidden[last[i]].clone(), line.clone()
                     if not target.users:
                         self.admission.retain_prefix(target)
             if first_tokens:

@@ -43,13 +43,15 @@ def validate(order: protocol.Generate, vocabulary: int, context: int) -> None:
 
 @dataclass
 class SharedPrefix:
-    """The shared prompt of a group under one adapter. ``filled`` of its tokens are cached; ``logits`` [vocab] after its
-    last token let every member of the group start without any compute."""
+    """The shared prompt of a group under one adapter. ``filled`` of its tokens are cached; ``hidden`` [hidden] is the
+    state after its last token, and ``logits`` [vocab] follow from it: with them every member of the group starts. They
+    are kept as long as the prompt has users; a retained one keeps its state, which takes a hundredth of the memory."""
 
     key: tuple[str, tuple[int, ...]]
     """(adapter, tokens)"""
     slot: Any
     filled: int = 0
+    hidden: Tensor | None = None
     logits: Tensor | None = None
     users: int = 0
 
