@@ -6,14 +6,16 @@ import json
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ScriptedWorker, job, served, write_model
 
 from rookery.controller.controller import Controller
+from rookery.controller.feeds import JobFeeds
 from rookery.controller.queries import JobQueries
 from rookery.controller.sessions.sessions import Sessions
 from rookery.server import auth
@@ -87,10 +89,10 @@ def test_an_error_within_a_response_ends_its_connection(
     """Nothing else shows the client that the response is not whole."""
 
     async def follow(*arguments: Any) -> Any:
-        yield {"step": 1}
+        yield "quiet", None
         raise ValueError("no more")
 
-    monkeypatch.setattr(JobQueries, "follow", follow)
+    monkeypatch.setattr(JobFeeds, "follow", follow)
     with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
         id = client.post("/api/v1/jobs", json=job()).json()["id"]
         with pytest.raises(httpx.RemoteProtocolError):
@@ -172,3 +174,27 @@ def test_a_row_that_is_taken_is_shown_by_every_result(service: EmbeddedService) 
         evaluations = client.get(f"/api/v1/jobs/{id}/evaluations").json()
     assert all(episode["prompt"] == odd for episode in shown) and shown
     assert evaluations[0]["held_out"][0]["prompt"] == {**odd, "prompt": "b"}
+
+
+def test_rows_whose_roles_the_chat_template_refuses_are_named_at_submission(tmp_path: Path) -> None:
+    """As the template of a model refuses them that has no system message, or none of a tool."""
+    settings = write_model(tmp_path / "cache") / "tokenizer_config.json"
+    template = (
+        "{% for m in messages %}{% if m.role in ('system', 'tool') %}{{ raise_exception('no ' + m.role) }}{% endif %}"
+        "{{ m.content }}\n{% endfor %}"
+    )
+    settings.write_text(json.dumps({"chat_template": template, "eos_token": "<|im_end|>"}))
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    tool = {"role": "tool", "content": "c"}
+    rows = [{"prompt": "a"}, {"messages": [user, user]}, {"prompt": [user, tool]}, {"messages": [system, user]}]
+    environment = {"id": "jsonl", "verifier": {"name": "regex", "pattern": "4"}, "rows": rows}
+    with served(tmp_path) as service, httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+        response = client.post("/api/v1/jobs", json=job(environment=environment))
+        assert response.status_code == 422 and response.json()["problems"] == [
+            "environment: dataset: row 3: the chat template refuses messages with roles [user, tool]: no tool; give"
+            " messages that it takes",
+            "environment: dataset: row 4: the chat template refuses messages with roles [system, user]: no system; give"
+            " messages that it takes",
+        ]
+        good = {**environment, "rows": rows[:2]}
+        assert client.post("/api/v1/jobs", json=job(environment=good)).status_code == 201

@@ -20,6 +20,7 @@ from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
+from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import find
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
 from rookery.spec.job import EnvironmentSpec, JobSpec
@@ -39,6 +40,9 @@ ARCHIVE = "upload.tar"
 
 Unpack = Callable[[Path], AbstractContextManager[Mapping[str, Iterable[bytes]]]]
 """Opens an archive: its files by name, in pieces."""
+
+FORMS_SHOWN = 5
+"""Sequences of roles that are refused one by one; more are likely of the same kind."""
 
 PREVIEWED = 3
 """Prompts that a dry run shows."""
@@ -101,6 +105,8 @@ class JobValidator:
             if spec.environment.id is not None:
                 sizes = await context.checkers(context.check_environment, spec.environment.id, options)
             problems += split_problems(spec, sizes)
+            if sizes is not None and not problems:
+                problems += await self._form_problems(model, sizes)
         except UserError as error:
             line = str(error)
             problems.append(line if line.startswith("environment.") else f"environment: {line}")
@@ -113,6 +119,24 @@ class JobValidator:
         )  # fmt: skip
         await self.warm_start(tenant, spec, new)
         return spec, [new], [*spec_warnings(spec), *split_warnings(spec, sizes)]
+
+    async def _form_problems(self, model: str, sizes: SplitSizes) -> list[str]:
+        """The rows whose roles the chat template of a prepared base model refuses, a line each."""
+        context = self._context
+        if (await context.threads(status, context.settings.cache, model)).state != "prepared":
+            return []  # a dry run prepares it and renders the first prompts
+        chat = await context.chat(model)
+
+        def refused() -> list[str]:
+            lines = []
+            for roles, place in sizes.forms:
+                try:
+                    chat.render([{"role": role, "content": "-"} for role in roles])
+                except UserError as error:
+                    lines.append(f"environment: {place}: {str(error)[:300]}; give messages that it takes")
+            return lines[:FORMS_SHOWN]
+
+        return await context.threads(refused)
 
     async def model(self, tenant: str, name: str) -> str:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""

@@ -68,6 +68,8 @@ class SplitSizes:
     """The options that hold prompts out, with which there would be some."""
     asked: bool = False
     """The options hold prompts out explicitly."""
+    forms: list[tuple[list[str], str]] = field(default_factory=list)
+    """The different sequences of roles in the prompts' messages, each with the place of its first prompt."""
 
 
 class Environment:

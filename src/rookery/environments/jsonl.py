@@ -35,6 +35,9 @@ UNREAD = {
 }
 """Fields that change the prompt in rows of TRL and verl: without them the policy would read another prompt."""
 
+FORMS = 100
+"""Sequences of roles that are noted for a check against the chat template: data of one task has a few."""
+
 ROW_BYTES, ROWS = 1 << 30, 1 << 40
 """Limits of a file that is read where the service's limits do not apply: an environment on a user's own machine."""
 
@@ -119,20 +122,27 @@ class Jsonl(Environment):
             unfit = first(rows)
             if unfit is not None:
                 index, reason = unfit
-                place = f"line {rows.line(index)}" if isinstance(rows, IndexedRows) else f"row {index + 1}"
-                raise UserError(f"{where}: {place}: {reason} (verifier {self._verifier.name})")
+                raise UserError(f"{where}: {_place(rows, index)}: {reason} (verifier {self._verifier.name})")
 
     def sizes(self) -> SplitSizes:
-        """The sizes of the splits; reads the training rows again where rows are held out."""
+        """The sizes of the splits and the forms of their prompts; reads all rows again."""
         train, held_out = self._splits["train"], self._splits["eval"]
-        repeated = 0
-        if held_out:
-            asked = [hash(_asked(row)) for row in held_out]
-            known = set(asked)
-            found = {text for row in train if (text := hash(_asked(row))) in known}
-            repeated = sum(text in found for text in asked)
+        forms: dict[tuple[str, ...], str] = {}
+        asked: list[int] = []
+        for index, row in enumerate(held_out):
+            messages = messages_of(row)
+            asked.append(_question(messages))
+            _add_form(forms, messages, "eval", held_out, index)
+        known, found = set(asked), set()
+        for index, row in enumerate(train):
+            messages = messages_of(row)
+            if known and (question := _question(messages)) in known:
+                found.add(question)
+            _add_form(forms, messages, "dataset", train, index)
+        repeated = sum(question in found for question in asked)
         by = "environment.eval_last, eval_rows or eval_path"
-        return SplitSizes(len(train), len(held_out), repeated, by, asked=bool(held_out))
+        shown = [([*roles], place) for roles, place in forms.items()]
+        return SplitSizes(len(train), len(held_out), repeated, by, asked=bool(held_out), forms=shown)
 
     def prompts(self, split: Split) -> Iterable[Any]:
         return self._splits[split]
@@ -151,9 +161,22 @@ class Jsonl(Environment):
         return copy.copy(self)  # rows and verifier are immutable
 
 
-def _asked(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The text that a row asks with, to compare rows by; white space around its messages does not count."""
-    return tuple(message["content"].strip() for message in messages_of(row))
+def _question(messages: Sequence[Message]) -> int:
+    """A hash of the text that messages ask with, to compare rows by; white space around each does not count."""
+    return hash(tuple(message["content"].strip() for message in messages))
+
+
+def _add_form(
+    forms: dict[tuple[str, ...], str], messages: Sequence[Message], where: str, rows: Sequence[Any], index: int
+) -> None:
+    """Note the place of a row with a new sequence of roles."""
+    roles = tuple(message["role"] for message in messages)
+    if roles not in forms and len(forms) < FORMS:
+        forms[roles] = f"{where}: {_place(rows, index)}"
+
+
+def _place(rows: Sequence[Any], index: int) -> str:
+    return f"line {rows.line(index)}" if isinstance(rows, IndexedRows) else f"row {index + 1}"
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
