@@ -96,8 +96,10 @@ INTEGRATION := tests/test_install.py tests/controller tests/server/tinker tests/
 test-integration: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy $(INTEGRATION) --numprocesses $(PROCESSES) --dist worksteal
 
-# Twenty minutes of small jobs, chats, Tinker clients, kills, and a tenant that attacks: what grows, what others notice.
+# Each attack of one caller alone; then twenty minutes of small jobs, chats, Tinker clients, kills, and a tenant that
+# attacks in every way at once: what grows, what others notice.
 soak: $(VENV)/.tests
+	$(BIN)/python -m benchmarks.scale.callers --save
 	$(BIN)/python -m benchmarks.scale.soak
 	$(BIN)/python -m benchmarks.lib.report
 

@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ import httpx
 import psutil
 import tinker
 from benchmarks.lib.harness import Result, command
+from benchmarks.scale.callers import ATTACKS, Attacker
 from tests.chaos.driver import Deployment, wait_until
 from tests.support.tinkered import MODEL, RANK, datum, place_model
 from websockets.sync.client import connect
@@ -244,7 +246,25 @@ def attacks(soak: Soak, key: str) -> list[Callable[[], None]]:
         send("dataset", "/api/v1/datasets", rows, **{"Content-Type": "application/jsonl"})
         soak.stop.wait(20)
 
-    return [half_requests, million_keys, huge_prompt, huge_jobs, many_jobs, hub_names, wrong_keys, big_frames, datasets]
+    hostile = Attacker(soak.town, key, soak.stop, soak.answers)
+    named = [partial(insist_once, hostile, action) for _, actions in ATTACKS.values() for action in actions]
+    return [
+        *named,
+        half_requests,
+        million_keys,
+        huge_prompt,
+        huge_jobs,
+        many_jobs,
+        hub_names,
+        wrong_keys,
+        big_frames,
+        datasets,
+    ]
+
+
+def insist_once(hostile: Attacker, action: Callable[[Attacker], None]) -> None:
+    """One of the attacks that ``callers.py`` measures alone."""
+    action(hostile)
 
 
 def insist(soak: Soak, attack: Callable[[], None]) -> None:
@@ -253,7 +273,7 @@ def insist(soak: Soak, attack: Callable[[], None]) -> None:
         try:
             attack()
         except Exception as error:
-            soak.answers[f"{attack.__name__}: {type(error).__name__}"] += 1
+            soak.answers[f"{getattr(attack, '__name__', 'caller')}: {type(error).__name__}"] += 1
             soak.stop.wait(0.1)
 
 

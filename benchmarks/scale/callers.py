@@ -1,0 +1,376 @@
+"""One caller against the rest: each attack alone, and what another tenant notices of it.
+
+``python -m benchmarks.scale.callers [--seconds N] [--only C1 C9] [--save]``. Another tenant trains small jobs one after
+another and reads its jobs twenty times a second. For each attack its figures of ``--seconds`` before are compared with
+those during the attack, so that a busy machine slows both alike. The exit code tells whether every target was met; the
+absolute ones count on a quiet machine of two cores.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import argparse
+import io
+import json
+import math
+import random
+import secrets
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from benchmarks.lib.harness import Result, command
+from tests.chaos.driver import Deployment, wait_until
+from tests.support.tinkered import MODEL, RANK, place_model
+from websockets.sync.client import connect
+
+import rookery
+from rookery import protocol
+
+GET_SECONDS, FAIR_STEP, SERVICE_BYTES = 0.05, 1.25, 300e6
+"""Targets: 99% of another tenant's GETs within it, a step within so many times its fair share, the service's growth."""
+
+READ_SECONDS = 0.05
+"""Between two GETs of the other tenant."""
+
+WARM_SECONDS = 8.0
+"""Before the first measure: the first jobs load what later ones share."""
+
+JSON = {"Content-Type": "application/json"}
+
+
+def small_job(seed: int, **changes: Any) -> dict[str, Any]:
+    rows = [{"prompt": f"Write of {number}.", "answer": ""} for number in range(7)]
+    return {
+        "name": "small",
+        "base_model": MODEL,
+        "environment": {"id": "jsonl", "rows": rows, "verifier": {"name": "regex", "pattern": "[a-m].*[n-z]"}},
+        "policies": {"main": {"rank": RANK, "optimizer": {"lr": 0.01}}},
+        "algorithm": {"group_size": 4, "groups_per_step": 2},
+        "sampling": {"max_tokens": 16},
+        "checkpoints": {"keep_last": 1},
+        "stop": {"steps": 4},
+        "seed": seed,
+        **changes,
+    }
+
+
+class ManyNames(rookery.Environment):
+    """Every episode has a hundred metrics of its own."""
+
+    def prompts(self, split: Any) -> Any:
+        return range(64)
+
+    def reset(self, prompt: Any, seed: int) -> Any:
+        return [{"role": "user", "content": f"Write of {prompt}."}]
+
+    def step(self, reply: Any) -> Any:
+        metrics = {f"{secrets.token_hex(8)}-{number}": 1.0 for number in range(100)}
+        return rookery.Step(reward=random.random(), done=True, metrics=metrics)
+
+
+class LongRole(ManyNames):
+    """The first message has a role of seven megabytes."""
+
+    def reset(self, prompt: Any, seed: int) -> Any:
+        return [{"role": "r" * 7_000_000, "content": "x"}]
+
+
+@dataclass
+class Attacker:
+    """A hostile tenant. ``answers`` counts what it gets."""
+
+    town: Deployment
+    key: str
+    stop: threading.Event
+    answers: Counter[str] = field(default_factory=Counter)
+    jobs: bool = False
+    """It trains beside the other tenant, whose fair share is then a half."""
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.town.url, headers={"X-API-Key": self.key}, timeout=60)
+        self.held: list[socket.socket] = []
+
+    def post(self, path: str, content: Any, headers: dict[str, str] | None = None) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.count(self.http.post(path, content=body, headers={**JSON, **(headers or {})}))
+
+    def get(self, path: str) -> None:
+        self.count(self.http.get(path))
+
+    def count(self, answer: httpx.Response) -> None:
+        self.answers[str(answer.status_code)] += 1
+
+    # --- the attacks --------------------------------------------------------------------------------------------------
+
+    def patterns(self) -> None:
+        pattern = random.choice(["(" * 20 + "a" + "){1,9}" * 20, "a{30000000}"]) + secrets.token_hex(4)
+        environment = {
+            "id": "jsonl",
+            "rows": [{"prompt": "?", "answer": "1"}],
+            "verifier": {"name": "regex", "pattern": pattern},
+        }
+        self.post("/api/v1/jobs/dry-run", small_job(1, environment=environment))
+
+    def metric_names(self) -> None:
+        self._train(ManyNames())
+
+    def long_roles(self) -> None:
+        self._train(LongRole())
+
+    def _train(self, environment: rookery.Environment) -> None:
+        self.jobs = True
+        with rookery.Client(self.town.url, self.key) as client:
+            job = client.train(
+                base_model=MODEL, environment=environment, algorithm={"group_size": 64, "groups_per_step": 8},
+                sampling={"max_tokens": 4}, policies={"main": {"rank": RANK}}, stop={"steps": 50},
+            )  # fmt: skip
+            self.stop.wait()
+            job.cancel()
+            self.answers[job.status().state] += 1
+
+    def datasets(self) -> None:
+        rows = io.BytesIO(b'{"prompt":"a","answer":"1"}\n' * 1_500_000)
+        made = self.http.post("/api/v1/datasets", content=iter(lambda: rows.read(1 << 20), b""))
+        self.count(made)
+        if made.status_code == 201:
+            verifier = {"name": "exact", "right": random.random()}
+            environment = {"id": "jsonl", "dataset": made.json()["dataset"], "verifier": verifier}
+            self.post("/api/v1/jobs/dry-run", small_job(1, environment=environment))
+
+    def stops(self) -> None:
+        self.post("/api/v1/jobs", small_job(1, sampling={"stop": ["x" * 12_000_000]}))
+
+    def bodies_that_never_come(self) -> None:
+        while len(self.held) >= 576:
+            self.held.pop(0).close()
+        self.held.append(socket.create_connection(("127.0.0.1", self.town.port), timeout=10))
+        head = f"POST /api/v1/jobs HTTP/1.1\r\nHost: x\r\nX-API-Key: {self.key}\r\nContent-Length: 9\r\n\r\n"
+        self.held[-1].sendall(head.encode())
+        self.answers["half requests"] += 1
+        self.stop.wait(0.002)
+
+    def long_names(self) -> None:
+        self.post("/api/v1/jobs/dry-run", small_job(1, base_model="x" * 15_000_000))
+        self.post("/api/v1/jobs", small_job(1, environment={"hosted": "x" * 12_000_000}))
+        self.post("/tinker/api/v1/create_session", {"user_metadata": {"x": "x" * 15_000_000}})
+        self.get("/tinker/api/v1/sessions")
+
+    def costly_bytes(self) -> None:
+        self.post("/api/v1/jobs/dry-run", b"]" * 16_000_000)
+        self.post("/api/v1/jobs/dry-run", b"[" + b",".join([b"1" * 4000] * 3500) + b"]")
+        protobuf = {"Content-Type": "application/x-protobuf"}
+        self.post("/tinker/api/v1/forward_backward", b"\x1a\x00" * 7_500_000, protobuf)
+
+    def many_gets(self) -> None:
+        self.get(random.choice(["/api/v1/jobs", "/api/v1/models", "/tinker/api/v1/sessions", "/api/v1/uploads"]))
+
+    def many_dry_runs(self) -> None:
+        self.post("/api/v1/jobs/dry-run", small_job(random.randrange(2**31)))
+
+    def large_json(self) -> None:
+        rows = [{"prompt": "x" * 100, "answer": ""}] * 60_000
+        environment = {"id": "jsonl", "rows": rows, "verifier": "exact"}
+        self.post("/api/v1/jobs/dry-run", small_job(random.randrange(2**31), environment=environment))
+
+    def slow_readers(self) -> None:
+        job = self.http.post("/api/v1/jobs", json=small_job(1, stop={"steps": 100})).json().get("id", "none")
+        self.jobs = True
+        while len(self.held) < 200 and not self.stop.is_set():
+            reader = socket.create_connection(("127.0.0.1", self.town.port), timeout=10)
+            request = f"GET /api/v1/jobs/{job}/metrics/stream HTTP/1.1\r\nHost: x\r\nX-API-Key: {self.key}\r\n\r\n"
+            reader.sendall(request.encode())
+            self.held.append(reader)
+        for reader in self.held:
+            with suppress(OSError):
+                reader.settimeout(0.001)
+                reader.recv(1)
+        self.answers["streams"] = len(self.held)
+        self.stop.wait(1)
+
+    def slow_uploads(self) -> None:
+        def trickle() -> Iterator[bytes]:
+            while not self.stop.wait(0.2):
+                yield b'{"prompt":"a","answer":"1"}\n' * 10
+
+        self.count(self.http.post("/api/v1/datasets", content=trickle()))
+
+    def forged_lines(self) -> None:
+        forged = "1\n12:00:00 error: the database is lost\x1b[2K"
+        self.post("/tinker/api/v1/create_session", {"sdk_version": forged})
+        url = self.town.url.replace("http", "ws", 1) + "/wire/host"
+        with connect(url, additional_headers={"X-API-Key": self.key}, open_timeout=30) as peer:
+            offer = protocol.HostedEnvironment(name=forged)
+            hello = protocol.HostHello(protocol=protocol.PROTOCOL, instance=secrets.token_hex(8), environments=[offer])
+            peer.send(protocol.encode(hello))
+            peer.recv(timeout=30)
+
+
+ATTACKS: dict[str, tuple[str, dict[Callable[[Attacker], None], int]]] = {
+    "C1": ("patterns that take all memory", {Attacker.patterns: 2}),
+    "C2": ("512 episodes with 100 names of metrics each", {Attacker.metric_names: 1}),
+    "C3": ("datasets of 1.5 M rows, and dry runs over them", {Attacker.datasets: 8}),
+    "C4": ("stop texts of 12 MB", {Attacker.stops: 2}),
+    "C5": ("roles of 7 MB", {Attacker.long_roles: 1}),
+    "C6": ("576 bodies that never come", {Attacker.bodies_that_never_come: 1}),
+    "C7": ("names and metadata of 15 MB", {Attacker.long_names: 2}),
+    "C8": ("brackets, digits and empty messages", {Attacker.costly_bytes: 4}),
+    "C9": ("GETs, dry runs and large JSON without a pause", {
+        Attacker.many_gets: 8, Attacker.many_dry_runs: 4, Attacker.large_json: 4,
+    }),
+    "C10": ("200 slow readers and 50 slow uploads", {Attacker.slow_readers: 1, Attacker.slow_uploads: 50}),
+    "C11": ("names with line ends and escapes", {Attacker.forged_lines: 2}),
+}  # fmt: skip
+"""By name: what it is, and each action with the threads that repeat it."""
+
+
+def insist(attacker: Attacker, action: Callable[[Attacker], None]) -> None:
+    """Repeat an action, whatever it gets."""
+    while not attacker.stop.is_set():
+        try:
+            action(attacker)
+        except Exception as error:
+            attacker.answers[type(error).__name__] += 1
+            attacker.stop.wait(0.1)
+
+
+@dataclass
+class Victim:
+    """Another tenant's figures."""
+
+    client: rookery.Client
+    stop: threading.Event = field(default_factory=threading.Event)
+    gets: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def read(self) -> None:
+        while not self.stop.wait(READ_SECONDS):
+            began = time.monotonic()
+            try:
+                self.client.models()
+            except Exception as error:
+                self.wrong.append(f"GET: {error}")
+            self.gets.append(time.monotonic() - began)
+
+    def train(self) -> None:
+        while not self.stop.is_set():
+            last = None
+            try:
+                for kind, data in self.client.submit(small_job(random.randrange(2**31))).follow():
+                    if kind == "metrics":
+                        if last is not None:
+                            self.steps.append(data.time - last)
+                        last = data.time
+                    elif kind == "end" and data.state != "completed":
+                        self.wrong.append(f"a job {data.state}: {data.reason}")
+                    if self.stop.is_set():
+                        return
+            except Exception as error:
+                self.wrong.append(f"job: {error}")
+
+    def taken(self) -> tuple[list[float], list[float]]:
+        """GETs and steps since the last call."""
+        gets, steps, self.gets, self.steps = self.gets, self.steps, [], []
+        return gets, steps
+
+
+def measure(town: Deployment, victim: Victim, name: str, seconds: float, result: Result) -> None:
+    what, actions = ATTACKS[name]
+    made = town.client.add_tenant(f"hostile-{name}")
+    attacker = Attacker(town, str(town.client.add_key(made.id).key), threading.Event())
+    assert town.service is not None
+    service, peak = psutil.Process(town.service.pid), 0
+    victim.taken()
+    time.sleep(seconds)
+    gets_before, steps_before = victim.taken()
+    before = service.memory_info().rss
+    pool = ThreadPoolExecutor(sum(actions.values()))
+    for action, threads in actions.items():
+        for _ in range(threads):
+            pool.submit(insist, attacker, action)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        peak = max(peak, service.memory_info().rss)
+    gets, steps = victim.taken()
+    attacker.stop.set()
+    for one in attacker.held:
+        one.close()
+    pool.shutdown(wait=False, cancel_futures=True)
+    share = 2.0 if attacker.jobs else 1.0
+    usual, slow = (statistics.median(found or [math.nan]) for found in (steps_before, steps))
+    p99, p99_before = (sorted(found or [math.nan])[int(0.99 * (len(found) - 1))] for found in (gets, gets_before))
+    ratio, grown = slow / usual / share, peak - before
+    result.add(
+        f"{name}: GET beside {what}", gets or [math.nan], "s", f"p99 {p99 * 1e3:.0f}, {p99_before * 1e3:.0f} before"
+    )
+    result.judge(f"{name}: p99 of GETs <= 50 ms", f"{p99 * 1e3:.0f} ms", p99 <= GET_SECONDS)
+    result.judge(f"{name}: a step <= 1.25 x its fair share", f"{ratio:.2f} x", ratio <= FAIR_STEP)
+    result.judge(f"{name}: the service grows by <= 300 MB", f"{grown / 1e6:+.0f} MB", grown <= SERVICE_BYTES)
+    answers = ", ".join(f"{count} x {one}" for one, count in attacker.answers.most_common(6))
+    line = f"{name} {what}: GET p99 {p99_before * 1e3:.0f} -> {p99 * 1e3:.0f} ms, step {usual:.3f} -> {slow:.3f} s"
+    result.notes.append(f"{line} ({ratio:.2f} x fair), service {grown / 1e6:+.0f} MB; it got {answers}.")
+    print(result.notes[-1], flush=True)
+
+
+def run(names: list[str], seconds: float, folder: Path) -> Result:
+    title = f"One caller against the rest, {date.today().isoformat()}, load {os.getloadavg()[0]:.0f}"
+    result = Result("callers", title, command())
+    place_model(folder)
+    with Deployment(folder, folder / "cache", Path(MODEL), workers=1) as town, ExitStack() as stack:
+        wait_until(lambda: any(row.state == "serving" for row in town.client.workers()), "a worker serves")
+        made = town.client.add_tenant("other")
+        key = str(town.client.add_key(made.id).key)
+        victim = Victim(stack.enter_context(rookery.Client(town.url, key)))
+        threads = [threading.Thread(target=work, daemon=True) for work in (victim.read, victim.train)]
+        for thread in threads:
+            thread.start()
+        time.sleep(WARM_SECONDS)
+        for name in names:
+            measure(town, victim, name, seconds, result)
+            time.sleep(seconds / 2)  # what the attack left behind ends
+        victim.stop.set()
+        for thread in threads:
+            thread.join(10)
+        result.judge("no call and no job of the other tenant fails", f"{len(victim.wrong)}", not victim.wrong)
+        result.notes += sorted(set(victim.wrong))[:10]
+        assert town.service is not None and town.service.poll() is None, town.log_tail("service")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=15)
+    parser.add_argument("--only", nargs="*", choices=[*ATTACKS], default=[*ATTACKS])
+    parser.add_argument("--save", action="store_true", help="write results/callers.json")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="callers-") as folder:
+        result = run(given.only, given.seconds, Path(folder))
+    for verdict in result.verdicts:
+        if verdict.met is False:
+            print(verdict)
+    if given.save:
+        result.save()
+    sys.stdout.flush()
+    os._exit(any(verdict.met is False for verdict in result.verdicts))  # some attackers still wait for answers
+
+
+if __name__ == "__main__":
+    main()
