@@ -21,9 +21,6 @@ from rookery.spec.suggestions import field_hint, value_hint
 UNSUPPORTED_SAMPLING = ("top_p", "top_k", "min_p")
 """Sampling options that a trainer cannot reproduce exactly, which losses with ratios need."""
 
-LONGEST_SHOWN = 200
-"""Characters of a given text that are looked at for an error's line."""
-
 MAX_PROBLEMS = 100
 """Most mistakes that are reported one by one."""
 

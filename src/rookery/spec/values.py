@@ -43,6 +43,10 @@ class _Mistake:
         self.reason = reason
 
 
+LONGEST_SHOWN = 200
+"""Characters of a given text that are looked at for an error's line."""
+
+
 def decode(content: bytes) -> Any:
     """The value in JSON. Raises :class:`ValueRefused`; ``json.JSONDecodeError`` for other text, and
     ``UnicodeDecodeError``."""
@@ -121,7 +125,7 @@ def half_of(text: str) -> str:
 
 def escaped(value: Any) -> str:
     """``value`` as ASCII JSON, short enough for a line."""
-    return short(json.dumps(value, default=str))
+    return short(json.dumps(value[:LONGEST_SHOWN] if isinstance(value, str) else value, default=str))
 
 
 def _name(key: Any) -> str:
