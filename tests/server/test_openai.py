@@ -365,6 +365,13 @@ def test_missing_version_is_refused(face: Open, suffix: str) -> None:
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            },
+            "tools",
+        ),
         ({"extra_body": {"top_k": 40}}, "top_k"),
         ({"extra_body": {"no_such_thing": 1}}, "no_such_thing"),
         ({"n": 0}, "n"),

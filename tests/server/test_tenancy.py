@@ -43,7 +43,7 @@ SECRET = "the-owl-flies-at-noon"
 """Part of Ada's prompts, names and uploads; no other tenant may ever read it."""
 
 NO_KEY = "no API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'"
-UNKNOWN_KEY = "the API key is unknown: it is mistyped, or that of another service"
+UNKNOWN_KEY = "the API key is unknown: keys begin with tml-; this one is mistyped, or that of another service"
 
 WITHOUT_IDS = {
     "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",

@@ -194,7 +194,7 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
 def refusal_of(row: KeyRow | None) -> str:
     """Why a key is not valid. Only who has the text of a key learns that it was valid once: any other is unknown."""
     if row is None:
-        return "the API key is unknown: it is mistyped, or that of another service"
+        return "the API key is unknown: keys begin with tml-; this one is mistyped, or that of another service"
     when, what = (row.revoked, "was revoked") if row.revoked is not None else (row.expires or 0.0, "expired")
     day = time.strftime("%Y-%m-%d %H:%M", time.gmtime(when))
     label = f" {row.label!r}" if row.label else ""

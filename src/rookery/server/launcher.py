@@ -347,9 +347,7 @@ def _greeting(service: Service) -> list[str]:
     ]
     if models and settings.server.workers:
         where = "" if (url, data) == (Settings().base_url, Settings.load({}).data) else f" --url {url} --data {data}"
-        lines.append(
-            f"next, in another terminal: rookery chat {models[0]}{where}   (it waits until the model is loaded)"
-        )
+        lines.append(f"next, when a worker serves {models[0]}, in another terminal: rookery chat {models[0]}{where}")
     else:
         token = data / WORKER_TOKEN_FILE
         lines.append(f"next, to get a worker: ROOKERY_TOKEN=$(cat {token}) rookery worker --connect {url}")

@@ -68,6 +68,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported arguments with the values of each that request the default behaviour. Null does so for all."""
 
+_AS_TEXT = "a reply is text; ask for JSON in a message (instructor: Mode.MD_JSON), or leave it out"
+MEANT = {"tools": _AS_TEXT, "functions": _AS_TEXT, "response_format": _AS_TEXT}
+"""Unsupported arguments that are what a request is about, with what to do instead."""
+
 IGNORED = {
     "user",
     "metadata",
@@ -221,10 +225,14 @@ class CompletionRequest(CompletionOptions):
 
 
 def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:
-    """Raises :class:`UnsupportedField` for the first unknown field whose value is not a default."""
-    for name, value in (fields or {}).items():
+    """Raises :class:`UnsupportedField` for an unknown field whose value is not a default: tools before what only says
+    how they are used."""
+    given = sorted((fields or {}).items(), key=lambda field: field[0] not in MEANT)
+    for name, value in given:
         if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
             continue
+        if name in MEANT:
+            raise UnsupportedField(f"{name} is not supported: {MEANT[name]}", name, "unsupported_parameter")
         if name not in NEUTRAL:
             raise UnsupportedField(f"{name} is not supported: leave it out", name, "unknown_parameter")
         raise UnsupportedField(

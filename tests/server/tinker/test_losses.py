@@ -118,6 +118,14 @@ def test_the_gradient_of_cross_entropy_is_that_of_float64(
     saved = training.save_weights_external("reference").result(PATIENCE)
     urls = rest.get_external_weights_urls(saved.path).result(PATIENCE).urls
     assert saved.path == f"tinker://{training.model_id}/external_weights/reference"
+    for version, kinds in (("0.22.3", {"training", "sampler"}), ("0.38.0", {"training", "sampler", "external"})):
+        headers = {"X-API-Key": service.key, "X-Stainless-Package-Version": version}
+        for path in ("checkpoints", f"training_runs/{training.model_id}/checkpoints"):
+            listed = httpx.get(f"{service.url}/tinker/api/v1/{path}", headers=headers).raise_for_status().json()
+            (found,) = [row for row in listed["checkpoints"] if row["tinker_path"] == saved.path]
+            assert found["checkpoint_type"] in kinds and ("external" in kinds) == (
+                found["checkpoint_type"] == "external"
+            )
     for name, url in urls.items():
         (tmp_path / name).write_bytes(httpx.get(url).raise_for_status().content)
     base = transformers.AutoModelForCausalLM.from_pretrained(root / "small", dtype=torch.float64)
@@ -205,7 +213,7 @@ def test_custom_losses_in_two_passes(training: tinker.TrainingClient) -> None:
 @pytest.mark.parametrize(
     ("loss", "config", "given", "said"),
     [
-        ("stable_reinforce", None, {}, "use ppo, cispo or gspo"),
+        ("stable_reinforce", None, {}, "use importance_sampling, ppo, cispo or gspo"),
         ("ppo", {"beta": 1.0}, {"logprobs": [0.0] * 5, "advantages": [0.0] * 5}, "no such parameter"),
         ("ppo", None, {"logprobs": [0.0] * 5}, "needs loss_fn_inputs advantages"),
         ("cross_entropy", None, {"advantages": [0.0] * 5}, "takes no loss_fn_inputs advantages"),

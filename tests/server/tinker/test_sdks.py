@@ -13,7 +13,7 @@ import pytest
 from tests.support.tinkered import MODEL
 
 from rookery.server.launcher import EmbeddedService
-from rookery.server.tinker.protobuf import OLDEST, supported
+from rookery.server.tinker.protobuf import OLDEST, older_than_supported, supported
 
 SDKS = Path(sys.prefix) / "sdks"
 """Versions beside the installed one, a folder each; ``make`` puts them there."""
@@ -62,6 +62,15 @@ def test_other_versions_get_the_same(service: EmbeddedService, newest: dict[str,
 def leaves(value: Any) -> list[Any]:
     """Numbers and whatever else, without the lists around them."""
     return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("0.22.3", True), ("0.25.0", True), ("0.37.9", True), ("0.38.0", False), ("0.38.1", False), ("1.0.0", False),
+     ("", False), ("nonsense", False), ("0", False), ("0.9", True)],
+)  # fmt: skip
+def test_versions_that_are_older_than_the_supported_one(version: str, expected: bool) -> None:
+    assert older_than_supported(version) is expected
 
 
 @pytest.mark.parametrize(

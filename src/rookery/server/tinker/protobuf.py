@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -71,6 +72,12 @@ def supported(version: str) -> bool:
     except ValueError:
         return False
     return tuple(map(int, OLDEST.split("."))) <= given and given[: len(newest)] <= newest
+
+
+def older_than_supported(version: str) -> bool:
+    """Whether a client's version is older than the newest tested one; not for a text that is no version."""
+    numbers = re.match(r"([0-9]{1,6})\.([0-9]{1,6})", version)
+    return numbers is not None and tuple(map(int, numbers.groups())) < tuple(map(int, SUPPORTED.split(".")))
 
 
 @cache
@@ -171,7 +178,11 @@ def forward_backward(message: Any) -> ForwardBackwardOperation:
     """The operation that a ``ForwardBackwardRequest`` describes. Raises :class:`UserError`."""
     name = message.loss_fn
     if name not in INPUTS:
-        hint = "; stable_reinforce is not published, use ppo, cispo or gspo" if name == "stable_reinforce" else ""
+        hint = (
+            "; stable_reinforce is not published, use importance_sampling, ppo, cispo or gspo"
+            if name == "stable_reinforce"
+            else ""
+        )
         raise UserError(f"loss_fn {short(repr(name))} is not supported; there are {', '.join(INPUTS)}{hint}")
     if not message.data:
         raise UserError("forward_backward needs at least one datum")

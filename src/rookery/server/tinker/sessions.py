@@ -15,7 +15,7 @@ from rookery.server.auth import Owner, Service
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
 from rookery.server.responses import json_response
 from rookery.server.tinker import schemas
-from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, supported
+from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, older_than_supported, supported
 from rookery.storage.models import CheckpointRow, ModelRow
 from rookery.tokenization.registry import inspect, status
 
@@ -30,6 +30,9 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 
 ARCHIVE = "adapter.tar"
+
+SdkVersion = Annotated[str | None, Header(alias="X-Stainless-Package-Version", max_length=40)]
+"""The version of the client's SDK, which it sends with every request."""
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
@@ -134,17 +137,19 @@ async def training_run(service: Service, owner: Owner, run: str) -> Response:
 
 
 @routes.get("/training_runs/{run}/checkpoints")
-async def checkpoints_of(service: Service, owner: Owner, run: str) -> Response:
+async def checkpoints_of(service: Service, owner: Owner, run: str, sdk: SdkVersion = None) -> Response:
     store = service.context.store
     await store.get_model(owner.id, run)  # an unknown run is not an empty one
     rows = await store.list_checkpoints(owner.id, run)
-    return json_response({"checkpoints": [_checkpoint(row) for row in rows]})
+    return json_response({"checkpoints": [_checkpoint(row, sdk) for row in rows]})
 
 
 @routes.get("/checkpoints")
-async def checkpoints(service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0) -> Response:
+async def checkpoints(
+    service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0, sdk: SdkVersion = None
+) -> Response:
     rows = await service.context.store.list_checkpoints(owner.id)
-    shown = [_checkpoint(row) for row in rows[offset : offset + limit]]
+    shown = [_checkpoint(row, sdk) for row in rows[offset : offset + limit]]
     return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, len(rows))})
 
 
@@ -207,10 +212,13 @@ async def external(
     return StreamingResponse(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
 
 
-def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
+def _checkpoint(row: CheckpointRow, sdk: str | None = None) -> dict[str, Any]:
+    """For a client with this version of the SDK. Older ones than the tested one know two types, and take everything
+    but training weights for a sampler's."""
+    older = sdk is not None and older_than_supported(sdk)
     return {
         "checkpoint_id": f"{row.kind}/{row.name}",
-        "checkpoint_type": KINDS[row.kind],
+        "checkpoint_type": "sampler" if older and row.kind != "weights" else KINDS[row.kind],
         "time": _time(row.created),
         "tinker_path": row.path,
         "size_bytes": row.size,
