@@ -37,6 +37,7 @@ from rookery.worker.connection import ServiceConnection, WorkerOptions
 from rookery.worker.core import WorkerCore
 from rookery.worker.model.convert import prepare
 from rookery.worker.progress import ProgressWatch
+from rookery.worker.spinning import SparePool, SpinControl
 from rookery.worker.transfer.cache import ADAPTERS
 from rookery.worker.transfer.peers import PeerServer, listen
 
@@ -61,7 +62,7 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
         trains="train" in options.roles,
     )
     peer_server = PeerServer(settings.cache / ADAPTERS, listening) if listening is not None else None
-    watch = ProgressWatch(compute)
+    watch, spinning = ProgressWatch(compute), SpinControl(SparePool())
     connection = ServiceConnection(options, settings, compute, peer_server, watch)
     compute.start()
     if peer_server is not None:
@@ -80,7 +81,7 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
             output.clear()
             connection.collect()
 
-    running = (connection.serve(), collect(), connection.housekeeping(), watch.run(), signalled.wait())
+    running = (connection.serve(), collect(), connection.housekeeping(), watch.run(), spinning.run(), signalled.wait())
     tasks = [asyncio.create_task(coroutine) for coroutine in running]
     try:
         await asyncio.wait({ended, *tasks}, return_when=asyncio.FIRST_COMPLETED)

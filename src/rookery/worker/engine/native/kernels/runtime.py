@@ -51,11 +51,11 @@ def why_unavailable() -> str:
         return "the processor has no AVX2"
     if find_spec("numba") is None:
         return "numba is not installed"
-    return "" if _parallel() is not None else "PyTorch does not use the GNU OpenMP interface here"
+    return "" if openmp_parallel() is not None else "PyTorch does not use the GNU OpenMP interface here"
 
 
 @cache
-def _parallel() -> Any:
+def openmp_parallel() -> Any:
     """``GOMP_parallel(function, data, threads, flags)`` of the runtime that PyTorch uses; None where it has none."""
     libraries = [None, *sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))]
     for library in libraries:
@@ -150,7 +150,7 @@ class Kernel:
     def __call__(self, arguments: Arguments) -> None:
         """Returns when all blocks are done. ``load`` comes first."""
         assert self._code, f"kernel {self._function.__name__} is not compiled"
-        _parallel()(self._code, arguments.reset(), arguments.threads, 0)
+        openmp_parallel()(self._code, arguments.reset(), arguments.threads, 0)
 
 
 def load(kernels: Sequence[Kernel], folder: Path | None) -> None:

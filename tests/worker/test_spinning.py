@@ -1,0 +1,101 @@
+"""Threads of a worker spin briefly while others want their cores, by the time that they wait for one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rookery.worker.engine.native.kernels.runtime import openmp_parallel
+from rookery.worker.spinning import QUIET_LOOKS, SparePool, SpinControl, scheduled_seconds
+
+
+class Switch:
+    """A pool that counts."""
+
+    started = stopped = 0
+
+    def start(self) -> None:
+        self.started += 1
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+class Machine:
+    """Seconds that threads ran and waited, or None where that is unknown."""
+
+    def __init__(self) -> None:
+        self.now: tuple[float, float] | None = (5.0, 1.0)
+
+    def __call__(self) -> tuple[float, float] | None:
+        return self.now
+
+    def pass_time(self, ran: float, waited: float) -> None:
+        assert self.now is not None
+        self.now = self.now[0] + ran, self.now[1] + waited
+
+
+def test_spinning_is_brief_while_threads_wait_for_cores() -> None:
+    machine, pool = Machine(), Switch()
+    control = SpinControl(pool, machine)
+    control.look()  # the time before the first look says nothing
+
+    def look(ran: float, waited: float, times: int = 1) -> bool:
+        for _ in range(times):
+            machine.pass_time(ran, waited)
+            control.look()
+        return control.brief
+
+    assert not look(2.0, 0.02, 10), "a quiet machine"
+    assert not look(1.6, 0.4), "a little: neither crowded nor quiet"
+    assert look(1.2, 0.8) and pool.started == 1
+    assert look(0.01, 0.05, 20), "an idle worker learns nothing"
+    assert look(2.0, 0.1, QUIET_LOOKS - 1) and look(1.6, 0.4) and look(2.0, 0.1, QUIET_LOOKS - 1), "not for long enough"
+    assert not look(2.0, 0.1) and (pool.started, pool.stopped) == (1, 1)
+    assert look(0.5, 1.5) and pool.started == 2, "again"
+
+
+@pytest.mark.parametrize("unknown", [None, (0.0, 0.0)])
+def test_nothing_is_decided_where_the_time_is_unknown(unknown: tuple[float, float] | None) -> None:
+    """The system does not say it, or threads have ended and took theirs with them."""
+    machine, pool = Machine(), Switch()
+    control = SpinControl(pool, machine)
+    for now in ((5.0, 1.0), unknown, unknown):
+        machine.now = now
+        control.look()
+    assert not control.brief and pool.started == pool.stopped == 0
+
+
+@pytest.mark.skipif(openmp_parallel() is None, reason="PyTorch does not use the GNU OpenMP interface here")
+def test_spare_threads_come_and_go() -> None:
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def becomes(condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return condition()
+
+    pool, before = SparePool(), threads()
+    for _ in range(3):
+        pool.start()
+        pool.start()  # once is enough
+        assert becomes(lambda: threads() == before + (os.cpu_count() or 1) + 1), (before, threads())
+        pool.stop()
+        pool.stop()
+        assert becomes(lambda: threads() == before), (before, threads())
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not say when threads wait")
+def test_the_time_of_threads_is_that_of_the_system() -> None:
+    before, began = scheduled_seconds(), time.process_time()
+    while time.process_time() - began < 0.2:
+        pass
+    after = scheduled_seconds()
+    assert before is not None and after is not None
+    assert after[0] - before[0] > 0.15 and after[1] >= before[1]
