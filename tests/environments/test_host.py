@@ -449,7 +449,7 @@ async def test_a_refused_host_says_why() -> None:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(UserError, match="refuses this environment host: the key is not known"):
             await asyncio.wait_for(Host(f"http://127.0.0.1:{port}", "x", {}).run(), 20)
-    with pytest.raises(UserError, match="not a service's address"):
+    with pytest.raises(UserError, match="the service's address: given 'nonsense'"):
         await Host("nonsense", "x", {}).run()
     assert socket_url("https://a.b/x/", "/wire/host") == "wss://a.b/x/wire/host"
 
