@@ -143,7 +143,7 @@ class Attacker:
             )  # fmt: skip
             self.stop.wait()
             job.cancel()
-            self.answers[job.status().state] += 1
+            self.answers[job.show().state] += 1
 
     def datasets(self) -> None:
         rows = io.BytesIO(b'{"prompt":"a","answer":"1"}\n' * 1_500_000)
