@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rookery.errors import UserError
+from rookery.folders import expanded
 from rookery.limits import EdgeSettings, LimitSettings, Section
 from rookery.network import split_address
 
@@ -396,9 +397,7 @@ class Settings(Section):
             first = error.errors()[0]
             variable = f"ROOKERY_{str(first['loc'][-1]).upper()}"
             raise UserError(f"setting {variable}: given {first['input']!r}, {first['msg']}") from None
-        return settings.replace(
-            data=settings.data.expanduser().absolute(), cache=settings.cache.expanduser().absolute()
-        )
+        return settings.replace(data=expanded(settings.data), cache=expanded(settings.cache))
 
 
 CLIENT_SETTINGS = ("data", "cache", "host", "port", "url", "key", "tls_cert", "ca_file")

@@ -53,6 +53,7 @@ WITHOUT_IDS = {
     "GET /api/v1/costs": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/tenants": "test_lists_contain_only_the_tenants_objects",
     "GET /v1/models": "test_lists_contain_only_the_tenants_objects",
+    "GET /readyz": "test_lists_contain_only_the_tenants_objects",
     "GET /healthz": "test_lists_contain_only_the_tenants_objects",
     "GET /metrics": "test_lists_contain_only_the_tenants_objects",
     "POST /api/v1/tenants": "test_lists_contain_only_the_tenants_objects",

@@ -105,6 +105,7 @@ def test_a_standby_takes_over_from_a_killed_service(postgres: str, tmp_path: Pat
             first.kill()
         second.until("Rookery serves")
         assert httpx.get(f"{second.url}/healthz").json()["status"] == "ok"
+        assert httpx.get(f"{second.url}/readyz").json()["status"] == "ready"
         client = opened.enter_context(Client(second.url, (second.data / "admin.key").read_text().strip()))
         again = client.job(submitted.id)
         committed = again.show().step
@@ -150,6 +151,7 @@ def test_a_standby_under_attack_takes_over_at_once(postgres: str, tmp_path: Path
 def check_standby(second: Serving, token: str) -> None:
     """It says that it is one, and refuses everything else, for which a client tries again."""
     assert httpx.get(f"{second.url}/healthz").json()["status"] == "standby"
+    assert httpx.get(f"{second.url}/readyz").status_code == 503
     answer = httpx.get(f"{second.url}/api/v1/jobs")
     assert answer.status_code == 503 and "standby" in answer.json()["error"]
     environment = {"ROOKERY_URL": second.url, "ROOKERY_DATA": str(second.data), "ROOKERY_MODELS": ""}

@@ -78,6 +78,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(REFUSED if error.status < RookeryError.status else FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except PermissionError as error:
+        if debug:
+            raise
+        where = error.filename or "a file"
+        print(f"rookery: {printable(str(where))}: permission denied; give another folder or file", file=sys.stderr)
+        sys.exit(REFUSED)
     except Exception as error:
         if debug:
             raise

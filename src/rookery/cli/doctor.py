@@ -24,6 +24,7 @@ from rookery.cli.output import print_json, show
 from rookery.client import Client, Record
 from rookery.cluster.base import PRELOAD, preloaded
 from rookery.errors import RookeryError, UserError, installs
+from rookery.folders import expanded
 from rookery.settings import Settings, variable_notes
 from rookery.tokenization.registry import status
 
@@ -76,7 +77,7 @@ def doctor(
         settings = cli.settings
         wrong = [Finding("settings", "bad", str(error), "correct or unset the variable; its default is shown below")]
     if cache is not None:
-        settings = settings.replace(cache=cache.expanduser().absolute())
+        settings = settings.replace(cache=expanded(cache))
     findings = [*wrong, *(Finding("settings", "optional", note) for note in variable_notes()), *examine(settings)]
     if cli.json:
         print_json([asdict(finding) for finding in findings])

@@ -15,6 +15,7 @@ from rookery.aio import interpreter
 from rookery.cli.options import Cli, with_options
 from rookery.cli.output import print_json, visible
 from rookery.errors import Unavailable, UserError
+from rookery.folders import CACHE_FOLDERS, usable_folder
 from rookery.telemetry.rows import Rows, columns
 from rookery.tokenization.registry import CATALOGUE, prepared_models, resolve, status
 
@@ -53,6 +54,7 @@ def prepare(cli: Cli, name: str, export: Path | None = None) -> None:
     """Fetches and converts a model into the cache, in a child process, because that needs torch; writes the published
     layout to the new folder ``export``. Raises :class:`UserError` with the last line of that process."""
     resolve(name)  # refuses an impossible name before a process is started for it
+    usable_folder(cli.settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)
     command = interpreter("rookery.worker.model.convert", name, "--cache", str(cli.settings.cache))
     if export is not None:
         command += ["--export", str(export)]

@@ -42,6 +42,7 @@ def build(context: ServiceContext) -> FastAPI:
     for router in routers:
         app.include_router(router)
     app.add_api_route("/healthz", healthz, tags=["service"])
+    app.add_api_route("/readyz", readyz, tags=["service"])
     app.add_api_route("/metrics", prometheus, tags=["service"], response_class=Response, include_in_schema=False)
     _document_jobs(app)
     _mount_tinker(app, context)
@@ -84,8 +85,15 @@ def _mount_tinker(app: FastAPI, context: ServiceContext) -> None:
 
 
 async def healthz() -> dict[str, str]:
-    """Identifies a running Rookery service; needs no key."""
+    """Identifies a running Rookery service, ready or not; needs no key."""
     return {"status": "ok", "service": "rookery", "version": VERSION}
+
+
+async def readyz(service: Service) -> dict[str, str]:
+    """Whether the service takes requests: 503 while it waits for its database, stands by or stops. Needs no key."""
+    if problem := "the service is stopping" if service.closing.is_set() else await service.readiness.problem():
+        raise Unavailable(f"not ready: {problem}")
+    return {"status": "ready", "service": "rookery", "version": VERSION}
 
 
 async def prometheus(service: Service) -> Response:

@@ -29,6 +29,7 @@ from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import Forbidden, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
 from rookery.server.connections import Connections
+from rookery.server.readiness import Readiness
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
@@ -120,6 +121,7 @@ class ServiceContext:
     failed_keys: FailedKeys
     keys: Keys
     checks: EnvironmentChecks
+    readiness: Readiness
     refusals: Counter[str]
     """Requests and connections refused at the edge, by the name of the metric."""
     open_requests: Counter[str] = field(default_factory=Counter)

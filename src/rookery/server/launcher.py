@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from functools import partial
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
@@ -34,10 +35,12 @@ from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import Unavailable, UserError, shortages
+from rookery.folders import CACHE_FOLDERS, usable_folder
 from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
+from rookery.server.readiness import Readiness
 from rookery.settings import ServerSettings, Settings, variable_notes
 from rookery.storage.artifacts import Artifacts, Place, artifacts_at, open_artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
@@ -134,6 +137,7 @@ class Service:
 
     async def _start(self) -> None:
         check_sinks(self.settings)
+        usable_folder(self.settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)
         models = [resolve(name.strip()).name for name in self.settings.server.models.split(",") if name.strip()]
         settings = self.settings.replace(models=",".join(models))
         for model in models:
@@ -202,6 +206,7 @@ class Service:
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             keys=keys,
             checks=checks,
+            readiness=Readiness(partial(asyncio.to_thread, database.ping), clock),
             refusals=refusals,
             closing=self._closing,
         )

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rookery.errors import UserError
+from rookery.errors import RookeryError, UserError, shortage
+from rookery.folders import usable_folder, without_home
 
 _LOCK_FILE = "lock"
 
@@ -53,6 +54,8 @@ def read_secret(root: Path, name: str) -> str | None:
     """The admin key or another secret, read by a local command without the lock; None where there is none.
 
     Raises :class:`UserError` if it belongs to another user."""
+    if without_home(root):
+        return None
     try:
         return (root / name).read_text(encoding="ascii").strip() or None
     except (FileNotFoundError, NotADirectoryError):
@@ -69,6 +72,8 @@ class DataFolder:
 
         Raises :class:`UserError` if it is not a folder that can be written, or another service runs on it."""
         self.root = root
+        if without_home(root):
+            usable_folder(root, "ROOKERY_DATA")
         self.artifacts, self.jobs, self.logs = (root / name for name in ("artifacts", "jobs", "logs"))
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,11 +96,17 @@ class DataFolder:
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
             for part in (self.artifacts, self.jobs, self.logs):
                 part.mkdir(mode=0o700, exist_ok=True)
-            with tempfile.TemporaryFile(dir=root):  # an existing lock file does not show that there is room
-                pass
-        except OSError as error:
+            usable_folder(root, "ROOKERY_DATA", ("artifacts", "jobs", "logs"))
+        except (OSError, RookeryError) as error:
             os.close(self._lock)
-            raise UserError(f"data folder {root} cannot be written ({error.strerror})") from None
+            if (full := shortage(error, f"the disk of the data folder {root}")) is not None:
+                raise full from None
+            if isinstance(error, RookeryError):
+                raise
+            reason = error.strerror or str(error)
+            raise UserError(
+                f"data folder {root} cannot be written ({reason}); set ROOKERY_DATA to one that can"
+            ) from None
 
     @property
     def database_url(self) -> str:

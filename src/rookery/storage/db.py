@@ -163,8 +163,8 @@ class Database(Transactions):
 
     def ping(self) -> None:
         """Ask the database for a sign of life. Raises :class:`Unavailable`."""
-        with self.writing() as connection:  # which also checks the epoch
-            connection.execute(select(1))
+        with self.reading() as connection:
+            self._check_epoch(connection.execute(_EPOCH).scalar())
 
     def claim(self) -> None:
         """Reserve the database for this service until :meth:`close`; further calls renew the claim. It may be called
@@ -274,10 +274,12 @@ class Database(Transactions):
         """A writing transaction. Raises :class:`Unavailable` where another service has claimed the database since."""
         with self._plain_errors(), self.engine.begin() as connection:
             if self._epoch is not None:
-                epoch = connection.execute(_EPOCH.with_for_update(read=True)).scalar()
-                if epoch != self._epoch:
-                    raise Unavailable(f"the database has another service since (epoch {epoch}, not {self._epoch})")
+                self._check_epoch(connection.execute(_EPOCH.with_for_update(read=True)).scalar())
             yield connection
+
+    def _check_epoch(self, epoch: str | None) -> None:
+        if self._epoch is not None and epoch != self._epoch:
+            raise Unavailable(f"the database has another service since (epoch {epoch}, not {self._epoch})")
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rookery.aio import cancel_all, die_with_parent
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
+from rookery.folders import CACHE_FOLDERS, usable_folder
 from rookery.protocol.connection import RegistrationRefused
 from rookery.settings import WORKER_SETTINGS, Settings, token_of
 from rookery.telemetry.log import log_to_stderr
@@ -161,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
             vllm_url=given.vllm_url,
         )
         log_to_stderr(settings.server.log_level)
+        usable_folder(settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)
         base = ",".join(map(base_url, given.connect.split(",")))
         roles = given.roles.split(",")
         if not set(roles) <= {"rollout", "train"}:
