@@ -73,7 +73,11 @@ def test_the_containers_first_process_is_the_worker() -> None:
     assert json.loads(by_name["ENTRYPOINT"]) == ["rookery", "worker"]
     assert "." not in by_name["FROM"].split(":")[0].split("/")[0], "no registry is named"
     assert by_name["USER"] not in ("0", "root")
-    assert by_name["ENV"] == f"ROOKERY_CACHE={by_name['VOLUME']}"
+    given = dict(part.split("=", 1) for part in by_name["ENV"].split())
+    assert given["ROOKERY_CACHE"] == by_name["VOLUME"]
+    assert {"HOME", "USER", "ROOKERY_DATA"} <= given.keys(), "it runs under any user, also without a name and a home"
+    assert all(f" {folder}" in by_name["RUN"] for folder in (given["ROOKERY_CACHE"], given["ROOKERY_DATA"]))
+    assert "--mode 1777" in by_name["RUN"]
     for sources in (value.split()[:-1] for name, value in steps if name == "COPY"):
         assert all((ROOT / source).exists() for source in sources)
     assert TOKEN_VARIABLE not in " ".join(value for _, value in steps)
