@@ -202,14 +202,16 @@ class JobQueries:
 
     def models(self) -> Sequence[dict[str, Any]]:
         """Base models: loaded, known (can be prepared), or refused and why."""
-        loaded = Counter(w.hello.model for w in self._context.fleet.all() if w.working)
+        fleet = self._context.fleet
+        loaded = Counter(w.hello.model for w in fleet.all() if w.working)
         rows = []
         settings = self._context.settings
-        for name in sorted({*CATALOGUE, *loaded}):
+        for name in sorted({*CATALOGUE, *loaded, *fleet.failures}):
             state = status(settings.cache, name)
-            shown = "loaded" if loaded[name] else state.state
+            reason = "" if loaded[name] else state.reason or fleet.failure(name)
+            shown = "loaded" if loaded[name] else "refused" if reason else state.state
             backends = state.backends(settings.engine.inference_engine, settings.training.trainer)
-            rows.append({"name": name, "state": shown, "reason": state.reason, "note": state.note,
+            rows.append({"name": name, "state": shown, "reason": reason, "note": state.note,
                          "workers": loaded[name], **asdict(backends)})  # fmt: skip
         return rows
 

@@ -874,6 +874,8 @@ async def test_jobs_of_a_model_whose_worker_does_not_work_are_paused_with_the_re
     view = await service.ends(job, "paused")
     assert "KeyError: 'q'" in view.reason and MODEL in view.reason
     assert (await service.controller.queries.show("alice", other)).state == "running"
+    [row] = [row for row in service.controller.queries.models() if row["name"] == MODEL]
+    assert row["state"] == "refused" and "KeyError: 'q'" in row["reason"]
     await service.controller.resume("alice", job)
     assert "KeyError" in (await service.ends(job, "paused")).reason
     await service.worker().join()
