@@ -35,7 +35,7 @@ from rookery.worker.trainer import packed_trainer
 from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.native import backbone
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
-from rookery.worker.trainer.native.backbone import NativeBackbone, forward
+from rookery.worker.trainer.native.backbone import ForwardPass, NativeBackbone
 from rookery.worker.trainer.native.optim import GRADIENT_FILE, AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
@@ -371,9 +371,9 @@ def test_copied_prompt_keys_count_as_memory(tmp_path: Path, monkeypatch: pytest.
 
     def counted(*given: Any, recompute: bool) -> Any:
         twice.append(recompute)
-        return forward(*given, recompute=recompute)
+        return ForwardPass(*given, recompute=recompute)
 
-    monkeypatch.setattr(backbone, "forward", counted)
+    monkeypatch.setattr(backbone, "ForwardPass", counted)
     folder, rng = adapter_folder(tmp_path / "p", 4, 3), random.Random(0)
     batch = protocol.TrainingBatch(groups=[unit(rng, 16, [9] * 6), unit(rng, 8, [3])])  # the last token is not read
     gradients = []

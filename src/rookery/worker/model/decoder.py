@@ -149,21 +149,31 @@ class Decoder:
     ) -> Tensor:
         """One block: x [tokens, hidden] → [tokens, hidden]; ``rotation`` of the tokens' positions."""
         cfg, w = self.config, self.layers[i]
-        h = rms_norm(x, w.attention_norm, cfg.eps)
+        x = x + self.attention(i, rms_norm(x, w.attention_norm, cfg.eps), rotation, attend, lora)
+        return x + self.mlp(i, rms_norm(x, w.mlp_norm, cfg.eps), lora)
+
+    def attention(
+        self, i: int, h: Tensor, rotation: tuple[Tensor, Tensor], attend: AttentionBackend, lora: LoraProduct | None
+    ) -> Tensor:
+        """What block ``i``'s attention adds to the residual stream; ``h`` [tokens, hidden] is its normalised input."""
+        cfg, w = self.config, self.layers[i]
         y = w.qkv(h)
         if lora is not None:
             y = lora(i, "qkv", h, y)
         q, k, v = self.heads(i, y, rotation)
-        h = attend(i, q, k, v).reshape(len(x), cfg.heads * cfg.head_dim)
+        h = attend(i, q, k, v).reshape(len(h), cfg.heads * cfg.head_dim)
         y = w.o(h)
-        x = x + (lora(i, "o", h, y) if lora is not None else y)
-        h = rms_norm(x, w.mlp_norm, cfg.eps)
+        return lora(i, "o", h, y) if lora is not None else y
+
+    def mlp(self, i: int, h: Tensor, lora: LoraProduct | None) -> Tensor:
+        """The same for block ``i``'s MLP."""
+        w = self.layers[i]
         y = w.gate_up(h)
         if lora is not None:
             y = lora(i, "gate_up", h, y)
         h = swiglu(y)
         y = w.down(h)
-        return x + (lora(i, "down", h, y) if lora is not None else y)
+        return lora(i, "down", h, y) if lora is not None else y
 
     def final_norm(self, x: Tensor) -> Tensor:
         """The final norm: x [tokens, hidden] after the last layer → what ``project`` reads."""

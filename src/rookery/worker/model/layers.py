@@ -7,7 +7,9 @@ Promises:
 * A packed linear layer returns the numbers of the same layer with a plain weight, bit for bit, forward and backward; in
   bfloat16 those of ``torch.nn.functional.linear`` on the same rows.
 * Backward passes compute in float32 where rounding would bias the result, and save nothing but their inputs, so that a
-  layer's activations cost what its matrix products need and little more.
+  layer's activations cost what its matrix products need and little more. A sum biases it whose terms are much smaller
+  than the number that they are added to: in bfloat16 most of them vanish. So the gradient of the residual stream, to
+  which every layer adds a little, is float32.
 
 A product with a plain weight lays the weight out for the CPU's kernels in every call, which costs as much as about
 twenty rows of arithmetic. A packed weight is laid out once, at the price of its size in memory that processes do not
@@ -102,7 +104,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        return rms_norm_backward(gradients[0], x, weight, ctx.eps), None, None
+        return rms_norm_backward(gradients[0], x, weight, ctx.eps).to(x.dtype), None, None
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -126,13 +128,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_backward(g: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The gradient by x of ``rms_norm(x, weight, eps)``, whose own is ``g``."""
+    """The gradient by x of ``rms_norm(x, weight, eps)``, whose own is ``g``; at least float32, because it is added to
+    the larger gradient of the residual stream."""
     wide = torch.promote_types(x.dtype, torch.float32)
     size = x.shape[-1]
     full, scaled = x.to(wide), g.to(wide) * weight.to(wide)
     inverse = torch.linalg.vecdot(full, full).div_(size).add_(eps).rsqrt_()
     along = torch.linalg.vecdot(scaled, full).mul_(inverse.pow(3)).div_(size)
-    return scaled.mul_(inverse.unsqueeze(-1)).sub_(full * along.unsqueeze(-1)).to(x.dtype)
+    return scaled.mul_(inverse.unsqueeze(-1)).sub_(full * along.unsqueeze(-1))
 
 
 def swiglu(y: Tensor) -> Tensor:

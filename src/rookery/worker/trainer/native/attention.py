@@ -36,7 +36,8 @@ class ChunkSizes:
     """Tokens of a sequence whose queries go together: enough rows for the matmuls' full speed, few enough that little
     is computed above the diagonal."""
     scores: int = 1 << 19
-    """Scores that exist at once: 1 MB in bfloat16, so that the passes of a softmax find them in the cache."""
+    """Scores that exist at once: 1 MB in bfloat16, 2 MB in the float32 of a backward pass, so that the passes of a
+    softmax find them in the cache."""
 
 
 AttentionFactory = Callable[[Decoder, PackedBatch], AttentionBackend]
@@ -105,18 +106,21 @@ class _Plan:
             out.index_copy_(0, self.prefix_rows, out.index_select(0, self.prefix_rows).add_(shared))
 
     def probabilities(self, q: Tensor, k: Tensor, part: slice, start: int, window: int) -> Tensor:
-        """Of q [part, query rows, head_dim] from token ``start`` on, over k [part, keys up to theirs, head_dim]."""
+        """Of q [part, query rows, head_dim] from token ``start`` on, over k [part, keys up to theirs, head_dim], in
+        their dtype."""
         if len(self.cuts) == 1:
             if window not in self._masks:
                 self._masks[window] = self._mask(0, self.tail, window)
-            return torch.softmax(torch.baddbmm(self._of(part, self._masks[window]), q, k.transpose(1, 2)), -1)
+            return torch.softmax(
+                torch.baddbmm(self._of(part, self._masks[window].to(q.dtype)), q, k.transpose(1, 2)), -1
+            )
         scores = torch.bmm(q, k.transpose(1, 2))
         tokens = q.shape[1] // self.group
         if self._uniform and not 0 < window < self.keys:  # only a chunk's own square needs a mask
             ahead = torch.full((tokens, tokens), float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
             scores.view(-1, tokens, self.group, k.shape[1])[..., self.prefix + start :] += ahead[:, None, :]
         else:
-            scores += self._of(part, self._mask(start, start + tokens, window))
+            scores += self._of(part, self._mask(start, start + tokens, window).to(q.dtype))
         return torch.softmax(scores, -1)
 
     def _mask(self, start: int, stop: int, window: int) -> Tensor:
@@ -180,8 +184,10 @@ class _Plans:
         return out.view(shape)
 
     def gradients(self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        """By q, k and v, from the output's ``d_out`` [tokens, heads, head_dim]."""
-        scale = q.shape[-1] ** -0.5
+        """By q, k and v, from the output's ``d_out`` [tokens, heads, head_dim]. Scores and probabilities are at least
+        float32 here, as in the kernels' forward pass: scores of 40 that are rounded to bfloat16 make probabilities
+        wrong by up to an eighth, and the gradients by some percent."""
+        scale, wide = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32)
         whole_q, parts_q = self.buffers(q)
         whole_k, parts_k = self.buffers(k, keys=True)
         whole_v, parts_v = self.buffers(v, keys=True)
@@ -199,10 +205,10 @@ class _Plans:
                 for start, stop in plan.cuts:
                     rows, seen = slice(start * plan.group, stop * plan.group), plan.prefix + stop
                     part_q, part_k, d_part = queries[part, rows], keys[part, :seen], d_block[part, rows]
-                    p = plan.probabilities(part_q, part_k, part, start, window)
-                    sum_v.add(p.transpose(1, 2), d_part)
-                    d_p = torch.bmm(d_part, values[part, :seen].transpose(1, 2))
-                    d_s = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype)
+                    p = plan.probabilities(part_q.to(wide), part_k.to(wide), part, start, window)
+                    sum_v.add(p.to(q.dtype).transpose(1, 2), d_part)
+                    d_p = torch.bmm(d_part, values[part, :seen].transpose(1, 2)).to(wide)
+                    d_s = torch.ops.aten._softmax_backward_data(d_p, p, -1, wide).to(q.dtype)
                     _product(d_queries[part, rows], d_s, part_k)
                     sum_k.add(d_s.transpose(1, 2), part_q)
                 sum_k.finish()

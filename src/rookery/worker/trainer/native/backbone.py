@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rookery.worker.engine.native import kernels
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import AttentionBackend, Decoder, LoraProduct
+from rookery.worker.model.layers import rms_norm, rms_norm_backward
 from rookery.worker.trainer.native.attention import AttentionFactory, attention_for
 from rookery.worker.trainer.native.loss_head import TokenLogprobs, token_logprobs
 from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
@@ -67,47 +69,74 @@ def layer_numbers(config: DecoderConfig) -> int:
 
 
 @dataclass
+class _Half:
+    """Attention or MLP of a block in a pass: the residual stream ``x`` before it, its norm's ``weight`` and output
+    ``h``, and the graph of what it adds to the stream; None if that depends on no adapter."""
+
+    x: Tensor
+    weight: Tensor
+    h: Tensor
+    added: GradientEdge | None
+
+
 class ForwardPass:
-    """A finished forward pass. ``hidden`` [tokens, hidden] is the input of ``Decoder.project``, detached."""
+    """A finished forward pass. ``hidden`` [tokens, hidden] is the input of ``Decoder.project``, detached.
 
-    hidden: Tensor
-    _decoder: Decoder
-    _batch: PackedBatch
-    _attend: AttentionBackend
-    _lora: LoraProduct
-    _output: Tensor | None
-    _inputs: list[Tensor]
+    Each half of a block is a graph of its own. Between them the gradient of the residual stream is summed in float32:
+    every half adds little to it, and in bfloat16 a part of that is lost."""
 
+    def __init__(
+        self, decoder: Decoder, batch: PackedBatch, attend: AttentionBackend, lora: LoraProduct, *, recompute: bool
+    ) -> None:
+        """With ``recompute``, layers are computed again in the backward pass instead of being kept."""
+        self._decoder, self._attend, self._lora = decoder, attend, lora
+        self._rotation = decoder.rotation(batch.positions)
+        self._layers: list[list[_Half] | Tensor] = []
+        """Of each layer its halves or, to compute them again, its input."""
+        with torch.no_grad():
+            x = F.embedding(batch.tokens, decoder.embedding)
+            for i in range(decoder.config.layers):
+                halves, y = self._halves(i, x) if not recompute else (x, self._again(i, x))
+                self._layers.append(halves)
+                x = y
+            self._last, self.hidden = x, decoder.final_norm(x)
+
+    def _again(self, i: int, x: Tensor) -> Tensor:
+        return self._decoder.layer(i, x, self._rotation, self._attend, self._lora)
+
+    def _halves(self, i: int, x: Tensor) -> tuple[list[_Half], Tensor]:
+        """The halves of layer ``i`` with their graphs, and its output."""
+        decoder, w, halves = self._decoder, self._decoder.layers[i], []
+        for attention in (True, False):
+            weight = w.attention_norm if attention else w.mlp_norm
+            h = rms_norm(x, weight, decoder.config.eps)
+            h.requires_grad_(i > 0 or not attention)  # before the first half there is no adapter
+            with torch.enable_grad():
+                if attention:
+                    added = decoder.attention(i, h, self._rotation, self._attend, self._lora)
+                else:
+                    added = decoder.mlp(i, h, self._lora)
+            halves.append(_Half(x, weight, h, get_gradient_edge(added) if added.requires_grad else None))
+            x = x + added.detach()
+        return halves, x
+
+    @torch.no_grad()
     def backward(self, d_hidden: Tensor) -> None:
         """Propagates d loss / d hidden back, once; ``lora`` accumulates the gradients."""
-        if self._output is not None:
-            self._output.backward(d_hidden)
-            self._output = None
-            return
-        rotation = self._decoder.rotation(self._batch.positions)
-        last = self._inputs.pop().requires_grad_()
-        (gradient,) = torch.autograd.grad(self._decoder.final_norm(last), last, d_hidden)
-        del last
-        for i in reversed(range(self._decoder.config.layers)):
-            x = self._inputs.pop().requires_grad_()
-            y = self._decoder.layer(i, x, rotation, self._attend, self._lora)
-            (gradient,) = torch.autograd.grad(y, x, gradient)
-
-
-def forward(
-    decoder: Decoder, batch: PackedBatch, attend: AttentionBackend, lora: LoraProduct, *, recompute: bool
-) -> ForwardPass:
-    """With ``recompute``, layers are computed again in the backward pass instead of being kept."""
-    if not recompute:
-        with torch.enable_grad():
-            output = decoder.forward(batch.tokens, batch.positions, attend, lora)
-        return ForwardPass(output.detach(), decoder, batch, attend, lora, output, [])
-    with torch.no_grad():
-        rotation = decoder.rotation(batch.positions)
-        inputs = [F.embedding(batch.tokens, decoder.embedding)]
-        for i in range(decoder.config.layers):
-            inputs.append(decoder.layer(i, inputs[-1], rotation, attend, lora))
-        return ForwardPass(decoder.final_norm(inputs[-1]), decoder, batch, attend, lora, None, inputs)
+        decoder, eps = self._decoder, self._decoder.config.eps
+        gradient = rms_norm_backward(d_hidden, self._last, decoder.norm, eps)
+        for i in reversed(range(decoder.config.layers)):
+            halves = self._layers.pop()
+            if isinstance(halves, Tensor):
+                halves, _ = self._halves(i, halves)
+            while halves:
+                half = halves.pop()
+                d = gradient.to(decoder.dtype)
+                if half.h.requires_grad and half.added is not None:
+                    (d,) = torch.autograd.grad(half.added, half.h, d)
+                    gradient.add_(rms_norm_backward(d, half.x, half.weight, eps))
+                elif half.added is not None:
+                    torch.autograd.backward(half.added, d)
 
 
 class NativeBackbone:
@@ -149,7 +178,7 @@ class NativeBackbone:
 
             return kernel_pass.KernelPass(self._decoder, batch, policies, self._pause, recompute=recompute)
         attend = self._attention(self._decoder, batch)
-        return forward(self._decoder, batch, attend, PackedLora(policies), recompute=recompute)
+        return ForwardPass(self._decoder, batch, attend, PackedLora(policies), recompute=recompute)
 
     def _pause(self) -> None:
         began = time.perf_counter()

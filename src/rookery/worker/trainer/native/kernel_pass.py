@@ -83,14 +83,15 @@ class KernelPass:
             self._between_layers()
 
     def _layer_gradient(self, i: int, values: LayerValues, gradient: Tensor) -> Tensor:
-        """From the gradient by a layer's output to that by its input; of the first layer none is needed."""
-        w, eps = self._decoder.layers[i], self._decoder.config.eps
-        d = swiglu_backward(self._site_gradient(i, "down", w.down, values.activated, values, gradient), values.gate_up)
-        d = self._site_gradient(i, "gate_up", w.gate_up, values.mlp_normed, values, d)
-        gradient = gradient + rms_norm_backward(d, values.middle, w.mlp_norm, eps)
-        d = self._attention_gradient(i, values, self._site_gradient(i, "o", w.o, values.attended, values, gradient))
-        d = self._site_gradient(i, "qkv", w.qkv, values.normed, values, d)
-        return gradient + rms_norm_backward(d, values.x, w.attention_norm, eps) if i else gradient
+        """From the gradient by a layer's output to that by its input, both at least float32; of the first layer none is
+        needed."""
+        w, eps, dtype = self._decoder.layers[i], self._decoder.config.eps, self._decoder.dtype
+        d = self._site_gradient(i, "down", w.down, values.activated, values, gradient.to(dtype))
+        d = self._site_gradient(i, "gate_up", w.gate_up, values.mlp_normed, values, swiglu_backward(d, values.gate_up))
+        gradient = gradient.add_(rms_norm_backward(d, values.middle, w.mlp_norm, eps))
+        d = self._site_gradient(i, "o", w.o, values.attended, values, gradient.to(dtype))
+        d = self._site_gradient(i, "qkv", w.qkv, values.normed, values, self._attention_gradient(i, values, d))
+        return gradient.add_(rms_norm_backward(d, values.x, w.attention_norm, eps)) if i else gradient
 
     def _site_gradient(
         self, i: int, site: str, linear: PackedLinear, x: Tensor, values: LayerValues, d_y: Tensor
