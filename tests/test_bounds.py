@@ -157,7 +157,7 @@ ROUTES = [
 ]
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{'/'.join(route.methods)} {route.path}")
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{'/'.join(sorted(route.methods))} {route.path}")
 def test_every_number_of_an_address_has_a_range(route: APIRoute) -> None:
     """Its texts are bounded with the request's head, and its body by the model."""
     found = []

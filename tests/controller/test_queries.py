@@ -18,7 +18,8 @@ from rookery.storage.models import JobRow, PolicyRow, StepRow
 
 def ended_job(service: Service, id: str, steps: int) -> None:
     """A job that was completed by an earlier process, after so many steps."""
-    job = JobRow(id=id, tenant="alice", name=id, spec={"base_model": MODEL, "stop": {"steps": steps}}, created=1.0)
+    spec = {"base_model": MODEL, "environment": {"id": "calculator"}, "stop": {"steps": steps}}
+    job = JobRow(id=id, tenant="alice", name=id, spec=spec, created=1.0)
     policy = PolicyRow(id=f"{id}-policy", tenant="alice", job=id, name="main", rank=8, alpha=16.0, targets=["q"])
     service.database.submit_job(job, [policy])
     with service.database.writing() as connection:

@@ -213,7 +213,7 @@ class Fleet:
                 f"its adapters have at most rank {hello.max_rank}, jobs here up to {allowed}: start it with"
                 f" ROOKERY_MAX_RANK={allowed}, or the service with ROOKERY_MAX_RANK={hello.max_rank}"
             )
-        if not 0 <= hello.max_rows <= MOST_ROWS:
+        if hello.max_rows > MOST_ROWS:
             raise RegistrationRefused(f"invalid number of rows {hello.max_rows}: must be 0 to {MOST_ROWS}")
 
     def _deliver(self, worker: Worker, message: Any) -> None:
