@@ -17,6 +17,7 @@ MODULES = {
     "rookery.worker.process": ["--help"],
     "rookery.environments.host": ["--help"],
     "rookery.environments.verifiers.pool": ["1", "none"],
+    "rookery.environments.check_process": ["1", "check"],
     "rookery.worker.model.convert": ["--help"],
     "rookery.cluster.ray": ["--help"],
 }

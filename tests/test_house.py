@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import graphlib
 import io
 import re
 import tokenize
@@ -155,6 +156,28 @@ def imported_from(path: Path) -> Iterator[list[str]]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rookery.controller"):
             parts = (node.module or "").split(".")[2:]
             yield from [parts] if parts else [[alias.name] for alias in node.names]
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_files_import_in_no_circle() -> None:
+    """Every import counts, also within functions and those for types alone."""
+    modules = {module_of(path) for path in sources(SOURCE)}
+    imports: dict[str, set[str]] = {}
+    for path, text in sources(SOURCE).items():
+        found = imports.setdefault(module_of(path), set())
+        for node in ast.walk(parsed(text)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names} & modules
+            elif isinstance(node, ast.ImportFrom) and node.module in modules:
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= named & modules or {node.module}
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("folder", ["src/rookery", "tests", "benchmarks"])

@@ -23,8 +23,9 @@ from rookery.errors import (
     Unavailable,
     UserError,
 )
-from rookery.storage.artifacts import Artifacts, Place, artifacts_at, open_artifacts
+from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.object_artifacts import ObjectArtifacts
+from rookery.storage.opening import artifacts_at, open_artifacts
 from rookery.storage.place import OWNER, Owner, admit, understood
 
 OURS = Owner("postgresql://host/db", "a" * 32, "/old on one", frozenset({"x", "y"}))

@@ -5,7 +5,7 @@ a limit of processor time and of memory, at a low priority, and not in the servi
 tenant's built-in environments. The check is the very construction that a host does. The result for a stored dataset is
 kept: its path names its content.
 
-Here is both sides: :class:`EnvironmentChecks` asks, and :func:`prepare` is what the child runs
+Here is both sides: :class:`EnvironmentChecks` asks, and :mod:`rookery.environments.check_process` is what the child runs
 (:mod:`rookery.environments.verifiers.pool`).
 """
 
@@ -16,8 +16,7 @@ import hashlib
 import json
 import threading
 from array import array
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ class EnvironmentChecks:
     """Thread-safe; every method blocks."""
 
     def __init__(self) -> None:
-        self._pool = VerifierPool("check")
+        self._pool = VerifierPool("check", module="rookery.environments.check_process")
         self._lock = threading.Lock()
         self._fitting: LRUCache[str, SplitSizes] = LRUCache(RESULTS)
         """Hashes of options, with the names of their files, that were found right."""
@@ -114,39 +113,3 @@ def _without_rows(options: Mapping[str, Any]) -> dict[str, Any]:
     if not {"rows", "path", "dataset"} & options.keys():
         return {}
     return {"rows": [{"prompt": "-"}], "path": None, "eval_rows": None, "eval_path": None, "eval_last": 0}
-
-
-# --- the child's side -------------------------------------------------------------------------------------------------
-
-
-def prepare() -> Callable[..., dict[str, Any]]:
-    """What answers the questions. It is imported before the process is confined."""
-    from rookery.environments.builtins import BUILTINS, find
-    from rookery.environments.jsonl import IndexedRows, Jsonl, JsonlOptions, count_rows
-
-    assert BUILTINS
-
-    def work(what: str, id: str, options: dict[str, Any]) -> Any:
-        match what:
-            case "count":
-                return count_rows(Path(options["path"]), options["row_bytes"], options["rows"])
-            case "options":
-                find(id).check({name: value for name, value in options.items() if value is not None})
-            case "rows":
-                return asdict(find(id).validate_options(options))
-            case "index":
-                built = Jsonl(JsonlOptions.model_validate(options))
-                return {
-                    field: base64.b64encode(rows.offsets.tobytes()).decode()
-                    for field, rows in built.sources.items()
-                    if isinstance(rows, IndexedRows)
-                }
-        return None
-
-    def answer(what: str, options: dict[str, Any], id: str = "") -> dict[str, Any]:
-        try:
-            return {"result": work(what, id, options)}
-        except UserError as error:
-            return {"refused": str(error)}
-
-    return answer

@@ -42,10 +42,11 @@ from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
 from rookery.server.readiness import Readiness
 from rookery.settings import ServerSettings, Settings, variable_notes
-from rookery.storage.artifacts import Artifacts, Place, artifacts_at, open_artifacts
+from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import KeyRole
+from rookery.storage.opening import artifacts_at, open_artifacts
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.metrics import check_sinks

@@ -441,26 +441,6 @@ DATA_FOLDER = Place()
 """The artifacts in the data folder."""
 
 
-def open_artifacts(place: Place, folder: Path, owner: Owner) -> Artifacts:
-    """The artifacts at ``place``, claimed for the database ``owner``: a folder, also of a disk that machines share, or
-    an object store. ``folder`` has those being written; all of them where ``place`` is empty. Raises
-    :class:`UserError` for another owner's place, :class:`Unavailable` for a store that does not answer."""
-    artifacts = artifacts_at(place, folder)
-    artifacts.claim(owner)
-    return artifacts
-
-
-def artifacts_at(place: Place, folder: Path) -> Artifacts:
-    """The same without the claim. Raises :class:`UserError` for a URL of no store."""
-    url, endpoint = place
-    if "://" not in url or url.startswith("file://"):
-        at = Path(url.removeprefix("file://")).expanduser().absolute() if url else folder
-        return Artifacts(at, make=False)
-    from rookery.storage.object_artifacts import ObjectArtifacts, open_store  # only they need the library
-
-    return ObjectArtifacts(open_store(url, endpoint), url, folder)
-
-
 def check_hash(hash: str) -> str:
     """``hash``, which names an artifact. Raises :class:`NotFound` for any other text."""
     if not _HASH.fullmatch(hash):

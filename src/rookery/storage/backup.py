@@ -26,11 +26,12 @@ from sqlalchemy import URL, Connection, TypeDecorator, column, delete, func, ins
 from rookery.errors import NO_ROOM, NotFound, UserError, shortages
 from rookery.protocol import Manifest
 from rookery.storage import migrations
-from rookery.storage.artifacts import DATA_FOLDER, Artifacts, Place, artifacts_at, open_artifacts
+from rookery.storage.artifacts import DATA_FOLDER, Artifacts, Place
 from rookery.storage.columns import Base
 from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE, WORKER_TOKEN_FILE, DataFolder, sqlite_url
 from rookery.storage.db import Database
 from rookery.storage.models import EventRow, TenantRow
+from rookery.storage.opening import artifacts_at, open_artifacts
 from rookery.storage.repositories.versions import live_hashes
 
 SNAPSHOTS = 20

@@ -43,7 +43,7 @@ from rookery.storage import migrations
 from rookery.storage.models import Fact
 from rookery.storage.place import Owner
 from rookery.storage.repositories.versions import live_hashes
-from rookery.storage.store import Transactions
+from rookery.storage.transactions import Transactions
 
 log = logging.getLogger("rookery.storage.db")
 

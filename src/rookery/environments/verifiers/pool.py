@@ -48,9 +48,6 @@ before an honest reply behind them exceeds the default ``step_timeout`` of a min
 USUAL_DECIMALS, USUAL_DIGITS = 6, 15
 """math-verify's defaults."""
 
-LOW_PRIORITY = 10
-"""Niceness of checks: somebody waits for them, but not at every step."""
-
 IDLE_SECONDS = 60.0
 """A child without a question for this long is ended."""
 
@@ -67,13 +64,17 @@ class VerifierError(RuntimeError):
     """The scorer raised; the message is one line."""
 
 
-class VerifierPool:
-    """Children that run this module, which calls :func:`serve`, with ``scorer`` and its ``arguments``. Thread-safe;
-    :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor time."""
+MODULE = "rookery.environments.verifiers.pool"
+"""The name of this module, which is ``__main__`` in a child."""
 
-    def __init__(self, scorer: str, *arguments: str, limit: float = LIMIT_SECONDS) -> None:
+
+class VerifierPool:
+    """Children that run ``module``, by default this one, which calls :func:`serve`, with ``scorer`` and its
+    ``arguments``. Thread-safe; :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor time."""
+
+    def __init__(self, scorer: str, *arguments: str, limit: float = LIMIT_SECONDS, module: str = MODULE) -> None:
         self._scorer = scorer
-        self._command = interpreter("rookery.environments.verifiers.pool", str(limit), scorer, *arguments)
+        self._command = interpreter(module, str(limit), scorer, *arguments)
         self._slots = threading.BoundedSemaphore(MAX_CHILDREN)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
@@ -352,12 +353,7 @@ def precision(gold: Any, latex: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "check":
-        from rookery.environments import checks
-
-        os.nice(LOW_PRIORITY)
-        serve(checks.prepare, one_question=True)
-    elif sys.argv[2] == "math":
+    if sys.argv[2] == "math":
         serve(prepare_math)  # sympy imports more of itself as replies need it: it has to open files
     else:  # scorers of 0.1.25 import nothing, open no file and start no thread
         serve(prepare_reasoning_gym, opens_nothing=True)
