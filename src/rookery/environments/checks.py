@@ -5,8 +5,8 @@ a limit of processor time and of memory, at a low priority, and not in the servi
 tenant's built-in environments. The check is the very construction that a host does. The result for a stored dataset is
 kept: its path names its content.
 
-Here is both sides: :class:`EnvironmentChecks` asks, and :mod:`rookery.environments.check_process` is what the child runs
-(:mod:`rookery.environments.verifiers.pool`).
+:class:`EnvironmentChecks` asks; :mod:`rookery.environments.check_process` is the child, within a
+:class:`~rookery.environments.verifiers.pool.VerifierPool`.
 """
 
 from __future__ import annotations
