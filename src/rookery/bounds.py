@@ -42,6 +42,9 @@ METADATA = 16 << 10
 SETTINGS = 64 << 10
 """Bytes of a field's JSON that no model describes further, such as an ignored argument."""
 
+FLOAT32 = 3.4e38
+"""Numbers below it are finite in float32, in which adapters are scaled."""
+
 INTEGER = 2**63 - 1
 """The largest integer of the database and of the protocol."""
 

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import regex
 
+from rookery.bounds import FLOAT32
 from rookery.errors import UserError, short
 
 CONFIG_FILE = "adapter_config.json"
@@ -135,7 +136,8 @@ def _off(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e9 < value < 1e9
+    """Finite in float32, as a job's own ``alpha`` may be."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < FLOAT32
 
 
 def _whole(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from rookery.bounds import INTEGER, Line, Name
+from rookery.bounds import FLOAT32, INTEGER, Line, Name
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 """The linear layers of a decoder block that can carry a LoRA."""
@@ -125,7 +125,7 @@ class PolicySpec(StrictModel):
 
     rank: int = Field(16, ge=1, le=512)
     """Rank of the LoRA, at most the service's `max_rank` setting."""
-    alpha: float | None = Field(None, gt=0)
+    alpha: float | None = Field(None, gt=0, lt=FLOAT32)
     """The adapter's output is scaled by alpha / rank; twice the rank when absent."""
     targets: Annotated[list[Literal["q", "k", "v", "o", "gate", "up", "down"]], BeforeValidator(_targets)] = Field(
         default=["q", "k", "v", "o", "gate", "up", "down"], max_length=100, validate_default=True
