@@ -412,7 +412,7 @@ HOST_SETTINGS = ("log_level", "tls_cert", "ca_file")
 STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
 """Fields that a backup and a restoration use."""
 
-MAY_BE_EMPTY = ("models", "allocator", "allowed_models", "slo_overrides")
+MAY_BE_EMPTY = ("models", "allocator", "allowed_models", "artifacts_endpoint", "slo_overrides")
 """Settings whose empty value is a choice. That of another one is a variable that nobody filled in: an empty key would
 be the administrator's, an empty folder the working directory, an empty certificate plain HTTP."""
 

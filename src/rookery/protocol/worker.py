@@ -147,7 +147,8 @@ class TokenChunk(Struct, kw_only=True):
 
     request: Name
     offset: Count
-    tokens: Annotated[list[Token], Meta(max_length=ENTRIES)]
+    tokens: Annotated[list[Integer], Meta(max_length=ENTRIES)]
+    """The service checks them, and counts against the request where they cannot be."""
     logprobs: Annotated[list[float], Meta(max_length=ENTRIES)]
     version: Count
     policy: Name = ""

@@ -31,7 +31,7 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, grouped_matmul
 from rookery.worker.model.published import fuse
 from rookery.worker.trainer.native.attention import VarlenAttention
-from rookery.worker.trainer.native.backbone import forward
+from rookery.worker.trainer.native.backbone import ForwardPass
 from rookery.worker.trainer.native.loss_head import token_logprobs
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
@@ -157,7 +157,7 @@ def _trains(decoder: Decoder) -> None:
     for recompute in (False, True):
         lora = PackedLora([PolicyRows(first, second, some), PolicyRows(third, end, all_of_them)])
         attend = VarlenAttention(decoder, stream)
-        passed = forward(decoder, stream, attend, lora, recompute=recompute)
+        passed = ForwardPass(decoder, stream, attend, lora, recompute=recompute)
         scores = token_logprobs(decoder, passed.hidden[stream.sources], stream.targets, None, derivatives=True)
         assert scores.slopes is not None
         back = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)

@@ -28,7 +28,7 @@ from rookery.worker.model.varlen_attention import (
     varlen_attention,
 )
 from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes, VarlenAttention
-from rookery.worker.trainer.native.backbone import forward, layer_numbers, pass_limits
+from rookery.worker.trainer.native.backbone import ForwardPass, layer_numbers, pass_limits
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.packing import LossToken, PackedGroup, pack_groups
@@ -192,7 +192,7 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
     lora = PackedLora([PolicyRows(0, len(stream.tokens), state)])
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda x: x):
         # keeps what the fused kernels keep: queries, keys and values; their stand-in on a CPU keeps scores as well
-        forward(base, stream, ChunkedAttention(base, stream, ChunkSizes()), lora, recompute=False)
+        ForwardPass(base, stream, ChunkedAttention(base, stream, ChunkSizes()), lora, recompute=False)
     per_token = sum(kept.values()) / 4 / len(stream.tokens)
     assert 0.8 * per_token < base.config.layers * layer_numbers(base.config) < 1.25 * per_token, per_token
 
