@@ -40,7 +40,7 @@ def test_backups_under_load_are_whole_and_jobs_go_on_from_one(
     endless = job(stop={"steps": 1_000_000}, checkpoints={"keep_last": 1, "keep_best": False})
     backups = []
     with (
-        served(tmp_path / "one", database=urls[0]) as service,
+        served(tmp_path / "one", database=urls[0] or None) as service,
         Client(service.url, service.key) as client,
         ScriptedWorker.of(service),
     ):
@@ -58,7 +58,7 @@ def test_backups_under_load_are_whole_and_jobs_go_on_from_one(
     assert restore(backups[-1], restored, urls[1]) >= 2
     assert (restored / DATABASE_FILE).exists() == (kind == "sqlite")
     assert (restored / "worker.token").read_text() == (data / "worker.token").read_text()
-    with served(tmp_path / "two", database=urls[1]) as service, Client(service.url, service.key) as client:
+    with served(tmp_path / "two", database=urls[1] or None) as service, Client(service.url, service.key) as client:
         assert service.key == (data / "admin.key").read_text().strip()
         again = client.job(submitted.id)
         committed = again.show().step
