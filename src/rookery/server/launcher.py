@@ -347,7 +347,7 @@ def _greeting(service: Service) -> list[str]:
     data, models = settings.data, [name.strip() for name in settings.server.models.split(",") if name.strip()]
     tinker = f"; the Tinker SDK ({url}/tinker)" if find_spec("tinker") is not None else ""
     lines = [
-        f"Rookery serves at {url}; Ctrl-C stops it, jobs resume at the next start",
+        f"Rookery serves at {url} (Ctrl-C stops it, jobs resume at the next start)",
         f"works: jobs, chat, the OpenAI API ({url}/v1){tinker}; all routes: {url}/docs",
         f"data: {data}   admin key: {data / ADMIN_KEY_FILE}   logs: {data / 'logs'}",
     ]
