@@ -113,7 +113,7 @@ def test_requests_that_find_no_memory_fail_alone(process: tuple[subprocess.Popen
     served, client = process
     token = (tmp_path / "data" / "worker.token").read_text().strip()
     key = client.add_key(client.add_tenant("greedy").id).key
-    rows = [{"prompt": "x" * 1000, "answer": ""}] * 12_000
+    rows = [{"prompt": "x" * 1000, "answer": "x"}] * 12_000
     large = json.dumps(job(environment={"id": "jsonl", "rows": rows, "verifier": "exact"})).encode()
     headers = {"X-API-Key": key, "Content-Type": "application/json"}
 
