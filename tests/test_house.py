@@ -60,6 +60,14 @@ CONTROLLER_FLOORS = [
 ]  # fmt: skip
 """Packages of ``controller/`` from the ground up: each imports only those below it, and its own floor not at all."""
 
+IMPLEMENTATIONS: dict[str, dict[str, set[str]]] = {
+    "engine": {"native": set(), "hf": {"native"}, "vllm": set()},
+    "trainer": {"native": set(), "hf": set(), "fsdp": set()},
+}
+"""Implementations of the engine and of the trainer, each with the ones it may import. The transformers engine is the
+native one with another runner. What several of them use stands above them, in ``worker/engine`` or ``worker/trainer``.
+"""
+
 PRIVATE_NAMES_ALLOWED = 20
 
 DIALECT = """
@@ -146,6 +154,21 @@ def test_controller_imports_downwards() -> None:
         for parts in imported_from(path):
             if here in floor and parts[0] in floor and parts[0] != here and floor[parts[0]] >= floor[here]:
                 wrong.add(f"{path.relative_to(SOURCE)} imports controller.{'.'.join(parts)}")
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("room", IMPLEMENTATIONS)
+def test_shared_modules_import_no_implementation(room: str) -> None:
+    folder = SOURCE / "worker" / room
+    allowed = IMPLEMENTATIONS[room]
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(allowed)
+    wrong = set()
+    for path in sources(folder):
+        here = path.relative_to(folder).parts[0] if path.parent != folder else ""
+        for parts in imported(path):
+            other = parts[2] if parts[:2] == ["worker", room] and len(parts) > 2 else here
+            if other in allowed and other != here and other not in allowed.get(here, set()):
+                wrong.add(f"{path.relative_to(SOURCE)} imports {'.'.join(parts)}")
     assert wrong == set()
 
 

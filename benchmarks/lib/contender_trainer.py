@@ -19,7 +19,7 @@ from benchmarks.lib.workload import random_ids
 from rookery import protocol
 from rookery.settings import Settings
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.native.loss_head import PROJECTED_ROWS
+from rookery.worker.trainer.loss_head import PROJECTED_ROWS
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 FLOOR_TIMES = 2

@@ -29,12 +29,12 @@ from rookery.worker.model.varlen_attention import (
     range_attention,
     varlen_attention,
 )
+from rookery.worker.trainer.microbatch import PassItem, QueuedBatch, run_pass
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import RECOMPUTE_TOKENS, NativeBackbone
-from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, run_pass
-from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
-from rookery.worker.trainer.native.packing import PackedGroup
+from rookery.worker.trainer.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.packed_pass import PassLimits
+from rookery.worker.trainer.packing import PackedGroup
 
 SMALL = {
     "vocab_size": 4096,

@@ -35,7 +35,7 @@ from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.drafts import MAX_DRAFT, Speculator
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
-from rookery.worker.engine.native.sampler import SamplingKey
+from rookery.worker.engine.sampler import SamplingKey
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 

@@ -19,10 +19,11 @@ from rookery.worker import device, memory
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.drafts import Speculator
 from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
-from rookery.worker.engine.native.runner import EngineModel, Runner, best_runner
+from rookery.worker.engine.native.runner import Runner, best_runner
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
 from rookery.worker.memory import MemoryBudget, MemoryUse
+from rookery.worker.model.base import ResidentModel
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.canary import canary_tokens
 from rookery.worker.model.config import SITES, DecoderConfig
@@ -169,7 +170,7 @@ def load_core(
 
 
 def _engine(
-    place: _Place, model: EngineModel, bank: LoraManager, runner: Runner, speculator: Speculator | None = None
+    place: _Place, model: ResidentModel, bank: LoraManager, runner: Runner, speculator: Speculator | None = None
 ) -> NativeEngine:
     settings = place.settings.engine
     engine = NativeEngine(

@@ -30,12 +30,12 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, grouped_matmul
 from rookery.worker.model.published import fuse
+from rookery.worker.trainer.loss_head import token_logprobs
 from rookery.worker.trainer.native.attention import VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass
-from rookery.worker.trainer.native.loss_head import token_logprobs
-from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
-from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
-from rookery.worker.trainer.native.packing import LossToken, PackedGroup, pack_groups
+from rookery.worker.trainer.optim import AdapterExport, PolicyState
+from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
+from rookery.worker.trainer.packing import LossToken, PackedGroup, pack_groups
 
 pytestmark = pytest.mark.heavy
 

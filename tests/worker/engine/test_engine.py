@@ -12,7 +12,7 @@ from rookery import protocol
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.native import kv_cache
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.request import StopStrings
+from rookery.worker.engine.request import StopStrings
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES
 from rookery.worker.model.lora import LoraManager

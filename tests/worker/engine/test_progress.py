@@ -13,8 +13,8 @@ from tests.worker.engine.test_slo_gate import Clock, chat, gated, tokens
 
 from rookery import protocol
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.request import EngineRequest
 from rookery.worker.engine.native.slo_gate import SloGate
+from rookery.worker.engine.request import EngineRequest
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.lora import LoraManager
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rookery.worker.engine.native import kernels, sampler
-from rookery.worker.engine.native.sampler import NEAR_NATS, SampledTokens, SamplingKey
+from rookery.worker.engine.sampler import NEAR_NATS, SampledTokens, SamplingKey
 
 SEEDS = 40_000
 

@@ -23,7 +23,7 @@ from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, read_adap
 from rookery.worker.model.config import SITES
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager, batched_matmul
-from rookery.worker.trainer.native.optim import AdapterExport
+from rookery.worker.trainer.optim import AdapterExport
 
 
 def filled(decoder: Decoder, rank: int, seed: int, targets: list[str], rslora: bool = False) -> Adapter:

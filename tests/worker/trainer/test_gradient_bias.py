@@ -18,9 +18,9 @@ from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
 from rookery.worker.trainer.native.backbone import NativeBackbone
-from rookery.worker.trainer.native.optim import AdapterExport
-from rookery.worker.trainer.native.packing import PackedGroup, pack_groups
+from rookery.worker.trainer.optim import AdapterExport
 from rookery.worker.trainer.packed_trainer import PackedTrainer
+from rookery.worker.trainer.packing import PackedGroup, pack_groups
 
 LAYERS, RANK, VOCAB = 12, 8, 211
 CONFIG = transformers.LlamaConfig(

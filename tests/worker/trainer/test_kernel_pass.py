@@ -25,7 +25,7 @@ from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.native.backbone import NativeBackbone
-from rookery.worker.trainer.native.optim import AdapterExport
+from rookery.worker.trainer.optim import AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 

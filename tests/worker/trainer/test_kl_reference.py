@@ -22,7 +22,7 @@ from tests.worker.trainer.test_trainer import (
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
+from rookery.worker.trainer.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 KL = 0.3

@@ -21,9 +21,9 @@ from tests.worker.trainer.test_trainer import (
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.memory import NoRoom
-from rookery.worker.trainer.native import states
-from rookery.worker.trainer.native.states import EXPORT_BYTES
+from rookery.worker.trainer import states
 from rookery.worker.trainer.packed_trainer import PackedTrainer
+from rookery.worker.trainer.states import EXPORT_BYTES
 
 
 def step(at: PackedTrainer, parent: str, seed: int, *, lease: int = 1, commit: str = "") -> None:

@@ -36,7 +36,7 @@ from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.native import backbone
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass, NativeBackbone
-from rookery.worker.trainer.native.optim import GRADIENT_FILE, AdapterExport
+from rookery.worker.trainer.optim import GRADIENT_FILE, AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 

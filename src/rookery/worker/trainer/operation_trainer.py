@@ -18,9 +18,9 @@ from rookery.errors import UserError
 from rookery.scheduling.queues import TokenCounters
 from rookery.worker.model.adapter import Adapter, Projections, init_adapter, read_adapter
 from rookery.worker.trainer.base import Export, TrainerResult
-from rookery.worker.trainer.native.microbatch import Queued, QueuedBatch, check_loss, operation_of
-from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.states import OTHER_STATE, HeldPolicy, StaleOperation
+from rookery.worker.trainer.microbatch import Queued, QueuedBatch, check_loss, operation_of
+from rookery.worker.trainer.packing import PackedGroup
+from rookery.worker.trainer.states import OTHER_STATE, HeldPolicy, StaleOperation
 
 log = logging.getLogger("rookery.worker.trainer")
 

@@ -4,7 +4,7 @@ Promises of every implementation:
 
 * Base weights are frozen. A policy's gradient is added to its own state as a side effect of the backward pass; rows of
   other policies, and rows of none, do not contribute.
-* A token attends to the tokens that :mod:`rookery.worker.trainer.native.packing` states.
+* A token attends to the tokens that :mod:`rookery.worker.trainer.packing` states.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rookery.worker.engine.native.runner import EngineModel
-from rookery.worker.trainer.native.loss_head import TokenLogprobs
-from rookery.worker.trainer.native.packed_lora import PolicyRows
-from rookery.worker.trainer.native.packing import PackedBatch
+from rookery.worker.model.base import ResidentModel
+from rookery.worker.trainer.loss_head import TokenLogprobs
+from rookery.worker.trainer.packed_lora import PolicyRows
+from rookery.worker.trainer.packing import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Backbone(Protocol):
     """Seconds within passes in which others computed."""
 
     @property
-    def model(self) -> EngineModel: ...
+    def model(self) -> ResidentModel: ...
 
     @property
     def limits(self) -> PassLimits: ...

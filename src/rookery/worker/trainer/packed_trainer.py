@@ -25,12 +25,12 @@ from rookery.tokenization.registry import UNNAMED, BaseReference
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers
 from rookery.worker.trainer.base import TrainerResult
-from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, canary_logprobs, run_pass
-from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
-from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.states import EXPORT_BYTES, HeldPolicy, PolicyStates
+from rookery.worker.trainer.microbatch import PassItem, QueuedBatch, canary_logprobs, run_pass
 from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
+from rookery.worker.trainer.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.packed_pass import Backbone
+from rookery.worker.trainer.packing import PackedGroup
+from rookery.worker.trainer.states import EXPORT_BYTES, HeldPolicy, PolicyStates
 
 log = logging.getLogger("rookery.worker.trainer")
 

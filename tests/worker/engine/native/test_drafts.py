@@ -22,8 +22,8 @@ from rookery.scheduling.speculation import StepCosts
 from rookery.worker.engine.native import drafts as drafts_module
 from rookery.worker.engine.native.drafts import Speculator, SuffixIndex
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.request import EngineRequest, StopStrings
 from rookery.worker.engine.native.runner import DenseRunner, KernelRunner
+from rookery.worker.engine.request import EngineRequest, StopStrings
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.lora import LoraManager
 

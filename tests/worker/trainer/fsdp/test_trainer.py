@@ -27,8 +27,8 @@ from rookery.worker.trainer.base import Trainer, TrainerResult
 from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
 from rookery.worker.trainer.native.backbone import NativeBackbone
-from rookery.worker.trainer.native.packing import PackedGroup, plan_passes
 from rookery.worker.trainer.packed_trainer import PackedTrainer
+from rookery.worker.trainer.packing import PackedGroup, plan_passes
 
 TOLERANCE = 1e-5
 ADAM = protocol.Adam(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, clip=1.0)

@@ -25,7 +25,7 @@ from rookery.worker.model.published import fuse
 from rookery.worker.model.transformers_model import TransformersModel
 from rookery.worker.trainer.hf.trainer import TransformersBackbone
 from rookery.worker.trainer.native.backbone import NativeBackbone
-from rookery.worker.trainer.native.optim import AdapterExport
+from rookery.worker.trainer.optim import AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVSlot, SegmentStore
-from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
 from rookery.worker.engine.native.slo_gate import SloGate
+from rookery.worker.engine.request import EngineRequest, SharedPrefix
 from rookery.worker.model.lora import LoraManager
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from cachetools import LRUCache
 
 from rookery.scheduling.speculation import Acceptance, StepCosts, draft_budget, kind_of
-from rookery.worker.engine.native.request import EngineRequest
+from rookery.worker.engine.request import EngineRequest
 
 MAX_DRAFT = 8
 """Most draft tokens of a request in a step, as in Seer: an accepted ninth is rare, and the eight are free for one row

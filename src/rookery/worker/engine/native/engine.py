@@ -40,11 +40,12 @@ from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission, sequence_chunk
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
-from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, validate
-from rookery.worker.engine.native.runner import EngineModel, Runner, WeightSets, best_runner, logits_at
-from rookery.worker.engine.native.sampler import SamplingKey
+from rookery.worker.engine.native.runner import Runner, WeightSets, best_runner, logits_at
 from rookery.worker.engine.native.slo_gate import SloGate
+from rookery.worker.engine.request import EngineRequest, SharedPrefix, validate
+from rookery.worker.engine.sampler import SamplingKey
 from rookery.worker.memory import MemoryUse
+from rookery.worker.model.base import ResidentModel
 from rookery.worker.model.lora import LoraManager
 
 log = logging.getLogger("rookery.engine")
@@ -74,7 +75,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        decoder: EngineModel,
+        decoder: ResidentModel,
         bank: LoraManager,
         decode: Callable[[list[int]], str],
         *,

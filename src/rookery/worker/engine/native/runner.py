@@ -17,7 +17,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from rookery import protocol
@@ -26,39 +25,12 @@ from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk, TokenStream
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.kv_cache import KVCache, SegmentStore
-from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
-from rookery.worker.model.adapter import Projections, read_adapter
+from rookery.worker.engine.sampler import SampledTokens, SamplingKey, sample
+from rookery.worker.model.adapter import read_adapter
+from rookery.worker.model.base import ResidentModel
 from rookery.worker.model.convert import read_full_version
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
-
-
-class EngineModel(Protocol):
-    """A base model as engine and trainer know it; runners and backbones know its class."""
-
-    @property
-    def context(self) -> int:
-        """Tokens of the longest sequence."""
-        ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def projections(self) -> Projections: ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden], as its runner computes them → logits [n, vocab]."""
-        ...
 
 
 class Runner(Protocol):
@@ -168,7 +140,7 @@ def _doubled_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
 
 
 def best_runner(
-    decoder: EngineModel,
+    decoder: ResidentModel,
     bank: LoraManager,
     kv_budget_bytes: int,
     *,
@@ -185,7 +157,7 @@ def best_runner(
     return runner(decoder, bank, kv_budget_bytes)
 
 
-def logits_at(decoder: EngineModel, hidden: Tensor, index: Tensor) -> Tensor:
+def logits_at(decoder: ResidentModel, hidden: Tensor, index: Tensor) -> Tensor:
     """Logits of the indexed positions; a lone one is doubled (``batch_invariance``)."""
     return decoder.compute_logits(hidden.index_select(0, index if len(index) > 1 else index.repeat(2)))
 
@@ -199,13 +171,13 @@ class WeightSets:
     """Chooses the set that the runner computes with. A set is named by the hash of its version, the base model's by an
     empty string."""
 
-    def __init__(self, base: EngineModel, bank: LoraManager, runner: Runner) -> None:
+    def __init__(self, base: ResidentModel, bank: LoraManager, runner: Runner) -> None:
         self._base = base
         self._bank = bank
         self._runner = runner
         self._current = ""
         self._since = 0.0
-        self.decoder: EngineModel = base
+        self.decoder: ResidentModel = base
         """With the weights in use."""
 
     def add(self, ref: protocol.AdapterRef, folder: Path) -> None:

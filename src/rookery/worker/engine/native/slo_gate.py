@@ -22,8 +22,8 @@ from rookery.scheduling.costs import CostTable, Kind
 from rookery.scheduling.slo import CacheBudget, Demand, admit, deadline, slack
 from rookery.worker import device
 from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.request import EngineRequest
 from rookery.worker.engine.native.runner import Runner
+from rookery.worker.engine.request import EngineRequest
 
 LEAST_PREFILL = 16
 """Prompt tokens for which a slice of rollouts is worth its fixed cost."""

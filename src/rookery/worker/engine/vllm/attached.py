@@ -28,7 +28,7 @@ from rookery.aio import LineSplitter
 from rookery.errors import Unavailable, UserError, short
 from rookery.settings import Settings
 from rookery.worker.engine.base import EngineLimits
-from rookery.worker.engine.native.sampler import SamplingKey, row_keys
+from rookery.worker.engine.sampler import SamplingKey, row_keys
 from rookery.worker.engine.vllm.backend import (
     POSITION,
     SEED,

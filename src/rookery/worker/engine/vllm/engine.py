@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from rookery import protocol
 from rookery.errors import Unavailable, UserError
 from rookery.tokenization.chat import Chat
-from rookery.worker.engine.native.request import EngineRequest, validate
+from rookery.worker.engine.request import EngineRequest, validate
 from rookery.worker.engine.vllm.backend import Backend, LoadedAdapter, SampledPart, SamplingTask, TaskFailed
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import Projections, read_adapter

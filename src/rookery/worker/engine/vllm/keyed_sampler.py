@@ -4,7 +4,7 @@ log-probabilities.
 Promises:
 
 * A request that carries a key (``SEED``, ``POSITION`` and ``TEMPERATURE`` in ``SamplingParams.extra_args``) is sampled
-  by :func:`rookery.worker.engine.native.sampler.sample`: same logits, same seed and position, same token. Its
+  by :func:`rookery.worker.engine.sampler.sample`: same logits, same seed and position, same token. Its
   ``temperature`` in vLLM is 0: greedy decoding takes the one token that is left. Other requests are not touched.
 * With the extension, the log-probability of a sampled token is that of the distribution sampled from, at any
   temperature: vLLM reports the logit that the processor leaves, which is that number. Without it, vLLM reports the
@@ -30,7 +30,7 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from rookery.worker.engine.native.sampler import SamplingKey, sample
+from rookery.worker.engine.sampler import SamplingKey, sample
 from rookery.worker.engine.vllm.backend import NOT_A_NUMBER, POSITION, SEED, TEMPERATURE
 
 

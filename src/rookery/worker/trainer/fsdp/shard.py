@@ -38,8 +38,8 @@ from rookery.worker.trainer.fsdp.module import (
     weights_of,
     whole,
 )
-from rookery.worker.trainer.native.microbatch import agreement
-from rookery.worker.trainer.native.optim import CLIP_EPS, MOMENTS, AdapterExport
+from rookery.worker.trainer.microbatch import agreement
+from rookery.worker.trainer.optim import CLIP_EPS, MOMENTS, AdapterExport
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class PolicyShard:
         return PassResult(metrics, list(leaf.detach().cpu().split(counts)) if counts else [])
 
     def optim_step(self, adam: protocol.Adam, scale: float) -> dict[str, float]:
-        """See ``native.optim.PolicyState.adamw``, whose metrics these are."""
+        """One AdamW step, with the metrics of :meth:`rookery.worker.trainer.optim.PolicyState.adamw`."""
         gradients = [local(parameter.grad) for parameter in self._parameters.values()]
         squares = sum(gradient.square().sum() for gradient in gradients) * scale**2
         sums = torch.stack([torch.as_tensor(squares).double().cpu(), torch.tensor(float(self._nonfinite)).double()])

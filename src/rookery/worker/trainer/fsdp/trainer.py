@@ -27,11 +27,11 @@ from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.fsdp import versions
-from rookery.worker.trainer.native.microbatch import QueuedBatch
-from rookery.worker.trainer.native.optim import AdapterExport
-from rookery.worker.trainer.native.packing import PackedGroup, plan_passes
-from rookery.worker.trainer.native.states import HeldPolicy
+from rookery.worker.trainer.microbatch import QueuedBatch
 from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
+from rookery.worker.trainer.optim import AdapterExport
+from rookery.worker.trainer.packing import PackedGroup, plan_passes
+from rookery.worker.trainer.states import HeldPolicy
 
 if TYPE_CHECKING:  # a second of imports, which only a group needs
     from rookery.worker.trainer.fsdp.group import TrainingGroup

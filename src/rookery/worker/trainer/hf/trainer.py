@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rookery.worker.model.transformers_model import Attend, AttentionPlan, TransformersModel
-from rookery.worker.trainer.native.loss_head import TokenLogprobs
-from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
-from rookery.worker.trainer.native.packing import AttentionBlock, PackedBatch
+from rookery.worker.trainer.loss_head import TokenLogprobs
+from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.packed_pass import PassLimits
+from rookery.worker.trainer.packing import AttentionBlock, PackedBatch
 
 RESIDENT_TOKENS = 2048
 """On a CPU, longer passes recompute their layers in the backward pass, as in the native trainer."""

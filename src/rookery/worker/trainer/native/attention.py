@@ -2,7 +2,7 @@
 
 Promises:
 
-* A token attends to the tokens that :mod:`~rookery.worker.trainer.native.packing` states.
+* A token attends to the tokens that :mod:`~rookery.worker.trainer.packing` states.
 * A shared prompt's keys and values are computed once; the gradients from its members are summed.
 * :class:`ChunkedAttention` holds scores for one chunk at a time (at most ``ChunkSizes.scores`` of them), forward and
   backward, and keeps only q, k and v for the backward pass. Memory grows with the tokens, not with their square.
@@ -25,7 +25,7 @@ from torch import Tensor
 from rookery.worker.device import fuses
 from rookery.worker.model.decoder import AttentionBackend, Decoder
 from rookery.worker.model.varlen_attention import SequenceBounds, varlen_attention
-from rookery.worker.trainer.native.packing import AttentionBlock, PackedBatch
+from rookery.worker.trainer.packing import AttentionBlock, PackedBatch
 
 
 @dataclass(frozen=True)

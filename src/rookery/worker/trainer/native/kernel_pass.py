@@ -25,9 +25,9 @@ from rookery.worker.model.config import SITES
 from rookery.worker.model.decoder import Decoder, output_slices
 from rookery.worker.model.layers import PackedLinear, rms_norm_backward, swiglu_backward
 from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
-from rookery.worker.trainer.native.optim import LoraSite, PolicyState
-from rookery.worker.trainer.native.packed_lora import PolicyRows, add_gradients
-from rookery.worker.trainer.native.packing import PackedBatch
+from rookery.worker.trainer.optim import LoraSite, PolicyState
+from rookery.worker.trainer.packed_lora import PolicyRows, add_gradients
+from rookery.worker.trainer.packing import PackedBatch
 
 Groups = list[tuple[KernelAdapter | None, int]]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import SCRATCH, KVCache
-from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
+from rookery.worker.engine.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, LoraProduct
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, best_grouped_matmul, grouped_matmul

@@ -1,6 +1,6 @@
 """``sampler.sample`` as one kernel: a row of logits is read twice, and no tensor of probabilities is made.
 
-Promise: the same rule and the same noise as in ``engine.native.sampler``, whose constants it takes; the noise's
+Promise: the same rule and the same noise as in ``engine.sampler``, whose constants it takes; the noise's
 integers are equal bit for bit. Sums over the vocabulary are taken lane by lane from the first token to the last, then
 over the lanes (``vec.sum_lanes``), in float32; a token's score is float64.
 """
@@ -32,7 +32,7 @@ from rookery.worker.engine.native.kernels.vec import (
     write_float,
     write_int,
 )
-from rookery.worker.engine.native.sampler import (
+from rookery.worker.engine.sampler import (
     MIX,
     NEAR_NATS,
     REST_KEY,

@@ -19,8 +19,8 @@ from weakref import WeakSet
 
 from rookery import protocol
 from rookery.worker.memory import MemoryUse, NoRoom, require
-from rookery.worker.trainer.native.microbatch import QueuedBatch
-from rookery.worker.trainer.native.optim import AdapterExport, GradientExport, PolicyState
+from rookery.worker.trainer.microbatch import QueuedBatch
+from rookery.worker.trainer.optim import AdapterExport, GradientExport, PolicyState
 
 log = logging.getLogger("rookery.worker.trainer")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rookery.worker.trainer.native.optim import LoraSite, PolicyState
+from rookery.worker.trainer.optim import LoraSite, PolicyState
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from torch import Tensor
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.device import finish
-from rookery.worker.trainer.native.optim import PolicyState
-from rookery.worker.trainer.native.packed_lora import PolicyRows
-from rookery.worker.trainer.native.packing import LossToken, PackedBatch, PackedGroup, pack_groups
+from rookery.worker.trainer.optim import PolicyState
+from rookery.worker.trainer.packed_lora import PolicyRows
 from rookery.worker.trainer.packed_pass import Backbone
+from rookery.worker.trainer.packing import LossToken, PackedBatch, PackedGroup, pack_groups
 
 
 class QueuedBatch:
