@@ -100,5 +100,5 @@ async def test_a_quiet_job_is_told_from_a_dead_connection() -> None:
     stored = Stored(0)
     events = stored.feeds.follow("alice", "j", quiet_seconds=0.01)
     assert [(await anext(events))[0] for _ in range(3)] == ["job", "quiet", "quiet"]
-    await events.aclose()  # type: ignore[attr-defined]
+    await events.aclose()
     assert len(asyncio.all_tasks()) == 1, "nobody follows: the task has ended"

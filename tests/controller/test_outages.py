@@ -46,7 +46,8 @@ def test_jobs_go_on_when_postgresql_is_back(tmp_path: Path) -> None:
                 while (tmp_path / "data/logs/service.jsonl").read_text().count("not stored yet") <= outage:
                     time.sleep(0.05)
                 assert httpx.get(f"{service.url}/healthz").status_code == 200
-                not_ready = httpx.get(f"{service.url}/readyz")
+                while (not_ready := httpx.get(f"{service.url}/readyz")).status_code == 200:
+                    time.sleep(0.05)  # an answer is kept for a second
                 assert not_ready.status_code == 503 and "the database does not answer" in not_ready.json()["error"]
                 assert "connection" not in not_ready.text, "the operator reads the reason in the log"
                 cluster.start()
@@ -54,7 +55,8 @@ def test_jobs_go_on_when_postgresql_is_back(tmp_path: Path) -> None:
                 for one, step in zip(jobs, reached, strict=True):
                     assert next_step(one, step + 2) == step + 3
                 assert time.monotonic() - began < RESUMED_SECONDS
-                assert httpx.get(f"{service.url}/readyz").status_code == 200
+                while httpx.get(f"{service.url}/readyz").status_code != 200:
+                    time.sleep(0.05)
             for one in jobs:
                 one.cancel()
                 steps = [row.step for row in one.metrics(follow=False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -614,3 +615,16 @@ def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> 
         ScriptedWorker.of(service),
     ):
         assert end_of(client, id)[1]["state"] == "completed"
+
+
+def test_a_reader_that_leaves_a_quiet_stream_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(tmp_path) as service, httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+        id = client.post("/api/v1/jobs", json=job()).json()["id"]
+        path = f"/api/v1/jobs/{id}/metrics/stream"
+        for _ in range(3):
+            with client.stream("GET", path) as response:
+                assert next(response.iter_lines())
+    gc.collect()  # tasks whose exception nobody took say so when they are collected
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -198,6 +198,9 @@ class PostgresCluster:
         """At once, as when it crashes."""
         self._control("-m", "immediate", "stop")
 
+    def runs(self) -> bool:
+        return (self._cluster / "postmaster.pid").exists()
+
     def _control(self, *arguments: Any) -> None:
         subprocess.run([self._programs / "pg_ctl", "-D", self._cluster, "-w", *arguments], **self._run)
 
@@ -212,7 +215,8 @@ def postgres_cluster() -> Iterator[PostgresCluster]:
         try:
             yield cluster
         finally:
-            cluster.stop()
+            if cluster.runs():
+                cluster.stop()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -90,7 +90,7 @@ class JobFeeds:
 
     async def follow(
         self, tenant: str, job: str, after: int = -1, quiet_seconds: float | None = None
-    ) -> AsyncIterator[FeedEvent]:
+    ) -> AsyncGenerator[FeedEvent, None]:
         """The job's state, the rows of steps later than ``after`` as they are committed, and its end. Where nothing
         happens for ``quiet_seconds``, that is an event too. Raises :class:`NotFound`."""
         shown: tuple[str, str] | None = None

@@ -11,6 +11,7 @@ import asyncio
 import builtins
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -86,9 +87,10 @@ class JobQueries:
 
     async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
         """Metrics rows of later steps than ``after`` as they are committed, until the job has ended."""
-        async for _, data in self.feeds.follow(tenant, job, after):
-            if isinstance(data, FeedRow):
-                yield data.metrics
+        async with aclosing(self.feeds.follow(tenant, job, after)) as events:
+            async for _, data in events:
+                if isinstance(data, FeedRow):
+                    yield data.metrics
 
     async def wait(self, tenant: str, job: str) -> JobView:
         """The job when it has ended."""

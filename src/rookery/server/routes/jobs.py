@@ -8,8 +8,8 @@ sent per heartbeat, so a reader can tell a quiet job from a dead connection. A r
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ import msgspec
 from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from rookery.aio import cancel_all
+from rookery.aio import unless
 from rookery.controller.feeds import FeedRow
 from rookery.controller.views import NUMBER, Completion, JobView
 from rookery.errors import NotFound
@@ -235,16 +235,9 @@ def _event(kind: str, data: bytes, id: int | None = None) -> bytes:
 async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int) -> AsyncIterator[bytes]:
     """The events of ``job``, with the rows of steps later than ``after``, until it ends or the service stops."""
     interval = service.context.settings.worker.heartbeat_seconds
-    events = service.controller.queries.feeds.follow(tenant, job, after, interval)
-    closing = asyncio.ensure_future(service.closing.wait())
-    try:
-        while True:
-            upcoming = asyncio.ensure_future(anext(events, None))
-            await asyncio.wait({upcoming, closing}, return_when=asyncio.FIRST_COMPLETED)
-            if not upcoming.done():
-                await cancel_all(upcoming)
-                return
-            match upcoming.result():
+    async with aclosing(service.controller.queries.feeds.follow(tenant, job, after, interval)) as events:
+        while (event := await unless(service.closing.wait(), anext(events, None))) is not None:
+            match event:
                 case ("metrics", FeedRow() as row):
                     row.encoded = row.encoded or _event("metrics", msgspec.json.encode(row.metrics), row.step)
                     yield row.encoded
@@ -252,8 +245,3 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
                     yield _event(kind, view.model_dump_json().encode())
                 case ("quiet", None):
                     yield b": heartbeat\n\n"
-                case None:
-                    return
-    finally:
-        await cancel_all(closing)
-        await events.aclose()  # type: ignore[attr-defined]
