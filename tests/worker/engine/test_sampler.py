@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rookery.worker.engine.native import kernels, sampler
+from rookery.worker.engine import sampler
+from rookery.worker.engine.native import kernels
 from rookery.worker.engine.sampler import NEAR_NATS, SampledTokens, SamplingKey
 
 SEEDS = 40_000
