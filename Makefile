@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -61,6 +61,11 @@ test-families: $(VENV)/.tests
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed
 	@$(BIN)/python -m pytest -m heavy tests/storage/test_object_artifacts.py
+
+# The page in Debian's chromium, and its pure functions by node's own runner: apt-get install chromium nodejs.
+test-page: $(VENV)/.tests
+	@node --test tests/page/
+	@$(BIN)/python -m pytest -m heavy tests/page
 
 # The whole flow of a Tinker client with other versions of the SDK: make test-sdks SDKS="0.25.0 0.30.4"
 test-sdks: $(SDKS:%=$(VENV)/sdks/%)

@@ -47,6 +47,12 @@ UNKNOWN_KEY = "the API key is unknown: keys begin with tml-; this one is mistype
 
 WITHOUT_IDS = {
     "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/runs": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/account": "test_lists_contain_only_the_tenants_objects",
+    "GET /": "test_lists_contain_only_the_tenants_objects",
+    "POST /api/v1/sign-in": "test_a_cookie_opens_what_its_key_opens",
+    "POST /api/v1/sign-out": "test_a_cookie_opens_what_its_key_opens",
+    "POST /api/v1/sign-in/links": "test_a_cookie_opens_what_its_key_opens",
     "GET /api/v1/models": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/health": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/workers": "test_lists_contain_only_the_tenants_objects",
@@ -251,6 +257,8 @@ def ids(job: str, tenant: str, digest: str, ticket: str, key: str, upload: str) 
         "name": "adapter_config.json",
         "model": f"{job}@1",
         "path": f"jobs/{job}",
+        "file": "none.js",
+        "link": "none",
     }
 
 
@@ -269,6 +277,23 @@ def test_lists_contain_only_the_tenants_objects(town: Town) -> None:
     assert town.bob.post("/api/v1/tenants", json={"name": "mallory"}).status_code == 403
     assert "mallory" not in town.admin.get("/api/v1/tenants").text
     assert town.keys["ada"] not in town.admin.get("/api/v1/tenants").text
+
+
+def test_a_cookie_opens_what_its_key_opens(town: Town) -> None:
+    """Signed in, a browser sees its tenant's jobs; nobody signs in for another."""
+    page = {"X-Rookery-Page": "1"}
+    for client, jobs in ((town.ada, {town.done["id"], town.paused}), (town.bob, set())):
+        with httpx.Client(base_url=town.service.url, headers=page) as browser:
+            assert browser.post("/api/v1/sign-in").status_code == 401
+            assert browser.post("/api/v1/sign-out").status_code == 401
+            assert browser.post("/api/v1/sign-in/links").status_code == 401
+            link = client.post("/api/v1/sign-in/links").json()["path"].rpartition("/")[2]
+            assert browser.post(f"/api/v1/sign-in/links/{link}").status_code == 204
+            assert {run["id"] for run in browser.get("/api/v1/runs").json()["runs"]} == jobs
+            assert browser.get("/api/v1/workers").status_code == 403
+    assert town.done["id"] in town.admin.get("/api/v1/runs").text, "the administrator sees all"
+    assert town.admin.get(f"/api/v1/jobs/{town.done['id']}").json()["name"] == SECRET
+    assert town.bob.get("/api/v1/runs", params={"id": town.done["id"], "text": SECRET}).json()["total"] == 0
 
 
 def test_revoked_key_is_refused_and_other_keys_still_work(town: Town) -> None:

@@ -191,6 +191,10 @@ class Client:
         it."""
         self._connection.call("DELETE", f"/api/v1/uploads/{quote(hash, safe='')}")
 
+    def sign_in_link(self) -> str:
+        """An address that opens the service's page in a browser, signed in with this key: once, within a minute."""
+        return self.url + str(self._connection.call("POST", "/api/v1/sign-in/links").path)
+
     # --- models and the service ---------------------------------------------------------------------------------------
 
     def models(self) -> list[Record]:

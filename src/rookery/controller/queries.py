@@ -30,6 +30,7 @@ from rookery.controller.views import BY_OWNER, JobView, PolicyView
 from rookery.scheduling.usage import Usage
 from rookery.spec import values
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
+from rookery.storage.repositories.runs import RunChoice
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
 
@@ -48,12 +49,13 @@ class JobQueries:
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def list(self, tenant: str) -> Sequence[JobView]:
-        rows, owner, policies, usage, rewards = await asyncio.gather(
+        rows, owner, policies, usage, rewards, since = await asyncio.gather(
             self._store.list_jobs(tenant),
             self._store.get_tenant(tenant),
             self._store.all_policies(tenant),
             self._store.tenant_usage(tenant),
             self._store.recent_rewards(tenant, SHOWN_REWARDS),
+            self._store.state_times(tenant),
         )
         current = self._context.usage.current
         return [
@@ -63,9 +65,34 @@ class JobQueries:
                 policies.get(row.id, []),
                 current(tenant, row.id, usage.get(row.id, {})),
                 rewards.get(row.id, []),
+                since.get(row.id),
             )
             for row in rows
         ]
+
+    async def runs(self, chosen: RunChoice) -> tuple[Sequence[JobView], int]:
+        """A page of jobs in short, without policies, and the number of all that are chosen."""
+        rows, total = await self._store.chosen_jobs(chosen)
+        jobs = [row.id for row in rows]
+        owners, usage, rewards, since = await asyncio.gather(
+            self._store.list_tenants(deleted=True),
+            self._store.usage_of(jobs),
+            self._store.rewards_of(jobs, SHOWN_REWARDS),
+            self._store.state_times(None, jobs),
+        )
+        names, current = {owner.id: owner for owner in owners}, self._context.usage.current
+        views = [
+            self._view(
+                row,
+                names[row.tenant],
+                [],
+                current(row.tenant, row.id, usage.get(row.id, {})),
+                rewards.get(row.id, []),
+                since.get(row.id),
+            )
+            for row in rows
+        ]
+        return views, total
 
     async def show(self, tenant: str, job: str) -> JobView:
         row = await self._store.get_job(tenant, job)
@@ -73,7 +100,8 @@ class JobQueries:
         owner = await self._store.get_tenant(tenant)
         usage = self._context.usage.current(tenant, job, await self._store.job_usage(tenant, job))
         rewards = await self._store.recent_rewards(tenant, SHOWN_REWARDS, job)
-        return self._view(row, owner, policies, usage, rewards.get(job, []))
+        since = await self._store.state_times(tenant, [job])
+        return self._view(row, owner, policies, usage, rewards.get(job, []), since.get(job))
 
     async def metrics(
         self, tenant: str, job: str, after: int = -1, limit: int | None = None
@@ -152,7 +180,13 @@ class JobQueries:
         return await self._context.threads(self._context.artifacts.verify, found.hash)
 
     def _view(
-        self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], usage: Usage, stored: Sequence[float]
+        self,
+        row: JobRow,
+        tenant: TenantRow,
+        policies: Sequence[PolicyRow],
+        usage: Usage,
+        stored: Sequence[float],
+        since: float | None,
     ) -> JobView:
         running = self._jobs.runners.get(row.id)
         job = running.job if running is not None and row.state not in FINAL_JOB_STATES else None
@@ -180,6 +214,7 @@ class JobQueries:
             reason=reason,
             paused_by=paused_by,
             waits_for=waits,
+            since=since or row.created,
             base_model=row.spec["base_model"],
             step=step,
             steps=row.spec["stop"]["steps"],

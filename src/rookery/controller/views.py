@@ -63,8 +63,8 @@ class FleetCost(View):
     """Work in progress, which is charged when it ends."""
 
 
-class JobView(View):
-    """A job. Times are Unix seconds, 0 where the event has not happened."""
+class RunView(View):
+    """A job in short. Times are Unix seconds, 0 where the event has not happened."""
 
     id: str
     name: str
@@ -77,6 +77,8 @@ class JobView(View):
     """Who paused it: its owner; an outage, after which it resumes by itself; or a fault that its owner must mend."""
     waits_for: str
     """The resource that a running job waits for: ``engine``, ``environment``, ``trainer``, ``worker: …``, or empty."""
+    since: float = 0.0
+    """When it came into its state."""
     base_model: str
     step: int
     steps: int | None
@@ -88,19 +90,24 @@ class JobView(View):
     """Sampled tokens over the last half minute."""
     staleness: float | None
     """Mean staleness of the newest step's groups, in optimizer steps."""
+    tokens: int
+    cost: CostView
+    created: float
+    started: float
+    finished: float
+
+
+class JobView(RunView):
+    """A job. Times are Unix seconds, 0 where the event has not happened."""
+
     hosted: bool | None = None
     """Whether an environment host of the owner is connected that offers the job's environment; null for a built-in."""
     groups_in_flight: int
     groups_ready: int
-    tokens: int
     counters: dict[str, int]
     """episodes, episodes_failed, groups_dropped_stale, groups_failed, zero_variance_groups, steps_skipped,
     trajectory_splits, …"""
-    cost: CostView
     policies: list[PolicyView]
-    created: float
-    started: float
-    finished: float
     spec: dict[str, Any]
 
 

@@ -30,6 +30,7 @@ from rookery.errors import Forbidden, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
 from rookery.server.connections import Connections
 from rookery.server.readiness import Readiness
+from rookery.server.signin import SignIns
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
@@ -122,6 +123,7 @@ class ServiceContext:
     keys: Keys
     checks: EnvironmentChecks
     readiness: Readiness
+    signins: SignIns
     refusals: Counter[str]
     """Requests and connections refused at the edge, by the name of the metric."""
     open_requests: Counter[str] = field(default_factory=Counter)
@@ -163,8 +165,8 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
     """The owner of the API key that a request or a WebSocket brings, looked up once. Raises :class:`Unauthorized` for a
     missing and for a wrong key, :class:`Forbidden` for a key of another role, :class:`TooManyRequests`."""
     caller: Caller | None = getattr(connection.state, "caller", None)
-    if caller is None and (key := _key_hash(connection)):
-        service = await service_context(connection)
+    service = await service_context(connection)
+    if caller is None and (key := _key_hash(connection) or service.signins.key_of(connection)):
         address = connection.client.host if connection.client is not None else ""
         try:
             service.failed_keys.check(address, key)

@@ -177,15 +177,17 @@ class TimeKeeper:
 
 
 class SecurityHeaders:
-    """ASGI middleware: no page may load or be loaded by others, but for the API's documentation."""
+    """ASGI middleware: no page may load or be loaded by others, but for the API's documentation, and the service's own
+    page, whose policy is ``page``."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, page: bytes) -> None:
         self._app = app
+        self._policies = {"/docs": DOCS_POLICY, "/": page}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def headed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                policy = DOCS_POLICY if scope["path"] == "/docs" else POLICY
+                policy = self._policies.get(scope["path"], POLICY)
                 message = {**message, "headers": [*message["headers"], *HEADERS, (b"content-security-policy", policy)]}
             await send(message)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hmac
 import logging
 import signal
 import socket
@@ -41,6 +42,7 @@ from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
 from rookery.server.readiness import Readiness
+from rookery.server.signin import SignIns
 from rookery.settings import ServerSettings, Settings, variable_notes
 from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
@@ -207,6 +209,7 @@ class Service:
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             keys=keys,
             checks=checks,
+            signins=SignIns(clock, hmac.digest(self.admin_key.encode(), b"sign in to the page", "sha256")),
             readiness=Readiness(partial(asyncio.to_thread, database.ping), clock),
             refusals=refusals,
             closing=self._closing,
@@ -349,6 +352,7 @@ def _greeting(service: Service) -> list[str]:
     lines = [
         f"Rookery serves at {url} (Ctrl-C stops it, jobs resume at the next start)",
         f"works: jobs, chat, the OpenAI API ({url}/v1){tinker}; all routes: {url}/docs",
+        f"the page: {url} (rookery open signs in on this machine; elsewhere with an API key)",
         f"data: {data}   admin key: {data / ADMIN_KEY_FILE}   logs: {data / 'logs'}",
     ]
     if models and settings.server.workers:

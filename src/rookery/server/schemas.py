@@ -12,12 +12,34 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from rookery.bounds import ENTRIES, STOP_TEXTS, Line, StopText, Text
-from rookery.controller.views import CostView, FleetCost
+from rookery.controller.views import CostView, FleetCost, RunView
 from rookery.spec.job import Temperature
 from rookery.spec.parsing import MAX_PROBLEMS
 from rookery.storage.models import KeyRole
 
 Role = Literal["system", "user", "assistant", "tool"]
+
+
+class RunPage(BaseModel):
+    """A page of jobs in short."""
+
+    runs: list[RunView]
+    total: int = Field(description="Jobs on all pages")
+
+
+class AccountView(BaseModel):
+    """The holder of the key of a request."""
+
+    tenant: str
+    name: str
+    role: KeyRole
+    limits: dict[str, float] = Field(description="Every limit that holds for the tenant, and its weight")
+    tokens_today: int = Field(description="Sampled and trained on since 00:00 UTC")
+    cost: CostView
+
+
+class SignInLink(BaseModel):
+    path: str = Field(description="Opened in a browser within a minute, it signs in once")
 
 
 class MetricsRow(BaseModel):

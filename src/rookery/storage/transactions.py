@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 
 from sqlalchemy import Connection
 
-from rookery.storage.repositories import jobs, sessions, tenants, versions
+from rookery.storage.repositories import jobs, runs, sessions, tenants, versions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -120,6 +120,12 @@ class Transactions:
     get_policy = _read(jobs.get_policy)
     next_lease = _write(jobs.next_lease)
     fence = _write(jobs.fence)
+
+    chosen_jobs = _read(runs.chosen_jobs)
+    any_job = _read(runs.any_job)
+    rewards_of = _read(runs.rewards_of)
+    usage_of = _read(runs.usage_of)
+    state_times = _read(runs.state_times)
 
     add_groups = _write(jobs.add_groups)
     save_turns = _write(jobs.save_turns)

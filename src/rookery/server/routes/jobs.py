@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from fastapi.responses import StreamingResponse
 
 from rookery.aio import unless
 from rookery.controller.feeds import FeedRow
-from rookery.controller.views import NUMBER, Completion, JobView
+from rookery.controller.views import NUMBER, Completion, JobState, JobView
 from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.peft_archive import pack, unpack
@@ -32,12 +33,14 @@ from rookery.server.schemas import (
     Health,
     JobEvent,
     MetricsRow,
+    RunPage,
     SampleRequest,
     UploadedAdapter,
     UploadedDataset,
     UploadView,
     VersionView,
 )
+from rookery.storage.repositories.runs import RunChoice, RunOrder
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS)
 
@@ -47,18 +50,34 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 
 
-async def _job_id(
+@dataclass(frozen=True)
+class NamedJob:
+    """The job that a request names: its tenant and its id."""
+
+    tenant: str
+    id: str
+
+
+async def _named_job(
     service: Service,
     owner: Owner,
     job: Annotated[
         str, Path(max_length=200, description="A job's id or name (the newest of that name), or NAME~1, the one before")
     ],
-) -> str:
-    """The id of the job that a request names. Raises :class:`NotFound`."""
-    return (await service.context.store.find_job(owner.id, job)).id
+) -> NamedJob:
+    """A job of the key's tenant; for the administrator also one of another tenant, by its id. Raises
+    :class:`NotFound`."""
+    store = service.context.store
+    try:
+        row = await store.find_job(owner.id, job)
+    except NotFound:
+        if owner.role != "admin":
+            raise
+        row = await store.any_job(job)
+    return NamedJob(row.tenant, row.id)
 
 
-OfJob = Annotated[str, Depends(_job_id)]
+OfJob = Annotated[NamedJob, Depends(_named_job)]
 After = Annotated[int, Query(ge=-1, lt=2**63, description="Only rows of later steps")]
 
 
@@ -83,74 +102,92 @@ async def list_jobs(service: Service, owner: Owner) -> Any:
     return await service.controller.queries.list(owner.id)
 
 
+@routes.get("/runs", response_model=RunPage, tags=["jobs"])
+async def runs(
+    service: Service,
+    owner: Owner,
+    state: Annotated[list[JobState], Query(max_length=6, description="Only jobs in these states")] = [],  # noqa: B006
+    text: Annotated[str, Query(max_length=200, description="Part of a name or an id")] = "",
+    id: Annotated[list[str], Query(max_length=200, description="Only these jobs")] = [],  # noqa: B006
+    order: RunOrder = "created",
+    descending: bool = True,
+    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+    limit: Annotated[int, Query(ge=1, le=200)] = 100,
+) -> Any:
+    """A page of jobs in short; for the administrator of all tenants."""
+    tenant = None if owner.role == "admin" else owner.id
+    chosen = RunChoice(tenant, state, text, order, descending, offset, limit, id)
+    found, total = await service.controller.queries.runs(chosen)
+    return {"runs": found, "total": total}
+
+
 @routes.get("/jobs/{job}", tags=["jobs"])
-async def show(service: Service, owner: Owner, job: OfJob) -> JobView:
-    return await service.controller.queries.show(owner.id, job)
+async def show(service: Service, job: OfJob) -> JobView:
+    return await service.controller.queries.show(job.tenant, job.id)
 
 
 @routes.delete("/jobs/{job}", tags=["jobs"])
-async def delete_job(service: Service, owner: Owner, job: OfJob) -> JobView:
+async def delete_job(service: Service, job: OfJob) -> JobView:
     """Delete a job that has ended, with its versions and all its results. Returns it as it was."""
-    view = await service.controller.queries.show(owner.id, job)
-    await service.controller.delete_job(owner.id, job)
+    view = await service.controller.queries.show(job.tenant, job.id)
+    await service.controller.delete_job(job.tenant, job.id)
     return view
 
 
 @routes.post("/jobs/{job}/{action}", tags=["jobs"])
-async def act(
-    service: Service, owner: Owner, job: OfJob, action: Literal["pause", "resume", "rollback", "cancel"]
-) -> JobView:
+async def act(service: Service, job: OfJob, action: Literal["pause", "resume", "rollback", "cancel"]) -> JobView:
     """Pause a job (nothing is lost), resume it, resume it from the newest version whose bytes are there, or end it for
     good. Returns the job."""
-    await getattr(service.controller, action)(owner.id, job)
-    return await service.controller.queries.show(owner.id, job)
+    await getattr(service.controller, action)(job.tenant, job.id)
+    return await service.controller.queries.show(job.tenant, job.id)
 
 
 @routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], response_model_exclude_unset=True, tags=["results"])
-async def metrics(service: Service, owner: Owner, job: OfJob, after: After = -1) -> Any:
-    """One row per optimizer step."""
-    return await service.controller.queries.metrics(owner.id, job, after)
+async def metrics(
+    service: Service, job: OfJob, after: After = -1, limit: Annotated[int | None, Query(ge=1, le=100_000)] = None
+) -> Any:
+    """One row per optimizer step, the first ``limit``."""
+    return await service.controller.queries.metrics(job.tenant, job.id, after, limit)
 
 
 @routes.get("/jobs/{job}/metrics/stream", response_class=StreamingResponse, tags=["results"])
 async def metrics_stream(
     service: Service,
-    owner: Owner,
     job: OfJob,
     after: After = -1,
     last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
 ) -> Response:
     """Server-sent events while the job runs: ``metrics`` (a row), ``job`` (its state changed), ``end``."""
-    await service.controller.queries.show(owner.id, job)
+    await service.controller.queries.show(job.tenant, job.id)
     if last is not None and NUMBER.fullmatch(last):
         after = int(last)
-    events = _follow_job(service, owner.id, job, after)
+    events = _follow_job(service, job.tenant, job.id, after)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 @routes.get("/jobs/{job}/events", response_model=list[JobEvent], tags=["results"])
-async def events(service: Service, owner: Owner, job: OfJob, limit: Limit = 100) -> Any:
+async def events(service: Service, job: OfJob, limit: Limit = 100) -> Any:
     """The job's event log, newest last."""
-    return await service.controller.queries.events(owner.id, job, limit)
+    return await service.controller.queries.events(job.tenant, job.id, limit)
 
 
 @routes.get(
     "/jobs/{job}/trajectories", response_model=list[EpisodeView], response_model_exclude_unset=True, tags=["results"]
 )
-async def trajectories(service: Service, owner: Owner, job: OfJob, limit: Limit = 20, version: OfVersion = None) -> Any:
+async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version: OfVersion = None) -> Any:
     """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
-    return await service.controller.queries.trajectories(owner.id, job, limit, version)
+    return await service.controller.queries.trajectories(job.tenant, job.id, limit, version)
 
 
 @routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], tags=["results"])
-async def evaluations(service: Service, owner: Owner, job: OfJob) -> Any:
+async def evaluations(service: Service, job: OfJob) -> Any:
     """Evaluations on held-out prompts, by version."""
-    return await service.controller.queries.evaluations(owner.id, job)
+    return await service.controller.queries.evaluations(job.tenant, job.id)
 
 
 @routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], tags=["results"])
-async def versions(service: Service, owner: Owner, job: OfJob, policy: str) -> Any:
-    return await service.controller.queries.versions(owner.id, job, policy)
+async def versions(service: Service, job: OfJob, policy: str) -> Any:
+    return await service.controller.queries.versions(job.tenant, job.id, policy)
 
 
 @routes.get(
@@ -159,14 +196,14 @@ async def versions(service: Service, owner: Owner, job: OfJob, policy: str) -> A
     responses={200: {"content": {"application/x-tar": {}}, "description": "The files of the PEFT folder"}},
     tags=["results"],
 )
-async def adapter(service: Service, owner: Owner, job: OfJob, policy: str, version: str) -> Response:
+async def adapter(service: Service, job: OfJob, policy: str, version: str) -> Response:
     """The PEFT folder of a version (a number, or ``latest``) as a tar, without the trainer's state."""
     if version != "latest" and not NUMBER.fullmatch(version):
         raise NotFound(f"no version {version!r}; give a number or latest")
     number = None if version == "latest" else int(version)
-    manifest = await service.controller.queries.adapter(owner.id, job, policy, number)
+    manifest = await service.controller.queries.adapter(job.tenant, job.id, policy, number)
     size, chunks = await service.threads(pack, service.context.artifacts, manifest, service.context.clock.time())
-    name = f"{job}-{policy}-{version}.tar"
+    name = f"{job.id}-{policy}-{version}.tar"
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
 

@@ -1,0 +1,100 @@
+// The page: who is signed in, which view is open, and the frame around it.
+import { render } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { call, get } from "./api.js";
+import { parseRoute } from "./format.js";
+import { Empty, Problem, html } from "./parts.js";
+import { Runs } from "./runs.js";
+import { Compare } from "./compare.js";
+import { Run } from "./run.js";
+
+const VIEWS = { runs: Runs, run: Run, compare: Compare };
+const LINKS = [["runs", "Runs"]];
+
+function useRoute() {
+  const [hash, setHash] = useState(location.hash);
+  useEffect(() => {
+    const changed = () => setHash(location.hash);
+    addEventListener("hashchange", changed);
+    return () => removeEventListener("hashchange", changed);
+  }, []);
+  return parseRoute(hash);
+}
+
+function SignIn({ onDone, error: before }) {
+  const [key, setKey] = useState(""), [error, setError] = useState(before), [busy, setBusy] = useState(false);
+  const submit = async (event) => {
+    event.preventDefault();
+    setBusy(true);
+    try {
+      await call("POST", "/api/v1/sign-in", undefined, { headers: { Authorization: `Bearer ${key.trim()}` } });
+      onDone();
+    } catch (problem) {
+      setError(problem);
+    }
+    setBusy(false);
+  };
+  return html`<main class="signin"><div class="panel">
+    <h1>Rookery</h1>
+    <p class="muted">Sign in with an API key. On the service's own machine <code>rookery open</code> does it for you.</p>
+    <form onSubmit=${submit}>
+      <label for="key">API key</label>
+      <input id="key" type="password" autocomplete="current-password" placeholder="tml-…" value=${key} onInput=${(event) => setKey(event.target.value)} required />
+      <button class="main" disabled=${busy}>Sign in</button>
+    </form>
+    <${Problem} error=${error} />
+  </div></main>`;
+}
+
+function switchTheme() {
+  const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  root.dataset.theme = (root.dataset.theme || system) === "dark" ? "light" : "dark";
+  localStorage.setItem("rookery-theme", root.dataset.theme);
+  dispatchEvent(new Event("hashchange"));
+}
+
+function App() {
+  const { path, query } = useRoute();
+  const [account, setAccount] = useState(undefined), [error, setError] = useState(null), [, setTheme] = useState(0);
+  const load = async () => {
+    try {
+      setAccount(await get("/api/v1/account"));
+      setError(null);
+    } catch (problem) {
+      setAccount(null);
+      if (problem.status !== 401) setError(problem);
+    }
+  };
+  useEffect(() => {
+    const begin = async () => {
+      if (path[0] === "link") {
+        const link = path[1];
+        history.replaceState(null, "", "/#/runs");
+        dispatchEvent(new Event("hashchange"));
+        try { await call("POST", `/api/v1/sign-in/links/${encodeURIComponent(link)}`); } catch (problem) { setError(problem); }
+      }
+      await load();
+    };
+    begin();
+    const out = () => setAccount(null);
+    addEventListener("signed-out", out);
+    return () => removeEventListener("signed-out", out);
+  }, []);
+  if (account === undefined) return html`<main><p class="muted">Loading …</p></main>`;
+  if (account === null) return html`<${SignIn} onDone=${load} error=${error} />`;
+  const name = path[0] ?? "runs", View = VIEWS[name];
+  const signOut = async () => { await call("POST", "/api/v1/sign-out"); setAccount(null); };
+  const links = LINKS.filter(([, , role]) => !role || role === account.role);
+  return html`
+    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.querySelector("main").focus(); }}>Skip to the content</a>
+    <header class="top">
+      <a class="brand" href="#/runs"><img src="/page/icon.svg" alt="" />Rookery</a>
+      <nav aria-label="Views">${links.map(([to, label]) => html`<a href=${`#/${to}`} aria-current=${(name === to || (to === "runs" && ["run", "compare"].includes(name))) ? "page" : undefined}>${label}</a>`)}</nav>
+      <div class="who"><span class="name">${account.name}</span>
+        <button onClick=${() => { switchTheme(); setTheme((old) => old + 1); }} aria-label="Switch between dark and light">◐</button>
+        <button onClick=${signOut}>Sign out</button></div>
+    </header>
+    <main id="main" tabindex="-1">${View ? html`<${View} path=${path} query=${query} account=${account} />` : html`<${Empty}>There is no such view. <a href="#/runs">All runs</a><//>`}</main>`;
+}
+
+render(html`<${App} />`, document.getElementById("app"));

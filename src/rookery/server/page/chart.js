@@ -1,0 +1,80 @@
+// One chart of a run: lines over steps with a cursor that all charts share, zoom by dragging, and a click that opens a step.
+import { useEffect, useRef, useState } from "preact/hooks";
+import { html } from "./parts.js";
+import { isNumber, number, smooth } from "./format.js";
+
+const HEIGHT = 210;
+const CLICK_PIXELS = 4; // a shorter drag is a click
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** A little more than the values take; a flat line is in the middle, or at the bottom where it is 0. */
+function rangeOf(low, high) {
+  if (!isNumber(low) || !isNumber(high)) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+  const room = 0.06 * (high - low);
+  return [low >= 0 && low < high / 3 ? 0 : low - room, high + room];
+}
+
+/** `lines`: [{label, values, dashed, dots, raw}] with a value for each of `steps`; `zoom` is [from, to] or null. */
+export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom, onStep, digits = 3 }) {
+  const box = useRef(null), plot = useRef(null), hooks = useRef({});
+  const [at, setAt] = useState(null);
+  hooks.current = { onZoom, onStep, steps };
+  const shape = JSON.stringify([lines.map((line) => [line.label, line.dashed, line.dots]), title, unit]);
+
+  useEffect(() => {
+    const axis = { stroke: color("--muted"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 }, font: "12px system-ui, sans-serif" };
+    const options = {
+      width: box.current.clientWidth || 400,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { sync: { key: "run", setSeries: false }, drag: { x: true, y: false, dist: CLICK_PIXELS, setScale: false }, points: { size: 6 } },
+      scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high) } },
+      axes: [{ ...axis, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(6))).replace(/^(-?\d+)000$/, "$1k")) }],
+      series: [{}, ...lines.map((line, place) => ({
+        label: line.label, stroke: color(`--c${place % 6}`), width: line.dashed ? 1.3 : 2, spanGaps: true,
+        dash: line.dashed ? [6, 5] : undefined, points: { show: line.dots ?? steps.length < 3, size: line.dots ? 8 : 5 }, paths: line.dots ? () => null : undefined,
+      }))],
+      hooks: {
+        setCursor: [(u) => setAt(u.cursor.idx ?? null)],
+        setSelect: [(u) => {
+          if (u.select.width < CLICK_PIXELS) return;
+          const range = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
+          u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+          hooks.current.onZoom?.(range);
+        }],
+      },
+    };
+    const u = new uPlot(options, [[], ...lines.map(() => [])], box.current);
+    plot.current = u;
+    let down = null;
+    u.over.addEventListener("mousedown", (event) => { down = event.clientX; });
+    u.over.addEventListener("click", (event) => {
+      if (down !== null && Math.abs(event.clientX - down) < CLICK_PIXELS && isNumber(u.cursor.idx)) hooks.current.onStep?.(hooks.current.steps[u.cursor.idx]);
+    });
+    u.over.addEventListener("dblclick", () => hooks.current.onZoom?.(null));
+    const watch = new ResizeObserver(() => u.setSize({ width: box.current.clientWidth, height: HEIGHT }));
+    watch.observe(box.current);
+    return () => { watch.disconnect(); u.destroy(); };
+  }, [shape, document.documentElement.dataset.theme]);
+
+  const shown = lines.map((line) => (line.raw || !weight ? line.values : smooth(line.values, weight)));
+  useEffect(() => {
+    const u = plot.current;
+    u.setData([steps, ...shown.map((values) => values.map((value) => (isNumber(value) ? value : null)))], false);
+    const low = steps[0] ?? 0, high = steps[steps.length - 1] ?? 1;
+    u.setScale("x", zoom ? { min: zoom[0], max: zoom[1] } : { min: low === high ? low - 1 : low, max: low === high ? high + 1 : high });
+  });
+
+  const last = (values) => values.findLast(isNumber);
+  const value = (values) => (at === null ? last(values) : values[at]);
+  const summary = lines.map((line, place) => `${line.label} ${number(last(shown[place]), digits)}`).join(", ");
+  return html`<section class="panel chart">
+    <h3>${title} ${unit && html`<span class="unit">${unit}</span>`}</h3>
+    <div class="plot" ref=${box} role="img" aria-label=${`${title} over ${steps.length} steps; newest: ${summary}`}></div>
+    <div class="legend"><span>step <b>${at === null ? steps[steps.length - 1] : steps[at]}</b></span>
+      ${lines.map((line, place) => html`<span><i class=${`swatch s${place % 6}`}></i>${line.label} <b>${number(value(line.raw ? line.values : shown[place]), digits)}</b></span>`)}
+    </div>
+  </section>`;
+}

@@ -1,0 +1,98 @@
+// Numbers, times and shapes as people read them. Pure functions: tests run them without a browser.
+
+export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+/** A number of any size in a few characters; a dash for none. */
+export function number(value, digits = 3) {
+  if (!isNumber(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e15) return value.toExponential(1);
+  for (const [limit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    if (size >= limit) return `${(value / (letter === "k" ? 1e3 : limit)).toFixed(1)}${letter}`;
+  }
+  if (Number.isInteger(value)) return String(value);
+  if (size !== 0 && size < 10 ** -digits / 2) return value.toExponential(1);
+  return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : digits);
+}
+
+export const count = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : "–");
+
+export const percent = (value) => (isNumber(value) ? `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %` : "–");
+
+export function bytes(value) {
+  if (!isNumber(value)) return "–";
+  const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+  let at = 0;
+  while (Math.abs(value) >= 1000 && at < units.length - 1) [value, at] = [value / 1000, at + 1];
+  return `${at ? value.toFixed(value >= 100 ? 0 : 1) : value} ${units[at]}`;
+}
+
+export function duration(seconds) {
+  if (!isNumber(seconds)) return "–";
+  if (seconds < 0) return `-${duration(-seconds)}`;
+  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
+  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 48) return `${hours} h ${minutes % 60} min`;
+  return `${Math.round(hours / 24)} days`;
+}
+
+export const time = (unix) => (unix ? new Date(1000 * unix).toLocaleString("sv-SE").slice(0, 19) : "–");
+
+export const ago = (unix, now = Date.now() / 1000) => (unix ? duration(Math.max(0, now - unix)) : "–");
+
+/** The path of a line through the values in a box; missing values are gaps. */
+export function sparkPath(values, width, height) {
+  const known = values.filter(isNumber);
+  if (known.length === 0) return "";
+  const low = Math.min(...known), high = Math.max(...known), span = high - low || 1;
+  const step = values.length > 1 ? width / (values.length - 1) : 0;
+  let path = "", begun = false;
+  values.forEach((value, at) => {
+    if (!isNumber(value)) { begun = false; return; }
+    const y = height - 1 - ((value - low) / span) * (height - 2);
+    path += `${begun ? "L" : "M"}${(at * step).toFixed(1)} ${(high === low ? height / 2 : y).toFixed(1)}`;
+    begun = true;
+  });
+  return path;
+}
+
+/** An exponential mean with the weight of the past (0: none); missing values stay missing. */
+export function smooth(values, weight) {
+  let mean = 0, norm = 0;
+  return values.map((value) => {
+    if (!isNumber(value)) return null;
+    mean = weight * mean + (1 - weight) * value;
+    norm = weight * norm + (1 - weight);
+    return mean / norm;
+  });
+}
+
+/** Bins of equal width between the smallest and the largest value: [{from, to, count}]. */
+export function histogram(values, bins = 12) {
+  const known = values.filter(isNumber);
+  if (known.length === 0) return [];
+  const low = Math.min(...known), high = Math.max(...known);
+  if (low === high) return [{ from: low, to: high, count: known.length }];
+  const distinct = new Set(known).size, number = Math.min(bins, Math.max(distinct, 2)), width = (high - low) / number;
+  const found = Array.from({ length: number }, (_, at) => ({ from: low + at * width, to: low + (at + 1) * width, count: 0 }));
+  for (const value of known) found[Math.min(number - 1, Math.floor((value - low) / width))].count += 1;
+  found[number - 1].to = high;
+  return found;
+}
+
+/** Whether a value lies in a bin of `histogram`. */
+export const inBin = (value, bin, last) => isNumber(value) && value >= bin.from && (last ? value <= bin.to : value < bin.to || bin.from === bin.to);
+
+/** `#/run/ID/step/4?x=1` as {path: ["run", "ID", "step", "4"], query: {x: "1"}}. */
+export function parseRoute(hash) {
+  const [path, query = ""] = hash.replace(/^#\/?/, "").split("?");
+  return { path: path.split("/").filter(Boolean).map(decodeURIComponent), query: Object.fromEntries(new URLSearchParams(query)) };
+}
+
+export function route(path, query = {}) {
+  const given = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  return `#/${path.map(encodeURIComponent).join("/")}${given.length ? `?${new URLSearchParams(given)}` : ""}`;
+}

@@ -1,0 +1,41 @@
+// The charts of a run: which there are, from which fields. Pure functions: tests run them without a browser.
+import { isNumber } from "./format.js";
+
+const FIRST = "reward/"; // a metric of the environment is reward/<name>
+
+/** The charts of a run, without those that have no value. `evaluations` and `constant` belong to the reward. */
+export function chartsOf(rows, evaluations = []) {
+  const of = (name, factor = 1) => rows.map((row) => (isNumber(row[name]) ? factor * row[name] : null));
+  const line = (label, name, more = {}) => ({ label, values: of(name, more.factor), ...more });
+  const stages = [["queue", "seconds/queue"], ["generation", "seconds/generation"], ["environment", "seconds/environment"], ["waiting", "seconds/waiting"], ["training", "seconds/train"], ["commit", "seconds/commit"]];
+  const metrics = [...new Set(rows.flatMap((row) => Object.keys(row).filter((name) => name.startsWith(FIRST))))].sort();
+  const charts = [
+    { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations)] },
+    { title: "Reply length", unit: "tokens", lines: [line("mean", "length_mean"), line("longest", "length_max")], digits: 1 },
+    { title: "Entropy", unit: "nats per token", lines: [line("entropy", "entropy")] },
+    { title: "KL to the start", unit: "nats per token", lines: [line("KL", "kl")] },
+    { title: "Log-prob gap, engine − trainer", unit: "nats per token", lines: [line("mean", "logp_diff_mean")] },
+    { title: "Groups without variance", unit: "% of groups", lines: [line("share", "zero_variance_share", { factor: 100 })], digits: 0 },
+    { title: "Staleness", unit: "optimizer steps", lines: [line("mean", "staleness_mean"), line("oldest", "staleness_max")], digits: 2 },
+    { title: "Seconds by stage", unit: "s", lines: stages.map(([label, name]) => line(label, name)), digits: 2 },
+    { title: "Gradient norm", unit: "", lines: [line("norm", "grad_norm")] },
+    ...metrics.map((name) => ({ title: name.slice(FIRST.length), unit: "metric of the environment", environment: true, lines: [line("mean", name)] })),
+  ];
+  return charts
+    .map((chart) => ({ ...chart, lines: chart.lines.filter((one) => one.values.some(isNumber)) }))
+    .filter((chart) => chart.lines.length > 0 && (chart.title !== "KL to the start" || chart.lines[0].values.some((value) => value !== 0)));
+}
+
+function evaluationLines(rows, evaluations) {
+  if (evaluations.length === 0) return [];
+  const values = rows.map(() => null);
+  for (const one of evaluations) {
+    // A version holds the steps up to the last row that carries it; version 0 is before the first.
+    const at = rows.findLastIndex((row) => row.version <= one.version);
+    values[Math.max(0, at)] = one.mean;
+  }
+  const lines = [{ label: "held-out", values, dots: true, raw: true }];
+  const constant = evaluations.findLast((one) => one.constant)?.constant;
+  if (constant) lines.push({ label: "best constant reply", values: rows.map(() => constant.reward), dashed: true, raw: true });
+  return lines;
+}

@@ -1,0 +1,35 @@
+// Small pieces that all views share.
+import { h } from "preact";
+import htm from "htm";
+import { isNumber, number, sparkPath } from "./format.js";
+
+export const html = htm.bind(h);
+
+export const Badge = ({ state }) => html`<span class=${`badge ${state.replaceAll(" ", "-")}`}>${state}</span>`;
+
+export function Sparkline({ values, width = 110, height = 24 }) {
+  const path = sparkPath(values, width, height);
+  if (!path) return html`<span class="muted">–</span>`;
+  const label = `${values.length} steps, from ${number(values[0])} to ${number(values[values.length - 1])}`;
+  return html`<svg class="spark" width=${width} height=${height} role="img" aria-label=${label}><path d=${path} /></svg>`;
+}
+
+export function Progress({ done, all }) {
+  if (!all) return null;
+  const width = 80 * Math.min(1, done / all);
+  return html`<span class="progress" aria-hidden="true"><svg width="80" height="8"><rect width=${width} height="8" /></svg></span>`;
+}
+
+export const Problem = ({ error }) => error && html`<div class="notice bad" role="alert">${error.message}
+  ${error.problems?.length > 1 && html`<ul>${error.problems.map((line) => html`<li>${line}</li>`)}</ul>`}</div>`;
+
+export const Empty = ({ children }) => html`<div class="panel empty">${children}</div>`;
+
+export const Facts = ({ facts }) => html`<dl class="facts">${facts
+  .filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== "–")
+  .map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+
+export const signed = (value, digits = 3) => (isNumber(value) ? `${value > 0 ? "+" : ""}${number(value, digits)}` : "–");
+
+/** A scrolling region that the keyboard reaches. */
+export const Scroll = ({ label, children }) => html`<div class="scroll panel" tabindex="0" role="region" aria-label=${label}>${children}</div>`;

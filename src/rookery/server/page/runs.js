@@ -1,0 +1,68 @@
+// All runs: their state at a glance, filtered and sorted by the service, up to four chosen for comparison.
+import { useEffect, useState } from "preact/hooks";
+import { useData } from "./api.js";
+import { ago, number, route, time } from "./format.js";
+import { Badge, Empty, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
+
+const REFRESH = 2000; // ms: as fresh as a person notices
+const PAGE = 50;
+export const COMPARED = 4;
+const STATES = ["queued", "running", "paused", "completed", "failed", "cancelled"];
+const SORTED = { created: "Submitted", name: "Run", state: "State", step: "Step", reward: "Reward" };
+
+export function Runs({ query, account }) {
+  const [chosen, setChosen] = useState([]), [text, setText] = useState(query.text ?? "");
+  const order = query.order ?? "created", descending = query.descending !== "false", offset = Number(query.offset ?? 0);
+  const go = (change) => { location.hash = route(["runs"], { ...query, offset: "", ...change }); };
+  useEffect(() => {
+    if (text === (query.text ?? "")) return undefined;
+    const timer = setTimeout(() => go({ text }), 300);
+    return () => clearTimeout(timer);
+  }, [text]);
+  const wanted = new URLSearchParams({ order, descending, offset, limit: PAGE, text: query.text ?? "" });
+  if (query.state) wanted.append("state", query.state);
+  const { data, error } = useData(`/api/v1/runs?${wanted}`, REFRESH);
+  const head = (by, number = false) => html`<th class=${number ? "number" : ""} aria-sort=${order === by ? (descending ? "descending" : "ascending") : undefined}>
+    <button data-sorted=${order === by ? "" : undefined} onClick=${() => go({ order: by, descending: order === by ? !descending : by !== "name" })}>
+      ${SORTED[by]}${order === by ? (descending ? " ↓" : " ↑") : ""}</button></th>`;
+  const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id].slice(-COMPARED));
+  const filtered = query.text || query.state;
+  return html`
+    <div class="bar"><h1>Runs</h1>
+      <input type="search" placeholder="Name or id" aria-label="Filter by name or id" value=${text} onInput=${(event) => setText(event.target.value)} />
+      <select aria-label="Filter by state" value=${query.state ?? ""} onChange=${(event) => go({ state: event.target.value })}>
+        <option value="">any state</option>${STATES.map((state) => html`<option value=${state}>${state}</option>`)}
+      </select>
+      ${chosen.length > 0 && html`<a class="button" href=${route(["compare", ...chosen])}>Compare ${chosen.length} ${chosen.length === 1 ? "run" : "runs"}</a>
+        <button onClick=${() => setChosen([])}>Clear</button>`}
+      ${data && html`<span class="muted right">${data.total} ${data.total === 1 ? "run" : "runs"}</span>`}
+    </div>
+    <${Problem} error=${error} />
+    ${data && data.total === 0 && html`<${Empty}>${filtered ? "No run is like that." : html`No runs yet. <code>rookery run job.yaml</code> submits one.`}<//>`}
+    ${data && data.total > 0 && html`<${Scroll} label="Runs"><table><thead><tr>
+        <th><span class="muted small">vs</span></th>${head("name")}${account.role === "admin" && html`<th>Tenant</th>`}${head("state")}${head("step", true)}${head("reward", true)}
+        <th class="number">Tokens/s</th><th class="number">Staleness</th><th>Waits for</th><th class="number">Cost</th>${head("created")}
+      </tr></thead><tbody>${data.runs.map((run) => html`<${Row} key=${run.id} run=${run} tenant=${account.role === "admin"} chosen=${chosen.includes(run.id)} onToggle=${() => toggle(run.id)} />`)}</tbody></table><//>
+      ${data.total > PAGE && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => go({ offset: Math.max(0, offset - PAGE) })}>Newer</button>
+        <span class="muted">${offset + 1} to ${Math.min(offset + PAGE, data.total)} of ${data.total}</span>
+        <button disabled=${offset + PAGE >= data.total} onClick=${() => go({ offset: offset + PAGE })}>Older</button></div>`}`}`;
+}
+
+function Row({ run, tenant, chosen, onToggle }) {
+  const ended = run.finished > 0;
+  const waits = ended ? run.reason : run.state === "paused" ? run.reason : run.waits_for;
+  const where = run.state === "queued" || run.state === "paused" ? `for ${ago(run.since)}` : "";
+  return html`<tr>
+    <td><input type="checkbox" checked=${chosen} onChange=${onToggle} aria-label=${`Compare ${run.name}`} /></td>
+    <td><a href=${route(["run", run.id])}>${run.name}</a><div class="muted small">${run.base_model}</div></td>
+    ${tenant && html`<td>${run.tenant}</td>`}
+    <td><${Badge} state=${run.state} /></td>
+    <td class="number">${run.step}${run.steps ? ` / ${run.steps}` : ""}<${Progress} done=${run.step} all=${run.steps} /></td>
+    <td class="number">${number(run.reward)} ${run.rewards.length > 1 && html`<${Sparkline} values=${run.rewards} />`}</td>
+    <td class="number">${ended || !run.tokens_per_second ? "–" : number(run.tokens_per_second, 1)}</td>
+    <td class="number">${number(run.staleness, 2)}</td>
+    <td class="wrap small">${waits || "–"} <span class="muted">${where}</span></td>
+    <td class="number">${run.cost.cost ? number(run.cost.cost, 3) : "–"}</td>
+    <td class="small" title=${time(run.created)}>${ago(run.created)} ago</td>
+  </tr>`;
+}

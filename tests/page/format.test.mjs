@@ -1,0 +1,45 @@
+// The page's pure functions, by node's own runner: node --test tests/page
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import * as format from "../../src/rookery/server/page/format.js";
+
+test("numbers have few characters at any size, and a dash where there is none", () => {
+  const table = [[0, "0"], [3, "3"], [0.5, "0.500"], [12.34, "12.3"], [123.4, "123"], [12345, "12.3k"], [2.5e6, "2.5M"], [3e9, "3.0G"], [1e-5, "1.0e-5"], [-0.25, "-0.250"], [null, "–"], [NaN, "–"], [Infinity, "–"], ["x", "–"], [1e300, "1.0e+300"]];
+  for (const [value, text] of table) assert.equal(format.number(value), text);
+  for (const value of [1e-300, 1e-3, 0.0999, 9999, 99999.5, 1e14]) assert.ok(format.number(value).length <= 8);
+});
+
+test("durations and sizes carry their unit", () => {
+  for (const [seconds, text] of [[0.02, "20 ms"], [1.5, "1.5 s"], [42, "42 s"], [600, "10 min"], [7300, "2 h 2 min"], [260000, "3 days"], [null, "–"]]) assert.equal(format.duration(seconds), text);
+  for (const [size, text] of [[0, "0 B"], [999, "999 B"], [1500, "1.5 kB"], [2.5e9, "2.5 GB"], [undefined, "–"]]) assert.equal(format.bytes(size), text);
+  assert.equal(format.percent(0.05), "5.0 %");
+  assert.equal(format.percent(1), "100 %");
+});
+
+test("a sparkline has gaps where values are missing and stays in its box", () => {
+  const path = format.sparkPath([1, null, 2, NaN, 3, 4], 100, 20);
+  assert.equal(path.match(/M/g).length, 3);
+  for (const [, y] of path.matchAll(/[ML][\d.]+ ([\d.]+)/g)) assert.ok(y >= 0 && y <= 20);
+  assert.equal(format.sparkPath([], 100, 20), "");
+  assert.ok(!format.sparkPath([5, 5, 5], 100, 20).includes("NaN"));
+});
+
+test("smoothing keeps a constant, starts at the first value and keeps gaps", () => {
+  assert.deepEqual(format.smooth([2, 2, 2], 0.9).map((x) => Math.round(x * 1e9) / 1e9), [2, 2, 2]);
+  assert.deepEqual(format.smooth([1, null, 3], 0), [1, null, 3]);
+  assert.equal(format.smooth([null, 4], 0.5)[1], 4);
+});
+
+test("every value is in exactly one bin of its histogram", () => {
+  for (const values of [[0, 1, 0, 1], [5], [0.1, 0.2, 0.3, 0.9, 1], [-3, 0, 3], [1e300, -1e300]]) {
+    const bins = format.histogram(values);
+    assert.equal(bins.reduce((sum, bin) => sum + bin.count, 0), values.length);
+    for (const value of values) assert.equal(bins.filter((bin, at) => format.inBin(value, bin, at === bins.length - 1)).length, 1, String(value));
+  }
+  assert.deepEqual(format.histogram([null, NaN]), []);
+});
+
+test("a route survives its address", () => {
+  const path = ["run", "a b/ü%", "step", "3"], query = { text: "x&y=#", empty: "" };
+  assert.deepEqual(format.parseRoute(format.route(path, query)), { path, query: { text: "x&y=#" } });
+});

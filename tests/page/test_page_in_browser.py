@@ -1,0 +1,154 @@
+"""The page in a real browser (Debian's chromium, driven by Playwright): what a person does, and what must not happen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.faces import ScriptedWorker, job, served
+
+from rookery.client import Client, Job
+from rookery.server.launcher import EmbeddedService
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="make test-page installs it")
+
+CHROMIUM = Path("/usr/bin/chromium")
+
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="apt-get install chromium"),
+]
+
+WAIT = 30_000
+"""Milliseconds that the page may take to show something on a busy machine."""
+
+MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>&lt;b&gt;"
+"""Text of a prompt, a name or an error that would take over a page which shows it as markup."""
+
+
+class Town:
+    """A service with a worker, two tenants, and finished jobs of the first."""
+
+    def __init__(self, service: EmbeddedService, admin: Client) -> None:
+        self.service = service
+        self.keys = {}
+        for name in ("ada", "bob"):
+            admin.add_tenant(name)
+            self.keys[name] = str(admin.add_key(name).key)
+        self.ada = Client(service.url, self.keys["ada"])
+        self.bob = Client(service.url, self.keys["bob"])
+        rows = [{"prompt": f"{MARKUP} {a}+{a}?", "answer": "4"} for a in range(8)]
+        environment = {"id": "jsonl", "rows": rows[:6], "eval_rows": rows[6:], "verifier": "exact"}
+        algorithm = {"group_size": 4, "groups_per_step": 3}
+        self.done: Job = self.ada.submit(
+            job(name="sums", environment=environment, algorithm=algorithm, evaluation={"prompts": 2, "every": 2},
+                stop={"steps": 6})
+        )  # fmt: skip
+        assert self.done.wait().state == "completed"
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    with served(tmp_path_factory.mktemp("town")) as service, ScriptedWorker.of(service):
+        with Client(service.url, service.key) as admin:
+            yield Town(service, admin)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Any, town: Town) -> Iterator[Any]:
+    """A page that fails the test where a script fails, the policy blocks something, or a request leaves the service."""
+    context = chromium.new_context(viewport={"width": 1360, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
+    page.on(
+        "request", lambda one: None if one.url.startswith((town.service.url, "data:")) else problems.append(one.url)
+    )
+    yield page
+    title = page.title()
+    context.close()
+    assert problems == [] and title == "Rookery"
+
+
+def sign_in(page: Any, town: Town, who: str) -> None:
+    page.goto(town.service.url)
+    page.fill("#key", town.keys[who])
+    page.click("button.main")
+    page.wait_for_selector("header.top")
+
+
+def test_tenant_signs_in_and_sees_the_runs_of_its_own(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.click("tbody >> text=sums")
+    page.wait_for_selector(".chart canvas")
+    assert page.locator(".chart").count() >= 5
+    assert "6 of 6" in page.locator(".facts").inner_text()
+    page.click("text=Sign out")
+    sign_in(page, town, "bob")
+    page.wait_for_selector("text=No runs yet")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}")
+    page.wait_for_selector("[role=alert] >> text=no job")
+
+
+def test_wrong_key_is_refused_in_words(page: Any, town: Town) -> None:
+    page.goto(town.service.url)
+    page.fill("#key", "tml-wrong")
+    page.click("button.main")
+    page.wait_for_selector("[role=alert] >> text=the API key is unknown")
+
+
+def test_link_of_rookery_open_signs_in(page: Any, town: Town) -> None:
+    page.goto(town.ada.sign_in_link())
+    page.wait_for_selector("tbody >> text=sums")
+    assert "link" not in page.url
+
+
+def test_charts_follow_a_run(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    running = town.ada.submit(job(name="growing", stop={"steps": 500}))
+    page.goto(f"{town.service.url}/#/run/{running.id}")
+    page.wait_for_selector("text=● live")
+    step = page.locator(".chart .legend b").first
+    first = int(step.inner_text())
+    page.wait_for_function(
+        f"() => Number(document.querySelector('.chart .legend b').textContent) > {first + 2}", timeout=WAIT
+    )
+    running.cancel()
+    page.wait_for_selector(".badge.cancelled")
+
+
+def test_dead_page_changes_nothing(chromium: Any, town: Town) -> None:
+    """Browsers that vanish in the middle of a stream leave no follower behind."""
+    running = town.ada.submit(job(name="left", stop={"steps": 2000}))
+    for _ in range(3):
+        context = chromium.new_context()
+        page = context.new_page()
+        sign_in(page, town, "ada")
+        page.goto(f"{town.service.url}/#/run/{running.id}")
+        page.wait_for_selector("text=● live", timeout=WAIT)
+        context.close()
+    before = running.show().step
+    for _ in running.metrics(follow=True):
+        if running.show().step > before:
+            break
+    running.cancel()
+
+
+def test_names_of_any_text_are_shown_as_text(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.fill("[type=search]", MARKUP)
+    page.wait_for_selector("text=No run is like that.")
