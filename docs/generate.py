@@ -19,8 +19,7 @@ from pydantic.fields import FieldInfo
 from rookery import client, errors
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.verifiers.verifiers import VERIFIERS, Expectation, VerifierOptions
-from rookery.limits import Section
-from rookery.settings import Settings
+from rookery.settings import Section, Settings
 from rookery.spec import job, policy
 
 FOLDER = Path(__file__).parent

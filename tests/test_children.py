@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rookery.aio import interpreter
+from rookery.children import interpreter
 
 SOURCE = Path(__file__).parents[1] / "src" / "rookery"
 
@@ -47,4 +47,4 @@ def test_every_child_is_started_by_the_same_command() -> None:
                 continue
             if any(ast.unparse(element) == "sys.executable" for element in function.elts):
                 found.add(str(path.relative_to(SOURCE)))
-    assert found == {"aio.py"}
+    assert found == {"children.py"}

@@ -1,18 +1,12 @@
-"""Time, identity and waiting: the small asynchronous tools that every room uses.
+"""Waiting: the small asynchronous tools that every room uses.
 
-* :class:`Clock` and :class:`IdGenerator` are passed in, so that a simulation can run the shipped code on virtual time
-  and with seeded ids. :class:`SystemClock` and :class:`RandomIds` are the ones that a service uses.
 * :func:`wait_event` waits for an event with a timeout and never loses a cancellation that arrives in the same moment as
   the event or the timeout. ``asyncio.wait_for`` loses it before Python 3.12.
-* :func:`die_with_parent` ends a child process with its parent, also after ``kill -9``: the kernel closes the pipe
-  between them.
 * :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started;
   :class:`BackgroundTasks` holds tasks that nobody awaits.
 * :func:`cancel_all` ends tasks; :func:`first_of` and :func:`unless` run several until one of them ends.
 * :class:`LoopThread` runs a service or an environment in a thread of another program.
 * :func:`restarting` keeps a background task running.
-* :class:`LineSplitter` cuts a streamed response into lines.
-* :func:`interpreter` is the command of every child process in Python.
 """
 
 from __future__ import annotations
@@ -20,42 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import random
-import sys
 import threading
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from rookery.clock import Clock
 
 log = logging.getLogger("rookery.aio")
 
 T = TypeVar("T")
-
-
-class Clock(Protocol):
-    """A source of time and delays."""
-
-    def time(self) -> float:
-        """Wall clock, Unix seconds."""
-        ...
-
-    def monotonic(self) -> float:
-        """Seconds since an arbitrary moment; never goes backwards."""
-        ...
-
-    async def sleep(self, seconds: float) -> None:
-        """Return after ``seconds``."""
-        ...
-
-
-class IdGenerator(Protocol):
-    """A source of identifiers."""
-
-    def new(self, kind: str) -> str:
-        """A new identifier that begins with ``kind``; never returned twice."""
-        ...
 
 
 async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock, pause: float = 1.0) -> None:
@@ -66,30 +33,6 @@ async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock
         except Exception:
             log.exception("%s failed and starts again", getattr(work, "__qualname__", work))
         await clock.sleep(pause)
-
-
-class SystemClock:
-    """The clock of this machine."""
-
-    def time(self) -> float:
-        return time.time()
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-
-class RandomIds:
-    """Ids with 96 random bits. With a seeded ``source`` the same run produces the same ids."""
-
-    def __init__(self, source: random.Random | None = None) -> None:
-        self._source = source
-
-    def new(self, kind: str) -> str:
-        bits = uuid.uuid4().int >> 32 if self._source is None else self._source.getrandbits(96)
-        return f"{kind}-{bits:024x}"
 
 
 async def wait_event(event: asyncio.Event, seconds: float) -> bool:
@@ -142,27 +85,6 @@ class Signal:
         """Wake everybody who waits."""
         self._event.set()
         self._event = asyncio.Event()
-
-
-class BusyTime:
-    """Pieces of work under way, and the seconds with at least one."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.count = 0
-        self._clock = clock
-        self._since = self._before = 0.0
-
-    def add(self, change: int) -> None:
-        """More or fewer pieces."""
-        if not self.count:
-            self._since = self._clock.monotonic()
-        self.count += change
-        if not self.count:
-            self._before += self._clock.monotonic() - self._since
-
-    @property
-    def seconds(self) -> float:
-        return self._before + (self._clock.monotonic() - self._since if self.count else 0.0)
 
 
 class _OrderedTasks(dict[asyncio.Future[Any], None]):
@@ -227,37 +149,3 @@ class LoopThread:
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._work(self._stopping))
-
-
-def interpreter(module: str, *arguments: str) -> list[str]:
-    """The command that runs ``module`` in a child process with this interpreter. It does not import from the working
-    directory (``-P``): a ``random.py`` in a user's folder must neither replace the library's module nor run."""
-    return [sys.executable, "-P", "-m", module, *arguments]
-
-
-def die_with_parent(end: Callable[[], None]) -> None:
-    """Calls ``end`` in a thread when standard input ends: the parent process holds its other end."""
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):  # closed from the start: there is no parent
-            while os.read(0, 4096):
-                pass
-        end()
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-class LineSplitter:
-    """The complete lines of a stream without their ends. Only a newline ends a line: ``str.splitlines``, which httpx
-    uses, would also split at characters that may be part of a JSON string."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The lines that end in the next ``chunk``."""
-        *ends, rest = chunk.split(b"\n")
-        for end in ends:
-            yield b"".join([*self._parts, end])
-            self._parts.clear()
-        self._parts.append(rest)

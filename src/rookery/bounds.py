@@ -3,7 +3,7 @@
 A text, a list, a mapping, a number or any JSON that a client, an environment host or a worker sends has its bound where
 its field is declared: the sender is refused before anything is copied, compared, logged or stored.
 ``tests/test_bounds.py`` walks the schemas and fails for a field without one. Sizes of whole requests and messages are
-limited first, by :mod:`rookery.limits`; these bounds say how a request may spend them.
+limited first, by :mod:`rookery.settings`; these bounds say how a request may spend them.
 """
 
 from __future__ import annotations

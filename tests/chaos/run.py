@@ -29,7 +29,8 @@ from tests.chaos.machines import (
 from tests.chaos.network import NetworkConnection, PeerEnd
 from tests.chaos.storage import Dead, SlowWriter
 
-from rookery.aio import RandomIds, cancel_all
+from rookery.aio import cancel_all
+from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import Conflict, StorageFull, Unavailable

@@ -17,8 +17,8 @@ import pytest
 from tests.support.faces import job, served
 from tests.support.tinkered import place_model, running
 
-from rookery.aio import SystemClock
 from rookery.client import Client
+from rookery.clock import SystemClock
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
 from rookery.server.launcher import EmbeddedService

@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.websockets import WebSocketDisconnect
 
 from rookery import protocol
-from rookery.aio import SystemClock
+from rookery.clock import SystemClock
 from rookery.controller.weights.tickets import Tickets
 from rookery.storage.artifacts import Artifacts
 

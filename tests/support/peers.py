@@ -24,7 +24,7 @@ from sqlalchemy import create_engine, select, update
 from tests.support.replies import UniformLength, reply_of
 
 from rookery import protocol
-from rookery.aio import RandomIds
+from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.rollout.request import REASSIGNED
 from rookery.controller.views import JobView

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rookery.aio import interpreter
+from rookery.children import interpreter
 from rookery.cli.options import Cli, with_options
 from rookery.cli.output import print_json, visible
 from rookery.errors import Unavailable, UserError

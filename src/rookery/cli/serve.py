@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.aio import interpreter
+from rookery.children import interpreter
 from rookery.cli.options import DataOption
 from rookery.cluster.base import preloaded
 from rookery.settings import WORKER_SETTINGS, Settings, token_of, variable_notes

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rookery import errors
-from rookery.aio import LineSplitter
+from rookery.lines import LineSplitter
 from rookery.network import client_tls, proxy_of, split_address
 
 CONNECT_SECONDS = 3.0

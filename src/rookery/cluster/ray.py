@@ -30,7 +30,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 from weakref import WeakSet
 
-from rookery.aio import die_with_parent, interpreter, wait_event
+from rookery.aio import wait_event
+from rookery.children import die_with_parent, interpreter
 from rookery.cluster.base import child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
 from rookery.errors import EXIT_REFUSED, UserError, installs

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rookery.aio import interpreter, wait_event
+from rookery.aio import wait_event
+from rookery.children import interpreter
 from rookery.errors import EXIT_REFUSED
 
 log = logging.getLogger("rookery.cluster")

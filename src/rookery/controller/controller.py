@@ -24,7 +24,8 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from rookery.aio import Clock, IdGenerator, cancel_all, restarting
+from rookery.aio import cancel_all, restarting
+from rookery.clock import Clock, IdGenerator
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet

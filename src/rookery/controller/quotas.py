@@ -23,10 +23,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.controller.service_time import ServiceTime
 from rookery.errors import TooManyRequests
-from rookery.limits import LimitSettings
+from rookery.settings import LimitSettings
 from rookery.spec import values
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.storage.repositories.tenants import ROW_BYTES

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.errors import TooManyRequests
 
 BURST = 0.25

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from rookery import protocol
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.quotas import Quotas

@@ -30,7 +30,8 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
-from rookery.aio import cancel_all, die_with_parent
+from rookery.aio import cancel_all
+from rookery.children import die_with_parent
 from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks

@@ -26,7 +26,8 @@ import websockets
 from msgspec.msgpack import Decoder
 from websockets.asyncio.client import ClientConnection, connect
 
-from rookery.aio import Clock, cancel_all, first_of
+from rookery.aio import cancel_all, first_of
+from rookery.clock import Clock
 from rookery.network import client_tls, proxy_of, split_address
 from rookery.protocol import MAX_FRAME, BadFrame, decode, encode
 from rookery.protocol.common import PROTOCOL, HelloRejected, Message

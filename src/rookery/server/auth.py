@@ -22,7 +22,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.requests import HTTPConnection
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.controller.context import ControllerContext
 from rookery.controller.controller import Controller
 from rookery.environments.checks import EnvironmentChecks

@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import logging
 
-from rookery.aio import cancel_all, interpreter
+from rookery.aio import cancel_all
+from rookery.children import interpreter
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat

@@ -22,9 +22,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import shortage
-from rookery.limits import EdgeSettings
 from rookery.server.responses import retry_after
-from rookery.settings import Settings
+from rookery.settings import EdgeSettings, Settings
 from rookery.spec import values
 from rookery.storage.store import Writer
 from rookery.turns import metered

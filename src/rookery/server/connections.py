@@ -25,7 +25,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 from rookery.errors import shortage
-from rookery.limits import EdgeSettings
+from rookery.settings import EdgeSettings
 
 DESCRIPTORS = 65536
 """Limit of open files that the service asks for; the system may allow fewer."""

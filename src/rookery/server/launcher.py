@@ -30,7 +30,8 @@ from typing import Any, Self
 import uvicorn
 
 from rookery import protocol
-from rookery.aio import LoopThread, RandomIds, SystemClock, cancel_all, first_of, unless
+from rookery.aio import LoopThread, cancel_all, first_of, unless
+from rookery.clock import RandomIds, SystemClock
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.errors import RookeryError
 
 KEPT_SECONDS = 1.0

@@ -63,7 +63,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualClock:
-    """The clock of the running :class:`VirtualLoop`, as :class:`rookery.aio.Clock` asks for it."""
+    """The clock of the running :class:`VirtualLoop`, as :class:`rookery.clock.Clock` asks for it."""
 
     def time(self) -> float:
         return EPOCH + self.monotonic()

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rookery.aio import cancel_all, die_with_parent
+from rookery.aio import cancel_all
+from rookery.children import die_with_parent
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.folders import CACHE_FOLDERS, usable_folder
 from rookery.protocol.connection import RegistrationRefused

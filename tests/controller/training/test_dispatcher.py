@@ -15,7 +15,8 @@ import pytest
 from tests.support.peers import ADAPTER, ManualClock, ScriptedWorker, Service, eventually, job_of, settle
 
 from rookery import protocol
-from rookery.aio import RandomIds, cancel_all
+from rookery.aio import cancel_all
+from rookery.clock import RandomIds
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer

@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rookery import protocol
-from rookery.aio import Clock, IdGenerator, Signal
+from rookery.aio import Signal
+from rookery.clock import Clock, IdGenerator
 from rookery.errors import RookeryError, Unavailable, short
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rookery import protocol
-from rookery.aio import BackgroundTasks, Clock
+from rookery.aio import BackgroundTasks
+from rookery.clock import Clock
 from rookery.controller.fleet.worker import CONNECTED, TRANSITIONS, Event
 from rookery.controller.fleet.worker import Worker as Worker
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.scheduling.crashes import LastRun, Starting
 
 SAMPLE_SECONDS = 0.25

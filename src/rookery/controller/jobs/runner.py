@@ -14,7 +14,8 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from rookery import protocol
-from rookery.aio import Clock, Signal
+from rookery.aio import Signal
+from rookery.clock import Clock
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
@@ -37,7 +38,7 @@ from rookery.errors import (
     UserError,
     shortage,
 )
-from rookery.limits import LimitSettings
+from rookery.settings import LimitSettings
 from rookery.spec.job import stored_job
 from rookery.storage.models import JobRow
 from rookery.telemetry.metrics import Sinks

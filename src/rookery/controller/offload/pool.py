@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.controller.fleet.worker import Worker
 
 

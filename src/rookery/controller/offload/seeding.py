@@ -24,7 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rookery import protocol
-from rookery.aio import Clock, Signal, first_of
+from rookery.aio import Signal, first_of
+from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.offload.pool import RemotePool, UsageTotals

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.controller.rollout.request import InflightRequest, SamplingRequest
 from rookery.scheduling.queues import PROMPT_WEIGHT, FairQueue, PriorityQueues
 from rookery.scheduling.rollout_order import Description, RolloutOrder

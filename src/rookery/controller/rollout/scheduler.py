@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from rookery import protocol
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.placement import Migration, WorkerPool

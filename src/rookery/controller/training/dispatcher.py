@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from rookery import protocol
-from rookery.aio import BusyTime, Clock, IdGenerator
+from rookery.clock import BusyTime, Clock, IdGenerator
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.weights.distribution import AdapterResidency

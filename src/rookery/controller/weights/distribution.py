@@ -14,7 +14,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from rookery import protocol
-from rookery.aio import BackgroundTasks, Clock
+from rookery.aio import BackgroundTasks
+from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import AdapterRequested, Worker
 from rookery.controller.weights.tickets import PeerDirectory

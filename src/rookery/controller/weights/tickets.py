@@ -22,7 +22,7 @@ from itertools import islice
 import msgspec
 
 from rookery import protocol
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.scheduling.peers import PeerCandidate, select_peers
 from rookery.storage.artifacts import Artifacts, Staging

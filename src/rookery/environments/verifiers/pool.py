@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rookery.aio import interpreter
+from rookery.children import interpreter
 from rookery.environments.verifiers.expressions import reply_latex, significant_digits
 from rookery.errors import short
 

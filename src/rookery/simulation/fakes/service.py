@@ -16,7 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from rookery.aio import BackgroundTasks, RandomIds
+from rookery.aio import BackgroundTasks
+from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.offload.seeding import Seeding

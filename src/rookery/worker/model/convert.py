@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rookery.aio import die_with_parent
+from rookery.children import die_with_parent
 from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
 from rookery.tokenization import registry
 from rookery.tokenization.registry import CONFIG, PROJECTIONS, WEIGHTS

@@ -24,8 +24,8 @@ from typing import Any
 
 import httpx
 
-from rookery.aio import LineSplitter
 from rookery.errors import Unavailable, UserError, short
+from rookery.lines import LineSplitter
 from rookery.settings import Settings
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.sampler import SamplingKey, row_keys

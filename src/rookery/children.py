@@ -1,0 +1,27 @@
+"""Child processes in Python: the command that starts one, and its end with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+
+def interpreter(module: str, *arguments: str) -> list[str]:
+    """The command that runs ``module`` in a child process with this interpreter. It does not import from the working
+    directory (``-P``): a ``random.py`` in a user's folder must neither replace the library's module nor run."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def die_with_parent(end: Callable[[], None]) -> None:
+    """Calls ``end`` in a thread when standard input ends: the parent process holds its other end."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # closed from the start: there is no parent
+            while os.read(0, 4096):
+                pass
+        end()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
