@@ -95,7 +95,7 @@ chaos-at-scale: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.scale.chaos_at_scale
 
 # Whole services: restarts, standby, backups under load, training groups of several processes, other families, the CUDA
-# path as far as a CPU can tell: three minutes.
+# path as far as a CPU can tell: five minutes.
 INTEGRATION := tests/test_install.py tests/controller tests/server/tinker tests/worker/trainer \
 	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_cuda_engine.py tests/worker/engine/test_cuda_nan.py
 test-integration: $(VENV)/.tests

@@ -80,6 +80,10 @@ class ArtifactsAway(Unavailable):
     concluded about any artifact."""
 
 
+class UnreadableArtifact(Unavailable):
+    """The place of the artifacts is there, but does not give or take one of them now: denied, an I/O error."""
+
+
 class StorageFull(RookeryError):
     """The data folder's disk is full. Nothing half-written is visible."""
 

@@ -11,6 +11,7 @@ from rookery.clock import Clock, IdGenerator
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.outages import Outages
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
@@ -52,5 +53,6 @@ class ControllerContext:
     """Runs blocking calls of a tenant's work, off the event loop."""
     refused: Counter[str]
     """Refusals by the limit that caused them, since the service started."""
+    outages: Outages
     on_metrics: Callable[[str, dict[str, Any]], None]
     """Called with a job's id and the metrics row of each committed step."""

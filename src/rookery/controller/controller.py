@@ -30,8 +30,9 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.jobs.run_record import RunRecord
-from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner, Outage, outage_of
+from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.outages import Outages, outage_of
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.completions import Completions
@@ -131,6 +132,7 @@ class Controller:
             checkers=checkers,
             refused=refused,
             on_metrics=self._on_metrics,
+            outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )
         self.serve_worker, self.serve_host = fleet.serve, self.context.hosts.serve
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
@@ -324,26 +326,13 @@ class Controller:
                     runner.halt(reason)
             for tenant in {row.tenant for row in self.jobs.waiting.values()}:
                 self._launch_admitted(tenant)
-            for tenant, job in self.admission.due(await self._lasting_outages()):
+            lasting = {kind for kind in self.admission.outages() if await self.context.outages.lasts(kind)}
+            for tenant, job in self.admission.due(lasting):
                 try:
                     await self.resume(tenant, job, by_itself=True)
                 except RookeryError as error:
                     log.warning("job %s cannot resume yet: %s", job, error, extra={"tenant": tenant, "job": job})
                     self.admission.outage(tenant, job, outage_of(error) or "other")
-
-    async def _lasting_outages(self) -> set[Outage]:
-        """Of the outages that jobs wait for, those that are not over: the database and the place of the artifacts are
-        asked."""
-        store, lasting = self.context.store, set[Outage]()
-        for kind in self.admission.outages():
-            try:
-                if kind == "database":
-                    await store.run(store.database.ping)
-                elif kind == "artifacts":
-                    await store.transfer(self.context.artifacts.check)
-            except RookeryError:
-                lasting.add(kind)
-        return lasting
 
     async def resume(self, tenant: str, job: str, by_itself: bool = False) -> None:
         """Continue a paused job; ``by_itself`` only if it resumes by itself."""

@@ -9,7 +9,7 @@ found                                        meaning                        rais
 ===========================================  =============================  =====================================
 no mark, or that of another database         the place is away              :class:`~rookery.errors.ArtifactsAway`
 denied, an I/O error, no answer              it cannot be used now          the same, if the mark cannot be read
-                                                                            either; else ``Unavailable``
+                                                                            either; else ``UnreadableArtifact``
 the mark, no such artifact                   the artifact is absent         :class:`~rookery.errors.NotFound`
 the mark, bytes of the artifact are absent   its copy is not complete       :class:`~rookery.errors.IncompleteArtifact`
 the mark, other bytes than the hash says     the artifact is corrupt        :class:`~rookery.errors.CorruptArtifact`
@@ -26,7 +26,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rookery.errors import ArtifactsAway, CorruptArtifact, NotFound, RookeryError, Unavailable, UserError, shortage
+from rookery.errors import (
+    ArtifactsAway,
+    CorruptArtifact,
+    NotFound,
+    RookeryError,
+    UnreadableArtifact,
+    UserError,
+    shortage,
+)
 
 OWNER = "owner"
 """The name of the mark."""
@@ -104,7 +112,7 @@ def understood(
         check()
         if isinstance(error, FileNotFoundError):
             raise NotFound(absent) from error
-        raise Unavailable("the artifacts do not answer", first_line(error)) from error
+        raise UnreadableArtifact("the artifacts do not answer", first_line(error)) from error
 
 
 def folder_name(folder: Path) -> str:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.driven import Client, forward, join
+from tests.support.driven import ADAM, Client, forward, join
 from tests.support.peers import ADAPTER, ScriptedWorker, Service, eventually
 
 from rookery import protocol
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
-from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
+from rookery.errors import DatabaseAway, NotFound, RookeryError, StorageFull, Unavailable, UserError
 
 FULL = StorageFull("the database's disk is full; free some space, nothing was half-written")
 AWAY = Unavailable("the database does not answer")
@@ -28,7 +28,7 @@ AWAY = Unavailable("the database does not answer")
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     service = Service(
         tmp_path, session_poll_seconds=0.05, session_seq_gap_seconds=50.0, suspect_seconds=1e9, stuck_seconds=1e9,
-        request_timeout_seconds=1e9, session_commit_every=3,
+        request_timeout_seconds=1e9, session_commit_every=3, session_abandon_seconds=1000.0,
     )  # fmt: skip
     await service.start()
     await join(service)
@@ -262,3 +262,76 @@ async def test_unknown_model_leaves_nothing_in_memory(service: Service) -> None:
         with pytest.raises(NotFound):
             await visitor.sessions.submit("alice", f"{visitor.session}:train:{number + 1}", 1, forward([1, 2, 3]))
     assert not visitor.sessions.loading
+
+
+# --- an absent place --------------------------------------------------------------------------------------------------
+
+GONE = DatabaseAway("the database does not answer", "postgresql://db.internal:5432/rookery")
+
+
+@pytest.mark.parametrize(
+    ("method", "taken"),
+    [("commit_model", False), ("commit_model", True), ("save_checkpoint", True), ("add_sampler", False)],
+)
+async def test_operations_wait_for_the_database(
+    service: Service, monkeypatch: pytest.MonkeyPatch, method: str, taken: bool
+) -> None:
+    """Each is executed once, also where the database had stored it before it was away: the end is that of a client
+    whose database was never away. A tenant reads no address."""
+    ends, refused = [], 0
+    for away in (False, True):
+        visitor = await Client(service).begin()
+        await visitor.gradient(1, 2, 3)
+        await visitor.step()
+        path = await visitor.save("start")
+        await visitor.gradient(4, 5, 6)
+        await visitor.step()
+        calls: list[operations.AnyOperation] = [
+            operations.SaveState(kind="weights", name="two"),
+            operations.LoadState(path=path, optimizer=False),
+            operations.LoadState(path=path, optimizer=True),
+            forward([7, 8, 9]),
+            operations.OptimStepOperation(adam=ADAM),
+            operations.SaveSampler(sampler=f"{visitor.session}:sample:9"),
+        ]
+        for call in calls:
+            with monkeypatch.context() as patch:
+                database = Refusing(service, patch, method, GONE, taken=taken) if away else None
+                refused += await sent_while_away(visitor, call, database)
+        two, _, policy = await visitor.find(f"tinker://{visitor.model}/weights/two")
+        kept = [row.version for row in await visitor.store.versions("alice", policy.id)]
+        ends.append((await content(visitor, "end"), two.version, kept))
+    assert refused
+    assert ends[0] == ends[1]
+
+
+async def sent_while_away(visitor: Client, call: operations.AnyOperation, database: Refusing | None) -> int:
+    """Send ``call``; the database is back when it has refused once. Returns how often it refused."""
+    service = visitor.service
+    request = await visitor.send(call)
+    if database is not None:
+        await pass_until(service, lambda: database.refused or not is_open(visitor, request))
+        if is_open(visitor, request):
+            waiting = await visitor.sessions.futures.wait("alice", request)
+            assert waiting == QueueStatus(paused=True, reason="the database does not answer")
+        database.trouble = None
+    await pass_until(service, lambda: not is_open(visitor, request))
+    result = await visitor.outcome(request)
+    assert not isinstance(result, operations.OperationFailed), result
+    return database.refused if database is not None else 0
+
+
+def is_open(visitor: Client, request: str) -> bool:
+    return visitor.sessions.futures.find("alice", request) is not None
+
+
+async def test_an_operation_of_a_lost_client_waits_for_no_place(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = await Client(service).begin()
+    database = Refusing(service, monkeypatch, "save_checkpoint", GONE)
+    request = await visitor.send(operations.SaveState(kind="weights", name="one"))
+    await pass_until(service, lambda: database.refused)
+    await pass_until(service, lambda: not is_open(visitor, request))
+    failed = await visitor.outcome(request)
+    assert isinstance(failed, operations.OperationFailed) and "had no heartbeat" in failed.error

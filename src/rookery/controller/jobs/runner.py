@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 from rookery import protocol
@@ -22,18 +22,14 @@ from rookery.controller.jobs.groups import JobPaused
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.job_context import JobContext, Progress
 from rookery.controller.jobs.run_record import RunRecord
+from rookery.controller.outages import Outage, outage_of
 from rookery.controller.quotas import Quotas, tokens_in_memory
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
 from rookery.errors import (
     ArtifactMissing,
-    ArtifactsAway,
-    CorruptArtifact,
-    DatabaseAway,
     RookeryError,
-    StorageFull,
-    TooManyRequests,
     Unavailable,
     UserError,
     shortage,
@@ -59,21 +55,6 @@ COUNTED = (
     "zero_variance_groups", "trajectory_splits", "steps_skipped",
 )  # fmt: skip
 """The counters of a job that the service sums over all jobs."""
-
-
-Outage = Literal["database", "artifacts", "other"]
-"""Kinds of outages: of the first two the service asks whether they are over."""
-
-
-def outage_of(cause: BaseException) -> Outage | None:
-    """The kind of the outage that ``cause`` reports; None for an error of the job itself. Stored bytes that are absent,
-    damaged or cannot be read are no fault of a job."""
-    if isinstance(cause, DatabaseAway):
-        return "database"
-    if isinstance(cause, ArtifactsAway):
-        return "artifacts"
-    waits = isinstance(cause, Unavailable | StorageFull | TooManyRequests | CorruptArtifact | OSError)
-    return "other" if waits else None
 
 
 class JobRunner:

@@ -3,6 +3,7 @@
 * A sample that was acknowledged is answered, also by a later process: its requests keep their ids, so the tokens that a
   worker sampled meanwhile are used.
 * A sampler keeps its weights while it is used. Idle samplers without a name lose them.
+* A sample that meets an absent place (the artifacts, the database) waits, and is sampled when the place is back.
 * While a session is suspended, its requests that no worker runs yet wait.
 """
 
@@ -17,11 +18,12 @@ from math import nan
 from rookery import protocol
 from rookery.aio import TaskGroup, cancel_all
 from rookery.controller.context import ControllerContext
+from rookery.controller.outages import storage_outage
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import NotFound, UserError
+from rookery.errors import NotFound, RookeryError, UserError
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 
 log = logging.getLogger("rookery.controller.sessions.samplers")
@@ -76,6 +78,8 @@ class _RunningSample:
     task: asyncio.Task[None]
     error: str = ""
     """The result if ``work`` is cancelled."""
+    outage: str = ""
+    """The reason why it waits for a place to be back."""
 
 
 class Samplers:
@@ -113,8 +117,8 @@ class Samplers:
 
     def start(self, future: Future, operation: Sample, row: SamplerRow) -> None:
         """Sample; the result goes to ``future``."""
-        future.status = lambda: self._status(row)
-        work = asyncio.create_task(self._sample(future, operation, row), name=f"sample {future.id}")
+        future.status = lambda: self._status(future, row)
+        work = asyncio.create_task(self._sample_until_stored(future, operation, row), name=f"sample {future.id}")
         task = asyncio.create_task(self._deliver(future), name=f"result of {future.id}")
         self._running[future.id] = _RunningSample(row, work, task)
         task.add_done_callback(lambda done: self._running.pop(future.id))
@@ -169,8 +173,10 @@ class Samplers:
                 self._used.pop(row.id, None)
                 await context.collector.delete_unnamed(context.store.database.release_sampler, row.id)
 
-    def _status(self, row: SamplerRow) -> QueueStatus:
-        fleet = self._context.fleet
+    def _status(self, future: Future, row: SamplerRow) -> QueueStatus:
+        fleet, sample = self._context.fleet, self._running.get(future.id)
+        if sample is not None and sample.outage:
+            return QueueStatus(paused=True, reason=sample.outage)
         if row.session in self._suspended:
             return CLIENT_AWAY
         if not fleet.serving("rollout", row.base_model):
@@ -190,6 +196,21 @@ class Samplers:
         except Exception as error:
             result = failure(future, error)
         await self._futures.finish(future, result)
+
+    async def _sample_until_stored(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
+        """Sample, again after each outage that the sample meets."""
+        attempt = 0
+        while True:
+            try:
+                return await self._sample(future, operation, row)
+            except RookeryError as error:
+                if not storage_outage(error):
+                    raise
+                outage = error
+            sample = self._running[future.id]
+            sample.outage = str(outage)
+            await self._context.outages.over(outage, attempt)
+            sample.outage, attempt = "", attempt + 1
 
     async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
         with self._context.quotas.generating(row.tenant, row.base_model, operation.tokens, operation.count):

@@ -6,6 +6,8 @@
   drops it, so that no step is taken on a part of a batch. A step that fails drops the gradient, too.
 * A step's version, the operations in it and its result become durable together. Later operations are in the log: they
   are replayed, and not answered again, when this process or the worker is lost.
+* An operation that meets an absent place (the artifacts, the database) waits, and is executed again when the place is
+  back; if the database had stored its result meanwhile, that is its result. Later operations wait behind it.
 * Between operations the policy may lose its trainer slot; it gets one again when it needs it.
 """
 
@@ -20,8 +22,9 @@ from math import prod
 import msgspec
 
 from rookery import protocol
-from rookery.aio import cancel_all
+from rookery.aio import cancel_all, first_of
 from rookery.controller.context import ControllerContext
+from rookery.controller.outages import storage_outage
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
 from rookery.controller.sessions.samplers import derive_seed, find_checkpoint, sampler_row
@@ -30,9 +33,9 @@ from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequ
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import CorruptArtifact, Unavailable, UserError
+from rookery.errors import CorruptArtifact, RookeryError, StorageFull, Unavailable, UserError
 from rookery.scheduling.queues import ReorderBuffer
-from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, VersionRow
+from rookery.storage.models import CheckpointRow, FutureRow, ModelRow, PolicyRow, VersionRow
 
 log = logging.getLogger("rookery.controller.sessions.training_run")
 
@@ -66,6 +69,10 @@ class TrainingRun:
         self._idle = False
         """The task waits for an operation, or for the client."""
         self._suspended = False
+        self._outage = ""
+        """The reason why the present operation waits for a place to be back."""
+        self._abandoned = asyncio.Event()
+        """Set when the client is given up: no operation waits any more."""
         self._logged = 0  # bytes of the trainer's log, as the tenant's quota counts them
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -81,19 +88,26 @@ class TrainingRun:
             log.error("model %s: %s", self.row.id, error, extra={"tenant": self.row.tenant})
         if not self._unread:
             await self._versions.retire()
-        for row in await self._context.store.futures_behind(self.row.id, self.row.done_seq):
-            if row.outcome is None:
-                self.enqueue(*self._futures.reopen(row))
-            else:
-                self._queue.next = row.seq + 1
-                self._replay(row.seq, operations.decode_operation(row.call), operations.decode_result(row.outcome))
-        self._count_bytes()
+        for row in await self._replay_log():
+            self.enqueue(*self._futures.reopen(row))
         self._task = asyncio.create_task(self._run(), name=f"training run {self.row.id}")
 
+    async def _replay_log(self) -> list[FutureRow]:
+        """Bring back the effect of the operations that were executed after the head; the rows of the others."""
+        others = []
+        for row in await self._context.store.futures_behind(self.row.id, self.row.done_seq):
+            if row.outcome is None:
+                others.append(row)
+            else:
+                self._queue.next = max(self._queue.next, row.seq + 1)
+                self._replay(row.seq, operations.decode_operation(row.call), operations.decode_result(row.outcome))
+        self._count_bytes()
+        return others
+
     async def _read_head(self) -> None:
-        """Raises :class:`Unavailable` if the head's bytes still cannot be read."""
+        """Raises :class:`Unavailable` if the versions, or the head's bytes, still cannot be read."""
         try:
-            await self._versions.verify()
+            await self._versions.load()
         except CorruptArtifact as error:
             await self._refuse_head(error)
         self._unread = False
@@ -149,7 +163,11 @@ class TrainingRun:
         self._arrived.set()
 
     def drop(self, error: str) -> int:
-        """Give up the queued operations: ``error`` is their result. Returns how many."""
+        """Give up the queued operations, and the present one if it waits for a place: ``error`` is their result.
+        Returns how many."""
+        if self._outage:
+            self._outage = error
+            self._abandoned.set()
         return self._give_up(error) if len(self._queue) else 0
 
     # --- the queue ----------------------------------------------------------------------------------------------------
@@ -177,6 +195,8 @@ class TrainingRun:
 
     def _status(self, future: Future) -> QueueStatus:
         fleet, model, missing = self._context.fleet, self.row.base_model, self._queue.missing
+        if self._outage:
+            return QueueStatus(paused=True, reason=self._outage)
         if self._suspended:
             return CLIENT_AWAY
         if reason := self._slots.reason(self._holder):
@@ -227,7 +247,7 @@ class TrainingRun:
     async def _execute(self, future: Future, operation: operations.AnyOperation) -> None:
         result: operations.AnyResult | None
         try:
-            result = await self._dispatch(future, operation)
+            result = await self._dispatch_until_stored(future, operation)
         except TrainingFailed as error:
             result = operations.OperationFailed(error=str(error), category="unknown")
         except Exception as error:
@@ -238,6 +258,54 @@ class TrainingRun:
         if result is not None:
             trace = operation.adds_gradient or isinstance(operation, operations.OptimStepOperation)
             await self._futures.finish(future, result, trace=trace)
+
+    async def _dispatch_until_stored(
+        self, future: Future, operation: operations.AnyOperation
+    ) -> operations.AnyResult | None:
+        """Execute ``operation``, again after each outage that it meets, unless its client is given up meanwhile."""
+        attempt = 0
+        while True:
+            try:
+                if attempt and await self._recover(future):
+                    return None
+                return await self._dispatch(future, operation)
+            except RookeryError as error:
+                if not storage_outage(error):
+                    raise
+                outage = error
+            await self._wait_for(outage, future, attempt)
+            attempt += 1
+
+    async def _wait_for(self, outage: RookeryError, future: Future, attempt: int) -> None:
+        """Return when ``outage`` is over; raise it if the client is given up before."""
+        log.warning(
+            "operation %s waits: %s (%s)", future.id, outage, getattr(outage, "detail", ""),
+            extra={"tenant": self.row.tenant},
+        )  # fmt: skip
+        self._outage = str(outage)
+        async with first_of(self._context.outages.over(outage, attempt), self._abandoned.wait()):
+            pass
+        reason, self._outage = self._outage, ""
+        if self._abandoned.is_set():
+            self._abandoned.clear()
+            raise Unavailable(reason)
+
+    async def _recover(self, future: Future) -> bool:
+        """After an outage: take over what the database stored without an answer. Whether that has the result of
+        ``future``, which is delivered then."""
+        store, head = self._context.store, self._versions.head
+        self.row, _ = await store.get_model(self.row.tenant, self.row.id)
+        await self._read_head()
+        new = self._versions.head
+        if new is not None and (head is None or new.version != head.version):  # the commit succeeded
+            self._trainer.forget()
+            self._gradient_error, self._last_step = "", self.row.done_seq
+            await self._replay_log()
+        stored = await store.get_future(self.row.tenant, future.id)
+        if stored.outcome is None:
+            return False
+        self._futures.deliver(future, operations.decode_result(stored.outcome), len(stored.outcome))
+        return True
 
     async def _dispatch(self, future: Future, operation: operations.AnyOperation) -> operations.AnyResult | None:
         if self._unread and not isinstance(operation, operations.LoadState):
@@ -305,8 +373,11 @@ class TrainingRun:
             assert done.manifest is not None
             try:
                 await self._commit(done.manifest, future, result)
-            except Exception:
-                self._trainer.drop_step()  # its result is an error
+            except Exception as error:
+                if storage_outage(error):
+                    self._trainer.undo_step()  # it is taken again
+                else:
+                    self._trainer.drop_step()  # its result is an error
                 raise
         self._last_step = future.seq
         return None if due else result
@@ -407,7 +478,10 @@ class TrainingRun:
         self._count_bytes()
         if future is not None and result is not None:
             self._futures.deliver(future, result, len(content))
-        await self._versions.retire()
+        try:
+            await self._versions.retire()
+        except (StorageFull, Unavailable) as error:  # the next commit tries again
+            log.warning("versions of model %s stay: %s", self.row.id, error, extra={"tenant": self.row.tenant})
 
 
 def _forward_request(operation: operations.ForwardBackwardOperation) -> ForwardRequest:

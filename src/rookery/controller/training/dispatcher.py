@@ -201,7 +201,8 @@ class TrainingDispatcher(FleetListener):
 
     async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
         """``attempt`` on the policy's worker, and on another one when that is lost, up to ``retry_limit`` times more.
-        Raises :class:`Unavailable` then: lost workers are no fault of the job's."""
+        Raises :class:`Unavailable` then, and where the place of the artifacts is away: neither is a fault of the
+        job."""
         for _ in range(self._settings.training.retry_limit + 1):
             worker = await self.worker_for(policy, model)
             try:
@@ -212,6 +213,7 @@ class TrainingDispatcher(FleetListener):
                 self.evict_policy(policy)
                 extra = {"policy": policy, "worker": worker.name}
                 log.warning("training of %s moves to another worker: %s", policy, reason, extra=extra)
+                await self._transfer(self._tickets.artifacts.check)  # without their place, every worker would fail
         raise Unavailable(f"training failed {self._settings.training.retry_limit + 1} times, the last: {reason}")
 
     async def call(self, worker: Worker, message: Operation, targets: int | None = None) -> protocol.OperationDone:

@@ -146,6 +146,11 @@ class PolicyTrainer:
             del self._log[self._stepped :]
             self._leave()
 
+    def undo_step(self) -> None:
+        """The last step, whose commit failed, is not taken: its gradient is begun again."""
+        del self._log[-1:]
+        self._leave()
+
     def drop_step(self) -> None:
         """Discard the last step, whose commit failed, too."""
         self.drop_gradient()
