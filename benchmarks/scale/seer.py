@@ -39,7 +39,8 @@ from rookery.controller.rollout.placement import Migration, WorkerPool
 from rookery.controller.rollout.request import InflightRequest, SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.weights.distribution import AdapterResidency
-from rookery.controller.weights.tickets import PeerDirectory, Tickets
+from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.tickets import Tickets
 from rookery.scheduling.divided_rollout import Site
 from rookery.scheduling.rollout_order import RolloutOrder
 from rookery.scheduling.speculation import StepCosts, draft_budget

@@ -18,10 +18,11 @@ from tests.support.peers import ScriptedWorker, eventually, settle, text_of
 from tests.support.room import beat as heartbeat
 
 from rookery import protocol
-from rookery.scheduling.balancing import BEATS, Instance, Move, WorkerIndex, balance, load, select
+from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, MigrationPlan, WorkerLoad, balance, load, select
 from rookery.scheduling.costs import CostTable, isotonic
 from rookery.scheduling.divided_rollout import Site, moves, saved_per_token
 from rookery.scheduling.saturation import ENOUGH, FLAT, KEPT, SaturationEstimator
+from rookery.scheduling.worker_index import WorkerIndex
 
 # --- what a worker's load is ------------------------------------------------------------------------------------------
 
@@ -52,7 +53,7 @@ def test_load_follows_from_tokens_and_heartbeats(
 
 @given(
     st.integers(1, 8), st.integers(0, 30), st.integers(0, 30),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=BEATS),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=SHORTAGE_HEARTBEATS),
 )  # fmt: skip
 def test_a_load_adds_up(rows: int, held: int, decoding: int, beats: list[tuple[int, int]]) -> None:
     decoding = min(decoding, held)
@@ -67,8 +68,8 @@ def test_a_load_adds_up(rows: int, held: int, decoding: int, beats: list[tuple[i
 # --- select and balance, branch by branch -----------------------------------------------------------------------------
 
 
-def at(name: str, pending: int, executing: int, free: int, flat: int | None = None) -> Instance:
-    return Instance(name, pending, executing, free, flat)
+def at(name: str, pending: int, executing: int, free: int, flat: int | None = None) -> WorkerLoad:
+    return WorkerLoad(name, pending, executing, free, flat)
 
 
 def test_a_request_goes_to_the_least_pending_below_theta_or_is_held() -> None:
@@ -87,23 +88,25 @@ def test_a_request_goes_to_the_least_pending_below_theta_or_is_held() -> None:
 
 def test_one_pending_request_moves_from_the_most_pending_to_a_worker_without_any() -> None:
     a, b, idle = at("a", 2, 8, 0), at("b", 3, 8, 0), at("c", 0, 1, 7)
-    assert balance([a, b, idle], [a, b, idle]) == Move("b", "c", 1, executing=False)
+    assert balance([a, b, idle], [a, b, idle]) == MigrationPlan("b", "c", 1, executing=False)
     assert balance([a, b, idle], [a, b]) is None, "who takes it not is no target"
     full = at("c", 0, 8, 0)
     assert balance([a, b, full], [a, b, full]) is None, "it would wait there as well"
     tie = at("0", 3, 8, 0)
-    assert balance([a, b, tie, idle], [idle]) == Move("0", "c", 1, executing=False)
+    assert balance([a, b, tie, idle], [idle]) == MigrationPlan("0", "c", 1, executing=False)
 
 
 def test_else_an_idle_worker_takes_what_the_busiest_executes_beyond_the_plateau() -> None:
     a, b, idle = at("a", 0, 20, 44, flat=8), at("b", 0, 30, 34, flat=8), at("c", 0, 0, 64, flat=8)
-    assert balance([a, b, idle], [a, b, idle]) == Move("b", "c", 22, executing=True)
+    assert balance([a, b, idle], [a, b, idle]) == MigrationPlan("b", "c", 22, executing=True)
     assert balance([a, b], [a, b]) is None, "nobody is idle"
     small = at("c", 0, 0, 4)
-    assert balance([a, b, small], [small]) == Move("b", "c", 4, executing=True), "as many as begin at once"
+    assert balance([a, b, small], [small]) == MigrationPlan("b", "c", 4, executing=True), "as many as begin at once"
     assert balance([a, at("b", 0, 30, 34, flat=30), idle], [idle]) is None, "it is not beyond"
     assert balance([a, at("b", 0, 30, 34), idle], [idle]) is None, "and not where the plateau is unknown"
-    assert balance([a, b, idle, at("d", 1, 64, 0)], [idle]) == Move("d", "c", 1, executing=False), "pending first"
+    assert balance([a, b, idle, at("d", 1, 64, 0)], [idle]) == MigrationPlan("d", "c", 1, executing=False), (
+        "pending first"
+    )
     assert balance([idle], [idle]) is None
     assert balance([idle], []) is None
 
@@ -112,14 +115,14 @@ instances = st.lists(
     st.tuples(st.integers(1, 12), st.integers(0, 30), st.integers(0, 12), st.none() | st.integers(1, 8)), max_size=7
 ).map(
     lambda drawn: [
-        Instance(f"w{n}", *load(rows, held, min(held, decoding, rows), []), flat)
+        WorkerLoad(f"w{n}", *load(rows, held, min(held, decoding, rows), []), flat)
         for n, (rows, held, decoding, flat) in enumerate(drawn)
     ]
 )
 
 
 @given(instances)
-def test_balancing_comes_to_rest(known: list[Instance]) -> None:
+def test_balancing_comes_to_rest(known: list[WorkerLoad]) -> None:
     """From any state, without arrivals: never more moves than what is pending and what executes beyond B."""
     state = {instance.name: instance for instance in known}
     beyond = sum(max(0, i.executing - i.saturated_rows) for i in known if i.saturated_rows is not None)
@@ -153,7 +156,7 @@ def test_the_index_decides_as_a_full_scan(seed: int) -> None:
             del known[name], tags[name]
         else:
             state = load(random.randint(1, 6), random.randint(0, 9), 0, [])
-            known[name] = Instance(name, *state, random.choice([None, 1, 2, 4]))
+            known[name] = WorkerLoad(name, *state, random.choice([None, 1, 2, 4]))
             tags[name] = frozenset(random.sample(colours, random.randint(0, 3)))
             index.put(known[name], tags[name])
         wanted = random.sample(colours, random.randint(0, 3))
@@ -166,7 +169,7 @@ def test_the_index_decides_as_a_full_scan(seed: int) -> None:
 def test_an_index_without_instances_is_empty() -> None:
     index = WorkerIndex()
     for name in ("a", "b"):
-        index.put(Instance(name, 1, 2, 0), frozenset({"all"}))
+        index.put(WorkerLoad(name, 1, 2, 0), frozenset({"all"}))
     index.remove("a")
     index.remove("b")
     assert not index.first(["all"]) and not index.fullest()
@@ -313,7 +316,7 @@ async def test_heartbeats_report_requests_that_wait_despite_free_rows(tmp_path: 
     one, two = await frozen(room, "one", 4), await frozen(room, "two", 4)
     replies = [room.sample(seed) for seed in texts(8)]
     await eventually(lambda: len(one.active) == len(two.active) == 4)
-    for _ in range(BEATS):
+    for _ in range(SHORTAGE_HEARTBEATS):
         await beat(one, active=2, waiting=2)
     assert (len(one.active), len(two.active)) == (4, 4), "nobody has a row"
     first = next(iter(two.active))
@@ -335,7 +338,7 @@ async def test_a_worker_never_has_more_pending_requests_than_theta(tmp_path: Pat
     seeds = texts(20)
     replies = [room.sample(seed) for seed in seeds]
     await eventually(lambda: len(worker.active) == 7)
-    for _ in range(BEATS):
+    for _ in range(SHORTAGE_HEARTBEATS):
         await beat(worker, active=1, waiting=6)
     for _ in range(11):
         await say(worker, "job-" + str(seeds[0]))

@@ -11,7 +11,8 @@ from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.weights.distribution import AdapterResidency
-from rookery.controller.weights.tickets import PeerDirectory, Tickets
+from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.tickets import Tickets
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter
 from rookery.storage.artifacts import Artifacts

@@ -29,8 +29,11 @@ from rookery.clock import Clock, IdGenerator
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.jobs.admission import JobAdmission
+from rookery.controller.jobs.outage_retries import OutageRetries
+from rookery.controller.jobs.registry import JobRegistry
 from rookery.controller.jobs.run_record import RunRecord
-from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner
+from rookery.controller.jobs.runner import JobRunner
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.outages import Outages, outage_of
 from rookery.controller.queries import JobQueries
@@ -45,7 +48,8 @@ from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
-from rookery.controller.weights.tickets import PeerDirectory, Tickets
+from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.tickets import Tickets
 from rookery.environments.base import SplitSizes
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
 from rookery.scheduling import crashes
@@ -136,6 +140,7 @@ class Controller:
         )
         self.serve_worker, self.serve_host = fleet.serve, self.context.hosts.serve
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
+        self.retries = OutageRetries(settings.limits, clock, quotas)
         self.queries = JobQueries(self.context, self.jobs, self.admission)
         self._validator = JobValidator(self.context)
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
@@ -164,7 +169,7 @@ class Controller:
             self.jobs.states[row.state] += 1
             if row.state == "paused":
                 if row.resumes:
-                    self.admission.restarted(row.tenant, row.id)
+                    self.retries.restarted(row.tenant, row.id)
                 continue
             if row.id in blamed and row.crashes >= context.settings.limits.start_crashes:
                 context.refused["start_crashes"] += 1
@@ -326,13 +331,13 @@ class Controller:
                     runner.halt(reason)
             for tenant in {row.tenant for row in self.jobs.waiting.values()}:
                 self._launch_admitted(tenant)
-            lasting = {kind for kind in self.admission.outages() if await self.context.outages.lasts(kind)}
-            for tenant, job in self.admission.due(lasting):
+            lasting = {kind for kind in self.retries.outages() if await self.context.outages.lasts(kind)}
+            for tenant, job in self.retries.due(lasting):
                 try:
                     await self.resume(tenant, job, by_itself=True)
                 except RookeryError as error:
                     log.warning("job %s cannot resume yet: %s", job, error, extra={"tenant": tenant, "job": job})
-                    self.admission.outage(tenant, job, outage_of(error) or "other")
+                    self.retries.outage(tenant, job, outage_of(error) or "other")
 
     async def resume(self, tenant: str, job: str, by_itself: bool = False) -> None:
         """Continue a paused job; ``by_itself`` only if it resumes by itself."""
@@ -416,7 +421,7 @@ class Controller:
         self.jobs.states[row.state] -= 1
         self.jobs.states[state] += 1
         if state in FINAL_JOB_STATES:
-            self.admission.progress(row.id)
+            self.retries.progress(row.id)
             context.rollouts.close_job(row.id)
             context.hosts.close_job(row.id)
             with suppress(StorageFull, Unavailable):  # the end of the next job tries again
@@ -473,7 +478,7 @@ class Controller:
                     current = await self.context.store.get_job(row.tenant, row.id)
                     await asyncio.shield(self._set_state(current, state, reason, error, runner.outage is not None))
                 if runner.outage is not None:
-                    self.admission.outage(row.tenant, row.id, runner.outage)
+                    self.retries.outage(row.tenant, row.id, runner.outage)
             except (StorageFull, Unavailable) as problem:
                 if not runner.unstored:
                     extra = {"tenant": row.tenant, "job": row.id}
@@ -487,7 +492,7 @@ class Controller:
     def _on_metrics(self, job: str, row: dict[str, Any]) -> None:
         """A step of the job was committed."""
         self.record.started(job)
-        self.admission.progress(job)
+        self.retries.progress(job)
         self.jobs.totals["steps"] += 1
         self.jobs.totals["trained_tokens"] += int(row.get("tokens", 0))
         runner = self.jobs.runners.get(job)

@@ -1,8 +1,8 @@
 """Outages: which errors report one, and the wait for its end.
 
 An outage is no fault of the work that meets it. A job pauses with the reason and resumes by itself
-(:class:`~rookery.controller.jobs.runner.JobAdmission`); an operation of a client waits in :meth:`Outages.over` and is
-executed again.
+(:class:`~rookery.controller.jobs.outage_retries.OutageRetries`); an operation of a client waits in
+:meth:`Outages.over` and is executed again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.errors import (
     ArtifactsAway,
     CorruptArtifact,

@@ -20,8 +20,10 @@ import msgspec
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.feeds import FeedRow, JobFeeds
+from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.job_context import SHOWN_REWARDS
-from rookery.controller.jobs.runner import COUNTED, JobAdmission, JobRegistry
+from rookery.controller.jobs.registry import JobRegistry
+from rookery.controller.jobs.runner import COUNTED
 from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.quotas import REFUSED
 from rookery.controller.usage import cost_view

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rookery.scheduling.balancing import Move
+from rookery.scheduling.balancing import MigrationPlan
 from rookery.scheduling.costs import CostTable
 from rookery.scheduling.divided_rollout import Site
 from rookery.scheduling.pipelines import Planner, SubStage, Timeline
@@ -29,7 +29,7 @@ class Tail:
     """Predicted rest of the worker's training."""
 
 
-def merge(tail: Tail, taker: Tail, costs: CostTable, planner: Planner) -> Move | None:
+def merge(tail: Tail, taker: Tail, costs: CostTable, planner: Planner) -> MigrationPlan | None:
     """The rollouts of ``tail``, whose worker trains, resume in the batch of ``taker``, whose worker does not: if that
     lowers the predicted finish of all, prefilling included, by the planner's hysteresis. ``costs`` are the taker's."""
     rows, others = tail.site.executing, taker.site.executing
@@ -51,4 +51,4 @@ def merge(tail: Tail, taker: Tail, costs: CostTable, planner: Planner) -> Move |
         stages.append(SubStage("batch", "decode batch", taker.steps * alone, worker=1))
     left = {number: stage.seconds for number, stage in enumerate(stages)}
     action = planner.choose(Timeline(stages, 2, slow, left=left, at=dict(zip(left, (0, 0, 1), strict=False))))
-    return Move(tail.name, taker.name, rows, executing=True) if action == (0, 1, True) else None
+    return MigrationPlan(tail.name, taker.name, rows, executing=True) if action == (0, 1, True) else None

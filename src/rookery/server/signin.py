@@ -18,7 +18,7 @@ from cachetools import TTLCache
 from fastapi import Response
 from starlette.requests import HTTPConnection
 
-from rookery.aio import Clock
+from rookery.clock import Clock
 from rookery.errors import Unauthorized
 
 HEADER = "X-Rookery-Page"

@@ -22,7 +22,8 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.weights.distribution import AdapterResidency
-from rookery.controller.weights.tickets import PeerDirectory, Tickets
+from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter

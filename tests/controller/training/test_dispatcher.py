@@ -23,7 +23,8 @@ from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTra
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
-from rookery.controller.weights.tickets import PeerDirectory, Tickets
+from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.simulation.fakes.trainer import FakeTrainer

@@ -27,7 +27,7 @@ from tests.support.room import Room, beat
 from tests.support.virtual import by_number, machine
 
 from rookery import protocol
-from rookery.controller.weights.tickets import CANDIDATES, PEERS_PER_GRANT
+from rookery.controller.weights.peer_directory import CANDIDATES, PEERS_PER_GRANT
 from rookery.protocol.connection import ConnectionClosed
 from rookery.scheduling.peers import PeerCandidate, select_peers
 from rookery.simulation.clock import EPOCH, run

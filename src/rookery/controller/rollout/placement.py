@@ -26,13 +26,14 @@ from rookery.clock import BusyTime, Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request_queues import RequestQueues
-from rookery.scheduling.balancing import BEATS, Instance, WorkerIndex, balance, load, order, select
+from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, load, order, select
 from rookery.scheduling.costs import CostTable
 from rookery.scheduling.divided_rollout import Site, moves
 from rookery.scheduling.pipelines import Planner, StagePredictor
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.saturation import SaturationEstimator
 from rookery.scheduling.tails import Tail, merge
+from rookery.scheduling.worker_index import WorkerIndex
 from rookery.settings import Settings
 
 ANY, BASE, UNTRAINING = "any", "base", "untraining"
@@ -59,7 +60,7 @@ class WorkerSlots:
     missing: frozenset[str] | None = None
     """Of a serving worker: adapters for which it gets no requests."""
     accepts_rollouts: bool = True
-    heartbeats: deque[protocol.Heartbeat] = field(default_factory=lambda: deque(maxlen=BEATS))
+    heartbeats: deque[protocol.Heartbeat] = field(default_factory=lambda: deque(maxlen=SHORTAGE_HEARTBEATS))
     costs: CostTable = field(default_factory=CostTable)
     """As it reports them."""
     leaving: int = 0
@@ -351,12 +352,12 @@ class WorkerPool:
         worker = slots.worker
         pending, executing, free = slots.load
         rows = self._saturation_of(worker).saturated_rows
-        common = Instance(worker.name, pending, executing, free, rows, slots.serving)
+        common = WorkerLoad(worker.name, pending, executing, free, rows, slots.serving)
         able = slots.accepts_rollouts and not slots.saturated
         tags = slots.tags if slots.training else slots.tags | {UNTRAINING}
         self._common[worker.hello.model].put(common, tags if able and slots.tags else frozenset())
         if express:
-            reserved = Instance(worker.name, 0, slots.express, max(0, worker.hello.max_rows - slots.express))
+            reserved = WorkerLoad(worker.name, 0, slots.express, max(0, worker.hello.max_rows - slots.express))
             self._express[worker.hello.model].put(reserved, slots.tags)
 
     def _saturation_of(self, worker: Worker) -> SaturationEstimator:

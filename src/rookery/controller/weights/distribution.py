@@ -18,7 +18,7 @@ from rookery.aio import BackgroundTasks
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import AdapterRequested, Worker
-from rookery.controller.weights.tickets import PeerDirectory
+from rookery.controller.weights.peer_directory import PeerDirectory
 from rookery.errors import CorruptArtifact, NotFound, Unavailable
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import CheckpointRow, PolicyRow, VersionRow

@@ -1,0 +1,70 @@
+"""The jobs of this process: those with a task, and those that wait."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from weakref import WeakValueDictionary
+
+from rookery import protocol
+from rookery.aio import Signal
+from rookery.controller.jobs.job import TrainingJob
+from rookery.controller.jobs.runner import JobRunner
+from rookery.storage.models import JobRow
+
+
+class JobRegistry:
+    """The jobs of this process: their tasks, counts, and the signals that wake their followers."""
+
+    def __init__(self) -> None:
+        self.runners: dict[str, JobRunner] = {}
+        """By the job's id, while it has a task."""
+        self.waiting: dict[str, JobRow] = {}
+        """Queued jobs that wait for a place among those of their tenant, the first to come first."""
+        self.totals: Counter[str] = Counter()
+        """Counters of the jobs whose tasks have ended, and of all steps."""
+        self.states: Counter[str] = Counter()
+        """How many jobs are in which state."""
+        self._signals: WeakValueDictionary[str, Signal] = WeakValueDictionary()
+
+    def running(self) -> list[TrainingJob]:
+        """The jobs that are assembled and run."""
+        return [runner.job for runner in self.runners.values() if runner.job is not None]
+
+    def tenants(self) -> set[str]:
+        """The tenants whose jobs have a task."""
+        return {runner.row.tenant for runner in self.runners.values()}
+
+    def models(self, tenant: str | None = None) -> set[str]:
+        """The base models of the jobs that have a task, of one tenant or of all."""
+        rows = [runner.row for runner in self.runners.values()]
+        return {str(row.spec["base_model"]) for row in rows if tenant in (None, row.tenant)}
+
+    def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
+        """The versions that running jobs of a base model sample from."""
+        return [ref for job in self.running() if job.spec.base_model == model for ref in job.policy.in_use()]
+
+    def pinned(self, ref: protocol.AdapterRef | None) -> contextlib.AbstractContextManager[object]:
+        """The retention of a running job keeps the version within."""
+        policies = (job.policy for job in self.running() if ref is not None and job.policy.row.id == ref.policy)
+        policy = next(policies, None)
+        if ref is None or policy is None or policy.version(ref.version) is None:
+            return contextlib.nullcontext()
+        return policy.pinned(ref.version)
+
+    def waiting_of(self, tenant: str) -> list[JobRow]:
+        """The tenant's jobs that wait for a place, in order."""
+        return [row for row in self.waiting.values() if row.tenant == tenant]
+
+    def signal(self, job: str) -> Signal:
+        """Notified when the job's state or metrics changed. Kept while somebody holds it."""
+        return self._signals.setdefault(job, Signal())
+
+    def followed(self) -> int:
+        """How many jobs somebody follows."""
+        return len(self._signals)
+
+    def notify(self, job: str) -> None:
+        signal = self._signals.get(job)
+        if signal is not None:
+            signal.notify()
