@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,27 @@ def test_children_import_nothing_from_the_working_directory(tmp_path: Path, modu
     )
     assert not run.exists(), run.read_text()
     assert "Error" not in done.stderr.replace("UserError", "") or module.endswith("pool"), done.stderr
+
+
+def test_low_priority_counts_against_processes_of_other_sessions() -> None:
+    """Linux may divide processor time by session first, and every child has a session of its own."""
+    group, code = Path("/proc/self/autogroup"), "import os; print(os.nice(0))"
+    shown = code + f"; print(open({str(group)!r}).read())" if group.exists() else code
+    done = subprocess.run(
+        [sys.executable, "-c", f"from rookery.children import lower_priority; lower_priority(10); {shown}"],
+        start_new_session=True, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    own, *session = done.stdout.split("\n", 1)
+    assert int(own) == min(19, os.nice(0) + 10) and (not group.exists() or session[0].split()[-1] == "10"), done.stdout
+
+
+def test_service_answers_beside_a_thread_that_computes() -> None:
+    """The garbage collector leaves out what a started service consists of, and threads give way in a millisecond."""
+    code = "from rookery.server import launcher; launcher.prefer_event_loop(); import gc, sys;"
+    code += "print(gc.get_freeze_count(), sys.getswitchinterval(), sum(map(len, map(gc.get_objects, range(3)))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    frozen, interval, left = map(float, done.stdout.split())
+    assert frozen > 100_000 and interval <= 0.001 and left < 1000
 
 
 def test_every_child_is_started_by_the_same_command() -> None:

@@ -1,9 +1,13 @@
 """One caller against the rest: each attack alone, and what another tenant notices of it.
 
 ``python -m benchmarks.scale.callers [--seconds N] [--only C1 C9] [--save]``. Another tenant trains small jobs one after
-another and reads its jobs twenty times a second. For each attack its figures of ``--seconds`` before are compared with
+another and sends a GET twenty times a second. For each attack its figures of ``--seconds`` before are compared with
 those during the attack, so that a busy machine slows both alike. The exit code tells whether every target was met; the
-absolute ones count on a quiet machine of two cores.
+absolute ones count on a quiet machine of two cores. All of them take about seven minutes.
+
+An attack is a process of its own with the lowest priority: callers have machines of their own, so what it costs to make
+an attack is not part of what the service notices of it. The other tenant's fair share of a step is computed from the
+database: while the attacker has a running job, both are entitled to half of the worker.
 """
 
 from __future__ import annotations
@@ -20,34 +24,42 @@ import random
 import secrets
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from benchmarks.lib.harness import Result, command
+from benchmarks.lib.harness import ROOT, Result, command
 from tests.chaos.driver import Deployment, wait_until
 from tests.support.tinkered import MODEL, RANK, place_model
 from websockets.sync.client import connect
 
 import rookery
 from rookery import protocol
+from rookery.children import lower_priority
 
 GET_SECONDS, FAIR_STEP, SERVICE_BYTES = 0.05, 1.25, 300e6
 """Targets: 99% of another tenant's GETs within it, a step within so many times its fair share, the service's growth."""
 
 READ_SECONDS = 0.05
 """Between two GETs of the other tenant."""
+
+LOOK_SECONDS = 0.1
+"""Between two looks at the service's memory and at the attacker's jobs."""
+
+END_SECONDS = 30.0
+"""What an attack's process may take to end."""
 
 WARM_SECONDS = 8.0
 """Before the first measure: the first jobs load what later ones share."""
@@ -92,23 +104,56 @@ class LongRole(ManyNames):
         return [{"role": "r" * 7_000_000, "content": "x"}]
 
 
+LARGE_BODIES = ("stops", "base_model", "hosted", "metadata", "brackets", "digits", "messages", "rows")
+
+
+@cache
+def large_body(name: str) -> bytes:
+    """A body that an attack sends again and again."""
+    match name:
+        case "stops":
+            return encoded(small_job(1, sampling={"stop": ["x" * 12_000_000]}))
+        case "base_model":
+            return encoded(small_job(1, base_model="x" * 15_000_000))
+        case "hosted":
+            return encoded(small_job(1, environment={"hosted": "x" * 12_000_000}))
+        case "metadata":
+            return encoded({"user_metadata": {"x": "x" * 15_000_000}})
+        case "brackets":
+            return b"]" * 16_000_000
+        case "digits":
+            return b"[" + b",".join([b"1" * 4000] * 3500) + b"]"
+        case "messages":
+            return b"\x1a\x00" * 7_500_000
+        case "rows":
+            rows = [{"prompt": "x" * 100, "answer": ""}] * 60_000
+            return encoded(small_job(1, environment={"id": "jsonl", "rows": rows, "verifier": "exact"}))
+    raise KeyError(name)
+
+
+def encoded(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
 @dataclass
 class Attacker:
     """A hostile tenant. ``answers`` counts what it gets."""
 
-    town: Deployment
+    url: str
     key: str
     stop: threading.Event
     answers: Counter[str] = field(default_factory=Counter)
-    jobs: bool = False
-    """It trains beside the other tenant, whose fair share is then a half."""
 
     def __post_init__(self) -> None:
-        self.http = httpx.Client(base_url=self.town.url, headers={"X-API-Key": self.key}, timeout=60)
+        self.http = httpx.Client(base_url=self.url, headers={"X-API-Key": self.key}, timeout=60)
         self.held: list[socket.socket] = []
 
+    def connection(self) -> socket.socket:
+        assert self.http.base_url.port is not None
+        return socket.create_connection((self.http.base_url.host, self.http.base_url.port), timeout=10)
+
     def post(self, path: str, content: Any, headers: dict[str, str] | None = None) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        body = content if isinstance(content, bytes) else encoded(content)
         self.count(self.http.post(path, content=body, headers={**JSON, **(headers or {})}))
 
     def get(self, path: str) -> None:
@@ -135,8 +180,7 @@ class Attacker:
         self._train(LongRole())
 
     def _train(self, environment: rookery.Environment) -> None:
-        self.jobs = True
-        with rookery.Client(self.town.url, self.key) as client:
+        with rookery.Client(self.url, self.key) as client:
             job = client.train(
                 base_model=MODEL, environment=environment, algorithm={"group_size": 64, "groups_per_step": 8},
                 sampling={"max_tokens": 4}, policies={"main": {"rank": RANK}}, stop={"steps": 50},
@@ -155,28 +199,28 @@ class Attacker:
             self.post("/api/v1/jobs/dry-run", small_job(1, environment=environment))
 
     def stops(self) -> None:
-        self.post("/api/v1/jobs", small_job(1, sampling={"stop": ["x" * 12_000_000]}))
+        self.post("/api/v1/jobs", large_body("stops"))
 
     def bodies_that_never_come(self) -> None:
         while len(self.held) >= 576:
             self.held.pop(0).close()
-        self.held.append(socket.create_connection(("127.0.0.1", self.town.port), timeout=10))
+        self.held.append(self.connection())
         head = f"POST /api/v1/jobs HTTP/1.1\r\nHost: x\r\nX-API-Key: {self.key}\r\nContent-Length: 9\r\n\r\n"
         self.held[-1].sendall(head.encode())
         self.answers["half requests"] += 1
         self.stop.wait(0.002)
 
     def long_names(self) -> None:
-        self.post("/api/v1/jobs/dry-run", small_job(1, base_model="x" * 15_000_000))
-        self.post("/api/v1/jobs", small_job(1, environment={"hosted": "x" * 12_000_000}))
-        self.post("/tinker/api/v1/create_session", {"user_metadata": {"x": "x" * 15_000_000}})
+        self.post("/api/v1/jobs/dry-run", large_body("base_model"))
+        self.post("/api/v1/jobs", large_body("hosted"))
+        self.post("/tinker/api/v1/create_session", large_body("metadata"))
         self.get("/tinker/api/v1/sessions")
 
     def costly_bytes(self) -> None:
-        self.post("/api/v1/jobs/dry-run", b"]" * 16_000_000)
-        self.post("/api/v1/jobs/dry-run", b"[" + b",".join([b"1" * 4000] * 3500) + b"]")
+        self.post("/api/v1/jobs/dry-run", large_body("brackets"))
+        self.post("/api/v1/jobs/dry-run", large_body("digits"))
         protobuf = {"Content-Type": "application/x-protobuf"}
-        self.post("/tinker/api/v1/forward_backward", b"\x1a\x00" * 7_500_000, protobuf)
+        self.post("/tinker/api/v1/forward_backward", large_body("messages"), protobuf)
 
     def many_gets(self) -> None:
         self.get(random.choice(["/api/v1/jobs", "/api/v1/models", "/tinker/api/v1/sessions", "/api/v1/uploads"]))
@@ -185,15 +229,13 @@ class Attacker:
         self.post("/api/v1/jobs/dry-run", small_job(random.randrange(2**31)))
 
     def large_json(self) -> None:
-        rows = [{"prompt": "x" * 100, "answer": ""}] * 60_000
-        environment = {"id": "jsonl", "rows": rows, "verifier": "exact"}
-        self.post("/api/v1/jobs/dry-run", small_job(random.randrange(2**31), environment=environment))
+        seed = b'"seed": %d' % random.randrange(2**31)
+        self.post("/api/v1/jobs/dry-run", large_body("rows").replace(b'"seed": 1', seed))
 
     def slow_readers(self) -> None:
         job = self.http.post("/api/v1/jobs", json=small_job(1, stop={"steps": 100})).json().get("id", "none")
-        self.jobs = True
         while len(self.held) < 200 and not self.stop.is_set():
-            reader = socket.create_connection(("127.0.0.1", self.town.port), timeout=10)
+            reader = self.connection()
             request = f"GET /api/v1/jobs/{job}/metrics/stream HTTP/1.1\r\nHost: x\r\nX-API-Key: {self.key}\r\n\r\n"
             reader.sendall(request.encode())
             self.held.append(reader)
@@ -214,7 +256,7 @@ class Attacker:
     def forged_lines(self) -> None:
         forged = "1\n12:00:00 error: the database is lost\x1b[2K"
         self.post("/tinker/api/v1/create_session", {"sdk_version": forged})
-        url = self.town.url.replace("http", "ws", 1) + "/wire/host"
+        url = self.url.replace("http", "ws", 1) + "/wire/host"
         with connect(url, additional_headers={"X-API-Key": self.key}, open_timeout=30) as peer:
             offer = protocol.HostedEnvironment(name=forged)
             hello = protocol.HostHello(protocol=protocol.PROTOCOL, instance=secrets.token_hex(8), environments=[offer])
@@ -291,47 +333,92 @@ class Victim:
         return gets, steps
 
 
-def measure(town: Deployment, victim: Victim, name: str, seconds: float, result: Result) -> None:
-    what, actions = ATTACKS[name]
-    made = town.client.add_tenant(f"hostile-{name}")
-    attacker = Attacker(town, str(town.client.add_key(made.id).key), threading.Event())
-    assert town.service is not None
-    service, peak = psutil.Process(town.service.pid), 0
-    victim.taken()
-    time.sleep(seconds)
-    gets_before, steps_before = victim.taken()
-    before = service.memory_info().rss
-    pool = ThreadPoolExecutor(sum(actions.values()))
-    for action, threads in actions.items():
+def attack(name: str, url: str, key: str, niceness: int) -> None:
+    """The attack's process: from a line on standard input until its end. Prints how often it got what."""
+    attacker = Attacker(url, key, threading.Event())
+    for body in LARGE_BODIES:
+        large_body(body)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    lower_priority(niceness)
+    for action, threads in ATTACKS[name][1].items():
         for _ in range(threads):
-            pool.submit(insist, attacker, action)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        peak = max(peak, service.memory_info().rss)
-    gets, steps = victim.taken()
+            threading.Thread(target=insist, args=(attacker, action), daemon=True).start()
+    sys.stdin.read()
     attacker.stop.set()
-    for one in attacker.held:
-        one.close()
-    pool.shutdown(wait=False, cancel_futures=True)
-    share = 2.0 if attacker.jobs else 1.0
+    print(json.dumps(attacker.answers), flush=True)
+    os._exit(0)  # some of its threads still wait for answers
+
+
+@contextmanager
+def attacking(name: str, url: str, key: str, niceness: int) -> Iterator[subprocess.Popen[str]]:
+    """The process of an attack, which waits for a line."""
+    arguments = ["--attack", name, url, key, "--niceness", str(niceness)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.scale.callers", *arguments],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def processor_seconds(service: psutil.Process) -> float:
+    """Of the service and of its children that have ended, which are those that check."""
+    times = service.cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)
+
+
+def measure(town: Deployment, victim: Victim, name: str, given: argparse.Namespace, result: Result) -> None:
+    what, seconds = ATTACKS[name][0], given.seconds
+    tenant = town.client.add_tenant(f"hostile-{name}").id
+    key = str(town.client.add_key(tenant).key)
+    assert town.service is not None
+    service, peak, looks, training = psutil.Process(town.service.pid), 0, 0, 0
+    with attacking(name, town.url, key, given.niceness) as attacker:
+        victim.taken()
+        used = processor_seconds(service)
+        time.sleep(seconds)
+        used_before = processor_seconds(service) - used
+        gets_before, steps_before = victim.taken()
+        before, used = service.memory_info().rss, processor_seconds(service)
+        assert attacker.stdin is not None
+        attacker.stdin.write("begin\n")
+        attacker.stdin.flush()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            peak = max(peak, service.memory_info().rss)
+            looks += 1
+            training += bool(town.rows("SELECT 1 FROM jobs WHERE tenant = ? AND state = 'running' LIMIT 1", tenant))
+        gets, steps = victim.taken()
+        used_beside = processor_seconds(service) - used
+        answers = json.loads(attacker.communicate(timeout=END_SECONDS)[0])
+    town.client.delete_tenant(tenant, force=True)
+    share = 1 + training / looks
     usual, slow = (statistics.median(found or [math.nan]) for found in (steps_before, steps))
     p99, p99_before = (sorted(found or [math.nan])[int(0.99 * (len(found) - 1))] for found in (gets, gets_before))
     ratio, grown = slow / usual / share, peak - before
     result.add(
-        f"{name}: GET beside {what}", gets or [math.nan], "s", f"p99 {p99 * 1e3:.0f}, {p99_before * 1e3:.0f} before"
+        f"{name}: GET beside {what}", gets or [math.nan], "s", f"p99 {p99 * 1e3:.0f} ms, {p99_before * 1e3:.0f} before"
     )
     result.judge(f"{name}: p99 of GETs <= 50 ms", f"{p99 * 1e3:.0f} ms", p99 <= GET_SECONDS)
     result.judge(f"{name}: a step <= 1.25 x its fair share", f"{ratio:.2f} x", ratio <= FAIR_STEP)
     result.judge(f"{name}: the service grows by <= 300 MB", f"{grown / 1e6:+.0f} MB", grown <= SERVICE_BYTES)
-    answers = ", ".join(f"{count} x {one}" for one, count in attacker.answers.most_common(6))
+    got = ", ".join(f"{count} x {one}" for one, count in Counter(answers).most_common(6)) or "nothing yet"
     line = f"{name} {what}: GET p99 {p99_before * 1e3:.0f} -> {p99 * 1e3:.0f} ms, step {usual:.3f} -> {slow:.3f} s"
-    result.notes.append(f"{line} ({ratio:.2f} x fair), service {grown / 1e6:+.0f} MB; it got {answers}.")
+    line += f" ({ratio:.2f} x fair, which is {share:.2f} x), service {grown / 1e6:+.0f} MB, processor"
+    line += f" {used_before / seconds:.2f} -> {used_beside / seconds:.2f} s a second"
+    result.notes.append(f"{line}; it got {got}.")
     print(result.notes[-1], flush=True)
 
 
-def run(names: list[str], seconds: float, folder: Path) -> Result:
-    title = f"One caller against the rest, {date.today().isoformat()}, load {os.getloadavg()[0]:.0f}"
+def run(given: argparse.Namespace, folder: Path) -> Result:
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    title = f"One caller against the rest, {date.today().isoformat()}, commit {commit}, load {os.getloadavg()[0]:.0f}"
     result = Result("callers", title, command())
     place_model(folder)
     with Deployment(folder, folder / "cache", Path(MODEL), workers=1) as town, ExitStack() as stack:
@@ -343,9 +430,9 @@ def run(names: list[str], seconds: float, folder: Path) -> Result:
         for thread in threads:
             thread.start()
         time.sleep(WARM_SECONDS)
-        for name in names:
-            measure(town, victim, name, seconds, result)
-            time.sleep(seconds / 2)  # what the attack left behind ends
+        for name in given.only:
+            measure(town, victim, name, given, result)
+            time.sleep(given.seconds / 3)  # what the attack left behind ends
         victim.stop.set()
         for thread in threads:
             thread.join(10)
@@ -360,16 +447,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--only", nargs="*", choices=[*ATTACKS], default=[*ATTACKS])
     parser.add_argument("--save", action="store_true", help="write results/callers.json")
+    parser.add_argument("--attack", nargs=3, metavar=("NAME", "URL", "KEY"), help=argparse.SUPPRESS)
+    parser.add_argument("--niceness", type=int, default=19, help="of the attacks' processes (default: 19)")
     given = parser.parse_args()
+    if given.attack:
+        attack(*given.attack, given.niceness)
     with tempfile.TemporaryDirectory(prefix="callers-") as folder:
-        result = run(given.only, given.seconds, Path(folder))
+        result = run(given, Path(folder))
     for verdict in result.verdicts:
         if verdict.met is False:
             print(verdict)
     if given.save:
         result.save()
-    sys.stdout.flush()
-    os._exit(any(verdict.met is False for verdict in result.verdicts))  # some attackers still wait for answers
+    sys.exit(any(verdict.met is False for verdict in result.verdicts))
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def attacks(soak: Soak, key: str) -> list[Callable[[], None]]:
         send("dataset", "/api/v1/datasets", rows, **{"Content-Type": "application/jsonl"})
         soak.stop.wait(20)
 
-    hostile = Attacker(soak.town, key, soak.stop, soak.answers)
+    hostile = Attacker(soak.town.url, key, soak.stop, soak.answers)
     named = [partial(insist_once, hostile, action) for _, actions in ATTACKS.values() for action in actions]
     return [
         *named,

@@ -15,6 +15,14 @@ def interpreter(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
+def lower_priority(niceness: int) -> None:
+    """Give this process, the first of its session, a low priority against the processes of all sessions. Where Linux
+    divides processor time by session (``sched_autogroup``), niceness alone counts within a session only."""
+    os.nice(niceness)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
+        group.write(str(niceness))
+
+
 def die_with_parent(end: Callable[[], None]) -> None:
     """Calls ``end`` in a thread when standard input ends: the parent process holds its other end."""
 

@@ -70,7 +70,7 @@ class ServerSettings(Section):
     """Local worker processes per model. Each holds the base model once and has both roles."""
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
     """Largest body of an uploaded dataset or adapter, which is written to the disk as it arrives. Other bodies have the
-    lower limits `json_bytes` and `job_bytes`."""
+    lower limits `json_bytes` and `training_bytes`."""
     stop_seconds: float = Field(5.0, gt=0)
     """Time that open connections and child processes get to end by themselves when the service stops."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
@@ -113,9 +113,10 @@ class EdgeSettings(Section):
     """What one client can make the service hold. A request above a limit is refused with its name, and counted."""
 
     json_bytes: int = Field(1 << 20, ge=1 << 10)
-    """Largest JSON body of chats, completions and administration. A prompt of 100,000 token ids has 0.7 MB."""
-    job_bytes: int = Field(16 << 20, ge=1 << 10)
-    """Largest body of a job or of a Tinker request. The Tinker SDK splits training data into requests of 5 MB."""
+    """Largest JSON body; parsing it holds up everybody for some milliseconds. A prompt of 100,000 token ids has 0.7 MB.
+    The Python client uploads rows of a job that have more than 256 kB as a dataset."""
+    training_bytes: int = Field(16 << 20, ge=1 << 10)
+    """Largest body of training data of a Tinker client. Its SDK splits them into requests of 5 MB."""
     tenant_body_bytes: int = Field(256 << 20, ge=1 << 10)
     """Bodies of one tenant's requests in memory at once, in bytes; more get status 429. One alone has its own limit."""
     json_items: int = Field(200_000, ge=100)

@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from rookery.client.connection import ConnectionBroken, HttpConnection
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
+from rookery.spec import values
 
 
 class Adder(rookery.Environment):
@@ -185,6 +187,22 @@ def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> 
     assert spec["environment"]["path"] == "rows.jsonl"
     with pytest.raises(RookeryError, match=r"nothing\.jsonl cannot be read"):
         client.submit(job(environment={**environment, "path": "nothing.jsonl"}), folder=tmp_path)
+
+
+def test_large_rows_are_uploaded_and_small_ones_are_part_of_the_job(client: Client) -> None:
+    """A job of eight megabytes fits into a request of one."""
+    large = [{"prompt": f"{number} " + "x" * 400, "answer": "é"} for number in range(20_000)]
+    small = [{"prompt": f"{number}?", "answer": "1"} for number in range(3)]
+    environment = {"id": "jsonl", "rows": large, "eval_rows": small, "verifier": "exact"}
+    shown = client.dry_run(job(environment=environment))
+    assert shown.prompts[0].messages[0].content.endswith("x" * 400)
+    stored = {row.hash: row.size for row in client.uploads()}
+    for field, rows in (("dataset", large), ("eval_dataset", small)):
+        content = b"".join(values.encode(row) + b"\n" for row in rows)
+        assert stored[shown.spec["environment"][field]] == len(content)
+    wrong = [*large, {"prompt": "?", "answer": math.nan}]
+    with pytest.raises(UserError, match=r"environment\.rows\.20000\.answer: given NaN"):
+        client.dry_run(job(environment={**environment, "rows": wrong}))
 
 
 def test_submitting_twice_with_one_key_creates_one_job(client: Client) -> None:

@@ -40,6 +40,12 @@ _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _DATASETS = {"path": "dataset", "eval_path": "eval_dataset"}
 """Options of a ``jsonl`` environment that name a local file, with the option that names its upload."""
 
+_ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
+"""Options that are rows, with the option that names them as an upload."""
+
+ROWS_BYTES = 256 << 10
+"""Rows that are sent within a job, of each option: the body of a request is bounded, that of an upload far higher."""
+
 
 class EnvironmentServer:
     """Offers ``environment`` to the service at ``url`` as ``name``, in a thread of the user's process, until
@@ -369,6 +375,27 @@ def _add_dataset(connection: HttpConnection, path: Path) -> str:
         raise UserError(f"environment.path: {path} cannot be read ({error.strerror})") from None
 
 
+def _large_rows(option: str, rows: Any) -> bytes | None:
+    """The rows of an option as a JSONL file, if they have more than :data:`ROWS_BYTES`; others are left for the service
+    to check. Raises :class:`UserError`."""
+    lines, problem = [], ""
+    for number, row in enumerate(rows if isinstance(rows, list | tuple) else ()):
+        try:
+            lines.append(values.encode(row) + b"\n")
+        except values.ValueRefused:
+            problem = problem or next(values.problems(row, f"environment.{option}.{number}"), "")
+    if sum(map(len, lines)) <= ROWS_BYTES:
+        return None
+    if problem:
+        raise UserError(problem)
+    return b"".join(lines)
+
+
+def _add_rows(connection: HttpConnection, content: bytes) -> str:
+    """Uploads rows; returns the hash for ``environment.dataset``."""
+    return str(connection.call("POST", "/api/v1/datasets", content=content, seconds=WORK_SECONDS)["dataset"])
+
+
 def _add_adapter(connection: HttpConnection, folder: Path) -> str:
     """Uploads a PEFT folder; returns the hash for ``warm_start.upload``."""
     with tempfile.TemporaryFile() as tar:
@@ -392,6 +419,11 @@ def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: P
             if isinstance(environment.get(given), str):
                 path = folder / Path(environment.pop(given)).expanduser()
                 environment[sent_as] = _add_dataset(connection, path)
+        for given, sent_as in _ROWS.items():
+            content = _large_rows(given, environment.get(given))
+            if content is not None and sent_as not in environment:
+                del environment[given]
+                environment[sent_as] = _add_rows(connection, content)
     policies = sent.get("policies")
     for policy in policies.values() if isinstance(policies, dict) else ():
         start = policy.get("warm_start") if isinstance(policy, dict) else None

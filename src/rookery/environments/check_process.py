@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rookery.children import lower_priority
 from rookery.environments.builtins import find
 from rookery.environments.jsonl import IndexedRows, Jsonl, JsonlOptions, count_rows
 from rookery.environments.verifiers.pool import serve
@@ -48,5 +48,5 @@ def prepare() -> Callable[..., dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    os.nice(LOW_PRIORITY)
+    lower_priority(LOW_PRIORITY)
     serve(prepare, one_question=True)

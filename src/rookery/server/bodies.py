@@ -33,8 +33,8 @@ T = TypeVar("T")
 UPLOADS = frozenset({"/api/v1/datasets", "/api/v1/adapters"})
 """Paths whose bodies may have ``upload_bytes``: files, which are written to the disk as they arrive."""
 
-JOBS = ("/api/v1/jobs", "/tinker/api/")
-"""Beginnings of the paths whose JSON or protobuf may have ``job_bytes``."""
+TRAINING = "/tinker/api/v1/forward_backward"
+"""The path whose bodies may have ``training_bytes``: tensors, in protobuf."""
 
 JOB_ROUTES = "/api/v1/jobs"
 """Beginning of the paths whose JSON is a job, which is read as the run reads its values."""
@@ -198,10 +198,11 @@ def limit_of(path: str, settings: Settings) -> tuple[int, str]:
     upload, edge = settings.server.upload_bytes, settings.edge
     if path in UPLOADS:
         return upload, "the limit is the service's setting ROOKERY_UPLOAD_BYTES"
-    if path.startswith(JOBS):
-        most, hint = edge.job_bytes, "ROOKERY_JOB_BYTES; rows can be uploaded instead (POST /api/v1/datasets)"
-    else:
-        most, hint = edge.json_bytes, "ROOKERY_JSON_BYTES"
+    most, hint = edge.json_bytes, "ROOKERY_JSON_BYTES"
+    if path == TRAINING:
+        most, hint = edge.training_bytes, "ROOKERY_TRAINING_BYTES"
+    elif path.startswith(JOB_ROUTES):
+        hint += "; rows can be uploaded instead (POST /api/v1/datasets)"
     return min(most, upload), f"the limit is the service's setting {hint}"
 
 

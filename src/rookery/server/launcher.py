@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import hmac
 import logging
 import signal
@@ -70,6 +71,14 @@ none must not delay it until its claim lapses."""
 
 READERS, WORKERS = 4, 4
 """Threads that read the database, and that do other blocking work for tenants; one of each is the service's own."""
+
+SWITCH_SECONDS = 0.0005
+"""A thread that computes gives way to the event loop after it. With Python's 5 ms a request, which comes back to the
+loop a dozen times, would take 60 ms beside one such thread."""
+
+COLLECTIONS = (2000, 10, 50)
+"""Thresholds of the garbage collector. A full collection looks at all objects that were made since the start: 60 ms
+with 600 open requests. With these it comes after a million objects that stay, not after 70,000."""
 
 CHECKERS = 3
 """Tenants whose environments and datasets are checked at the same time, less one; each check is a process."""
@@ -330,6 +339,15 @@ class EmbeddedService:
             await self._service.stop()
 
 
+def prefer_event_loop() -> None:
+    """Make this process answer quickly while its threads compute: they give way soon, and the garbage collector leaves
+    out the modules and tables that are there now, 400,000 objects, which would take it 130 ms each time."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.set_threshold(*COLLECTIONS)
+    gc.collect()
+    gc.freeze()
+
+
 async def serve(settings: Settings) -> None:
     """Run a service until SIGINT or SIGTERM and log to the terminal. Raises the errors of :meth:`Service.start`."""
     interrupted = asyncio.Event()
@@ -338,6 +356,7 @@ async def serve(settings: Settings) -> None:
 
     async def run() -> None:
         async with Service(settings, [terminal_handler()]) as service:
+            prefer_event_loop()
             for line in [*variable_notes(), *_greeting(service)]:
                 print(line, file=sys.stderr, flush=True)
             await service.serving()

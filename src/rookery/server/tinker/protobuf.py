@@ -129,29 +129,35 @@ def parse(body: bytes, items: int) -> Any:
 def has_more_fields(body: bytes, descriptor: Any, most: int) -> bool:
     """Whether a message has more than ``most`` fields, those of the messages inside included. Reads no further than
     that. Raises ``DecodeError`` where it is no message."""
-    left, view = [(0, len(body), descriptor)], memoryview(body)
+    at, end, kind, view = 0, len(body), descriptor, memoryview(body)
+    around: list[tuple[int, Any]] = []
+    """The ends and the kinds of the messages around the present one, which has as many bytes as it states, or ends with
+    the one around it."""
     try:
-        while left:
-            at, end, kind = left.pop()
-            while at < end:
-                if (most := most - 1) < 0:
-                    return True
-                tag, at = _varint(view, at)
-                match tag & 7:
-                    case 0:
-                        _, at = _varint(view, at)
-                    case 1:
-                        at += 8
-                    case 5:
-                        at += 4
-                    case 2:
-                        size, at = _varint(view, at)
-                        field = kind.fields_by_number.get(tag >> 3)
-                        if field is not None and field.message_type is not None:
-                            left.append((at, min(at + size, end), field.message_type))
+        while at < end or around:
+            if at >= end:
+                end, kind = around.pop()
+                continue
+            if (most := most - 1) < 0:
+                return True
+            tag, at = _varint(view, at)
+            match tag & 7:
+                case 0:
+                    _, at = _varint(view, at)
+                case 1:
+                    at += 8
+                case 5:
+                    at += 4
+                case 2:
+                    size, at = _varint(view, at)
+                    field = kind.fields_by_number.get(tag >> 3)
+                    if field is None or field.message_type is None:
                         at += size
-                    case 6 | 7:
-                        raise DecodeError("a field of a kind that does not exist")
+                    elif size:
+                        around.append((end, kind))
+                        end, kind = min(at + size, end), field.message_type
+                case 6 | 7:
+                    raise DecodeError("a field of a kind that does not exist")
     except IndexError:
         raise DecodeError("it ends within a number") from None
     return False
