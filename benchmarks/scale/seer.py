@@ -32,6 +32,16 @@ from benchmarks.scale.serving_simulation import DECODE, PREFILL_TOKEN
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
+from rookery.controller.fleet.events import (
+    AdaptersChanged,
+    HeartbeatReceived,
+    MessageReceived,
+    WorkerDraining,
+    WorkerEvent,
+    WorkerLoaded,
+    WorkerReady,
+    WorkerSuspect,
+)
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout import placement
@@ -152,7 +162,21 @@ async def _step(arm: str, curve: str, load: Load, chunk: int, folder: Path) -> C
     )  # fmt: skip
     clock = VirtualClock()
     tickets = Tickets(Artifacts(folder / "artifacts"), clock, 600)
-    fleet = Fleet(settings, clock)
+
+    def on_event(event: WorkerEvent) -> None:
+        match event:
+            case MessageReceived(message=protocol.Output() as output):
+                rollouts.on_output(event.worker, output)
+            case HeartbeatReceived():
+                rollouts.on_heartbeat(event.worker, event.beat)
+            case WorkerLoaded():
+                fleet.admit(event.worker)
+            case WorkerReady() | AdaptersChanged():
+                rollouts.on_worker_changed(event.worker)
+            case WorkerSuspect() | WorkerDraining():
+                rollouts.on_worker_lost(event.worker)
+
+    fleet = Fleet(settings, clock, on_event)
     peers = PeerDirectory(tickets, clock, 600)
     residency = AdapterResidency(fleet, peers, tickets.artifacts, InlineWriter(), clock)
     rollouts, tasks = RolloutScheduler(fleet, residency, settings, clock), BackgroundTasks()

@@ -24,7 +24,7 @@ from tests.support.replies import reply_of
 
 from rookery import protocol
 from rookery.controller.controller import Controller
-from rookery.controller.fleet.fleet import FleetListener
+from rookery.controller.fleet.events import WorkerDraining, WorkerEvent, WorkerGone, WorkerJoined, WorkerSuspect
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import REASSIGNED, GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
@@ -71,7 +71,7 @@ class Account:
     ended: bool = False
 
 
-class Requests(FleetListener):
+class Requests:
     """The accounts of one controller's life; what outlives it is in ``lasting``."""
 
     def __init__(self, controller: Controller, events: Events, settings: Settings, lasting: Lasting) -> None:
@@ -86,8 +86,15 @@ class Requests(FleetListener):
         world = controller.context
         self._fleet, self._rollouts = world.fleet, world.rollouts
         self._sample = world.rollouts.sample
-        world.fleet.listeners.insert(0, self)  # first: before the reactions of the others
         setattr(world.rollouts, "sample", self.sample)  # noqa: B010 (a method for an instance)
+
+    def on_event(self, event: WorkerEvent) -> None:
+        """Before the reactions of the others."""
+        match event:
+            case WorkerJoined():
+                self._on_joined(event.worker)
+            case WorkerDraining() | WorkerSuspect() | WorkerGone():
+                self._on_lost(event.worker, event.text)
 
     def end(self) -> None:
         """The controller is dead: nothing that its remains do means anything."""
@@ -178,7 +185,7 @@ class Requests(FleetListener):
 
     # --- frames to workers --------------------------------------------------------------------------------------------
 
-    def on_worker_joined(self, worker: Worker) -> None:
+    def _on_joined(self, worker: Worker) -> None:
         connection = Connection(worker, worker.epoch)
         assert isinstance(worker.connection, NetworkConnection)
         worker.connection.owner = connection
@@ -243,9 +250,9 @@ class Requests(FleetListener):
         if len(connection.requests) > connection.worker.hello.max_rows + self._ahead + len(claims):
             self._events.fail("room", f"{name} holds {len(connection.requests)} requests", name)
 
-    def on_worker_lost(self, worker: Worker, reason: str) -> None:
+    def _on_lost(self, worker: Worker, reason: str) -> None:
         connection = worker.connection.owner if isinstance(worker.connection, NetworkConnection) else None
-        if connection is None or self._over:
+        if connection is None or self._over or not connection.alive:
             return
         connection.alive = False
         for account in connection.requests.values():

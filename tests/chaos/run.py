@@ -33,6 +33,7 @@ from rookery.aio import cancel_all
 from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
+from rookery.controller.fleet.events import WorkerEvent
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.protocol.connection import ConnectionClosed
 from rookery.settings import Settings
@@ -219,12 +220,17 @@ class Run:
         async def chat_of(model: str) -> Any:
             return self._chat
 
-        controller = Controller(
+        class WatchedController(Controller):
+            def on_event(self, event: WorkerEvent) -> None:
+                requests.on_event(event)
+                super().on_event(event)
+
+        controller = WatchedController(
             Store(self._database, self._writer), self.artifacts, self._settings, clock=VirtualClock(),
             ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")), chat=chat_of,
             check_environment=lambda id, options: None, provide=lambda model: None, jobs_folder=self._folder / "jobs",
         )  # fmt: skip
-        self.requests = Requests(controller, self.events, self._settings, self.history.lasting)
+        self.requests = requests = Requests(controller, self.events, self._settings, self.history.lasting)
         self.events.note("controller", "starts")
         await controller.start()
         self._writer.on_commit = self._commit_death

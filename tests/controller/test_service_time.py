@@ -27,9 +27,9 @@ class Manual:
         await asyncio.sleep(0)
 
 
-def made(share: float = 0.25) -> tuple[ServiceTime, Manual]:
+def made(share: float = 0.25, *, working: str = "") -> tuple[ServiceTime, Manual]:
     clock = Manual()
-    return ServiceTime(clock, lambda tenant: share, TooManyRequests), clock
+    return ServiceTime(clock, lambda tenant: share, TooManyRequests, lambda: set(working)), clock
 
 
 async def request(times: ServiceTime, tenant: str, seconds: float) -> None:
@@ -46,8 +46,7 @@ async def test_a_lone_tenant_takes_all_of_the_time() -> None:
 
 
 async def test_a_tenant_beside_others_takes_its_share() -> None:
-    times, clock = made()
-    times.working = lambda: {"b"}
+    times, clock = made(working="b")
     for _ in range(1000):
         await request(times, "a", 0.01)
     assert (10 - BURST) / 0.25 * 0.9 < clock.now - 1000 < 10 / 0.25 * 1.1
@@ -58,8 +57,7 @@ async def test_a_tenant_beside_others_takes_its_share() -> None:
 
 async def test_many_requests_at_once_do_not_all_begin() -> None:
     """Their time is not known yet: the mean of earlier ones is charged when each begins."""
-    times, clock = made()
-    times.working = lambda: {"b"}
+    times, clock = made(working="b")
     for _ in range(50):
         await request(times, "a", 0.02)
     clock.now += 100
@@ -72,8 +70,7 @@ async def test_many_requests_at_once_do_not_all_begin() -> None:
 
 
 async def test_a_request_waits_for_a_while_and_is_refused_with_the_reason() -> None:
-    times, clock = made()
-    times.working = lambda: {"b"}
+    times, clock = made(working="b")
     await request(times, "a", BURST + 0.25 * LONGEST_WAIT + 1)
     with pytest.raises(TooManyRequests, match=r"0\.25 s of the service's time") as refused:
         await times.begin("a")

@@ -56,6 +56,7 @@ WITHOUT_IDS = {
     "GET /api/v1/models": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/health": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/workers": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/workers/events": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/costs": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/tenants": "test_lists_contain_only_the_tenants_objects",
     "GET /v1/models": "test_lists_contain_only_the_tenants_objects",
@@ -272,7 +273,7 @@ def test_lists_contain_only_the_tenants_objects(town: Town) -> None:
                 text = client.get(path).text
                 assert not [secret for secret in hidden if secret in text], route
     assert town.bob.get("/api/v1/jobs").json() == []
-    for path in ("/api/v1/workers", "/api/v1/tenants", "/api/v1/costs"):
+    for path in ("/api/v1/workers", "/api/v1/workers/events", "/api/v1/tenants", "/api/v1/costs"):
         assert town.bob.get(path).status_code == 403
     assert town.bob.post("/api/v1/tenants", json={"name": "mallory"}).status_code == 403
     assert "mallory" not in town.admin.get("/api/v1/tenants").text
@@ -540,6 +541,12 @@ def test_each_role_of_a_key_opens_its_own_doors(town: Town) -> None:
         for path in ("/wire/worker", "/wire/host"):
             assert refusal(town, path, wrong) == (401, UNKNOWN_KEY if wrong else NO_KEY)
     assert [worker["name"] for worker in town.admin.get("/api/v1/workers").json()] == ["scripted"]
+    events = town.admin.get("/api/v1/workers/events").json()
+    assert {(event["worker"], event["event"]) for event in events} >= {("scripted", "joined"), ("scripted", "ready")}
+    last = {"after": events[-1]["number"]}
+    assert town.admin.get("/api/v1/workers/events", params=last).json() == []
+    assert len(town.admin.get("/api/v1/workers/events", params={"limit": 1}).json()) == 1
+    assert town.admin.get("/api/v1/workers/events", params={"limit": 0}).status_code == 422
     answer = greeted(town, "/wire/host", host, host_hello("builtin:jsonl"))
     assert isinstance(answer, protocol.HelloRejected) and "belong to the service" in answer.reason
 

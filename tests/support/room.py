@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.support.peers import MODEL, ManualClock, ScriptedWorker
 
 from rookery import protocol
-from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.events import (
+    AdaptersChanged,
+    HeartbeatReceived,
+    MessageReceived,
+    WorkerCatchingUp,
+    WorkerDraining,
+    WorkerEvent,
+    WorkerGone,
+    WorkerLoaded,
+    WorkerReady,
+    WorkerSuspect,
+)
+from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.peer_directory import PeerDirectory
 from rookery.controller.weights.tickets import Tickets
@@ -18,26 +33,64 @@ from rookery.simulation.clock import InlineWriter
 from rookery.storage.artifacts import Artifacts
 
 
-class Room(FleetListener):
+def react(
+    event: WorkerEvent,
+    fleet: Fleet,
+    residency: AdapterResidency,
+    *,
+    in_use: Sequence[protocol.AdapterRef] = (),
+    rollouts: RolloutScheduler | None = None,
+    training: TrainingDispatcher | None = None,
+) -> None:
+    """Call those of these rooms that an event concerns, as the controller does."""
+    worker = event.worker
+    match event:
+        case MessageReceived(message=protocol.AdaptersCached() as message):
+            residency.on_cached(worker, message)
+        case MessageReceived(message=protocol.TicketRequest() as message):
+            residency.on_ticket_request(worker, message)
+        case MessageReceived(message=protocol.PullFailed() as message):
+            residency.on_pull_failed(worker, message)
+        case MessageReceived(message=protocol.Output() as message) if rollouts is not None:
+            rollouts.on_output(worker, message)
+        case MessageReceived(message=protocol.OperationDone() as message) if training is not None:
+            training.on_done(worker, message)
+        case HeartbeatReceived() if rollouts is not None:
+            rollouts.on_heartbeat(worker, event.beat)
+        case WorkerLoaded():
+            residency.on_worker_loaded(worker, in_use)
+            fleet.admit(worker)
+        case WorkerReady() | WorkerCatchingUp() | AdaptersChanged():
+            if rollouts is not None:
+                rollouts.on_worker_changed(worker)
+            if training is not None:
+                training.on_worker_changed(worker)
+        case WorkerDraining() | WorkerSuspect() | WorkerGone():
+            residency.on_worker_lost(worker)
+            if rollouts is not None:
+                rollouts.on_worker_changed(worker)
+                rollouts.on_worker_lost(worker)
+            if training is not None:
+                training.on_worker_lost(worker)
+
+
+class Room:
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.clock = ManualClock()
         usual = {"heartbeat_seconds": 2, "suspect_seconds": 10, "rejoin_seconds": 60, "stuck_seconds": 120}
         self.settings = Settings.model_validate({"data": folder, "cache": folder, **usual, **changes})
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock)
+        self.fleet = Fleet(self.settings, self.clock, self.on_event)
         peers = PeerDirectory(self.tickets, self.clock, self.settings.server.ticket_seconds)
         self.residency = AdapterResidency(self.fleet, peers, self.artifacts, InlineWriter(), self.clock)
         self.used: list[protocol.AdapterRef] = []
         """The versions that jobs sample from."""
-        self.residency.in_use = lambda model: [ref for ref in self.used if model == MODEL]
+        self.events: list[WorkerEvent] = []
         self.lost: list[tuple[str, str]] = []
         self.outputs: list[Worker] = []
         """The senders of tokens."""
         self.workers: list[ScriptedWorker] = []
-        self.fleet.listeners.append(self)
-        self.fleet.route(protocol.Output, lambda worker, message: self.outputs.append(worker))
-        self.fleet.route(protocol.OperationDone, lambda worker, message: None)
 
     async def close(self) -> None:
         for worker in self.workers:
@@ -45,8 +98,14 @@ class Room(FleetListener):
                 await worker.die()
         await self.residency.close()
 
-    def on_worker_lost(self, worker: Worker, reason: str) -> None:
-        self.lost.append((worker.name, reason))
+    def on_event(self, event: WorkerEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, WorkerDraining | WorkerSuspect):
+            self.lost.append((event.worker.name, event.text or "it drains"))
+        if isinstance(event, MessageReceived) and isinstance(event.message, protocol.Output):
+            self.outputs.append(event.worker)
+        in_use = self.used if event.worker.hello.model == MODEL else ()
+        react(event, self.fleet, self.residency, in_use=in_use)
 
     def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
         self.workers.append(ScriptedWorker(self.fleet.serve, self.tickets, name, **script))

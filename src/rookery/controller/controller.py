@@ -24,11 +24,26 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from rookery import protocol
 from rookery.aio import cancel_all, restarting
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
+from rookery.controller.fleet.events import (
+    AdaptersChanged,
+    HeartbeatReceived,
+    MessageReceived,
+    WorkerCatchingUp,
+    WorkerDraining,
+    WorkerEvent,
+    WorkerGone,
+    WorkerJoined,
+    WorkerLoaded,
+    WorkerReady,
+    WorkerSuspect,
+)
 from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.fleet.worker import Worker
 from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.outage_retries import OutageRetries
 from rookery.controller.jobs.registry import JobRegistry
@@ -39,10 +54,12 @@ from rookery.controller.outages import Outages, outage_of
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.completions import Completions
-from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
 from rookery.controller.sessions.sessions import Sessions
-from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.controller.timeline import WorkerTimeline
+from rookery.controller.training.dispatcher import OperationSent, OperationSucceeded, TrainingDispatcher
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
@@ -98,18 +115,16 @@ class Controller:
         an experiment may replace the ``scheduler`` and ``seeding`` classes;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
+        self.timeline = WorkerTimeline(clock)
         self.record = RunRecord(jobs_folder.with_name("running.json"), clock)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
-        fleet = Fleet(settings, clock)
+        fleet = Fleet(settings, clock, self.on_event)
         peers = PeerDirectory(self.tickets, clock, settings.server.ticket_seconds)
         residency = AdapterResidency(fleet, peers, artifacts, store.transfer, clock)
-        residency.in_use = self.jobs.versions_in_use
         collector = ArtifactCollector(store, artifacts, residency)
         refused: Counter[str] = Counter()
-        quotas = Quotas(settings.limits, clock, store, refused)
-        quotas.models_in_use = lambda tenant: self.jobs.models(tenant) | self.sessions.models_in_use(tenant)
-        quotas.service_time.working = self.jobs.tenants
+        quotas = Quotas(settings.limits, clock, store, refused, self._models_of, self.jobs.tenants)
         rollouts = scheduler(fleet, residency, settings, clock, quotas.weights)
         training = TrainingDispatcher(
             fleet, residency, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
@@ -126,7 +141,7 @@ class Controller:
             training=training,
             seeding=seeding(fleet, rollouts, training, settings, clock),
             hosts=EnvironmentHosts(settings, clock, ids, store.unfinished_job_ids),
-            usage=UsageMeter(fleet, settings, clock, store, quotas),
+            usage=UsageMeter(settings, clock, store, quotas),
             models=ModelUse(settings, clock, provide, release),
             quotas=quotas,
             collector=collector,
@@ -145,7 +160,8 @@ class Controller:
         self._validator = JobValidator(self.context)
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
         self.completions = Completions(self.context, self._validator, self.jobs.pinned)
-        self.sessions = Sessions(self.context, self._validator)
+        self._slots = TrainerSlots(fleet, settings, clock, quotas.weights)
+        self.sessions = Sessions(self.context, self._validator, self._slots)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -206,6 +222,68 @@ class Controller:
         await self.sessions.stop()
         await self.context.residency.close()
         await self.context.usage.stop()
+
+    # --- events of workers --------------------------------------------------------------------------------------------
+
+    def on_event(self, event: WorkerEvent) -> None:
+        """Call those whom an event of a worker concerns, in the written order. What they emit in turn is handled before
+        the next one is called."""
+        context, worker = self.context, event.worker
+        rollouts, training, seeding, usage = context.rollouts, context.training, context.seeding, context.usage
+        if event.shown:
+            tenant, job = usage.payer_of(event.policy) if event.policy else ("", "")
+            self.timeline.add(event, tenant, job)
+        match event:
+            case MessageReceived():
+                self._on_message(worker, event.message)
+            case TokensReceived():
+                seeding.on_tokens(event.request)
+                usage.on_tokens(worker, event.request, event.tokens)
+            case HeartbeatReceived():
+                rollouts.on_heartbeat(worker, event.beat)
+                usage.on_heartbeat(worker, event.beat)
+            case OperationSent():
+                seeding.on_operation(worker, event.operation, None)
+            case OperationSucceeded():
+                seeding.on_operation(worker, event.operation, event.done)
+                usage.on_operation(worker, event.operation, event.done)
+            case WorkerJoined():
+                seeding.on_worker_joined(worker)
+                usage.on_worker_joined(worker)
+            case WorkerLoaded():
+                context.residency.on_worker_loaded(worker, self.jobs.versions_in_use(worker.hello.model))
+                context.fleet.admit(worker)
+            case WorkerReady() | WorkerCatchingUp() | AdaptersChanged():
+                rollouts.on_worker_changed(worker)
+                training.on_worker_changed(worker)
+                seeding.on_worker_changed(worker)
+                self._slots.review()
+            case WorkerDraining() | WorkerSuspect() | WorkerGone():
+                context.residency.on_worker_lost(worker)
+                rollouts.on_worker_changed(worker)  # before others react: it gets no work any more
+                seeding.on_worker_changed(worker)
+                rollouts.on_worker_lost(worker)
+                training.on_worker_lost(worker)
+                if not isinstance(event, WorkerDraining):  # it is paid for until its connection ends
+                    usage.on_worker_lost(worker)
+
+    def _on_message(self, worker: Worker, message: protocol.WorkMessage) -> None:
+        context = self.context
+        match message:
+            case protocol.Output():
+                context.rollouts.on_output(worker, message)
+            case protocol.OperationDone():
+                context.training.on_done(worker, message)
+            case protocol.AdaptersCached():
+                context.residency.on_cached(worker, message)
+            case protocol.TicketRequest():
+                context.residency.on_ticket_request(worker, message)
+            case protocol.PullFailed():
+                context.residency.on_pull_failed(worker, message)
+
+    def _models_of(self, tenant: str) -> set[str]:
+        """The base models that a tenant's jobs and training runs use now."""
+        return self.jobs.models(tenant) | self.sessions.models_in_use(tenant)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 

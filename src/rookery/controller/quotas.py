@@ -69,14 +69,22 @@ ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
 
 
 class Quotas:
-    def __init__(self, settings: LimitSettings, clock: Clock, store: Store, refused: Counter[str]) -> None:
-        """``refused`` counts the refusals by setting."""
+    def __init__(
+        self,
+        settings: LimitSettings,
+        clock: Clock,
+        store: Store,
+        refused: Counter[str],
+        models_in_use: Callable[[str], set[str]],
+        working: Callable[[], set[str]],
+    ) -> None:
+        """``refused`` counts the refusals by setting; ``models_in_use(tenant)`` are the base models that the tenant's
+        jobs and training runs use now; ``working()`` are the tenants whose jobs run now."""
         self.weights: dict[str, float] = {}
         """By tenant; absent is 1."""
-        self.models_in_use: Callable[[str], set[str]] = lambda tenant: set()
-        """The base models that a tenant's jobs and training runs use now."""
         self.overrides: dict[str, dict[str, float]] = {}
         """By tenant: the limits that are not the service's settings, and its weight."""
+        self._models_in_use = models_in_use
         self._settings = settings
         self._clock = clock
         self._store = store
@@ -92,7 +100,7 @@ class Quotas:
         self._metadata: dict[str, tuple[int, float]] = {}
         """By tenant: the bytes of its rows, and when they were read."""
         self.service_time = ServiceTime(
-            clock, lambda tenant: self.limit(tenant, "service_share"), partial(self._refuse, "service_share")
+            clock, lambda tenant: self.limit(tenant, "service_share"), partial(self._refuse, "service_share"), working
         )
         self._day = 0
         self._tokens: Counter[str] = Counter()
@@ -196,7 +204,7 @@ class Quotas:
 
     def models(self, tenant: str) -> set[str]:
         """The base models that the tenant uses now."""
-        return self.models_in_use(tenant) | {model for model, count in self._requests[tenant].items() if count}
+        return self._models_in_use(tenant) | {model for model, count in self._requests[tenant].items() if count}
 
     def check_model(self, tenant: str, model: str) -> None:
         """The tenant asks for work on a base model. Raises :class:`TooManyRequests`."""

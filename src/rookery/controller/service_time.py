@@ -47,12 +47,16 @@ class ServiceTime:
     """``share(tenant)``: seconds in a second that it may take; ``working()``: the tenants whose jobs run now."""
 
     def __init__(
-        self, clock: Clock, share: Callable[[str], float], refuse: Callable[[str, float], TooManyRequests]
+        self,
+        clock: Clock,
+        share: Callable[[str], float],
+        refuse: Callable[[str, float], TooManyRequests],
+        working: Callable[[], set[str]] = set,
     ) -> None:
         """``refuse(reason, seconds)`` makes the error of a request that has waited too long."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """By tenant, since the service started."""
-        self.working: Callable[[], set[str]] = set
+        self._working = working
         self._clock = clock
         self._share = share
         self._refuse = refuse
@@ -113,4 +117,4 @@ class ServiceTime:
         now = self._clock.monotonic()
         if any(other != tenant and now - seen < ACTIVE_SECONDS for other, seen in self._seen.items()):
             return True
-        return bool(self.working() - {tenant})
+        return bool(self._working() - {tenant})

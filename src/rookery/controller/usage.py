@@ -18,7 +18,6 @@ import msgspec
 
 from rookery import protocol
 from rookery.clock import Clock
-from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.request import SamplingRequest
@@ -49,12 +48,11 @@ FleetUsages = dict[str, dict[Kind, FleetUsage]]
 """By base model and kind."""
 
 
-class UsageMeter(FleetListener):
+class UsageMeter:
     """The counters of every tenant and of the open jobs, and the fleet's."""
 
     def __init__(
         self,
-        fleet: Fleet,
         settings: Settings,
         clock: Clock,
         store: Store,
@@ -68,12 +66,11 @@ class UsageMeter(FleetListener):
         self._meters: dict[Worker, WorkerMeter[Account]] = {}
         self._usage: dict[Account, Usage] = {}
         self._changed: set[Account] = set()
-        self._jobs: dict[str, str] = {}
+        self._jobs: dict[str, Account] = {}
         """The open jobs by policy."""
         self._fleet: FleetUsages = {}
         self._before = (0.0, 0.0)
         """Used and idle cost when this process started."""
-        fleet.listeners.append(self)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -107,7 +104,7 @@ class UsageMeter(FleetListener):
             self._changed |= changed
             raise
         needed = {account for meter in self._meters.values() for account in meter.accounts()} | self._changed
-        open_jobs = {TENANT_TOTAL, *self._jobs.values()}
+        open_jobs = {TENANT_TOTAL, *(job for _, job in self._jobs.values())}
         self._usage = {
             account: usage for account, usage in self._usage.items() if account[1] in open_jobs or account in needed
         }
@@ -126,11 +123,15 @@ class UsageMeter(FleetListener):
         if (tenant, job) not in self._usage:
             stored = await self._store.job_usage(tenant, job)
             self._usage.setdefault((tenant, job), _decode(stored))
-        self._jobs.update(dict.fromkeys(policies, job))
+        self._jobs.update(dict.fromkeys(policies, (tenant, job)))
 
     def close(self, job: str) -> None:
         """The job is paused or has ended."""
-        self._jobs = {policy: open_job for policy, open_job in self._jobs.items() if open_job != job}
+        self._jobs = {policy: account for policy, account in self._jobs.items() if account[1] != job}
+
+    def payer_of(self, policy: str) -> Account:
+        """The tenant and the open job that train a policy; both empty where none does."""
+        return self._jobs.get(policy, ("", ""))
 
     # --- metering -----------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class UsageMeter(FleetListener):
             now, decoded, trained = self._clock.monotonic(), beat.decode_seconds, beat.train_seconds
             self._add(worker, meter.heartbeat(now, decoded, trained, decoding=decoding, training=training))
 
-    def on_worker_lost(self, worker: Worker, reason: str) -> None:
+    def on_worker_lost(self, worker: Worker) -> None:
         if worker.state != "draining":  # a draining worker is paid for until its connection ends
             self._close(worker)
 
@@ -159,11 +160,11 @@ class UsageMeter(FleetListener):
             job = request.job if (request.tenant, request.job) in self._usage else TENANT_TOTAL
             self._meters[worker].sampled((request.tenant, job), tokens)
 
-    def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone | None) -> None:
-        if done is None or isinstance(operation, protocol.InitAdapter) or worker not in self._meters:
+    def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone) -> None:
+        if isinstance(operation, protocol.InitAdapter) or worker not in self._meters:
             return
         self._quotas.add_tokens(operation.tenant, done.metrics.get("tokens", 0.0))
-        payer = (operation.tenant, self._jobs.get(operation.policy, TENANT_TOTAL))
+        payer = self._jobs.get(operation.policy, (operation.tenant, TENANT_TOTAL))
         self._meters[worker].trained(payer, done.metrics.get("tokens", 0.0), done.metrics.get("seconds", 0.0))
 
     def _add(self, worker: Worker, interval: Interval[Account]) -> None:

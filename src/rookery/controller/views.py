@@ -63,6 +63,26 @@ class FleetCost(View):
     """Work in progress, which is charged when it ends."""
 
 
+class WorkerEventView(View):
+    """Something that happened at a worker."""
+
+    number: int
+    """Grows with each event, also across restarts of the service: give the last one as ``after``."""
+    time: float
+    """Unix seconds."""
+    event: str
+    """Its kind: joined, loaded, catching up, ready, stalled, draining, suspect, gone, adapter loaded, pull failed,
+    trained, training moved."""
+    worker: str
+    model: str
+    tenant: str
+    """Whose work it concerns; empty where it is no tenant's. Likewise ``job`` and ``policy``."""
+    job: str
+    policy: str
+    text: str
+    """One line about it; empty where the kind says all."""
+
+
 class RunView(View):
     """A job in short. Times are Unix seconds, 0 where the event has not happened."""
 

@@ -77,6 +77,7 @@ from rookery.protocol.worker import (
     ToWorker,
     VersionCommitted,
     Welcome,
+    WorkMessage,
 )
 
 T = TypeVar("T")

@@ -382,7 +382,9 @@ class InitAdapter(Message, kw_only=True):
     source: AdapterRef | None = None
 
 
-FromWorker = Hello | Ready | AdaptersCached | PullFailed | Heartbeat | Output | TicketRequest | OperationDone | Draining
+WorkMessage = AdaptersCached | PullFailed | Output | TicketRequest | OperationDone
+"""About a worker's work, not about the worker itself."""
+FromWorker = Hello | Ready | Heartbeat | Draining | WorkMessage
 ToWorker = (
     Welcome
     | HelloRejected

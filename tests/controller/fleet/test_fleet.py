@@ -42,7 +42,7 @@ async def test_reconnected_worker_gets_a_new_epoch(room: Room) -> None:
     await worker.say(beat(), epoch=first)
     await settle()
     assert room.fleet.ignored_frames == 1
-    later = Fleet(room.settings, ManualClock())
+    later = Fleet(room.settings, ManualClock(), room.on_event)
     assert later.epoch >= int(room.clock.time() * 1000), "a later process gives later epochs"
 
 

@@ -382,7 +382,6 @@ def test_unprofitable_workers_stand_by_with_a_note() -> None:
 
     async def act(world: SimulatedFleet) -> None:
         await world.reach(4)
-        seeding = world.site.controller.context.seeding
         most = world.learned().max_remote
         assert most == 2
         gauges = world.site.controller.queries.health()["gauges"]
@@ -402,7 +401,7 @@ def test_unprofitable_workers_stand_by_with_a_note() -> None:
         assert world.preemptible[1].engine.generated > generated[2], "the next one takes its place"
         await world.site.controller.cancel("alice", world.job)
         assert not any(row["note"] for row in world.site.controller.queries.workers())
-        assert not seeding.closed
+        assert not world.site.controller.context.rollouts.closed
 
     play(act, preemptible=5, train_token=0.0013, dispatch_ahead=0)
 
@@ -434,14 +433,13 @@ def test_job_that_cannot_overlap_is_not_seeded() -> None:
 def test_training_worker_generates_again_without_remote_workers() -> None:
     async def act(world: SimulatedFleet) -> None:
         rows = await world.reach(3)
-        seeding = world.site.controller.context.seeding
         for _ in range(200):  # into a train phase
-            if seeding.closed:
+            if world.site.controller.context.rollouts.closed:
                 break
             await asyncio.sleep(0.05)
-        assert {worker.name for worker in seeding.closed} == {"reserved"}
+        assert {worker.name for worker in world.site.controller.context.rollouts.closed} == {"reserved"}
         await world.rent(0)
-        assert not seeding.closed
+        assert not world.site.controller.context.rollouts.closed
         rows = await world.reach(6)
         assert "remote_workers" not in rows[-1]
         assert world.learned().memory, "what was learned stays"

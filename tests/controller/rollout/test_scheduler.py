@@ -14,10 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle, text_of
-from tests.support.room import beat
+from tests.support.room import beat, react
 
 from rookery import protocol
 from rookery.aio import cancel_all
+from rookery.controller.fleet.events import WorkerEvent, WorkerJoined
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.rollout.scheduler import RolloutScheduler
@@ -40,12 +41,25 @@ class Room:
         self.clock = ManualClock()
         self.settings = Settings(data=folder, cache=folder, **changes)
         self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock)
+        self.fleet = Fleet(self.settings, self.clock, self.on_event)
         artifacts, peers = self.tickets.artifacts, PeerDirectory(self.tickets, self.clock, 600)
         self.residency = AdapterResidency(self.fleet, peers, artifacts, InlineWriter(), self.clock)
         self.rollouts = RolloutScheduler(self.fleet, self.residency, self.settings, self.clock)
         self.watches = [asyncio.create_task(watch()) for watch in (self.fleet.watch, self.rollouts.watch)]
         self.workers: list[ScriptedWorker] = []
+        self.used: list[protocol.AdapterRef] = []
+        """The versions that jobs sample from."""
+        self.closed: set[str] = set()
+        """Names of workers that get no rollouts."""
+
+    def on_event(self, event: WorkerEvent) -> None:
+        if isinstance(event, WorkerJoined) and event.worker.name in self.closed:
+            self.rollouts.closed.add(event.worker)
+        react(event, self.fleet, self.residency, in_use=self.used, rollouts=self.rollouts)
+
+    def apply_closed(self) -> None:
+        self.rollouts.closed = {worker for worker in self.fleet.all() if worker.name in self.closed}
+        self.rollouts.dispatch()
 
     async def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
         worker = ScriptedWorker(self.fleet.serve, self.tickets, name, **script)
@@ -493,9 +507,9 @@ async def test_a_new_controller_resumes_requests_that_a_worker_still_holds(tmp_p
 
 
 async def test_a_resumption_expires(tmp_path: Path) -> None:
-    """It drops what was not asked for in time: then its gate and its rows count again. An ended job's goes at once."""
+    """A worker drops requests that nobody asked for in time; later ones wait until it is open."""
     room = Room(tmp_path, resume_seconds=15)
-    room.rollouts.gate = lambda worker: False
+    room.closed = {"worker"}
     holder = ScriptedWorker(room.fleet.serve, room.tickets)
     room.workers.append(await holder.join(running=["job-1", "job-2", "job-3", "another-1"]))
     room.clock.now += 14
@@ -505,8 +519,8 @@ async def test_a_resumption_expires(tmp_path: Path) -> None:
     await settle()
     assert room.rollouts.waiting() == 1
     assert [generate.request for generate in holder.generates] == ["job-1"]
-    room.rollouts.gate = lambda worker: True
-    room.rollouts.dispatch()
+    room.closed.clear()
+    room.apply_closed()
     check(await late, 2)
     assert set(room.rollouts.resumptions) == {"job-3", "another-1"}
     room.rollouts.close_job("job")
@@ -625,8 +639,7 @@ async def test_older_versions_are_accepted_only_from_resumed_requests(
 
 async def test_a_closed_gate_admits_only_interactive_requests(tmp_path: Path) -> None:
     room = Room(tmp_path)
-    closed: set[str] = {"one"}
-    room.rollouts.gate = lambda worker: worker.name not in closed
+    room.closed = {"one"}
     one = await room.worker("one")
     replies = [room.sample(number) for number in range(3)]
     chat = room.sample(9, "b", "chat", interactive=True, episode="")
@@ -635,7 +648,7 @@ async def test_a_closed_gate_admits_only_interactive_requests(tmp_path: Path) ->
     assert room.rollouts.waiting() == 3
     [known] = room.fleet.all()
     assert not room.rollouts.pool.outstanding(known)
-    closed.clear()
+    room.rollouts.closed.clear()
     room.rollouts.dispatch(known)
     for number, reply in enumerate(await asyncio.gather(*replies)):
         check(reply, number)
@@ -655,9 +668,8 @@ async def test_migrated_requests_resume_elsewhere_with_their_tokens(tmp_path: Pa
         for _ in range(times):
             await send(one, f"job-{seed}")
     await eventually(lambda: room.rollouts.sampled_tokens == 12)
-    closed = {"one"}
-    room.rollouts.gate = lambda worker: worker.name not in closed
-    room.rollouts.dispatch()
+    room.closed = {"one"}
+    room.apply_closed()
     [first] = room.fleet.all()
     assert room.rollouts.pool.outstanding(first) == 5
     assert room.rollouts.migrate(first, limit=2) == 2
@@ -719,7 +731,7 @@ async def test_a_chunk_continues_where_that_saves_time(tmp_path: Path, why_not: 
 
 async def test_a_worker_that_catches_up_gets_requests_for_cached_adapters(tmp_path: Path) -> None:
     room = Room(tmp_path)
-    room.residency.in_use = lambda model: [ADAPTER, NEWER]
+    room.used = [ADAPTER, NEWER]
     worker = ScriptedWorker(room.fleet.serve, room.tickets)
     worker.pulling.clear()
     worker.adapters.add(ADAPTER.hash)
@@ -744,8 +756,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
     async def run() -> None:
         random = Random(seed)
         room = Room(tmp_path, dispatch_ahead=random.randint(0, 3), rollout_chunk_tokens=random.randint(0, 3))
-        rollouts, closed = room.rollouts, set[str]()
-        rollouts.gate = lambda worker: worker.name not in closed
+        rollouts, closed = room.rollouts, room.closed
         asked: dict[int, dict[str, Any]] = {}
         replies: dict[int, asyncio.Task[SamplingResult]] = {}
         alive: list[ScriptedWorker] = []
@@ -781,7 +792,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
                     rollouts.switch("job", head, recompute=random.random() < 0.5)
                 case 5 if alive:
                     closed.symmetric_difference_update({random.choice(alive).name})
-                    rollouts.dispatch()
+                    room.apply_closed()
                 case 6 if alive:
                     known = room.fleet.get(random.choice(alive).name)
                     assert known is not None

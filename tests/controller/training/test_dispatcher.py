@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support.peers import ADAPTER, ManualClock, ScriptedWorker, Service, eventually, job_of, settle
+from tests.support.room import react
 
 from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.clock import RandomIds
+from rookery.controller.fleet.events import WorkerEvent, WorkerReady
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
@@ -44,21 +46,27 @@ class Room:
         self.settings = Settings(data=folder, cache=folder, **changes)
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock)
+        self.fleet = Fleet(self.settings, self.clock, self.on_event)
         self.writer = StorageWriter()
         peers = PeerDirectory(self.tickets, self.clock, 600)
-        residency = AdapterResidency(self.fleet, peers, self.artifacts, self.writer, self.clock)
+        self.residency = AdapterResidency(self.fleet, peers, self.artifacts, self.writer, self.clock)
         database = Database(f"sqlite:///{folder}/rookery.db")
         database.create()
         store = Store(database, self.writer)
-        self.collector = ArtifactCollector(store, self.artifacts, residency)
+        self.collector = ArtifactCollector(store, self.artifacts, self.residency)
         self.training = TrainingDispatcher(
-            self.fleet, residency, self.collector, self.tickets, self.settings, self.clock, RandomIds(), self.writer, {}
-        )
-        self.fleet.route(protocol.Output, lambda worker, message: None)
+            self.fleet, self.residency, self.collector, self.tickets, self.settings, self.clock, RandomIds(),
+            self.writer, {},
+        )  # fmt: skip
+        self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {})
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[str, int] = {}
         self.versions = 0
+
+    def on_event(self, event: WorkerEvent) -> None:
+        react(event, self.fleet, self.residency, training=self.training)
+        if isinstance(event, WorkerReady):
+            self.slots.review()
 
     async def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
         worker = ScriptedWorker(self.fleet.serve, self.tickets, name, **script)
@@ -473,7 +481,7 @@ async def test_policy_returns_to_the_reserved_worker(room: Room) -> None:
 async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than there were, once a worker that stays is there: who has begun no gradient queues for its next one."""
     room = Room(tmp_path, trainer_slots=1)
-    slots, offloaded = TrainerSlots(room.fleet, room.settings, room.clock, {}), list[str]()
+    slots, offloaded = room.slots, list[str]()
 
     def holder(name: str) -> SlotHolder:
         trainer = room.trainer(name)

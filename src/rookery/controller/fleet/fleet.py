@@ -6,7 +6,8 @@
   work moves to others at once. If its process reconnects it gets a new epoch and keeps its adapters; after a grace
   period it is *gone*, and removed from the list after another one.
 * Nothing waits for a worker: messages to one that does not read wait in its own outbox, no longer than missed
-  heartbeats would be tolerated, and :class:`FleetListener` reports every loss.
+  heartbeats would be tolerated, and every loss is an event.
+* All that others must know of a worker is an event (:mod:`~rookery.controller.fleet.events`).
 * The cost of a frame does not grow with the number of workers; joining and leaving cost one pass over the others.
 """
 
@@ -20,6 +21,20 @@ from typing import Any
 from rookery import protocol
 from rookery.aio import BackgroundTasks
 from rookery.clock import Clock
+from rookery.controller.fleet.events import (
+    AdaptersChanged,
+    HeartbeatReceived,
+    MessageReceived,
+    WorkerCatchingUp,
+    WorkerDraining,
+    WorkerEvent,
+    WorkerGone,
+    WorkerJoined,
+    WorkerLoaded,
+    WorkerReady,
+    WorkerStalled,
+    WorkerSuspect,
+)
 from rookery.controller.fleet.worker import CONNECTED, TRANSITIONS, Event
 from rookery.controller.fleet.worker import Worker as Worker
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
@@ -31,36 +46,13 @@ MOST_ROWS = 1 << 16
 """Of a worker: one that says it has any number of rows would get all requests."""
 
 
-class FleetListener:
-    """Events at workers. Subclasses override those that they need; listeners are called in the order of subscription,
-    from the event loop, and must return at once."""
-
-    def on_worker_joined(self, worker: Worker) -> None:
-        """A connection was registered."""
-
-    def on_worker_loaded(self, worker: Worker) -> None:
-        """Its base model is loaded; it serves next, unless the listener adds to ``worker.lagging``."""
-
-    def on_worker_changed(self, worker: Worker) -> None:
-        """Its state has changed, or the adapters that it :meth:`accepts <Worker.accepts>`."""
-
-    def on_worker_lost(self, worker: Worker, reason: str) -> None:
-        """It drains, or its connection ended or was abandoned: its work must move."""
-
-    def on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
-        """A heartbeat of its present connection arrived."""
-
-    def on_tokens(self, worker: Worker, request: Any, tokens: int) -> None:
-        """``tokens`` new tokens of a rollout request arrived."""
-
-    def on_operation(self, worker: Worker, operation: Any, done: protocol.OperationDone | None) -> None:
-        """A training operation was sent (``done`` is None) or has succeeded."""
-
-
 class Fleet:
-    """Registers workers, routes their messages, watches their health."""
+    """Registers workers, reports their messages and losses as events, watches their health."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
+    def __init__(self, settings: Settings, clock: Clock, on_event: Callable[[WorkerEvent], None]) -> None:
+        """``on_event`` gets every event, in the event loop, and must return at once."""
+        self.emit = on_event
+        """Reports an event, also of the rooms above."""
         self._settings = settings
         self._clock = clock
         self._workers: dict[str, Worker] = {}
@@ -68,17 +60,11 @@ class Fleet:
         """By role and model. A list is replaced, never changed."""
         self._closing = BackgroundTasks()
         self.epoch = int(clock.time() * 1000)
-        self._handlers: dict[type, Callable[[Worker, Any], None]] = {}
-        self.listeners: list[FleetListener] = []
         self.failures: dict[str, str] = {}
         """Why the last local worker of a base model does not work, until one is loaded."""
         self.ignored_frames = 0
         self.bad_frames = 0
         self.losses = 0
-
-    def route(self, kind: type, handler: Callable[[Worker, Any], None]) -> None:
-        """Messages of type ``kind`` go to ``handler(worker, message)``."""
-        self._handlers[kind] = handler
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -119,23 +105,27 @@ class Fleet:
         if worker.state == "catching up" and not worker.lagging:
             self._serve(worker)
         elif worker.working:
-            self._notify_changed(worker)
+            self.emit(AdaptersChanged(self._clock.time(), worker))
+
+    def admit(self, worker: Worker) -> None:
+        """Its base model is loaded, and ``worker.lagging`` says what it must pull before it serves."""
+        if worker.lagging:
+            self._transition(worker, "lagging")
+            log.info("worker %s pulls %d versions in use", worker.name, len(worker.lagging), extra=_extra(worker))
+            self.emit(WorkerCatchingUp(self._clock.time(), worker, len(worker.lagging)))
+        else:
+            self._serve(worker)
 
     def _load(self, worker: Worker) -> None:
         """Its base model is loaded."""
         self.failures.pop(worker.hello.model, None)
-        for listener in self.listeners:
-            listener.on_worker_loaded(worker)
-        if worker.lagging:
-            self._transition(worker, "lagging")
-            log.info("worker %s pulls %d versions in use", worker.name, len(worker.lagging), extra=_extra(worker))
-        else:
-            self._serve(worker)
+        self.emit(WorkerLoaded(self._clock.time(), worker))
 
     def _serve(self, worker: Worker) -> None:
         self._transition(worker, "ready")
         roles = ", ".join(worker.hello.roles)
         log.info("worker %s serves %s (%s)", worker.name, worker.hello.model, roles, extra=_extra(worker))
+        self.emit(WorkerReady(self._clock.time(), worker))
 
     def _transition(self, worker: Worker, event: Event) -> bool:
         """Whether the event changed its state."""
@@ -148,12 +138,7 @@ class Fleet:
             key = (role, worker.hello.model)
             others = [other for other in self._able.get(key, ()) if other is not worker]
             self._able[key] = [*others, worker] if worker.has_role(*key) else others
-        self._notify_changed(worker)
         return True
-
-    def _notify_changed(self, worker: Worker) -> None:
-        for listener in self.listeners:
-            listener.on_worker_changed(worker)
 
     # --- a connection -----------------------------------------------------------------------------------------------
 
@@ -188,8 +173,7 @@ class Fleet:
             active_requests=set(hello.running),
             cached=set(hello.adapters),
         )
-        for listener in self.listeners:
-            listener.on_worker_joined(worker)
+        self.emit(WorkerJoined(self._clock.time(), worker))
         worker.post(
             protocol.Welcome(
                 name=name,
@@ -229,10 +213,10 @@ class Fleet:
                     worker.last_progress = now
                 if message.stalled and not (worker.beat is not None and worker.beat.stalled):
                     log.warning("worker %s makes no progress: %s", worker.name, message.stalled, extra=_extra(worker))
+                    self.emit(WorkerStalled(self._clock.time(), worker, message.stalled))
                 worker.beat = message
                 worker.generated.append((now, message.generated))
-                for listener in self.listeners:
-                    listener.on_heartbeat(worker, message)
+                self.emit(HeartbeatReceived(self._clock.time(), worker, message))
             case protocol.Ready() if worker.state == "joining":
                 hello = worker.hello
                 hello.model_hash, hello.max_context = message.model_hash, message.max_context
@@ -242,9 +226,9 @@ class Fleet:
                 raise protocol.BadFrame("a second Ready")
             case protocol.Draining():
                 if self._transition(worker, "drain"):
-                    self._notify_lost(worker, "it drains")
+                    self.emit(WorkerDraining(self._clock.time(), worker))
             case _:
-                self._handlers[type(message)](worker, message)
+                self.emit(MessageReceived(self._clock.time(), worker, message))
 
     # --- health -----------------------------------------------------------------------------------------------------
 
@@ -260,6 +244,7 @@ class Fleet:
                 elif now - worker.since > grace:
                     if self._transition(worker, "expire"):
                         log.info("worker %s is gone", worker.name, extra=_extra(worker))
+                        self.emit(WorkerGone(self._clock.time(), worker, f"it did not reconnect within {grace:g} s"))
                     else:
                         del self._workers[worker.name]
 
@@ -290,11 +275,9 @@ class Fleet:
         if worker.state == "suspect":
             self.losses += 1
             log.warning("worker %s is suspect: %s", worker.name, reason, extra=_extra(worker))
-        self._notify_lost(worker, reason)
-
-    def _notify_lost(self, worker: Worker, reason: str) -> None:
-        for listener in self.listeners:
-            listener.on_worker_lost(worker, reason)
+            self.emit(WorkerSuspect(self._clock.time(), worker, reason))
+        else:
+            self.emit(WorkerGone(self._clock.time(), worker, f"it drained: {reason}"))
 
 
 def _extra(worker: Worker) -> dict[str, str]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from rookery import protocol
 from rookery.aio import Signal, first_of
 from rookery.clock import Clock
-from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.offload.pool import RemotePool, UsageTotals
 from rookery.controller.rollout.request import SamplingRequest
@@ -94,7 +94,7 @@ class _Trainer:
         return self.worker.hello.model
 
 
-class Seeding(FleetListener):
+class Seeding:
     """Opens and closes workers for rollouts, by cycle."""
 
     planner = OffloadPlanner
@@ -119,14 +119,10 @@ class Seeding(FleetListener):
         """By base model."""
         self._unopened = 0
         """Cycles without a token so far."""
-        self.closed: set[Worker] = set()
-        """Workers that get no rollouts now."""
         self._due = Signal()
         """Notified when a cycle has got its first token."""
         self.waits = {"trainer": 0.0, "remote": 0.0}
         """Seconds, of all cycles so far."""
-        rollouts.gate = lambda worker: worker not in self.closed
-        fleet.listeners.append(self)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -161,7 +157,7 @@ class Seeding(FleetListener):
 
     def on_worker_joined(self, worker: Worker) -> None:
         if _remote(worker) and self._remotes[worker.hello.model].full:
-            self.closed.add(worker)  # it would stand by: it gets no request in between
+            self._rollouts.closed.add(worker)  # it would stand by: it gets no request in between
 
     def on_worker_changed(self, worker: Worker) -> None:
         trainer = self._trainers.get(worker)
@@ -170,7 +166,7 @@ class Seeding(FleetListener):
                 self._move(policy, None)
         self._update_pool(worker)
         if not worker.working:
-            self.closed.discard(worker)
+            self._rollouts.closed.discard(worker)
         if worker.state == "gone":
             self.planners.pop(worker.name, None)
 
@@ -246,8 +242,9 @@ class Seeding(FleetListener):
             self._set_closed(worker, standby)
 
     def _set_closed(self, worker: Worker, closed: bool) -> None:
-        if closed != (worker in self.closed):
-            (self.closed.add if closed else self.closed.discard)(worker)
+        held = self._rollouts.closed
+        if closed != (worker in held):
+            (held.add if closed else held.discard)(worker)
             self._rollouts.dispatch(worker)
 
     # --- cycles -------------------------------------------------------------------------------------------------------
@@ -258,7 +255,7 @@ class Seeding(FleetListener):
         self._unopened += 1
         self._set_closed(trainer.worker, trainer.planner.seconds == 0)
 
-    def on_tokens(self, worker: Worker, request: SamplingRequest, tokens: int) -> None:
+    def on_tokens(self, request: SamplingRequest) -> None:
         if not self._unopened or request.adapter is None:
             return
         trainer = self._trainer_of.get(request.adapter.policy)
@@ -296,7 +293,7 @@ class Seeding(FleetListener):
         worker, rollouts = trainer.worker, self._rollouts
         if not rollouts.pool.outstanding(worker):
             return
-        others = [other for other in self._fleet.serving("rollout", trainer.model) if other not in self.closed]
+        others = [other for other in self._fleet.serving("rollout", trainer.model) if other not in rollouts.closed]
         free = sum(max(0, other.hello.max_rows - rollouts.pool.outstanding(other)) for other in others)
         if free:
             rollouts.migrate(worker, free)

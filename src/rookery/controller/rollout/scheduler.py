@@ -18,12 +18,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import msgspec
 
 from rookery import protocol
 from rookery.clock import Clock
-from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.events import WorkerEvent
+from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.placement import Migration, WorkerPool
 from rookery.controller.rollout.request import (
@@ -41,7 +43,16 @@ from rookery.errors import Unavailable
 from rookery.settings import Settings
 
 
-class RolloutScheduler(FleetListener):
+class TokensReceived(WorkerEvent, frozen=True):
+    """New tokens of a rollout request arrived."""
+
+    kind: ClassVar[str] = "tokens"
+    shown: ClassVar[bool] = False
+    request: SamplingRequest
+    tokens: int
+
+
+class RolloutScheduler:
     def __init__(
         self,
         fleet: Fleet,
@@ -69,17 +80,15 @@ class RolloutScheduler(FleetListener):
         """By the request's id, until it is submitted."""
         self._resume_until = 0.0
         """Until then, workers that hold requests of an earlier controller are reconnecting."""
-        self.gate: Callable[[Worker], bool] = lambda worker: True
-        """Whether a worker accepts rollouts now; interactive requests pass all the same. Call :meth:`dispatch` whenever
-        its answers change."""
+        self.closed: set[Worker] = set()
+        """Workers that get no rollouts now; interactive requests pass all the same. Call :meth:`dispatch` after a
+        change."""
         self.sampled_tokens = 0
         """Tokens received."""
         self.requeues: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         """Requests that moved to another worker, by reason."""
         self.late_chunks = 0
         """Chunks for requests that are no longer with their sender."""
-        fleet.listeners.append(self)
-        fleet.route(protocol.Output, self.on_output)
 
     async def sample(
         self, request: SamplingRequest, on_tokens: Callable[[SamplingResult], None] | None = None
@@ -149,10 +158,10 @@ class RolloutScheduler(FleetListener):
             del self.resumptions[request]
 
     def dispatch(self, *workers: Worker) -> None:
-        """The gate has changed, for these workers or for all."""
+        """``closed`` has changed, for these workers or for all."""
         changed = workers or self.pool.workers()
         for worker in changed:
-            self.pool.update(worker, self.gate(worker))
+            self.pool.update(worker, worker not in self.closed)
         for model in sorted({worker.hello.model for worker in changed}):
             self._dispatch(model)
 
@@ -173,7 +182,7 @@ class RolloutScheduler(FleetListener):
     def migrate(self, worker: Worker, limit: int | None = None) -> int:
         """Take up to ``limit`` rollouts from ``worker``; they resume elsewhere, ahead of others, with the tokens
         received. Requests that do not decode yet are taken first, then those with the fewest tokens. Returns how many
-        were taken. Close the gate before, or they come back; interactive requests stay."""
+        were taken. Close the worker before, or they come back; interactive requests stay."""
         able = [
             inflight
             for inflight in self.pool.slots(worker).requests
@@ -275,10 +284,10 @@ class RolloutScheduler(FleetListener):
 
     def on_worker_changed(self, worker: Worker) -> None:
         """Its state, or the set of requests that it accepts, has changed."""
-        self.pool.update(worker, self.gate(worker))
+        self.pool.update(worker, worker not in self.closed)
         if not worker.has_role("rollout", worker.hello.model):
             return
-        for wire_name in sorted(worker.active_requests):  # resumptions need no room and no gate: they run already
+        for wire_name in sorted(worker.active_requests):  # resumptions need no room: they run already
             request = wire_name.partition(REASSIGNED)[0]
             inflight = self.inflight.get(request)
             other = self.resumptions.get(request)
@@ -339,8 +348,7 @@ class RolloutScheduler(FleetListener):
         if tokens:
             self.pool.mark_decoding(inflight)
             self.queues.on_tokens(inflight)
-            for listener in self._fleet.listeners:
-                listener.on_tokens(worker, inflight.request, len(tokens))
+            self._fleet.emit(TokensReceived(self._clock.time(), worker, inflight.request, len(tokens)))
         if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
             self._requeue(inflight, "rejected" if inflight.target is None else "divided")
         elif chunk.finish:
@@ -354,7 +362,7 @@ class RolloutScheduler(FleetListener):
         inflight.done.set_exception(GenerationFailed(problem))
         self._release(inflight)
 
-    def on_worker_lost(self, worker: Worker, reason: str) -> None:
+    def on_worker_lost(self, worker: Worker) -> None:
         for request in [request for request, held in self.resumptions.items() if held.worker is worker]:
             del self.resumptions[request]
         for inflight in reversed(self.pool.remove(worker)):

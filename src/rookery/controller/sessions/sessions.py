@@ -52,12 +52,12 @@ ATTENTION = ("q", "k", "v", "o")
 class Sessions:
     """Clients' sessions, with their training runs, ``samplers`` and ``futures``."""
 
-    def __init__(self, context: ControllerContext, validator: JobValidator) -> None:
+    def __init__(self, context: ControllerContext, validator: JobValidator, slots: TrainerSlots) -> None:
         self._context = context
         self._validator = validator
         self.futures = Futures(context)
         self.samplers = Samplers(context, self.futures)
-        self._slots = TrainerSlots(context.fleet, context.settings, context.clock, context.quotas.weights)
+        self._slots = slots
         self.runs: dict[str, TrainingRun] = {}
         self.loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as a task holds it or waits for it."""

@@ -15,13 +15,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from rookery import protocol
 from rookery.clock import BusyTime, Clock, IdGenerator
-from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.events import WorkerEvent
+from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
@@ -62,7 +63,54 @@ class _Upload:
     """The policy and the artifact's hash, once it is durable."""
 
 
-class TrainingDispatcher(FleetListener):
+class OperationSent(WorkerEvent, frozen=True):
+    """A training operation was sent to the worker."""
+
+    kind: ClassVar[str] = "operation sent"
+    shown: ClassVar[bool] = False
+    operation: Operation
+
+
+class OperationSucceeded(WorkerEvent, frozen=True):
+    """The worker has done a training operation."""
+
+    kind: ClassVar[str] = "trained"
+    operation: Operation
+    done: protocol.OperationDone
+
+    @property
+    def tenant(self) -> str:
+        return "" if isinstance(self.operation, protocol.InitAdapter) else self.operation.tenant
+
+    @property
+    def policy(self) -> str:
+        return self.operation.policy
+
+    @property
+    def text(self) -> str:
+        metrics = self.done.metrics
+        tokens, seconds = metrics.get("tokens", 0.0), metrics.get("seconds", 0.0)
+        return f"{type(self.operation).__name__}: {tokens:.0f} tokens, {seconds:.2f} s"
+
+
+class OperationMoved(WorkerEvent, frozen=True):
+    """The worker did not do a training operation: another one gets it."""
+
+    kind: ClassVar[str] = "training moved"
+    moved: str
+    """The policy."""
+    reason: str
+
+    @property
+    def policy(self) -> str:
+        return self.moved
+
+    @property
+    def text(self) -> str:
+        return self.reason
+
+
+class TrainingDispatcher:
     """Sends operations to training workers and matches their answers."""
 
     def __init__(
@@ -99,8 +147,6 @@ class TrainingDispatcher(FleetListener):
         """By base model: set when a worker begins to train it."""
         self._busy: dict[Worker, BusyTime] = {}
         self._training_load = TrainingLoad()
-        fleet.listeners.append(self)
-        fleet.route(protocol.OperationDone, self._on_done)
 
     def in_flight(self, worker: Worker) -> int:
         """The number of its operations without an answer."""
@@ -209,7 +255,7 @@ class TrainingDispatcher(FleetListener):
                 return await attempt(worker)
             except _RetryElsewhere as problem:
                 reason = str(problem)
-                self.retries += 1
+                self._count_retry(worker, policy, reason)
                 self.evict_policy(policy)
                 extra = {"policy": policy, "worker": worker.name}
                 log.warning("training of %s moves to another worker: %s", policy, reason, extra=extra)
@@ -227,7 +273,7 @@ class TrainingDispatcher(FleetListener):
                 raise _RetryElsewhere(f"worker {worker.name} is {worker.state}")
             worker.post(message)
             with self._counted(worker):
-                self._notify(worker, message, None)
+                self._fleet.emit(OperationSent(self._clock.time(), worker, message))
                 async with asyncio.timeout(self._settings.worker.request_timeout_seconds):
                     done = await future
         except asyncio.CancelledError:
@@ -250,8 +296,12 @@ class TrainingDispatcher(FleetListener):
             raise TrainingFailed(f"worker {worker.name} sent {sent} log-probabilities for {targets} targets")
         if worker is self._assigned.get(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
             self._training_load.add(message.policy, seconds, self._clock.monotonic())
-        self._notify(worker, message, done)
+        self._fleet.emit(OperationSucceeded(self._clock.time(), worker, message, done))
         return done
+
+    def _count_retry(self, worker: Worker, policy: str, reason: str) -> None:
+        self.retries += 1
+        self._fleet.emit(OperationMoved(self._clock.time(), worker, policy, reason))
 
     @contextmanager
     def _counted(self, worker: Worker) -> Iterator[None]:
@@ -262,10 +312,6 @@ class TrainingDispatcher(FleetListener):
             yield
         finally:
             busy.add(-1)
-
-    def _notify(self, worker: Worker, message: Operation, done: protocol.OperationDone | None) -> None:
-        for listener in self._fleet.listeners:
-            listener.on_operation(worker, message, done)
 
     # --- uploads ------------------------------------------------------------------------------------------------------
 
@@ -297,7 +343,7 @@ class TrainingDispatcher(FleetListener):
         try:
             return await self.uploading(worker, message)
         except _RetryElsewhere as problem:
-            self.retries += 1
+            self._count_retry(worker, message.policy, str(problem))
             extra = {"policy": message.policy, "worker": worker.name}
             log.warning("a share of %s's batch moves to its worker: %s", message.policy, problem, extra=extra)
             return None
@@ -342,7 +388,7 @@ class TrainingDispatcher(FleetListener):
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _on_done(self, worker: Worker, message: protocol.OperationDone) -> None:
+    def on_done(self, worker: Worker, message: protocol.OperationDone) -> None:
         counted = [message.metrics.get(name, 0.0) for name in ("tokens", "seconds")]
         if len(message.metrics) > MOST_METRICS or not all(0 <= value < math.inf for value in counted):
             raise protocol.BadFrame(f"operation {message.op}: {len(message.metrics)} metrics, tokens/seconds {counted}")
@@ -354,7 +400,7 @@ class TrainingDispatcher(FleetListener):
         if worker.has_role("train", worker.hello.model):
             self._serving[worker.hello.model].set()
 
-    def on_worker_lost(self, worker: Worker, reason: str) -> None:
+    def on_worker_lost(self, worker: Worker) -> None:
         for future in self._in_flight.get(worker, {}).values():
             if not future.done():
                 future.set_exception(_RetryElsewhere(f"worker {worker.name} was lost"))

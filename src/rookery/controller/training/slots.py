@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rookery.clock import Clock
-from rookery.controller.fleet.fleet import Fleet, FleetListener
-from rookery.controller.fleet.worker import Worker
+from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.scheduling.queues import FairQueue
 from rookery.scheduling.trainers import SlotUse, slots_to_free
@@ -36,7 +35,7 @@ class SlotHolder:
     waiting: asyncio.Future[None] | None = field(default=None)
 
 
-class TrainerSlots(FleetListener):
+class TrainerSlots:
     """The slots of all training workers, by base model."""
 
     def __init__(self, fleet: Fleet, settings: Settings, clock: Clock, weights: Mapping[str, float]) -> None:
@@ -47,7 +46,6 @@ class TrainerSlots(FleetListener):
         self._clock = clock
         self._holders: dict[str, dict[str, SlotHolder]] = {}
         self._queues: dict[str, FairQueue[SlotHolder]] = {}
-        fleet.listeners.append(self)
 
     async def acquire(self, holder: SlotHolder) -> None:
         """Returns when ``holder`` has a slot; it is busy until :meth:`idle`."""
@@ -100,10 +98,6 @@ class TrainerSlots(FleetListener):
         """Admit waiting policies: workers joined or left, or time has passed."""
         for base_model in self._queues:
             self._admit(base_model)
-
-    def on_worker_changed(self, worker: Worker) -> None:
-        if worker.state == "serving":
-            self.review()
 
     def _capacity(self, base_model: str) -> int:
         workers = len(self._fleet.trainers(base_model))

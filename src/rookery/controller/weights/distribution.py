@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
 from rookery.clock import Clock
-from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.events import AdapterLoaded, AdapterPullFailed
+from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import AdapterRequested, Worker
 from rookery.controller.weights.peer_directory import PeerDirectory
 from rookery.errors import CorruptArtifact, NotFound, Unavailable
@@ -43,13 +44,11 @@ def adapter_ref(policy: PolicyRow, row: VersionRow | CheckpointRow) -> protocol.
     )
 
 
-class AdapterResidency(FleetListener):
+class AdapterResidency:
     """Which worker caches which adapter, and which ones it must pull. Keeps ``cached``, ``prefetch_requests``,
     ``lagging`` and ``slow`` of every :class:`Worker`."""
 
     def __init__(self, fleet: Fleet, peers: PeerDirectory, artifacts: Artifacts, writer: Writer, clock: Clock) -> None:
-        self.in_use: Callable[[str], Sequence[protocol.AdapterRef]] = lambda model: ()
-        """The versions of a base model that running jobs sample from; the controller sets it."""
         self.failed_pulls = 0
         """Pulls of artifacts that a worker reported as failed."""
         self._fleet = fleet
@@ -62,10 +61,6 @@ class AdapterResidency(FleetListener):
         self._failures: dict[str, list[tuple[Worker, str]]] = {}
         """By hash, while the service's copy is being checked: the workers that failed to pull it, and their errors."""
         self._checks = BackgroundTasks()
-        fleet.listeners.append(self)
-        fleet.route(protocol.AdaptersCached, self._on_cached)
-        fleet.route(protocol.TicketRequest, self._on_ticket_request)
-        fleet.route(protocol.PullFailed, self._on_pull_failed)
 
     async def close(self) -> None:
         await self._checks.cancel()
@@ -99,19 +94,19 @@ class AdapterResidency(FleetListener):
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def on_worker_loaded(self, worker: Worker) -> None:
+    def on_worker_loaded(self, worker: Worker, in_use: Sequence[protocol.AdapterRef]) -> None:
+        """``in_use``: the versions of its base model that running jobs sample from."""
         self._peers.add(worker, worker.cached)
         if "rollout" in worker.hello.roles:
-            missing = [ref for ref in self.in_use(worker.hello.model) if ref.hash not in worker.cached]
+            missing = [ref for ref in in_use if ref.hash not in worker.cached]
             if missing:
                 worker.lagging = {ref.hash for ref in missing}
                 self._prefetch(worker, missing)
 
-    def on_worker_changed(self, worker: Worker) -> None:
-        if not worker.working:
-            self._peers.remove_worker(worker)
+    def on_worker_lost(self, worker: Worker) -> None:
+        self._peers.remove_worker(worker)
 
-    def _on_cached(self, worker: Worker, message: protocol.AdaptersCached) -> None:
+    def on_cached(self, worker: Worker, message: protocol.AdaptersCached) -> None:
         if len(worker.cached) + len(message.hashes) > MOST_CACHED or any(len(digest) > 64 for digest in message.hashes):
             raise protocol.BadFrame(f"{len(message.hashes)} more adapters in its cache")
         worker.cached.update(message.hashes)
@@ -124,9 +119,10 @@ class AdapterResidency(FleetListener):
                 quickest = self._quickest.setdefault(digest, seconds)
                 worker.slow = seconds > SLOW_FACTOR * quickest + SLOW_SECONDS
                 _supersede(worker, requested.ref, set(worker.prefetch_requests))
+                self._fleet.emit(AdapterLoaded(self._clock.time(), worker, requested.ref, seconds))
         self._fleet.refresh(worker)
 
-    def _on_ticket_request(self, worker: Worker, message: protocol.TicketRequest) -> None:
+    def on_ticket_request(self, worker: Worker, message: protocol.TicketRequest) -> None:
         if message.hash in worker.authorized:  # a hash is no permission: only artifacts that its work names
             worker.post(self._peers.grant(worker, message.hash))
 
@@ -140,10 +136,11 @@ class AdapterResidency(FleetListener):
 
     # --- failed pulls -------------------------------------------------------------------------------------------------
 
-    def _on_pull_failed(self, worker: Worker, message: protocol.PullFailed) -> None:
+    def on_pull_failed(self, worker: Worker, message: protocol.PullFailed) -> None:
         if message.hash not in worker.authorized:
             return  # not named by its work: perhaps requested on an earlier connection
         self.failed_pulls += 1
+        self._fleet.emit(AdapterPullFailed(self._clock.time(), worker, message.hash, message.error))
         failures = self._failures.setdefault(message.hash, [])
         failures.append((worker, message.error))
         if len(failures) == 1:

@@ -6,10 +6,11 @@ its hash, which authorizes nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
+from rookery.controller.views import WorkerEventView
 from rookery.errors import Conflict, NotFound, UserError
 from rookery.server.auth import Administrator, AuthenticatedRoute, Service, ServiceContext
 from rookery.server.responses import ERRORS
@@ -19,6 +20,12 @@ from rookery.storage.models import KeyRow, TenantRow
 
 KEY_ID = 16
 """Hex digits of a key's hash in its id: enough that no two keys share them."""
+
+MOST_EVENTS = 1000
+"""Of one response: some hundred kilobytes."""
+
+MOST_NUMBER = 2**53
+"""The largest integer that every client of JSON reads exactly."""
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS, tags=["administration"])
 
@@ -37,6 +44,18 @@ def _key_view(row: KeyRow, revoked: float | None) -> KeyView:
 @routes.get("/workers", response_model=list[WorkerView])
 async def workers(service: Service, owner: Administrator) -> Any:
     return service.controller.queries.workers()
+
+
+@routes.get("/workers/events")
+async def worker_events(
+    service: Service,
+    owner: Administrator,
+    after: Annotated[int, Query(ge=0, le=MOST_NUMBER, description="The number of the last event that is known")] = 0,
+    limit: Annotated[int, Query(ge=1, le=MOST_EVENTS, description="At most so many events")] = MOST_EVENTS,
+) -> list[WorkerEventView]:
+    """What happened at workers, oldest first: joins, losses with their reason, adapters, training operations. The
+    newest of each kind are kept, since the service started."""
+    return service.controller.timeline.after(after, limit)
 
 
 @routes.get("/tenants")

@@ -1,0 +1,203 @@
+"""Events of workers: what the fleet and the rooms above it report, as data.
+
+Whoever learns of something emits one event (:meth:`~rookery.controller.fleet.fleet.Fleet.emit`); one ``match`` in
+:mod:`rookery.controller.controller` calls, in written order, the rooms that it concerns. Rooms above the fleet define
+further events of this kind beside what they report. An event that :attr:`~WorkerEvent.shown` is also kept for the
+timeline (:mod:`rookery.controller.timeline`) as the plain values of :meth:`WorkerEvent.to_dict`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from rookery import protocol
+from rookery.controller.fleet.worker import Worker
+
+
+class WorkerEvent(msgspec.Struct, frozen=True):
+    """Something that happened at a worker."""
+
+    kind: ClassVar[str] = ""
+    """Its name in the timeline."""
+    shown: ClassVar[bool] = True
+    """Whether the timeline keeps it: not those that come several times a second from each worker."""
+
+    time: float
+    """Unix seconds."""
+    worker: Worker
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that it concerns; empty where it is no tenant's."""
+        return ""
+
+    @property
+    def job(self) -> str:
+        """The job that it concerns; empty where it is no job's."""
+        return ""
+
+    @property
+    def policy(self) -> str:
+        """The policy that it concerns; empty where it is none's."""
+        return ""
+
+    @property
+    def text(self) -> str:
+        """One line about it."""
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as plain values."""
+        return {
+            "time": self.time,
+            "event": self.kind,
+            "worker": self.worker.name,
+            "model": self.worker.hello.model,
+            "tenant": self.tenant,
+            "job": self.job,
+            "policy": self.policy,
+            "text": self.text,
+        }
+
+
+# --- its life ---------------------------------------------------------------------------------------------------------
+
+
+class WorkerJoined(WorkerEvent, frozen=True):
+    """A connection was registered; the base model may still load."""
+
+    kind: ClassVar[str] = "joined"
+
+    @property
+    def text(self) -> str:
+        hello = self.worker.hello
+        loads = f"loads {hello.model}" if hello.loading else f"has {hello.model}"
+        return f"{hello.kind}, {' and '.join(hello.roles)}, {loads}"
+
+
+class WorkerLoaded(WorkerEvent, frozen=True):
+    """Its base model is loaded: :meth:`~rookery.controller.fleet.fleet.Fleet.admit` it."""
+
+    kind: ClassVar[str] = "loaded"
+
+    @property
+    def text(self) -> str:
+        hello = self.worker.hello
+        return f"{hello.engine or 'engine'} on {hello.device}, {hello.dtype}"
+
+
+class WorkerCatchingUp(WorkerEvent, frozen=True):
+    """It pulls versions in use that it does not have, and serves when it has them."""
+
+    kind: ClassVar[str] = "catching up"
+    versions: int
+
+    @property
+    def text(self) -> str:
+        return f"pulls {self.versions} versions in use"
+
+
+class WorkerReady(WorkerEvent, frozen=True):
+    """It serves: it may be given work of all its roles."""
+
+    kind: ClassVar[str] = "ready"
+
+
+class WorkerStalled(WorkerEvent, frozen=True):
+    """It reports that its work makes no progress."""
+
+    kind: ClassVar[str] = "stalled"
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return self.reason
+
+
+class WorkerDraining(WorkerEvent, frozen=True):
+    """It announced its end: its work must move."""
+
+    kind: ClassVar[str] = "draining"
+
+
+class WorkerSuspect(WorkerEvent, frozen=True):
+    """Its connection ended or was abandoned: its work must move, and its process may reconnect."""
+
+    kind: ClassVar[str] = "suspect"
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return self.reason
+
+
+class WorkerGone(WorkerEvent, frozen=True):
+    """It drained and left, or has not reconnected in time."""
+
+    kind: ClassVar[str] = "gone"
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return self.reason
+
+
+# --- its adapters -----------------------------------------------------------------------------------------------------
+
+
+class AdaptersChanged(WorkerEvent, frozen=True):
+    """The adapters that it :meth:`accepts <rookery.controller.fleet.worker.Worker.accepts>` have changed."""
+
+    kind: ClassVar[str] = "adapters changed"
+    shown: ClassVar[bool] = False
+
+
+class AdapterLoaded(WorkerEvent, frozen=True):
+    """It has cached a version that it was asked to."""
+
+    kind: ClassVar[str] = "adapter loaded"
+    ref: protocol.AdapterRef
+    seconds: float
+    """From the request to its report."""
+
+    @property
+    def policy(self) -> str:
+        return self.ref.policy
+
+    @property
+    def text(self) -> str:
+        return f"version {self.ref.version} after {self.seconds:.1f} s"
+
+
+class AdapterPullFailed(WorkerEvent, frozen=True):
+    """It could not pull an artifact that its work names."""
+
+    kind: ClassVar[str] = "pull failed"
+    hash: str
+    error: str
+
+    @property
+    def text(self) -> str:
+        return f"artifact {self.hash[:12]}: {self.error}"
+
+
+# --- its messages -----------------------------------------------------------------------------------------------------
+
+
+class HeartbeatReceived(WorkerEvent, frozen=True):
+    """A heartbeat of its present connection arrived."""
+
+    kind: ClassVar[str] = "heartbeat"
+    shown: ClassVar[bool] = False
+    beat: protocol.Heartbeat
+
+
+class MessageReceived(WorkerEvent, frozen=True):
+    """A message of its present connection that is not the fleet's business arrived. Whom it concerns may raise
+    :class:`~rookery.protocol.BadFrame`."""
+
+    kind: ClassVar[str] = "message"
+    shown: ClassVar[bool] = False
+    message: protocol.WorkMessage

@@ -1,0 +1,44 @@
+"""The timeline of the workers: the newest events of each kind, as plain values that name no object of this process.
+
+Events are numbered from the Unix milliseconds of the service's start on, so that numbers of a later process are larger
+and a reader that continues after a restart misses and repeats nothing that is kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from heapq import merge
+from itertools import islice, takewhile
+
+from rookery.clock import Clock
+from rookery.controller.fleet.events import WorkerEvent
+from rookery.controller.views import WorkerEventView
+
+EVENTS_KEPT = 1000
+"""Of each kind, so that frequent ones do not push out the loss of a worker: hours of a fleet's life, and at about a
+kilobyte each some megabytes in all."""
+
+MOST_TEXT = 500
+"""Characters of an event's line: a worker is a stranger."""
+
+
+class WorkerTimeline:
+    def __init__(self, clock: Clock) -> None:
+        self._next = int(clock.time() * 1000)
+        self._kinds: defaultdict[str, deque[WorkerEventView]] = defaultdict(lambda: deque(maxlen=EVENTS_KEPT))
+
+    def add(self, event: WorkerEvent, tenant: str = "", job: str = "") -> None:
+        """Keep the event. ``tenant`` and ``job`` are those of its policy, where the event does not name them."""
+        row = event.to_dict()
+        row["tenant"], row["job"] = row["tenant"] or tenant, row["job"] or job
+        row["text"] = row["text"][:MOST_TEXT]
+        self._next += 1
+        self._kinds[event.kind].append(WorkerEventView(number=self._next, **row))
+
+    def after(self, number: int, count: int) -> list[WorkerEventView]:
+        """At most ``count`` events with larger numbers, oldest first."""
+        newer = []
+        for rows in self._kinds.values():
+            found = list(takewhile(lambda row: row.number > number, reversed(rows)))
+            newer.append(found[::-1])
+        return list(islice(merge(*newer, key=lambda row: row.number), count))
