@@ -17,15 +17,17 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
 
+# Types are checked while the tests begin: mypy uses one core, and tests wait at times.
 test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
 	@$(BIN)/ruff check src tests examples benchmarks
-	@$(BIN)/mypy
-	@$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+	@$(BIN)/mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
+		$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal; tests=$$?; \
+		wait $$types && exit $$tests || { cat $(VENV)/mypy.log; exit 1; }
 
 # The real model learns, on-policy and with bounded staleness: about five minutes.
 test-learning: $(VENV)/.tests
@@ -94,9 +96,10 @@ chaos: $(VENV)/.tests
 chaos-at-scale: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.scale.chaos_at_scale
 
-# Whole services: restarts, standby, backups under load, training groups of several processes, other families, the CUDA
-# path as far as a CPU can tell: five minutes.
+# Whole services: restarts, standby, backups under load, training groups of several processes, other families, a worker's
+# memory over many jobs and adapters, floods of jobs in virtual time, the CUDA path as far as a CPU can tell: six minutes.
 INTEGRATION := tests/test_install.py tests/controller tests/server/tinker tests/worker/trainer \
+	tests/worker/test_memory.py tests/simulation/test_fairness.py \
 	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_cuda_engine.py tests/worker/engine/test_cuda_nan.py
 test-integration: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy $(INTEGRATION) --numprocesses $(PROCESSES) --dist worksteal
@@ -112,11 +115,20 @@ soak: $(VENV)/.tests
 soak-short: $(VENV)/.tests
 	@$(BIN)/python -m benchmarks.scale.soak --seconds 90
 
-# 200 requests per operation and key, and frames and bodies at random, where `make test` sends a few. Each run has a seed of
-# its own; ROOKERY_FUZZ_SEED repeats one.
+# 200 requests per operation and key, and frames and bodies at random, where `make test` sends a few and always the same.
+# Each run draws other ones; ROOKERY_FUZZ_SEED repeats a run.
+FUZZ := tests/server/test_schema.py tests/server/test_wire_fuzz.py tests/server/tinker/test_fuzz.py
+DRAWN := seed=$${ROOKERY_FUZZ_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "ROOKERY_FUZZ_SEED=$$seed"; \
+	ROOKERY_FUZZ_SEED=$$seed ROOKERY_FUZZ_EXAMPLES=200
 fuzz: $(VENV)/.tests
-	@ROOKERY_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest --timeout=1200 \
-		tests/server/test_schema.py tests/server/test_wire_fuzz.py tests/server/tinker/test_fuzz.py
+	@$(DRAWN) $(BIN)/python -m pytest --timeout=1200 $(FUZZ)
+
+# Every property test with 200 new examples, a thousand jobs on one worker, twenty rounds of kills: about an hour.
+nightly: $(VENV)/.tests
+	@$(DRAWN) $(BIN)/python -m pytest --timeout=3600 --numprocesses $(PROCESSES) --dist worksteal $(FUZZ) \
+		$$(grep -rl '^from hypothesis import' tests --include='test_*.py')
+	@ROOKERY_MEMORY_JOBS=1000 $(BIN)/python -m pytest -m heavy tests/worker/test_memory.py
+	@$(MAKE) chaos
 
 # Peers, each in an environment of its own, for the measures that stand beside them.
 bench-peers: .bench/vllm/.installed .bench/trl/.installed

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from tests.support.draws import MORE, USUAL, examples, seed_everything
 from tests.support.peers import Service
 from tests.support.room import Room
 
@@ -18,8 +19,16 @@ from rookery.aio import cancel_all
 CACHE = Path(os.environ.get("ROOKERY_CACHE", "~/.cache/rookery")).expanduser()
 os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "kernels"))  # or every worker of a test would compile its kernels
 
-hypothesis.settings.register_profile("rookery", deadline=None)  # how long an example takes is the machine's affair
+hypothesis.settings.register_profile(  # how long an example takes depends on the machine
+    "rookery", deadline=None, database=None, derandomize=not MORE, max_examples=examples(USUAL), print_blob=bool(MORE)
+)
 hypothesis.settings.load_profile("rookery")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """No test depends on a fresh draw, or on the tests before it."""
+    seed_everything()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from torch import Tensor
 
 from rookery.algorithms.losses import LOSSES, MAX_KL_GAP, kl_penalty
@@ -79,7 +80,7 @@ def test_value_and_gradient(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @given(scale=st.floats(0.01, 100), seed=st.integers(0, 1000))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_losses_are_pure_sums(name: str, scale: float, seed: int) -> None:
     """Scaled weights scale the loss; a batch given twice is twice the loss, without any normalisation."""
     logp, q, advantages, weights, segments = sample(seed)

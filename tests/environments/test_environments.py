@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import faulty
+from tests.support.draws import examples
 
 from rookery.environments import datasets
 from rookery.environments.base import Environment, Reply, Split
@@ -214,7 +215,7 @@ def test_the_last_message_of_an_episode_may_be_the_assistants() -> None:
         conversation([user("a", name="b")], before_reply=False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     rows=st.lists(
         st.dictionaries(st.text(), st.text() | st.integers(-(2**63), 2**64 - 1) | st.none(), max_size=3), min_size=1
@@ -553,7 +554,7 @@ def numbers(
     return [json.loads(prompt) for prompt in taken]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(size=st.integers(1, 20), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 3))
 def test_prompts_are_a_function_of_seed_and_index(size: int, cuts: list[int], seed: int) -> None:
     """However they are asked for: no index is skipped or repeated, and every epoch holds each prompt once."""

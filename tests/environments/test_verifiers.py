@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.support.draws import examples
 from tests.support.processes import runs
 
 from rookery.environments.verifiers import pool, verifiers
@@ -469,7 +470,7 @@ def test_math_judges_only_the_part_asked_for() -> None:
 
 
 @needs_math
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text(max_size=60) | st.text(r"\boxed{}$()^_/0123456789.,-+ xe\N{EN DASH}½√", max_size=60))
 def test_no_reply_breaks_math(text: str) -> None:
     for reply in (text, rf"\boxed{{{text}}}"):
@@ -478,7 +479,7 @@ def test_no_reply_breaks_math(text: str) -> None:
 
 
 @needs_math
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(-(10**25), 10**25) | st.floats(-1e20, 1e20).filter(lambda value: not 0 < abs(value) < 1e-12))
 def test_a_number_as_the_answer_is_right_when_written_as_decimal(value: float) -> None:
     decimal = f"{Decimal(repr(value)):f}"
@@ -591,7 +592,7 @@ def test_math_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
         VERIFIERS["math"].model_validate({})
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=st.one_of(st.text(max_size=80), st.text('{}[]",:0123456789.eE+-truefalsn ', max_size=80)))
 def test_no_reply_breaks_a_verifier(text: str) -> None:
     row = {"answer": 5}
@@ -616,7 +617,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(value=json_values)
 def test_json_values_written_down_are_right(value: Any) -> None:
     row = {"answer": value}

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.controller.rollout.test_scheduler import Room, check
+from tests.support.draws import examples
 from tests.support.peers import ScriptedWorker, eventually, settle, text_of
 from tests.support.room import beat as heartbeat
 
@@ -142,7 +143,7 @@ def test_balancing_comes_to_rest(known: list[WorkerLoad]) -> None:
     assert not waiting or not any(i.free and not i.pending for i in state.values()), "nobody waits beside a free row"
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(0, 2**32))
 def test_the_index_decides_as_a_full_scan(seed: int) -> None:
     """Workers come, go and change, in any order."""
@@ -189,7 +190,7 @@ def fed(
     return plateau
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(knee=st.integers(2, 24), noise=st.floats(0, 0.1), seed=st.integers(0, 1000))
 def test_the_knee_of_a_roofline_is_found(knee: int, noise: float, seed: int) -> None:
     """Throughput grows with the rows up to ``knee`` and is flat beyond: B lies between where FLAT of the best is
@@ -209,7 +210,7 @@ def test_a_growing_curve_is_the_nearest_one(values: list[float]) -> None:
         assert found[i] == pytest.approx(max(min(row) for row in means), abs=1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(overhead=st.floats(0.5, 5), noise=st.floats(0, 0.05), seed=st.integers(0, 1000))
 def test_on_a_smooth_curve_nearly_all_of_the_throughput_is_there(overhead: float, noise: float, seed: int) -> None:
     """A step of b rows takes overhead + b: the rate is b / (overhead + b)."""

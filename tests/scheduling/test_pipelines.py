@@ -9,6 +9,7 @@ import pytest
 from benchmarks.scale.jigsaw import TRAP, TRAP_TABLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 
 from rookery.scheduling.pipelines import (
     HYSTERESIS,
@@ -103,7 +104,7 @@ stages = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(stages, st.integers(1, 3), st.integers(1, 2), st.randoms(use_true_random=False))
 def test_look_ahead_is_never_predicted_worse_than_first_come(
     parts: list[tuple[str, str, float]], workers: int, depth: int, random: object

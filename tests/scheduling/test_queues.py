@@ -7,6 +7,7 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 
 from rookery.scheduling.queues import FairQueue
 
@@ -44,7 +45,7 @@ def test_every_item_comes_out_exactly_once_in_the_order_of_its_job(
         assert len(queue) == sum(map(len, inside.values()))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**32),
     shares=st.dictionaries(st.sampled_from("abcd"), st.floats(0.1, 10)),

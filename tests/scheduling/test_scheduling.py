@@ -7,6 +7,7 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 
 from rookery.scheduling import job_rules, trainers
 from rookery.scheduling.job_rules import FailureRateMonitor, ReadyGroup, admission_budget, select_batch
@@ -79,7 +80,7 @@ def test_shares_are_consecutive_and_about_equal(sizes: list[float], parts: int) 
 # --- staleness --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 2**32),
     per_step=st.integers(1, 4),

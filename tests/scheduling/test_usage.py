@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from tests.support.peers import MODEL, Service, eventually, job_of
 
 from rookery import protocol
@@ -84,7 +85,7 @@ events = st.lists(
 REST = (0.0, 0.0, False, False)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(events)
 @example([("join", 1.0, None), ("beat", 0, REST), ("pass", 54.0625, None), ("beat", 0, (0.0, inf, False, False))])
 def test_all_cost_is_used_idle_or_pending(history: list[tuple[str, Any, Any]]) -> None:

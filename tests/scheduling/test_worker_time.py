@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.worker_time import WorkerTime
@@ -103,7 +104,7 @@ tenants = st.sets(st.sampled_from(["a", "b", "c", "d"]))
 
 
 @given(st.lists(st.tuples(tenants, tenants), max_size=60))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_favoured_part_works_for_the_tenant_with_the_least_time(turns: list[tuple[set[str], set[str]]]) -> None:
     time = WorkerTime({})
     for engine, trainer in turns:

@@ -1,13 +1,12 @@
 """No request makes the service answer with 5xx, or otherwise than its OpenAPI document says: requests that the document
 allows and that it does not, and odd JSON to the OpenAI API, with the key of an administrator, of a tenant, and none.
 
-``make fuzz`` runs as many examples as :data:`EXAMPLES` says with ``ROOKERY_FUZZ_EXAMPLES``.
+``make fuzz`` sends more of them, and other ones.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,16 +18,17 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import positive_data_acceptance
+from tests.support.draws import MORE, examples
 from tests.support.faces import MODEL, ScriptedWorker, served
 
 from rookery.server.app import build
 from rookery.server.launcher import EmbeddedService
 
-EXAMPLES = int(os.environ.get("ROOKERY_FUZZ_EXAMPLES", "4"))
+EXAMPLES = examples(4)
 """Requests per operation and key."""
 
 quick = settings(
-    max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck),
+    max_examples=EXAMPLES, deadline=None, database=None, derandomize=not MORE, suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],
 )  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_odd_requests_of_the_openai_api_get_its_errors(fuzzed: Any, path: str, w
 
     with httpx.Client(base_url=service.url, headers=headers[who], timeout=60) as http:
 
-        @settings(quick, max_examples=8 * EXAMPLES)
+        @settings(quick, max_examples=examples(8) * EXAMPLES)
         @given(changes=odd, whole=NESTED, name=st.text(max_size=40), depth=st.integers(60, 3000))
         def answers(changes: dict[str, Any], whole: Any, name: str, depth: int) -> None:
             if "{}" in path:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 
 from rookery import protocol
 from rookery.cli import main
@@ -182,7 +183,7 @@ def running_in(engine: FakeEngine) -> list[str]:
     return [row.request.request for row in engine.held() if not row.finish]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_every_token_is_sent_once_whatever_comes_and_goes(dice: random.Random, together: bool) -> None:
     """Requests come, are aborted, change their adapter; decode steps are taken one by one or together."""

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from safetensors.numpy import load, save
+from tests.support.draws import examples
 
 from rookery.errors import UserError
 from rookery.spec.peft_folder import OPTIONS, PeftLora, check_finite, read_header, read_lora
@@ -265,7 +266,7 @@ ENTRIES = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(header=ENTRIES | HEADERS, data=st.integers(0, 24), shift=st.integers(-2, 2), cut=st.integers(0, 12))
 def test_a_file_that_is_accepted_is_one_for_safetensors(header: Any, data: int, shift: int, cut: int) -> None:
     raw = json.dumps(header).encode()

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sqlalchemy import select
+from tests.support.draws import examples
 from tests.support.storing import commit, connected, group_counts, new_group, submit
 
 from rookery.errors import Conflict
@@ -136,4 +137,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=12, stateful_step_count=20)
+TestAnyOrder.settings = settings(max_examples=examples(12), stateful_step_count=20)

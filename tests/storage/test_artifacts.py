@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
 from rookery.protocol import Manifest, manifest_of
@@ -39,7 +40,7 @@ def staged(artifacts_root: Path) -> list[Path]:
     return list((artifacts_root / ".staging").iterdir())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(files=contents, data=st.data())
 def test_what_was_written_is_what_is_read(files: dict[str, list[bytes]], data: st.DataObject) -> None:
     order = data.draw(st.permutations(sorted(files)))
@@ -58,7 +59,7 @@ def test_what_was_written_is_what_is_read(files: dict[str, list[bytes]], data: s
         assert staged(Path(folder)) == []
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(content=st.binary(min_size=1, max_size=300), data=st.data())
 def test_any_damage_is_found_and_mended_by_committing_again(content: bytes, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select, text, update
+from tests.support.draws import examples
 from tests.support.faces import served
 from tests.support.storing import (
     commit,
@@ -708,7 +709,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(values=st.dictionaries(st.text(), json_values, max_size=4), words=st.text(st.characters()), blob=st.binary())
 def test_any_json_and_any_text_can_be_stored(values: dict[str, Any], words: str, blob: bytes) -> None:
     _round_trip("sqlite://", values, words, blob)

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import MemoryStore, ObjectStore
 from tests.storage.test_artifacts import contents, store
+from tests.support.draws import examples
 from tests.support.faces import ScriptedWorker, job, served, tokenizer
 
 from rookery.client import Client
@@ -75,7 +76,7 @@ def opener(objects: ObjectStore, spool: Path) -> Opener:
     return opened
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(files=contents, data=st.data())
 def test_what_was_written_is_what_is_read_from_any_byte_on(files: dict[str, list[bytes]], data: st.DataObject) -> None:
     artifacts = opener(MemoryStore(), Path(os.environ.get("TMPDIR", "/tmp")) / f"rookery-{uuid.uuid4().hex}")()

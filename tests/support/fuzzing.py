@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import random
 import struct
 import types
 import typing
@@ -14,20 +12,15 @@ from typing import Any, Literal, Self
 import msgspec
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-
-SEED = int(os.environ.get("ROOKERY_FUZZ_SEED") or random.SystemRandom().randrange(2**32))
-"""Another one in each run; a test that fails prints it."""
-
-MORE = int(os.environ.get("ROOKERY_FUZZ_EXAMPLES") or 0)
-"""Examples of each test at least, where more are wanted."""
+from tests.support.draws import SEED, examples
 
 
-def fuzzed(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of a test with so many examples of :data:`SEED`, none repeated to make it smaller: a service does not
-    forget the first."""
+def fuzzed(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of a test with ``count`` examples of :data:`SEED`, none repeated to make it smaller: a service
+    does not forget the first."""
     print(f"ROOKERY_FUZZ_SEED={SEED} repeats these examples")
     chosen = settings(
-        max_examples=max(examples, MORE),
+        max_examples=examples(count),
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from rookery.errors import UserError
@@ -158,7 +159,7 @@ def test_the_same_text_and_tokens_as_transformers(
         assert chat.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(text=st.text(max_size=60))
 @pytest.mark.parametrize("family", ["chatml", "mistral"])
 def test_any_text_is_tokenized_as_transformers_does(

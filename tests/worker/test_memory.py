@@ -24,6 +24,8 @@ from rookery.worker.model.adapter import PARTS
 from rookery.worker.model.convert import prepare
 
 MEGABYTE = 1 << 20
+JOBS = int(os.environ.get("ROOKERY_MEMORY_JOBS") or 0)
+NIGHTLY = pytest.mark.skipif(not JOBS, reason="minutes on the real model: make nightly")
 
 
 @contextmanager
@@ -135,11 +137,11 @@ def run_job(service: Dialled, link: Connection, name: str, rng: random.Random) -
     policy.end()
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.heavy)])
-def test_memory_does_not_grow_from_job_to_job(tmp_path: Path, count: int) -> None:
+def test_memory_does_not_grow_from_job_to_job(tmp_path: Path) -> None:
     """Where the kernels of all shapes were kept, the first 30 jobs took 740 MB. Below 10 kB a job over many."""
-    cache, rng = tmp_path / "cache", random.Random(1)
+    count, cache, rng = JOBS or 30, tmp_path / "cache", random.Random(1)
     model = str(save_small_model(tmp_path / "small"))
     prepare(model, cache)
     with serving(tmp_path, model, cache) as (service, link, pid):
@@ -154,10 +156,11 @@ def test_memory_does_not_grow_from_job_to_job(tmp_path: Path, count: int) -> Non
             assert half / (count / 2 - 50) < 10_000
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("model", "budget", "trained", "steps"),
-    [("", 900 * MEGABYTE, 60, 2), pytest.param("smollm2-135m-instruct", 3 << 30, 12, 1, marks=pytest.mark.heavy)],
+    [("", 900 * MEGABYTE, 60, 2), pytest.param("smollm2-135m-instruct", 3 << 30, 12, 1, marks=NIGHTLY)],
 )
 def test_60_adapters_of_mixed_ranks_stay_within_the_budget(
     tmp_path: Path, model: str, budget: int, trained: int, steps: int

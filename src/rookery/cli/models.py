@@ -54,6 +54,8 @@ def prepare(cli: Cli, name: str, export: Path | None = None) -> None:
     """Fetches and converts a model into the cache, in a child process, because that needs torch; writes the published
     layout to the new folder ``export``. Raises :class:`UserError` with the last line of that process."""
     resolve(name)  # refuses an impossible name before a process is started for it
+    if export is not None and export.exists():
+        raise UserError(f"--export: {export} exists; give a new folder")
     usable_folder(cli.settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)
     command = interpreter("rookery.worker.model.convert", name, "--cache", str(cli.settings.cache))
     if export is not None:

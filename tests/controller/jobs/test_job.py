@@ -295,13 +295,15 @@ async def test_pause_during_the_start_keeps_the_state_counts_right(
         return store(job, state, *values)  # type: ignore[arg-type]
 
     monkeypatch.setattr(service.database, "set_job_state", slow)
-    job = await run(service)
+    submitting = asyncio.create_task(run(service))  # its last read may wait for the same writer
     await eventually(reached.is_set)
+    (job,) = service.controller.jobs.runners
     pausing = asyncio.create_task(service.controller.pause("alice", job))
     await settle()
     service.controller.jobs.runners[job].task.cancel()  # as the pause will, which waits for the same writer
     await settle()
     go_on.set()
+    assert await submitting == job
     await pausing
     assert service.controller.queries.health()["jobs"] == {"paused": 1}
 

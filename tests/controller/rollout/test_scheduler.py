@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle, text_of
 from tests.support.room import beat, react
 
@@ -120,7 +121,7 @@ async def test_a_result_is_what_the_worker_sampled(tmp_path: Path) -> None:
     await room.close()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lives=st.lists(st.integers(0, 12), max_size=6),
     chunk=st.integers(1, 5),
@@ -747,7 +748,7 @@ async def test_a_worker_that_catches_up_gets_requests_for_cached_adapters(tmp_pa
     await room.close()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
 def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Path, seed: int) -> None:
     """Workers come, go, drain, give up, beat, and are closed; requests are moved, handed off, cancelled and taken up

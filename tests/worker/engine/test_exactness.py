@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from tests.support.tiny import COMPUTED, FAMILIES, divide, small, smollm2, trained_adapter
 
 from rookery import protocol
@@ -165,7 +166,7 @@ def test_every_family(family: str, runner: type[KernelRunner | DenseRunner]) -> 
     check_everything(small(family), "a", 41, 20, 9, 4, 1.0, 7, runner)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     family=st.sampled_from(["llama", "mistral window", "qwen3", "llama one head"]),
     key=st.sampled_from(["", *RANKS]),

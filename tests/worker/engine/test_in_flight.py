@@ -18,6 +18,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from tests.support.peers import settle
 from tests.support.tiny import reference, small, trained_adapter
 
@@ -300,7 +301,7 @@ def test_computing_anew_takes_bounded_slices_in_its_own_place() -> None:
     assert run.end()["a"].versions == [0] * 40 + [1] * 20
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(
     requests=st.lists(
         st.tuples(

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from tests.support.tiny import small
 from tests.worker.engine.test_engine import order, text
 from tests.worker.engine.test_slo_gate import Clock, chat, gated, tokens
@@ -196,7 +197,7 @@ def _computed(engine: NativeEngine) -> float:
 
 
 @given(mixes)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @example(Mix([(0, Group(members=8, ttft_ms=1.0))], step_seconds=10.0))  # objectives without priority, late
 @example(Mix([(0, Group(members=8)), (2, Group(prompt=31, members=3, ttft_ms=1.0))], rows=2, step_seconds=10.0))
 @example(Mix([(0, Group(members=4)), (2, Group(adapter="full", ttft_ms=1.0, interactive=True))], step_seconds=10.0))

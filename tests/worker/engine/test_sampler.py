@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from torch import Tensor
 
 from rookery.worker.engine import sampler
@@ -88,7 +89,7 @@ def test_positions_are_independent_of_each_other(sample: Sampler) -> None:
     assert abs(chi_square_z(counts.reshape(-1), np.full(36, 250.0))) < 4
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100_000), st.sampled_from([0.0, 0.3, 1.0, 2.0]), st.integers(1, 9))
 def test_company_does_not_matter_and_logprobs_are_those_sampled_from(
     sample: Sampler, seed: int, position: int, temperature: float, rows: int
@@ -130,7 +131,7 @@ def test_a_row_of_no_numbers_says_so_and_leaves_the_others(sample: Sampler) -> N
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     st.integers(0, 2**63 - 1),
     st.sampled_from([0.0, 0.7, 1.0]),

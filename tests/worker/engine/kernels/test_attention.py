@@ -13,6 +13,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from tests.support.tiny import SIZES, small
 from torch import Tensor
 
@@ -117,7 +118,7 @@ def sequences(decoder: Decoder, prefix: int, tails: Sequence[int], seed: int = 0
 lengths = st.one_of(st.integers(1, 70), st.sampled_from([15, 16, 17, 31, 32, 33, 48, 130]))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     shape=st.sampled_from([*HEADS, "llama", "mistral window", "qwen3", "smollm3"]),
     dtype=st.sampled_from(DTYPES),
@@ -148,7 +149,7 @@ def test_close_to_float64_and_the_same_bits_in_any_batch(
         assert error < (0.02 if dtype == torch.bfloat16 else 2e-5)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     shape=st.sampled_from([*HEADS, "mistral window"]),
     cuts=st.tuples(st.integers(0, 60), st.integers(0, 60)),

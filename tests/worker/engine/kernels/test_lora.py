@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 from tests.support.tiny import COMPUTED, small
 from torch import Tensor
 
@@ -93,7 +94,7 @@ def tokens_for(groups: Sequence[Group], seed: int) -> Tensor:
     return torch.randint(0, 211, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.sampled_from(["llama", "llama biased", "qwen3"]),
     st.lists(st.tuples(ADAPTERS, st.integers(1, 19)), min_size=1, max_size=5),
@@ -106,7 +107,7 @@ def test_float32_agrees_with_float64(family: str, drawn: list[tuple[tuple[int, l
     torch.testing.assert_close(found.double(), expected(decoder, tokens, groups), rtol=1e-3, atol=2e-4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.sampled_from(["llama", "mistral window"]),
     st.lists(st.tuples(ADAPTERS, st.integers(2, 19)), min_size=2, max_size=5),
@@ -128,7 +129,7 @@ def test_rows_are_the_same_bits_in_any_batch(
         at += count
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from([torch.nan, torch.inf, -torch.inf, 3e38]),
     st.integers(1, 33),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.draws import examples
 
 from rookery.worker.engine.native.kernels import runtime
 
@@ -62,7 +63,7 @@ def multiplied(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, block: int) 
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(1, 17),

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chaos.mutations import DRAFT_UNCHECKED, applied
+from tests.support.draws import examples
 from tests.support.tiny import small, trained_adapter
 from tests.worker.engine.test_exactness import BEST, RANKS, RUNNERS
 
@@ -146,7 +147,7 @@ def test_texts_are_the_same_with_drafts(gamma: int, temperature: float, runner: 
     assert engine.stats["decode_steps"] < plain_engine.stats["decode_steps"]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
@@ -250,7 +251,7 @@ def test_siblings_are_drafted_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -
         assert go(Speculator(Free()), stranger) > 20
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4), st.integers(0, 1 << 30))
 def test_a_draft_is_what_followed_the_longest_suffix(texts: list[list[int]], seed: int) -> None:
     index, states = SuffixIndex(), [0] * len(texts)
