@@ -31,7 +31,7 @@ test("smoothing keeps a constant, starts at the first value and keeps gaps", () 
 });
 
 test("every value is in exactly one bin of its histogram", () => {
-  for (const values of [[0, 1, 0, 1], [5], [0.1, 0.2, 0.3, 0.9, 1], [-3, 0, 3], [1e300, -1e300]]) {
+  for (const values of [[0, 1, 0, 1], [5], [0.1, 0.2, 0.3, 0.9, 1], [-3, 0, 3], [1e300, -1e300], Array.from({ length: 99 }, (_, at) => Math.sin(at)), Array.from({ length: 40 }, (_, at) => (at - 20) * 1e306)]) {
     const bins = format.histogram(values);
     assert.equal(bins.reduce((sum, bin) => sum + bin.count, 0), values.length);
     for (const value of values) assert.equal(bins.filter((bin, at) => format.inBin(value, bin, at === bins.length - 1)).length, 1, String(value));

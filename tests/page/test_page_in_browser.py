@@ -1,4 +1,4 @@
-"""The page in a real browser (Debian's chromium, driven by Playwright): what a person does, and what must not happen."""
+"""The page in a real browser (Debian's chromium, driven by Playwright): what a person does with it."""
 
 from __future__ import annotations
 
@@ -51,9 +51,12 @@ class Town:
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with served(tmp_path_factory.mktemp("town")) as service, ScriptedWorker.of(service):
-        with Client(service.url, service.key) as admin:
-            yield Town(service, admin)
+    with (
+        served(tmp_path_factory.mktemp("town")) as service,
+        ScriptedWorker.of(service),
+        Client(service.url, service.key) as admin,
+    ):
+        yield Town(service, admin)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,55 @@ def test_charts_follow_a_run(page: Any, town: Town) -> None:
     page.wait_for_selector(".badge.cancelled")
 
 
+def test_click_on_a_step_leads_to_its_groups_and_to_the_tokens_of_an_answer(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}")
+    page.wait_for_selector(".chart canvas")
+    plot = page.locator(".chart .u-over").first
+    box = plot.bounding_box()
+    plot.click(position={"x": box["width"] / 2, "y": box["height"] / 2})
+    page.wait_for_selector("h2 >> text=Groups of step")
+    assert page.locator("tbody tr").count() == 3
+    bars = page.locator(".histogram button")
+    assert sum(int(bars.nth(at).locator("span").first.inner_text()) for at in range(bars.count())) == 12
+    page.locator("tbody tr a").first.click()
+    page.wait_for_selector("h2 >> text=4 answers")
+    advantages = page.locator(".answer >> text=/advantage/").count()
+    assert page.locator(".answer").count() == 4 and advantages in (0, 4)
+    page.click("text=Answer 2")
+    page.wait_for_selector(".message.assistant >> text=/reward [+]?[01]/")
+    assert page.locator(".mark.worker").inner_text().strip() == "▸ scripted"
+    assert page.locator(".token.masked").count() > 10 and page.locator(".token:not(.masked)").count() in (2, 5)
+    page.locator(".token:not(.masked)").first.hover()
+    page.wait_for_selector(".about >> text=/log-probability -0.5.*engine/")
+
+
+def test_search_finds_texts_and_failures_are_listed_with_their_error(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episodes")
+    page.wait_for_selector(".answer")
+    page.fill("[type=search]", "fiv")
+    page.click("button >> text=Search")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.answer pre')].every((one) => one.textContent == 'five')"
+    )
+    page.fill("[type=search]", "nowhere to be found")
+    page.click("button >> text=Search")
+    page.wait_for_selector("text=No episode is like that.")
+
+
+def test_prompts_with_markup_are_shown_as_text(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    group = town.done.groups()[0].group
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/group/{group}")
+    page.wait_for_selector("pre >> text=onerror")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episode/{group}-0")
+    page.wait_for_selector(".message.user >> text=<script>")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episodes")
+    page.wait_for_selector(".prompt >> text=onerror")
+    assert page.locator("main img, main script").count() == 0
+
+
 def test_dead_page_changes_nothing(chromium: Any, town: Town) -> None:
     """Browsers that vanish in the middle of a stream leave no follower behind."""
     running = town.ada.submit(job(name="left", stop={"steps": 2000}))
@@ -148,7 +200,7 @@ def test_dead_page_changes_nothing(chromium: Any, town: Town) -> None:
     running.cancel()
 
 
-def test_names_of_any_text_are_shown_as_text(page: Any, town: Town) -> None:
+def test_searched_markup_is_shown_as_text(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.fill("[type=search]", MARKUP)
     page.wait_for_selector("text=No run is like that.")

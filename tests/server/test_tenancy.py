@@ -258,6 +258,8 @@ def ids(job: str, tenant: str, digest: str, ticket: str, key: str, upload: str) 
         "name": "adapter_config.json",
         "model": f"{job}@1",
         "path": f"jobs/{job}",
+        "group": f"{job}-g0",
+        "episode": f"{job}-g0-0",
         "file": "none.js",
         "link": "none",
     }

@@ -148,8 +148,11 @@ class ScriptedWorker:
             case protocol.ForwardBackward():
                 offered = (await http.get(f"/wire/offers/{message.batch_ticket}")).raise_for_status().content
                 found = protocol.decode(protocol.batches, offered)
-                count = sum(len(member.tokens) for unit in found.groups for member in unit.members)
                 targets = sum(len(datum.targets) for datum in found.data)
+                members = [member for unit in found.groups for member in unit.members]
+                count = sum(len(member.tokens) for member in members)
+                if message.logprobs:
+                    targets += sum(weight != 0 for member in members for weight in member.weights)
                 return protocol.OperationDone(
                     epoch=epoch, op=message.op, metrics={"loss:sum": 1.0, "tokens": float(count)},
                     logprobs=np.zeros(targets, np.float32).tobytes(),

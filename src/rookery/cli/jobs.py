@@ -135,6 +135,66 @@ def logs(
             show(line)
 
 
+@app.command("episodes")
+@with_options
+def episodes(
+    cli: Cli,
+    job: Name,
+    step: Annotated[int | None, typer.Option(help="Only episodes of the groups that this step consumed.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only failed ones, with their errors.")] = False,
+    text: Annotated[str, typer.Option(help="Only those with this exact text, or with it in their error.")] = "",
+    limit: Annotated[int, typer.Option(help="How many, newest first.", min=1, max=10_000)] = 20,
+    episode: Annotated[str | None, typer.Option("--id", help="One episode whole, with every turn.")] = None,
+) -> None:
+    """What a job's policy wrote and earned, newest first; ``--json`` has prompts and metrics too."""
+    with cli.client() as client:
+        found = client.job(job)
+        if episode is not None:
+            one = found.episode(episode)
+            if cli.json:
+                print_json(one)
+            else:
+                show("\n".join(conversation_lines(one)))
+            return
+        rows = found.episodes(step=step, failed=failed or None, text=text, limit=limit)
+    if cli.json:
+        print_json(rows)
+    elif not rows:
+        show("no episode is like that")
+    for row in [] if cli.json else rows:
+        show("\n".join(episode_lines(row)))
+
+
+def episode_lines(row: Mapping[str, Any]) -> list[str]:
+    """An episode of a list: its name, reward and length, then its replies or its error."""
+    earned = "failed" if row["state"] == "failed" else f"reward {row['reward']:.4g}"
+    ended = f", ended by {row['finish'].replace('_', ' ')}" if row["finish"] not in (None, "done") else ""
+    lines = [
+        f"{row['episode']}  group {row['ordinal']}, version {row['version']}, {earned}, {row['tokens']} tokens{ended}"
+    ]
+    if row["error"]:
+        lines.append(f"  error: {printable(row['error'])}")
+    return [*lines, *(f"  {printable(line)}" for reply in row["replies"] for line in reply.splitlines() or [""])]
+
+
+def conversation_lines(one: Mapping[str, Any]) -> list[str]:
+    """An episode whole: each message, and after a reply what its turn earned."""
+    lines = [f"{one['episode']}: {'failed' if one['state'] == 'failed' else 'reward ' + format(one['reward'], '.4g')}"]
+    if one["error"]:
+        lines.append(f"error: {printable(one['error'])}")
+    turns = iter(one["turns"])
+    for message in one["messages"] or []:
+        lines += [f"{message['role']}:", *(f"  {printable(line)}" for line in message["content"].splitlines() or [""])]
+        if message["role"] == "assistant" and (turn := next(turns, None)) is not None:
+            seconds = f"{turn['generation_seconds']:.2f} s generation, {turn['environment_seconds']:.2f} s environment"
+            lines.append(
+                f"  → reward {turn['reward']:.4g}, {turn['tokens']} tokens, ended by {turn['finish']}, {seconds}"
+            )
+    if one["messages"] is None:
+        lines.append("its text is not kept any more")
+    return lines
+
+
 @adapters.command("download")
 @with_options
 def download(

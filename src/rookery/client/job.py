@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rookery.client.connection import WORK_SECONDS, ConnectionBroken, HttpConnection, Record
 from rookery.errors import RookeryError, StorageFull
@@ -28,6 +29,10 @@ def _nothing() -> None:
 
 class JobTimeout(RookeryError, TimeoutError):
     """The job did not end within the timeout of ``wait``. It continues."""
+
+
+EPISODES_AT_ONCE = 50
+"""Of one request: their texts may be long."""
 
 
 class Job:
@@ -139,6 +144,39 @@ class Job:
     def trajectories(self, limit: int = 20, version: int | None = None) -> list[Record]:
         """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
         return self._rows("trajectories", limit=limit, **({} if version is None else {"version": version}))
+
+    def episodes(
+        self,
+        *,
+        step: int | None = None,
+        failed: bool | None = None,
+        text: str = "",
+        group: str | None = None,
+        version: int | None = None,
+        limit: int = 25,
+    ) -> list[Record]:
+        """Episodes that have ended, newest first: prompt, replies, reward, error. ``step``: of the groups that it
+        consumed; ``failed``: only failed ones, or only others; ``text``: part of a text or of an error."""
+        wanted = {"step": step, "failed": failed, "text": text or None, "group": group, "version": version}
+        params: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+        rows: list[Record] = []
+        while len(rows) < limit:
+            params["limit"] = min(EPISODES_AT_ONCE, limit - len(rows))
+            page = self._connection.call("GET", f"{self._path}/episodes", params=params)
+            rows += page.episodes
+            if page.next is None:
+                break
+            params["before"] = page.next
+        return rows
+
+    def episode(self, id: str) -> Record:
+        """One episode whole: messages, what each turn earned, tokens with log-probabilities and versions."""
+        return self._connection.call("GET", f"{self._path}/episodes/{quote(id, safe='')}")
+
+    def groups(self, step: int | None = None, *, limit: int = 50) -> list[Record]:
+        """The newest training groups, or those that ``step`` consumed: rewards and advantages of their episodes."""
+        params = {"limit": limit, **({} if step is None else {"step": step})}
+        return list(self._connection.call("GET", f"{self._path}/groups", params=params).groups)
 
     def versions(self, policy: str = "main") -> list[Record]:
         """A policy's versions, oldest first."""

@@ -19,6 +19,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
+from rookery.controller.episodes import EpisodeQueries, shown_prompt
 from rookery.controller.feeds import FeedRow, JobFeeds
 from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.job_context import SHOWN_REWARDS
@@ -30,7 +31,6 @@ from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
 from rookery.controller.views import BY_OWNER, JobView, PolicyView
 from rookery.scheduling.usage import Usage
-from rookery.spec import values
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
 from rookery.storage.repositories.runs import RunChoice
 from rookery.telemetry.metrics import finite
@@ -46,6 +46,7 @@ class JobQueries:
         self._context = context
         self._store = context.store
         self._jobs = jobs
+        self.episodes = EpisodeQueries(context)
         self.feeds = JobFeeds(self.show, self._rows, self._store.last_step, jobs.signal)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class JobQueries:
             shown = ("state", "version", "reward", "metrics", "error", "finished")
             row: dict[str, Any] = {"episode": episode.id} | {name: getattr(episode, name) for name in shown}
             row |= {"group": group.id, "ordinal": group.ordinal, "group_state": group.state}
-            row |= {"consumed_by": group.consumed_by, "prompt": _prompt(group.prompt)}
+            row |= {"consumed_by": group.consumed_by, "prompt": shown_prompt(group.prompt)}
             if episode.trajectories:
                 outcome = episode_result_decoder.decode(episode.trajectories)
                 row["messages"] = msgspec.to_builtins(outcome.turns)
@@ -348,14 +349,6 @@ class JobQueries:
                 **context.seeding.gauges(),
             },
         }
-
-
-def _prompt(stored: bytes) -> Any:
-    """A prompt as results show it: as text, if an earlier release stored one that no response can hold."""
-    try:
-        return values.decode(stored)
-    except ValueError:
-        return stored.decode(errors="replace")
 
 
 def _policy_view(row: PolicyRow) -> PolicyView:

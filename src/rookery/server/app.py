@@ -15,7 +15,7 @@ from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders, TimeKeeper
 from rookery.server.connections import Connections
 from rookery.server.methods import RequestMethods
-from rookery.server.routes import admin, gateway, jobs, openai, page
+from rookery.server.routes import admin, episodes, gateway, jobs, openai, page
 from rookery.spec.job import JobSpec
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
 
@@ -38,7 +38,16 @@ def build(context: ServiceContext) -> FastAPI:
     app.add_middleware(BodyLimit)
     app.add_middleware(SecurityHeaders, page=page.page_policy(page.FILES["index.html"]))
     app.add_middleware(TimeKeeper)
-    routers = [jobs.routes, admin.routes, openai.routes, gateway.routes, page.routes, page.unsigned, page.files]
+    routers = [
+        jobs.routes,
+        episodes.routes,
+        admin.routes,
+        openai.routes,
+        gateway.routes,
+        page.routes,
+        page.unsigned,
+        page.files,
+    ]
     for router in routers:
         app.include_router(router)
     app.add_api_route("/healthz", healthz, tags=["service"])

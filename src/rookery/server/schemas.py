@@ -117,6 +117,104 @@ class TrajectoryView(BaseModel):
     versions: list[int]
 
 
+class MemberView(BaseModel):
+    """An episode of a group. ``replies``, ``tokens`` and ``finish`` are present where one group is read."""
+
+    episode: str
+    member: int
+    state: str
+    version: int | None = Field(description="The oldest version among its tokens")
+    reward: float | None
+    advantage: float | None = Field(description="As the job's algorithm computes it within the group")
+    error: str
+    finished: float | None
+    replies: list[str] | None = Field(None, description="Empty where its text is not kept any more")
+    tokens: int | None = Field(None, description="Sampled")
+    finish: str | None = None
+    metrics: dict[str, float | None] | None = None
+
+
+class GroupView(BaseModel):
+    """The episodes of one prompt."""
+
+    group: str
+    ordinal: int
+    state: str
+    reason: str = Field(description="Why it was dropped or failed")
+    consumed_by: int | None = Field(description="The version that trained on it")
+    min_version: int | None = Field(description="The oldest version among its tokens")
+    created: float
+    finished: float | None
+    prompt: Any
+    zero_variance: bool = Field(description="All rewards are equal: it carries no gradient")
+    members: list[MemberView]
+
+
+class GroupPage(BaseModel):
+    groups: list[GroupView]
+    total: int = Field(description="Groups on all pages")
+    version: int | None = Field(description="The version that contains the step, where one is given")
+
+
+class EpisodeLine(MemberView):
+    """An episode in a list."""
+
+    group: str
+    ordinal: int = Field(description="The group's number in the job")
+    consumed_by: int | None
+    prompt: Any
+
+
+class EpisodePage(BaseModel):
+    episodes: list[EpisodeLine]
+    next: str | None = Field(description="For ``before`` of the next page; null on the last one")
+
+
+class TurnView(BaseModel):
+    """One reply and the environment's step after it."""
+
+    reward: float | None
+    metrics: dict[str, float | None]
+    finish: str
+    tokens: int
+    queue_seconds: float
+    generation_seconds: float
+    environment_seconds: float
+    workers: list[tuple[int, str]] = Field(description="Workers that sampled it, each with its first token's number")
+
+
+class TokenStrip(TrajectoryView):
+    """The tokens of a trajectory. The texts are null where the tokenizer is not on the service's machine."""
+
+    prompt_texts: list[str] | None
+    texts: list[str] | None
+    trainer_logprobs: list[float | None] | None = Field(
+        description="Of the trainer at the step that consumed it; null where no gradient was computed"
+    )
+    workers: list[tuple[int, str]] = Field(description="Tokens at which another worker began, with its name")
+
+
+class EpisodeReading(MemberView):
+    """An episode whole."""
+
+    group: str
+    ordinal: int
+    group_state: str
+    consumed_by: int | None
+    seed: int
+    prompt: Any
+    members: list[MemberView] = Field(description="All episodes of its group")
+    messages: list[MessageView] | None
+    turns: list[TurnView]
+    trajectories: list[TokenStrip]
+    seconds: dict[str, float] | None
+
+
+class FailureView(BaseModel):
+    error: str
+    episodes: int
+
+
 class EpisodeView(BaseModel):
     """An episode that ended. ``messages``, ``trajectories`` and ``finish`` are present while its text is kept."""
 

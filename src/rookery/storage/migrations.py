@@ -154,6 +154,13 @@ def _job_crashes(op: Operations) -> None:
     op.execute("UPDATE jobs SET crashes = 0")
 
 
+def _trainer_logprobs(op: Operations) -> None:
+    """The trainer's log-probabilities of an episode's tokens."""
+    empty = "''::bytea" if op.get_bind().dialect.name == "postgresql" else "x''"
+    column = sa.Column("train_logprobs", sa.LargeBinary, nullable=False, server_default=sa.text(empty))
+    op.add_column("episodes", column)
+
+
 REVISIONS = {
     "0002": _steps_and_usage,
     "0003": _job_starts,
@@ -162,6 +169,7 @@ REVISIONS = {
     "0006": _samplers_without_clones,
     "0007": _deleted_tenants,
     "0008": _job_crashes,
+    "0009": _trainer_logprobs,
 }
 """The change that leads to each revision, in order."""
 

@@ -188,6 +188,8 @@ class EpisodeRow(OwnedRow, kw_only=True):
     """Completed turns, in the controller's encoding."""
     trajectories: Mapped[bytes] = mapped_column(default=b"")
     """The trajectories that it produced, in the controller's encoding."""
+    train_logprobs: Mapped[bytes] = mapped_column(default=b"")
+    """The trainer's log-probabilities of the tokens that it sampled, float32; empty where no gradient was computed."""
     reward: Mapped[float | None] = mapped_column(default=None)
     metrics: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
     host_instance: Mapped[str] = mapped_column(default="")

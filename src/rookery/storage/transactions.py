@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 
 from sqlalchemy import Connection
 
-from rookery.storage.repositories import jobs, runs, sessions, tenants, versions
+from rookery.storage.repositories import episodes, jobs, runs, sessions, tenants, versions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,6 +126,14 @@ class Transactions:
     rewards_of = _read(runs.rewards_of)
     usage_of = _read(runs.usage_of)
     state_times = _read(runs.state_times)
+
+    version_of_step = _read(episodes.version_of_step)
+    groups_page = _read(episodes.groups_page)
+    get_group = _read(episodes.get_group)
+    get_episode = _read(episodes.get_episode)
+    episodes_page = _read(episodes.episodes_page)
+    failure_counts = _read(episodes.failure_counts)
+    save_train_logprobs = _write(jobs.save_train_logprobs)
 
     add_groups = _write(jobs.add_groups)
     save_turns = _write(jobs.save_turns)

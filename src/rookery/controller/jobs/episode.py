@@ -25,7 +25,14 @@ from rookery import protocol
 from rookery.bounds import METRICS
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
 from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, Trajectory, decode_turns, derive_seed
+from rookery.controller.jobs.trajectory import (
+    AssistantTurn,
+    EpisodeResult,
+    Trajectory,
+    TurnRecord,
+    decode_turns,
+    derive_seed,
+)
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.errors import RookeryError
 from rookery.spec.job import InFlight
@@ -104,6 +111,7 @@ class Episode:
     async def _play(self, host: EnvironmentHost) -> EpisodeResult:
         job = self.job
         trajectories: list[Trajectory] = []
+        steps: list[TurnRecord] = []
         metrics: dict[str, float] = {}
         reward, finish, self.splits = 0.0, "max_turns", 0
         observation = await self._observe(host, job.environment.reset(self.id, self.prompt, self.environment_seed))
@@ -120,7 +128,14 @@ class Episode:
                 call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=conversation,
                 raw=raw, special=special,
             )  # fmt: skip
+            before = self.seconds["environment"]
             observation = await self._observe(host, step)
+            steps.append(
+                TurnRecord(
+                    observation.reward, dict(observation.metrics), reply.finish, len(reply.tokens), reply.queue_seconds,
+                    reply.generation_seconds, self.seconds["environment"] - before, reply.workers,
+                )
+            )  # fmt: skip
             if not math.isfinite(observation.reward):
                 raise EpisodeFailed(
                     f"the reward of {job.environment.name} in turn {turn} is {observation.reward}, expected a finite"
@@ -142,7 +157,7 @@ class Episode:
             if not observation.messages:
                 raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
         replies = [reply.text for reply in self.turns]
-        return EpisodeResult(trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds))
+        return EpisodeResult(trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds), steps)
 
     async def _extend(
         self, trajectories: list[Trajectory], conversation: list[protocol.ChatMessage], observed: int, turn: int
@@ -217,10 +232,13 @@ class Episode:
             waits = not (algorithm.max_staleness or algorithm.micro_batch)
             request = SamplingRequest(*owner, job.spec.base_model, generate, turn > 0, synchronous=waits)
             result = await job.controller.rollouts.sample(request)
+        generation_seconds = max(0.0, clock.monotonic() - began - result.queue_seconds)
         self.seconds["queue"] += result.queue_seconds
-        self.seconds["generation"] += max(0.0, clock.monotonic() - began - result.queue_seconds)
-        text = chat.decode(result.tokens)
-        reply = AssistantTurn(result.tokens, result.logprobs, result.versions, result.finish, text)
+        self.seconds["generation"] += generation_seconds
+        reply = AssistantTurn(
+            result.tokens, result.logprobs, result.versions, result.finish, chat.decode(result.tokens),
+            result.workers, result.queue_seconds, generation_seconds,
+        )  # fmt: skip
         self.turns.append(reply)
         await self._store_turns()
         return reply

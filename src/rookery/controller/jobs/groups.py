@@ -69,8 +69,9 @@ class Groups:
     async def restore(self) -> None:
         """Load the complete groups of an earlier run."""
         for group in await self._store.ready_groups(self._job.row.id):
-            episodes = [episode_result_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"]
-            self.ready.append(self._complete(group, episodes))
+            done = [row for row in group.episodes if row.state == "done"]
+            episodes = [episode_result_decoder.decode(row.trajectories) for row in done]
+            self.ready.append(self._complete(group, episodes, [row.id for row in done]))
         lost = self._lost_versions()
         orphans = [group for group in self.ready if any(lost & episode.versions for episode in group.episodes)]
         if orphans:
@@ -169,9 +170,11 @@ class Groups:
         store, write = self._store, self._progress.store
         async with TaskGroup() as tasks:
             runs = [tasks.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
-        episodes = [result for run in runs if (result := run.result()) is not None]
+        results = [(row.id, run.result()) for row, run in zip(group.episodes, runs, strict=True)]
+        names = [name for name, result in results if result is not None]
+        episodes = [result for _, result in results if result is not None]
         if len(episodes) >= 2:
-            complete = self._complete(group, episodes)
+            complete = self._complete(group, episodes, names)
             await write(store.finish_group, group.id, "ready", self._clock.time(), min_version=complete.min_version)
             self.ready.append(complete)
         else:
@@ -219,14 +222,14 @@ class Groups:
         if group.ordinal >= self._job.row.cursor:
             self._failures.add(error)
 
-    def _complete(self, group: GroupRow, episodes: list[EpisodeResult]) -> CompleteGroup:
+    def _complete(self, group: GroupRow, episodes: list[EpisodeResult], names: list[str]) -> CompleteGroup:
         sampled: Counter[int] = Counter()
         for episode in episodes:
             sampled.update(episode.sampled)
         oldest, steps = min(sampled, default=0), Counter[int]()
         for version, count in sampled.items():
             steps[self._policy.step_of(version)] += count
-        return CompleteGroup(group.id, group.ordinal, self._policy.step_of(oldest), oldest, episodes, steps)
+        return CompleteGroup(group.id, group.ordinal, self._policy.step_of(oldest), oldest, episodes, steps, names)
 
     # --- taken, dropped -----------------------------------------------------------------------------------------------
 

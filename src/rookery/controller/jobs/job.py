@@ -10,6 +10,7 @@ last commit.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
@@ -21,7 +22,14 @@ from rookery.aio import Signal, TaskGroup
 from rookery.controller.jobs.evaluation import evaluate
 from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job_context import JobContext, per_token
-from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, describe, forward_backward
+from rookery.controller.jobs.step import (
+    CompleteGroup,
+    StepAccumulator,
+    adam,
+    describe,
+    forward_backward,
+    trainer_logprobs,
+)
 from rookery.controller.quotas import groups_at_once
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.scheduling.job_rules import admission_budget
@@ -35,6 +43,8 @@ class _UncommittedStep:
 
     groups: list[CompleteGroup]
     metrics: dict[str, Any]
+    logprobs: dict[str, bytes]
+    """The trainer's, by episode."""
 
 
 class TrainingJob:
@@ -174,6 +184,7 @@ class TrainingJob:
             request = replace(request, reference=self.policy.ref(self.policy.reference))
         done = await self._timed(self._trainer.forward(self._parent, request))
         self._next.add(done.metrics)
+        self._next.logprobs |= trainer_logprobs(self.spec, groups, done.logprobs, self._job.chat.context)
 
     async def _optim_step(self) -> protocol.Manifest | None:
         """Take the step; returns the artifact of the trained state when a commit is due."""
@@ -194,7 +205,7 @@ class TrainingJob:
             "tokens_sampled": self.progress.counters["tokens"],
             "cost": self._controller.usage.cost(self._job.row.tenant, self._job.row.id),
         }
-        self._uncommitted.append(_UncommittedStep(step.groups, row))
+        self._uncommitted.append(_UncommittedStep(step.groups, row, step.logprobs))
         self.step += 1
         self._next = StepAccumulator(self.spec, self.step)
         self._changed.notify()
@@ -242,7 +253,10 @@ class TrainingJob:
         if in_flight != "finish":
             self._controller.rollouts.switch(self._job.row.id, ref, recompute=in_flight == "recompute")
         for step in self._uncommitted:
-            await self.progress.publish(step.metrics, ref.version)
+            await asyncio.gather(  # in one transaction
+                self._controller.store.save_train_logprobs(step.logprobs),
+                self.progress.publish(step.metrics, ref.version),
+            )
         self._uncommitted.clear()
         self._changed.notify()
         log.info(

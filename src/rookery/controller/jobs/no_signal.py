@@ -27,7 +27,7 @@ def no_signal_line(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> str:
         f"steps {rows[0]['step']} to {rows[-1]['step']}: all rewards were equal within every group (mean reward"
         f" {earned}), so the rewards teach nothing. The usual reasons: (1) the verifier does not find the answer: the"
         f" replies have another form, or end before it (longest: {longest:.0f} tokens, sampling.max_tokens: {most});"
-        " read some with Job.trajectories(). (2) The prompts are too hard or too easy for the model: give other"
+        " read some with rookery jobs episodes. (2) The prompts are too hard or too easy for the model: give other"
         " prompts, or partial credit. (3) The replies of a group hardly differ: raise sampling.temperature or"
         " algorithm.group_size"
     )

@@ -28,6 +28,11 @@ from rookery.spec.job import JobSpec
 ANCHORED = ("dro",)
 """Losses with a gradient also where the advantage is 0: they are anchored to the sampling policy."""
 
+LOGPROBS_RETURNED = 1 << 18
+"""Tokens of a pass whose log-probabilities the trainer returns for readers: a frame of at most a megabyte."""
+
+FLOAT32_BYTES = 4
+
 STAGES = ("queue", "generation", "environment")
 """The keys of :attr:`~rookery.controller.jobs.trajectory.EpisodeResult.seconds`."""
 
@@ -44,6 +49,8 @@ class CompleteGroup:
     episodes: list[EpisodeResult]
     sampled: Mapping[int, int] = field(default_factory=dict)
     """Tokens by the optimizer step of the version that sampled them."""
+    names: Sequence[str] = ()
+    """The ids of the episodes."""
 
     @property
     def rewards(self) -> list[float]:
@@ -69,29 +76,61 @@ def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup], context: int = sy
     """The training batch of some groups of a step, weighted up to the step's scale. All trajectories of an episode have
     the weight of the episode. A group whose rewards are all equal has no advantage: it counts in the normalisation, and
     is differentiated only where a KL penalty or the loss itself gives it a gradient. ``context`` is the model's."""
+    return protocol.TrainingBatch(
+        groups=[
+            protocol.SharedPrefixGroup(prompt=list(prompt), members=[member for _, _, member in tails])
+            for group in groups
+            for prompt, tails in _units(spec, group, context).items()
+        ]
+    )
+
+
+def _units(
+    spec: JobSpec, group: CompleteGroup, context: int
+) -> dict[tuple[int, ...], list[tuple[int, int, protocol.GroupMember]]]:
+    """The trajectories of a group that are differentiated, by prompt, each with the numbers of its episode and of
+    itself within that."""
     algorithm = spec.algorithm
     always = algorithm.kl_weight > 0 or algorithm.loss.name in ANCHORED
-    longest = longest_episode(spec, context)
-    units = []
+    scores = advantages(algorithm.name, group.rewards)
+    weights = token_weights(algorithm.name, group.lengths, longest_episode(spec, context))
+    units: dict[tuple[int, ...], list[tuple[int, int, protocol.GroupMember]]] = {}
+    for number, (episode, score, weight) in enumerate(zip(group.episodes, scores, weights, strict=True)):
+        if algorithm.loss.name == "cross_entropy":
+            weight *= max(score, 0.0)  # imitate only episodes better than their group
+        for place, trajectory in enumerate(episode.trajectories):
+            if trajectory.num_action_tokens and (score != 0.0 or always):
+                member = protocol.GroupMember(
+                    tokens=trajectory.tokens,
+                    logprobs=trajectory.logprobs,
+                    advantages=[score] * len(trajectory.tokens),
+                    weights=[weight if action else 0.0 for action in trajectory.mask],
+                )
+                units.setdefault(tuple(trajectory.prompt), []).append((number, place, member))
+    return units
+
+
+def trainer_logprobs(
+    spec: JobSpec, groups: Sequence[CompleteGroup], returned: bytes, context: int = sys.maxsize
+) -> dict[str, bytes]:
+    """The trainer's log-probabilities of the sampled tokens by episode, float32: those that it ``returned`` for the
+    batch of :func:`make_batch`. Empty where it returned others or none."""
+    parts: dict[str, dict[int, bytes]] = {}
+    wanted: dict[str, int] = {}
+    at = 0
     for group in groups:
-        scores = advantages(algorithm.name, group.rewards)
-        weights = token_weights(algorithm.name, group.lengths, longest)
-        members: dict[tuple[int, ...], list[protocol.GroupMember]] = {}
-        for episode, score, weight in zip(group.episodes, scores, weights, strict=True):
-            if algorithm.loss.name == "cross_entropy":
-                weight *= max(score, 0.0)  # imitate only episodes better than their group
-            for trajectory in episode.trajectories:
-                if trajectory.num_action_tokens and (score != 0.0 or always):
-                    members.setdefault(tuple(trajectory.prompt), []).append(
-                        protocol.GroupMember(
-                            tokens=trajectory.tokens,
-                            logprobs=trajectory.logprobs,
-                            advantages=[score] * len(trajectory.tokens),
-                            weights=[weight if action else 0.0 for action in trajectory.mask],
-                        )
-                    )
-        units += [protocol.SharedPrefixGroup(prompt=list(prompt), members=tails) for prompt, tails in members.items()]
-    return protocol.TrainingBatch(groups=units)
+        if len(group.names) != len(group.episodes):
+            return {}
+        for tails in _units(spec, group, context).values():
+            for number, place, member in tails:
+                end = at + FLOAT32_BYTES * sum(weight != 0.0 for weight in member.weights)
+                parts.setdefault(group.names[number], {})[place] = returned[at:end]
+                wanted[group.names[number]] = FLOAT32_BYTES * group.episodes[number].num_action_tokens
+                at = end
+    if at != len(returned):
+        return {}
+    joined = {name: b"".join(found[place] for place in sorted(found)) for name, found in parts.items()}
+    return {name: logprobs for name, logprobs in joined.items() if logprobs and len(logprobs) == wanted[name]}
 
 
 def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
@@ -155,6 +194,7 @@ def forward_backward(spec: JobSpec, groups: Sequence[CompleteGroup], context: in
         loss=protocol.Loss(name=algorithm.loss.name, params=algorithm.loss.params),
         temperature=spec.sampling.temperature,
         kl_weight=algorithm.kl_weight,
+        logprobs=sum(sum(group.lengths) for group in groups) <= LOGPROBS_RETURNED,
     )
 
 
@@ -189,6 +229,8 @@ class StepAccumulator:
     """Seconds for which the step waited for groups …"""
     training_seconds: float = 0.0
     """… and for its trainer."""
+    logprobs: dict[str, bytes] = field(default_factory=dict)
+    """As :func:`trainer_logprobs`, of the whole step."""
     _sums: dict[str, float] = field(default_factory=dict)
 
     @property

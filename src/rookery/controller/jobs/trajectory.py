@@ -59,6 +59,25 @@ class AssistantTurn(msgspec.Struct):
     versions: list[int]
     finish: str
     text: str
+    workers: list[tuple[int, str]] = []
+    """As in :attr:`SamplingResult.workers <rookery.controller.rollout.request.SamplingResult.workers>`."""
+    queue_seconds: float = 0.0
+    generation_seconds: float = 0.0
+
+
+class TurnRecord(msgspec.Struct, array_like=True):
+    """What one turn of an episode earned and how long it took; for readers only."""
+
+    reward: float
+    metrics: dict[str, float]
+    finish: str
+    """Why the reply ended: stop or length."""
+    tokens: int
+    """Length of the reply."""
+    queue_seconds: float
+    generation_seconds: float
+    environment_seconds: float
+    workers: list[tuple[int, str]]
 
 
 class EpisodeResult(msgspec.Struct):
@@ -76,6 +95,8 @@ class EpisodeResult(msgspec.Struct):
     seconds: dict[str, float] = {}
     """Seconds by stage, in the process that ended it: ``queue`` (requests waited for a worker), ``generation`` (a
     worker had them), ``environment`` (its calls)."""
+    steps: list[TurnRecord] = []
+    """One per reply; empty in episodes of earlier versions of Rookery."""
 
     @property
     def sampled(self) -> Counter[int]:

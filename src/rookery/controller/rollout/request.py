@@ -97,6 +97,8 @@ class SamplingResult:
     """Seconds for which the request waited for a worker."""
     prompt_logprobs: list[protocol.PromptLogprob] = field(default_factory=list)
     """Of the prompt's last tokens, where asked for."""
+    workers: list[tuple[int, str]] = field(default_factory=list)
+    """The workers that sampled the tokens, each with the number of tokens before its first."""
 
 
 @dataclass(eq=False)

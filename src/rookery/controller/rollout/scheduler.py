@@ -341,6 +341,8 @@ class RolloutScheduler:
         skip = len(result.tokens) - chunk.offset
         tokens = chunk.tokens[skip:]
         inflight.last_activity = self._clock.monotonic()
+        if tokens and (not result.workers or result.workers[-1][1] != worker.name):
+            result.workers.append((len(result.tokens), worker.name))
         result.tokens.extend(tokens)
         result.logprobs.extend(chunk.logprobs[skip:])
         result.versions.extend([chunk.version] * len(tokens))

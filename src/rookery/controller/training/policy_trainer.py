@@ -41,6 +41,8 @@ class ForwardRequest:
     forward_only: bool = False
     targets: int | None = None
     """Return the log-probabilities too, of so many targets."""
+    logprobs: bool = False
+    """Return those of the groups' tokens, if one worker computes the gradient."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ class PolicyTrainer:
         if helpers:
             batches = split_batch(protocol.decode(protocol.batches, entry.batch), 1 + len(helpers))
             if len(batches) > 1:
-                shares = [replace(entry, batch=protocol.encode(batch)) for batch in batches]
+                shares = [replace(entry, batch=protocol.encode(batch), logprobs=False) for batch in batches]
                 return await self._divided([worker, *helpers], parent, shares, zero_grad=zero_grad)
         return await self._pass(worker, parent, entry, zero_grad=zero_grad)
 
@@ -341,7 +343,7 @@ class PolicyTrainer:
         return protocol.ForwardBackward(
             batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
             reference=self._training.pin(worker, reference) if reference is not None else None,
-            forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.targets is not None,
+            forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.targets is not None or entry.logprobs,
             gradients=[self._training.pin(worker, ref) for ref in gradients], **self._target(worker, parent),
         )  # fmt: skip
 

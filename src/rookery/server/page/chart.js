@@ -24,9 +24,10 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
   const shape = JSON.stringify([lines.map((line) => [line.label, line.dashed, line.dots]), title, unit]);
 
   useEffect(() => {
+    const here = box.current;
     const axis = { stroke: color("--muted"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 }, font: "12px system-ui, sans-serif" };
     const options = {
-      width: box.current.clientWidth || 400,
+      width: here.clientWidth || 400,
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: "run", setSeries: false }, drag: { x: true, y: false, dist: CLICK_PIXELS, setScale: false }, points: { size: 6 } },
@@ -46,7 +47,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
         }],
       },
     };
-    const u = new uPlot(options, [[], ...lines.map(() => [])], box.current);
+    const u = new uPlot(options, [[], ...lines.map(() => [])], here);
     plot.current = u;
     let down = null;
     u.over.addEventListener("mousedown", (event) => { down = event.clientX; });
@@ -54,8 +55,8 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
       if (down !== null && Math.abs(event.clientX - down) < CLICK_PIXELS && isNumber(u.cursor.idx)) hooks.current.onStep?.(hooks.current.steps[u.cursor.idx]);
     });
     u.over.addEventListener("dblclick", () => hooks.current.onZoom?.(null));
-    const watch = new ResizeObserver(() => u.setSize({ width: box.current.clientWidth, height: HEIGHT }));
-    watch.observe(box.current);
+    const watch = new ResizeObserver(() => u.setSize({ width: here.clientWidth, height: HEIGHT }));
+    watch.observe(here);
     return () => { watch.disconnect(); u.destroy(); };
   }, [shape, document.documentElement.dataset.theme]);
 

@@ -70,21 +70,19 @@ export function smooth(values, weight) {
   });
 }
 
-/** Bins of equal width between the smallest and the largest value: [{from, to, count}]. */
+/** A bin for each value where they are few, else bins of equal width: [{from, to, count}]. */
 export function histogram(values, bins = 12) {
-  const known = values.filter(isNumber);
-  if (known.length === 0) return [];
-  const low = Math.min(...known), high = Math.max(...known);
-  if (low === high) return [{ from: low, to: high, count: known.length }];
-  const distinct = new Set(known).size, number = Math.min(bins, Math.max(distinct, 2)), width = (high - low) / number;
-  const found = Array.from({ length: number }, (_, at) => ({ from: low + at * width, to: low + (at + 1) * width, count: 0 }));
-  for (const value of known) found[Math.min(number - 1, Math.floor((value - low) / width))].count += 1;
-  found[number - 1].to = high;
+  const known = values.filter(isNumber).sort((a, b) => a - b), distinct = [...new Set(known)];
+  if (distinct.length <= bins) return distinct.map((value) => ({ from: value, to: value, count: known.filter((one) => one === value).length }));
+  const low = known[0], high = known[known.length - 1], width = high / bins - low / bins;
+  const edges = Array.from({ length: bins + 1 }, (_, at) => (at === bins ? high : low + at * width));
+  const found = edges.slice(0, -1).map((from, at) => ({ from, to: edges[at + 1], count: 0 }));
+  for (const value of known) found[found.findIndex((bin, at) => inBin(value, bin, at === bins - 1))].count += 1;
   return found;
 }
 
 /** Whether a value lies in a bin of `histogram`. */
-export const inBin = (value, bin, last) => isNumber(value) && value >= bin.from && (last ? value <= bin.to : value < bin.to || bin.from === bin.to);
+export const inBin = (value, bin, last) => isNumber(value) && (bin.from === bin.to ? value === bin.from : value >= bin.from && (last ? value <= bin.to : value < bin.to));
 
 /** `#/run/ID/step/4?x=1` as {path: ["run", "ID", "step", "4"], query: {x: "1"}}. */
 export function parseRoute(hash) {

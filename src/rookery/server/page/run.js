@@ -4,11 +4,14 @@ import { jobPath, useData, useMetrics } from "./api.js";
 import { Chart } from "./chart.js";
 import { ago, count, duration, number, percent, route, time } from "./format.js";
 import { chartsOf } from "./overview.js";
+import { Episode } from "./episode.js";
+import { Episodes } from "./episodes.js";
+import { Group, Steps } from "./groups.js";
 import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
 
 const STEPS_SHOWN = 12;
-const TABS = [["", "Overview"]];
-const INSIDE = {};
+const TABS = [["", "Overview"], ["steps", "Groups"], ["episodes", "Episodes"]];
+const INSIDE = { steps: Steps, step: Steps, group: Group, episode: Episode, episodes: Episodes };
 
 export function Run({ path, query, account }) {
   const [, job, tab = ""] = path;

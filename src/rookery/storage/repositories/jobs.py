@@ -49,6 +49,11 @@ _MOVE_CURSOR = update(JobRow).where(
 )
 _CLOSE_GROUP = update(GroupRow).where(GroupRow.id == bindparam("group"), GroupRow.state == "open")
 _CHANGE_EPISODE = update(EpisodeRow).where(EpisodeRow.id == bindparam("episode"), EpisodeRow.state == "open")
+_SAVE_LOGPROBS = (
+    update(EpisodeRow)
+    .where(EpisodeRow.id == bindparam("episode"))
+    .values(train_logprobs=bindparam("train_logprobs", type_=EpisodeRow.__table__.c.train_logprobs.type))
+)
 _CLOSE_EPISODES = update(EpisodeRow).where(
     EpisodeRow.group_id.in_(bindparam("groups", expanding=True)), EpisodeRow.state == "open"
 )
@@ -265,6 +270,13 @@ def finish_episode(
     return _change_open_episode(connection, episode, values, counters)
 
 
+def save_train_logprobs(connection: Connection, logprobs: Mapping[str, bytes]) -> None:
+    """Store the trainer's log-probabilities of the tokens of these episodes."""
+    if logprobs:
+        values = [{"episode": episode, "train_logprobs": stored} for episode, stored in logprobs.items()]
+        connection.execute(_SAVE_LOGPROBS, values)
+
+
 def finish_group(
     connection: Connection,
     group: str,
@@ -330,7 +342,7 @@ def trim_episodes(connection: Connection, job: str, keep: int) -> int:
     full = (func.length(EpisodeRow.turns) > 0) | (func.length(EpisodeRow.trajectories) > 0)
     old = EpisodeRow.group_id.in_(closed) & EpisodeRow.id.not_in(recent) & full
     return connection.execute(
-        update(EpisodeRow).where(EpisodeRow.job == job, old).values(turns=b"", trajectories=b"")
+        update(EpisodeRow).where(EpisodeRow.job == job, old).values(turns=b"", trajectories=b"", train_logprobs=b"")
     ).rowcount
 
 

@@ -1,0 +1,209 @@
+"""Groups and episodes of a job, as people read them: rewards with advantages, turns, tokens.
+
+The source is the database alone, so a job that has ended, or whose process was killed, reads like a running one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rookery.algorithms.advantages import ADVANTAGES, advantages, has_variance
+from rookery.controller.context import ControllerContext
+from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory, decode_turns, episode_result_decoder
+from rookery.errors import UserError
+from rookery.spec import values
+from rookery.storage.models import EpisodeRow, GroupRow, GroupState
+from rookery.storage.repositories.episodes import EpisodeChoice
+from rookery.tokenization.chat import Chat
+from rookery.tokenization.registry import status
+
+
+class EpisodeQueries:
+    def __init__(self, context: ControllerContext) -> None:
+        self._context = context
+        self._store = context.store
+
+    async def groups(
+        self, tenant: str, job: str, *, step: int | None, state: GroupState | None, offset: int, limit: int
+    ) -> dict[str, Any]:
+        """A page of groups with their episodes' rewards, and the number of all."""
+        row = await self._store.get_job(tenant, job)
+        version = None
+        if step is not None:
+            version = await self._store.version_of_step(tenant, job, step)
+            if version is None:
+                return {"groups": [], "total": 0, "version": None}
+        found, total = await self._store.groups_page(
+            tenant, job, consumed_by=version, state=state, offset=offset, limit=limit
+        )
+        name = algorithm(row.spec)
+        return {"groups": [_group(group, name) for group in found], "total": total, "version": version}
+
+    async def group(self, tenant: str, job: str, group: str) -> dict[str, Any]:
+        """One group with the replies of its episodes."""
+        row = await self._store.get_job(tenant, job)
+        found = await self._store.get_group(tenant, job, group)
+        view = _group(found, algorithm(row.spec))
+        for member, episode in zip(view["members"], found.episodes, strict=True):
+            member |= _texts(episode)
+        return view
+
+    async def episodes(self, tenant: str, job: str, chosen: EpisodeChoice) -> dict[str, Any]:
+        """A page of episodes, newest first, and where the next one begins."""
+        await self._store.get_job(tenant, job)
+        found = await self._store.episodes_page(tenant, job, chosen)
+        rows = [
+            {**_member(episode, None), "group": group.id, "ordinal": group.ordinal, "consumed_by": group.consumed_by}
+            | {"prompt": shown_prompt(group.prompt)}
+            | _texts(episode)
+            for group, episode in found
+        ]
+        last = found[-1][1] if len(found) == chosen.limit else None
+        return {"episodes": rows, "next": f"{last.finished!r}~{last.id}" if last is not None else None}
+
+    async def episode(self, tenant: str, job: str, episode: str) -> dict[str, Any]:
+        """One episode whole: conversation, turns, and its tokens where its text is kept."""
+        row = await self._store.get_job(tenant, job)
+        group, found = await self._store.get_episode(tenant, job, episode)
+        view = _group(group, algorithm(row.spec))
+        scored = {member["episode"]: member["advantage"] for member in view["members"]}
+        shown: dict[str, Any] = {
+            **_member(found, scored.get(found.id)), "group": group.id, "ordinal": group.ordinal, "seed": found.seed,
+            "group_state": group.state, "consumed_by": group.consumed_by, "prompt": shown_prompt(group.prompt),
+            "members": view["members"], "metrics": found.metrics, "messages": None, "turns": [], "trajectories": [],
+            "finish": None, "seconds": None,
+        }  # fmt: skip
+        if found.trajectories:
+            outcome = episode_result_decoder.decode(found.trajectories)
+            chat = await self._chat(row.spec["base_model"])
+            work = self._context.threads
+            shown["messages"] = msgspec.to_builtins(outcome.turns)
+            shown["turns"] = [msgspec.structs.asdict(step) for step in outcome.steps]
+            shown["trajectories"] = await work(_token_strips, outcome, found.train_logprobs, chat)
+            shown["finish"], shown["seconds"] = outcome.finish, outcome.seconds
+        elif found.turns:
+            replies = decode_turns(found.turns)
+            shown["messages"] = [{"role": "assistant", "content": reply.text} for reply in replies]
+        return shown
+
+    async def failures(self, tenant: str, job: str, limit: int) -> list[dict[str, Any]]:
+        """The most frequent errors of failed episodes."""
+        await self._store.get_job(tenant, job)
+        found = await self._store.failure_counts(tenant, job, limit)
+        return [{"error": error, "episodes": number} for error, number in found]
+
+    async def _chat(self, model: str) -> Chat | None:
+        """The tokenizer of a base model; None where it is not on this machine: nothing is fetched to show a text."""
+        if await asyncio.to_thread(lambda: status(self._context.settings.cache, model).state) != "prepared":
+            return None
+        try:
+            return await self._context.chat(model)
+        except UserError:
+            return None
+
+
+def algorithm(spec: Any) -> str:
+    """The name of a stored job's algorithm."""
+    return str((spec.get("algorithm") or {}).get("name", "grpo"))
+
+
+def shown_prompt(stored: bytes) -> Any:
+    """A prompt as results show it: as text, if an earlier release stored one that no response can hold."""
+    try:
+        return values.decode(stored)
+    except ValueError:
+        return stored.decode(errors="replace")
+
+
+def _group(group: GroupRow, name: str) -> dict[str, Any]:
+    done = [episode for episode in group.episodes if episode.state == "done"]
+    rewards = [episode.reward for episode in done if episode.reward is not None]
+    scores: dict[str, float] = {}
+    if len(rewards) == len(done) >= 2 and all(map(math.isfinite, rewards)) and name in ADVANTAGES:
+        scores = dict(zip((episode.id for episode in done), advantages(name, rewards), strict=True))
+    closed = group.state in ("ready", "consumed")
+    return {
+        "group": group.id, "ordinal": group.ordinal, "state": group.state, "reason": group.reason,
+        "consumed_by": group.consumed_by, "min_version": group.min_version, "created": group.created,
+        "finished": group.finished, "prompt": shown_prompt(group.prompt),
+        "zero_variance": closed and len(rewards) >= 2 and not has_variance(rewards),
+        "members": [_member(episode, scores.get(episode.id)) for episode in group.episodes],
+    }  # fmt: skip
+
+
+def _member(episode: EpisodeRow, advantage: float | None) -> dict[str, Any]:
+    shown = ("member", "state", "version", "reward", "error", "finished")
+    return {"episode": episode.id, "advantage": advantage} | {name: getattr(episode, name) for name in shown}
+
+
+def _texts(episode: EpisodeRow) -> dict[str, Any]:
+    """The replies of an episode, their length and end; empty where its text is not kept."""
+    if episode.trajectories:
+        outcome = episode_result_decoder.decode(episode.trajectories)
+        length = outcome.num_action_tokens
+        return {"replies": outcome.replies, "tokens": length, "finish": outcome.finish, "metrics": outcome.metrics}
+    replies = decode_turns(episode.turns)
+    length = sum(len(reply.tokens) for reply in replies)
+    return {"replies": [reply.text for reply in replies], "tokens": length, "finish": None, "metrics": episode.metrics}
+
+
+def _token_strips(outcome: EpisodeResult, stored: bytes, chat: Chat | None) -> list[dict[str, Any]]:
+    """Each trajectory with the text of its tokens, the trainer's log-probabilities, and where another worker began."""
+    trainer = _trainer_logprobs(outcome.trajectories, stored)
+    workers = _workers(outcome)
+    return [
+        {
+            **msgspec.to_builtins(trajectory),
+            "prompt_texts": _pieces(trajectory.prompt, chat),
+            "texts": _pieces(trajectory.tokens, chat),
+            "trainer_logprobs": trainer[number] if trainer else None,
+            "workers": workers[number],
+        }
+        for number, trajectory in enumerate(outcome.trajectories)
+    ]
+
+
+def _pieces(tokens: Sequence[int], chat: Chat | None) -> list[str] | None:
+    if chat is None:
+        return None
+    return [chat.token_bytes.written(token).decode(errors="replace") for token in tokens]
+
+
+def _trainer_logprobs(trajectories: Sequence[Trajectory], stored: bytes) -> list[list[float | None]]:
+    """For each token of each trajectory, of which ``stored`` has the sampled ones in order; empty if nothing fits."""
+    kept = _decode_logprobs(stored)
+    if len(kept) != sum(trajectory.num_action_tokens for trajectory in trajectories):
+        return []
+    left = iter(kept)
+    return [[next(left) if action else None for action in trajectory.mask] for trajectory in trajectories]
+
+
+def _workers(outcome: EpisodeResult) -> list[list[tuple[int, str]]]:
+    """For each trajectory, the tokens at which another worker began to sample, with its name."""
+    found: list[list[tuple[int, str]]] = [[] for _ in outcome.trajectories]
+    actions = [(n, at) for n, one in enumerate(outcome.trajectories) for at, action in enumerate(one.mask) if action]
+    begin, last = 0, ""
+    for step in outcome.steps:
+        for offset, worker in step.workers:
+            if worker != last and begin + offset < len(actions):
+                number, at = actions[begin + offset]
+                found[number].append((at, worker))
+                last = worker
+        begin += step.tokens
+    return found
+
+
+def _decode_logprobs(stored: bytes) -> list[float]:
+    """Of float32 numbers, little-endian."""
+    numbers = array("f")
+    numbers.frombytes(stored[: len(stored) // 4 * 4])
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return list(numbers)

@@ -1,0 +1,43 @@
+// Episodes of a run: search over their texts, and those that failed.
+import { useEffect, useState } from "preact/hooks";
+import { get, jobPath, useData } from "./api.js";
+import { ago, number, route } from "./format.js";
+import { Answer, prompts } from "./groups.js";
+import { Empty, Problem, html } from "./parts.js";
+import { shorten } from "./text.js";
+
+const PAGE = 20;
+
+export function Episodes({ job, query }) {
+  const [text, setText] = useState(query.text ?? ""), [more, setMore] = useState([]), [next, setNext] = useState(null), [problem, setProblem] = useState(null);
+  const failed = query.failed === "true";
+  const go = (change) => { location.hash = route(["run", job, "episodes"], { ...query, ...change }); };
+  const wanted = new URLSearchParams({ limit: PAGE });
+  for (const name of ["text", "failed", "min_reward", "max_reward", "version"]) if (query[name]) wanted.set(name, query[name]);
+  const { data, error } = useData(`${jobPath(job, "episodes")}?${wanted}`);
+  const { data: failures } = useData(failed ? jobPath(job, "failures") : null);
+  useEffect(() => { setMore([]); setNext(data?.next ?? null); }, [data]);
+  const older = async () => {
+    try {
+      wanted.set("before", next);
+      const page = await get(`${jobPath(job, "episodes")}?${wanted}`);
+      setMore([...more, ...page.episodes]);
+      setNext(page.next);
+    } catch (one) { setProblem(one); }
+  };
+  const shown = [...(data?.episodes ?? []), ...more];
+  return html`
+    <form class="bar" onSubmit=${(event) => { event.preventDefault(); go({ text }); }}>
+      <input type="search" size="34" placeholder="Exact text of an episode or an error" aria-label="Search the texts" value=${text} onInput=${(event) => setText(event.target.value)} />
+      <button>Search</button>
+      <label><input type="checkbox" checked=${failed} onChange=${() => go({ failed: failed ? "" : "true" })} /> failed only</label>
+      <label>reward from <input type="number" step="any" class="short" value=${query.min_reward ?? ""} onChange=${(event) => go({ min_reward: event.target.value })} /></label>
+      <label>to <input type="number" step="any" class="short" value=${query.max_reward ?? ""} onChange=${(event) => go({ max_reward: event.target.value })} /></label>
+    </form>
+    <${Problem} error=${error ?? problem} />
+    ${failures?.length > 0 && html`<div class="panel"><h3>Why episodes failed</h3><table><tbody>${failures.map((one) => html`<tr><td class="number">${one.episodes}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
+    ${data && shown.length === 0 && html`<${Empty}>No episode is like that.<//>`}
+    ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>
+      <${Answer} job=${job} one=${one} /></section>`)}
+    ${next && html`<div class="bar"><button onClick=${older}>Older episodes</button></div>`}`;
+}

@@ -1,0 +1,103 @@
+// The groups of a step, their rewards, and the answers of one prompt side by side.
+import { useState } from "preact/hooks";
+import { jobPath, useData } from "./api.js";
+import { ago, histogram, inBin, isNumber, number, route, time } from "./format.js";
+import { Badge, Empty, Facts, Problem, Scroll, html, signed } from "./parts.js";
+import { asText, segments, shorten } from "./text.js";
+
+const PAGE = 50;
+const BAR = 90; // height of the histogram in pixels
+
+export const prompts = (prompt) => {
+  if (prompt && typeof prompt === "object") {
+    for (const name of ["prompt", "question", "text"]) if (typeof prompt[name] === "string") return prompt[name];
+    if (Array.isArray(prompt.messages)) return prompt.messages.map((one) => one.content).join("\n");
+  }
+  return asText(prompt);
+};
+
+/** A bar for each bin; a click on one keeps the episodes in it. */
+export function Histogram({ rewards, bin, onBin }) {
+  const bins = histogram(rewards), most = Math.max(1, ...bins.map((one) => one.count));
+  if (bins.length === 0) return null;
+  return html`<div class="panel histogram"><h3>Rewards <span class="unit muted small">${rewards.length} episodes; a bar filters</span></h3>
+    <div class="bars">${bins.map((one, at) => {
+      const from = number(one.from, 2), to = number(one.to, 2), name = one.from === one.to ? from : `${from} to ${to}`;
+      return html`<button key=${at} aria-pressed=${bin === at} onClick=${() => onBin(bin === at ? null : at)} aria-label=${`${one.count} episodes with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
+        <span class="small">${one.count || ""}</span><svg width="100%" height=${BAR * (one.count / most) + 1} aria-hidden="true"><rect width="100%" height="100%" /></svg><span class="small muted">${from}</span></button>`;
+    })}</div></div>`;
+}
+
+export function Steps({ job, path, rows }) {
+  const step = path[2] === "step" ? Number(path[3]) : null;
+  const [offset, setOffset] = useState(0), [bin, setBin] = useState(null), [flat, setFlat] = useState(false);
+  const wanted = new URLSearchParams({ offset, limit: PAGE });
+  if (step !== null) wanted.set("step", step);
+  const { data, error } = useData(`${jobPath(job, "groups")}?${wanted}`, step === null ? 5000 : 0);
+  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  const members = data.groups.flatMap((group) => group.members), rewards = members.map((one) => one.reward).filter(isNumber);
+  const bins = histogram(rewards), inside = (group) => bin === null || !bins[bin] || group.members.some((one) => inBin(one.reward, bins[bin], bin === bins.length - 1));
+  const shown = data.groups.filter((group) => inside(group) && (!flat || !group.zero_variance));
+  const row = step === null ? null : rows.find((one) => one.step === step), known = rows.map((one) => one.step);
+  const flats = data.groups.filter((group) => group.zero_variance).length;
+  const other = (by, label) => { const to = known[known.indexOf(step) + by]; return to !== undefined && html`<a class="button" href=${route(["run", job, "step", String(to)])}>${label}</a>`; };
+  return html`
+    <div class="bar"><h2>${step === null ? "Newest groups" : `Groups of step ${step}`}</h2>
+      ${step !== null && html`${other(-1, "← earlier step")}${other(1, "later step →")}`}
+      ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance</label>`}
+      <span class="muted right">${data.total} ${data.total === 1 ? "group" : "groups"}</span></div>
+    ${row && html`<${Facts} facts=${[["reward", `${number(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", `${number(row.staleness_mean, 2)} steps`], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
+    ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
+    <${Histogram} rewards=${rewards} bin=${bin} onBin=${setBin} />
+    <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards</th><th class="number">Mean</th><th>Variance</th><th class="number">Oldest version</th><th>Ended</th></tr></thead>
+      <tbody>${shown.map((group) => {
+        const values = group.members.map((one) => one.reward).filter(isNumber);
+        return html`<tr key=${group.group}><td class="number"><a href=${route(["run", job, "group", group.group])}>${group.ordinal}</a></td>
+          <td class="wrap"><a class="plain" href=${route(["run", job, "group", group.group])}>${shorten(prompts(group.prompt), 110)}</a></td><td><${Badge} state=${group.state} />${group.reason && html` <span class="small muted">${shorten(group.reason, 40)}</span>`}</td>
+          <td><${Dots} members=${group.members} /></td><td class="number">${values.length ? number(values.reduce((sum, one) => sum + one, 0) / values.length) : "–"}</td>
+          <td>${group.zero_variance ? html`<span class="warn small">none: no gradient</span>` : values.length > 1 ? html`<span class="small muted">${number(Math.max(...values) - Math.min(...values))} apart</span>` : "–"}</td>
+          <td class="number">${group.min_version ?? "–"}</td><td class="small">${group.finished ? `${ago(group.finished)} ago` : "runs"}</td></tr>`;
+      })}</tbody></table><//>
+    ${data.total > PAGE && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => setOffset(Math.max(0, offset - PAGE))}>Newer</button><span class="muted">${offset + 1} to ${Math.min(offset + PAGE, data.total)} of ${data.total}</span><button disabled=${offset + PAGE >= data.total} onClick=${() => setOffset(offset + PAGE)}>Older</button></div>`}`}`;
+}
+
+/** The rewards of a group at a glance: a bar for each member, its height between the group's extremes. */
+function Dots({ members }) {
+  const values = members.map((one) => one.reward).filter(isNumber), low = Math.min(0, ...values), high = Math.max(1e-9, ...values);
+  const label = members.map((one) => (isNumber(one.reward) ? number(one.reward, 2) : one.state)).join(", ");
+  return html`<svg class="dots" width=${members.length * 9} height="24" role="img" aria-label=${`rewards ${label}`}>${members.map((one, at) => {
+    const size = isNumber(one.reward) ? 2 + (20 * (one.reward - low)) / (high - low || 1) : 3;
+    return html`<rect x=${at * 9} y=${24 - size} width="7" height=${size} class=${one.state === "failed" ? "failed" : ""} />`;
+  })}</svg>`;
+}
+
+export function Group({ job, path }) {
+  const name = path[3];
+  const { data, error } = useData(jobPath(job, "groups", encodeURIComponent(name)));
+  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  return html`
+    <div class="bar"><h2>Group ${data.ordinal}</h2><${Badge} state=${data.state} />
+      ${data.zero_variance && html`<span class="badge warn">no variance: no gradient</span>`}
+      ${data.consumed_by !== null && html`<span class="muted small">trained into version ${data.consumed_by}</span>`}</div>
+    ${data.reason && html`<div class="notice warn">${data.reason}</div>`}
+    <section class="panel"><h3>Prompt</h3><pre>${prompts(data.prompt)}</pre></section>
+    <h2>${data.members.length} answers</h2>
+    <div class="answers">${data.members.map((one) => html`<${Answer} key=${one.episode} job=${job} one=${one} />`)}</div>`;
+}
+
+export function Answer({ job, one }) {
+  return html`<article class="panel answer">
+    <div class="bar"><a href=${route(["run", job, "episode", one.episode])}>Answer ${one.member + 1}</a>
+      ${one.state === "failed" ? html`<${Badge} state="failed" />` : html`<b>${number(one.reward)}</b>`}
+      ${isNumber(one.advantage) && html`<span class=${one.advantage > 0 ? "good" : one.advantage < 0 ? "bad" : "muted"}>advantage ${signed(one.advantage, 2)}</span>`}
+      <span class="muted small right">${one.tokens} tokens${one.finish && one.finish !== "done" ? `, ended by ${one.finish.replace("_", " ")}` : ""}${one.version !== null ? `, version ${one.version}` : ""}</span></div>
+    ${one.error && html`<pre class="bad">${one.error}</pre>`}
+    ${one.replies?.length ? one.replies.map((reply, at) => html`<${Reply} key=${at} text=${reply} />`) : !one.error && html`<p class="muted">Its text is not kept any more.</p>`}
+    ${one.metrics && Object.keys(one.metrics).length > 0 && html`<p class="small muted metrics">${Object.entries(one.metrics).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</p>`}
+  </article>`;
+}
+
+/** A reply: reasoning folded, tool calls set apart. */
+export const Reply = ({ text }) => html`${segments(text).map((one, at) => one.kind === "think"
+  ? html`<details key=${at} class="think"><summary>reasoning, ${one.text.length} characters</summary><pre>${one.text}</pre></details>`
+  : html`<pre key=${at} class=${one.kind === "tool" ? "tool" : ""}>${one.text || html`<span class="muted">(empty)</span>`}</pre>`)}`;

@@ -1,0 +1,86 @@
+"""``/api/v1/jobs/{job}/groups`` and ``/episodes``: what a policy wrote and earned, page by page."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+
+from rookery.errors import UserError
+from rookery.server.auth import AuthenticatedRoute, Service
+from rookery.server.responses import ERRORS
+from rookery.server.routes.jobs import OfJob
+from rookery.server.schemas import EpisodePage, EpisodeReading, FailureView, GroupPage, GroupView
+from rookery.storage.models import GroupState
+from rookery.storage.repositories.episodes import EpisodeChoice
+
+routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS, tags=["results"])
+
+Step = Annotated[int | None, Query(ge=0, lt=2**63, description="Only groups that this step consumed")]
+Name = Annotated[str, Path(max_length=200)]
+
+
+@routes.get("/jobs/{job}/groups", response_model=GroupPage)
+async def groups(
+    service: Service,
+    job: OfJob,
+    step: Step = None,
+    state: GroupState | None = None,
+    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> Any:
+    """Training groups, newest first, with their episodes' rewards and advantages."""
+    queries = service.controller.queries.episodes
+    return await queries.groups(job.tenant, job.id, step=step, state=state, offset=offset, limit=limit)
+
+
+@routes.get("/jobs/{job}/groups/{group}", response_model=GroupView)
+async def group(service: Service, job: OfJob, group: Name) -> Any:
+    """One group with the replies of its episodes."""
+    return await service.controller.queries.episodes.group(job.tenant, job.id, group)
+
+
+@routes.get("/jobs/{job}/episodes", response_model=EpisodePage)
+async def episodes(
+    service: Service,
+    job: OfJob,
+    step: Step = None,
+    version: Annotated[int | None, Query(ge=0, lt=2**63, description="Only those that this version began")] = None,
+    group: Annotated[str | None, Query(max_length=200)] = None,
+    failed: Annotated[bool | None, Query(description="Only failed ones, or only others")] = None,
+    min_reward: float | None = None,
+    max_reward: float | None = None,
+    text: Annotated[str, Query(max_length=1000, description="Exact part of a text, or of an error")] = "",
+    before: Annotated[str | None, Query(max_length=300, description="``next`` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 25,
+) -> Any:
+    """Episodes that have ended, newest first, with their replies while their text is kept."""
+    chosen = EpisodeChoice(step, version, group, failed, min_reward, max_reward, text, _place(before), limit)
+    return await service.controller.queries.episodes.episodes(job.tenant, job.id, chosen)
+
+
+@routes.get("/jobs/{job}/episodes/{episode}", response_model=EpisodeReading)
+async def episode(service: Service, job: OfJob, episode: Name) -> Any:
+    """One episode: its conversation, what each turn earned, and its tokens with log-probabilities and versions."""
+    return await service.controller.queries.episodes.episode(job.tenant, job.id, episode)
+
+
+@routes.get("/jobs/{job}/failures", response_model=list[FailureView])
+async def failures(service: Service, job: OfJob, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
+    """The most frequent errors of failed episodes."""
+    return await service.controller.queries.episodes.failures(job.tenant, job.id, limit)
+
+
+def _place(before: str | None) -> tuple[float, str] | None:
+    """The end and the id of the last episode of the page before. Raises :class:`UserError`."""
+    if before is None:
+        return None
+    end, _, id = before.partition("~")
+    try:
+        time = float(end)
+    except ValueError:
+        time = math.nan
+    if not math.isfinite(time) or not id:
+        raise UserError("before: this is no page's next")
+    return time, id

@@ -1,0 +1,140 @@
+"""Pages of a job's groups and episodes, for readers. Every query is of one job of one tenant.
+
+Texts are in the stored trajectories and turns, which the encoding keeps as plain UTF-8: a search looks for those bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, literal, or_, select
+
+from rookery.storage.columns import fetch_all, get, rows
+from rookery.storage.models import EpisodeRow, GroupRow, GroupState, StepRow
+
+_BRIEF = [
+    column for column in EpisodeRow.__table__.columns if column.name not in ("turns", "trajectories", "train_logprobs")
+]
+"""All but the texts and tokens of an episode, which may be megabytes."""
+
+
+@dataclass(frozen=True)
+class EpisodeChoice:
+    """Which episodes of a job that have ended; None and empty: any."""
+
+    step: int | None = None
+    version: int | None = None
+    group: str | None = None
+    failed: bool | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    text: str = ""
+    """Part of a text of the episode, or of its error."""
+    before: tuple[float, str] | None = None
+    """Only those that come after this one (its end and its id), newest first."""
+    limit: int = 25
+
+
+def version_of_step(connection: Connection, tenant: str, job: str, step: int) -> int | None:
+    """The version that contains a step; None for a step that is not committed."""
+    query = select(StepRow.version).filter_by(tenant=tenant, job=job, step=step)
+    return connection.execute(query).scalar()
+
+
+def groups_page(
+    connection: Connection,
+    tenant: str,
+    job: str,
+    *,
+    consumed_by: int | None = None,
+    state: GroupState | None = None,
+    offset: int = 0,
+    limit: int = 50,
+) -> tuple[list[GroupRow], int]:
+    """Training groups, newest first, with their episodes but without texts, and the number of all."""
+    where: list[ColumnElement[bool]] = [GroupRow.tenant == tenant, GroupRow.job == job, GroupRow.split == "train"]
+    if consumed_by is not None:
+        where.append(GroupRow.consumed_by == consumed_by)
+    if state is not None:
+        where.append(GroupRow.state == state)
+    query = select(GroupRow).where(*where).order_by(GroupRow.ordinal.desc()).offset(offset).limit(limit)
+    total = connection.execute(select(func.count()).select_from(GroupRow).where(*where)).scalar() or 0
+    groups = fetch_all(connection, GroupRow, query)
+    members = select(*_BRIEF).where(EpisodeRow.group_id.in_([group.id for group in groups]))
+    by_group: dict[str, list[EpisodeRow]] = {}
+    for episode in fetch_all(connection, EpisodeRow, members.order_by(EpisodeRow.member)):
+        by_group.setdefault(episode.group_id, []).append(episode)
+    for group in groups:
+        group.episodes = tuple(by_group.get(group.id, ()))
+    return groups, total
+
+
+def get_group(connection: Connection, tenant: str, job: str, group: str) -> GroupRow:
+    """With its episodes and their texts. Raises :class:`NotFound`."""
+    row = get(connection, GroupRow, f"group {group} of job {job}", id=group, tenant=tenant, job=job)
+    row.episodes = tuple(rows(connection, EpisodeRow, group_id=group, order_by=(EpisodeRow.member,)))
+    return row
+
+
+def get_episode(connection: Connection, tenant: str, job: str, episode: str) -> tuple[GroupRow, EpisodeRow]:
+    """With its texts, and its group with all of that group's episodes, without theirs. Raises :class:`NotFound`."""
+    row = get(connection, EpisodeRow, f"episode {episode} of job {job}", id=episode, tenant=tenant, job=job)
+    group = get(connection, GroupRow, f"group {row.group_id}", id=row.group_id, tenant=tenant)
+    members = select(*_BRIEF).where(EpisodeRow.group_id == group.id).order_by(EpisodeRow.member)
+    group.episodes = tuple(fetch_all(connection, EpisodeRow, members))
+    return group, row
+
+
+def episodes_page(
+    connection: Connection, tenant: str, job: str, chosen: EpisodeChoice
+) -> list[tuple[GroupRow, EpisodeRow]]:
+    """The episodes that ended last, newest first, with their texts, each with its group."""
+    where: list[ColumnElement[bool]] = [
+        EpisodeRow.tenant == tenant,
+        EpisodeRow.job == job,
+        EpisodeRow.state.in_(
+            ("done", "failed") if chosen.failed is None else ("failed",) if chosen.failed else ("done",)
+        ),
+    ]
+    version = chosen.version
+    if chosen.step is not None:
+        consumed = version_of_step(connection, tenant, job, chosen.step)
+        of_step = select(GroupRow.id).where(GroupRow.job == job, GroupRow.consumed_by == consumed)
+        where.append(EpisodeRow.group_id.in_(of_step))
+    if version is not None:
+        where.append(EpisodeRow.version == version)
+    if chosen.group is not None:
+        where.append(EpisodeRow.group_id == chosen.group)
+    if chosen.min_reward is not None:
+        where.append(EpisodeRow.reward >= chosen.min_reward)
+    if chosen.max_reward is not None:
+        where.append(EpisodeRow.reward <= chosen.max_reward)
+    if chosen.text:
+        contains = [_contains(connection, column) for column in (EpisodeRow.trajectories, EpisodeRow.turns)]
+        where.append(or_(*contains, EpisodeRow.error.contains(chosen.text, autoescape=True)))
+    if chosen.before is not None:
+        end, id = chosen.before
+        where.append(or_(EpisodeRow.finished < end, and_(EpisodeRow.finished == end, EpisodeRow.id > id)))
+    query = select(EpisodeRow).where(*where).order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(chosen.limit)
+    values = {"searched": chosen.text.encode()} if chosen.text else None
+    ended = fetch_all(connection, EpisodeRow, query, values)
+    wanted = select(GroupRow).where(GroupRow.id.in_({episode.group_id for episode in ended}))
+    groups = {group.id: group for group in fetch_all(connection, GroupRow, wanted)}
+    return [(groups[episode.group_id], episode) for episode in ended]
+
+
+def failure_counts(connection: Connection, tenant: str, job: str, limit: int) -> Sequence[tuple[str, int]]:
+    """The most frequent errors of failed episodes, with their numbers."""
+    query = select(EpisodeRow.error, func.count()).filter_by(tenant=tenant, job=job, state="failed")
+    query = query.group_by(EpisodeRow.error).order_by(func.count().desc()).limit(limit)
+    return [(str(error), int(number)) for error, number in connection.execute(query)]
+
+
+def _contains(connection: Connection, column: Any) -> ColumnElement[bool]:
+    """Whether the bytes of the parameter ``searched`` are part of the column."""
+    searched = bindparam("searched", type_=column.type)
+    if connection.dialect.name == "postgresql":
+        return func.position(searched.op("IN")(column)) > literal(0)
+    return func.instr(column, searched) > literal(0)

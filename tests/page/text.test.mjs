@@ -1,0 +1,36 @@
+// The reader's pure functions, by node's own runner: node --test tests/page
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import * as text from "../../src/rookery/server/page/text.js";
+
+test("reasoning and tool calls stand apart, also where they do not end", () => {
+  assert.deepEqual(text.segments("a<think>b</think>c"), [{ kind: "text", text: "a" }, { kind: "think", text: "b" }, { kind: "text", text: "c" }]);
+  assert.deepEqual(text.segments("<tool_call>{}</tool_call>"), [{ kind: "tool", text: "{}" }]);
+  assert.deepEqual(text.segments("<think>endless"), [{ kind: "think", text: "endless" }]);
+  assert.deepEqual(text.segments(""), [{ kind: "text", text: "" }]);
+  assert.deepEqual(text.segments("<b>bold</b>"), [{ kind: "text", text: "<b>bold</b>" }]);
+});
+
+test("a strip marks masked tokens, new versions, other workers and gaps", () => {
+  const tokens = text.stripTokens({
+    prompt: [9], prompt_texts: ["p"], tokens: [1, 2, 3, 4], texts: ["a", "b", "c", "d"], mask: [true, false, true, true],
+    logprobs: [-1, 0, -2, -0.1], versions: [3, -1, 3, 4], trainer_logprobs: [-1.2, null, -2, -0.1], workers: [[0, "w1"], [3, "w2"]],
+  });
+  assert.deepEqual(tokens.map((one) => one.sampled), [false, true, false, true, true]);
+  assert.deepEqual(tokens.map((one) => one.changed), [false, false, false, false, true]);
+  assert.deepEqual(tokens.map((one) => one.worker), [null, "w1", null, null, "w2"]);
+  assert.ok(Math.abs(tokens[1].gap + 0.2) < 1e-9);
+  assert.equal(tokens[2].logprob, null);
+});
+
+test("a strip without a tokenizer or a gradient shows ids", () => {
+  const [token] = text.stripTokens({ prompt: [], prompt_texts: null, tokens: [7], texts: null, mask: [true], logprobs: [-1], versions: [0], trainer_logprobs: null, workers: [] });
+  assert.equal(token.text, "⟨7⟩");
+  assert.equal(token.gap, null);
+});
+
+test("shades are bounded for any number", () => {
+  for (const value of [0, -0.4, -3, -1e9, 5, NaN, null]) assert.ok([0, 1, 2, 3, 4, 5].includes(text.surprise(value)));
+  for (const value of [0, 0.049, -0.3, 1e9, -1e9, null]) assert.ok(Math.abs(text.gapStep(value)) <= 5);
+  assert.ok(text.gapStep(-0.3) < 0 && text.gapStep(0.049) === 0);
+});
