@@ -33,7 +33,7 @@ def main() -> None:
             spec = job("engines", steps, groups_per_step=GROUPS)
             spec["sampling"]["max_tokens"] = REPLY_TOKENS
             rows = list(bench.client.train(environment=Liked(stories(GROUPS * steps)), **spec).metrics())
-            (gap,) = {worker.beat.engine_gap for worker in bench.client.workers()}
+            (gap,) = {worker.beat.gauges.engine_gap_nats for worker in bench.client.workers()}
         seconds = [after.time - before.time for before, after in pairwise(rows)]
         tokens = [row.length_mean * row.episodes for row in rows[1:]]
         rates = [count / spent for count, spent in zip(tokens, seconds, strict=True)]

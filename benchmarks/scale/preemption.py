@@ -240,8 +240,8 @@ def joining(result: Result) -> None:
             wait_until(lambda place=place: place.worker("two").beat["generated"] > 0, "its first tokens")
             first.append(time.perf_counter() - began)
             beat = place.worker("two").beat
-            lent.append(beat["pulled_from_peers"] / MEGABYTE)
-            pulled.append(lent[-1] + beat["pulled_from_service"] / MEGABYTE)
+            lent.append(beat["gauges"]["pulled_from_peers_bytes"] / MEGABYTE)
+            pulled.append(lent[-1] + beat["gauges"]["pulled_from_service_bytes"] / MEGABYTE)
     result.add("a worker that joins in the middle of a step serves after", loaded, "s", "Python, torch, model, adapter")
     result.add("its first tokens were told after", first, "s", "beats come every half second")
     result.add("bytes pulled by then", pulled, "MB", "the versions in use, rank 16 in float32")

@@ -272,8 +272,8 @@ async def say(worker: ScriptedWorker, request: str) -> None:
 async def beat(worker: ScriptedWorker, active: int, waiting: int, generated: int = 0, seconds: float = 0.0) -> None:
     await worker.say(
         protocol.Heartbeat(
-            epoch=0, progress=0, active=active, waiting=waiting, training=0, adapters=0, generated=generated,
-            trained=0, decode_seconds=seconds, train_seconds=0.0, memory_bytes=0,
+            epoch=0, progress=0, active=active, waiting=waiting, training=0, generated=generated,
+            decode_seconds=seconds, train_seconds=0.0,
         )
     )  # fmt: skip
     await settle()

@@ -200,8 +200,8 @@ class Busy:
         before = known.beat
         await self.worker.say(
             protocol.Heartbeat(
-                epoch=0, progress=0, active=0, waiting=0, training=0, adapters=0, generated=0, trained=0,
-                decode_seconds=self.decode, train_seconds=self.train, memory_bytes=0,
+                epoch=0, progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=self.decode,
+                train_seconds=self.train,
             )
         )  # fmt: skip
         await eventually(lambda: known.beat is not before)

@@ -13,6 +13,7 @@ import stat
 import sys
 import tarfile
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import pytest
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
 
 from rookery.errors import UserError
+from rookery.protocol.gauges import GAUGES, Gauge
 from rookery.server import schemas
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
@@ -503,6 +505,26 @@ def test_worker_reads_artifacts_with_its_ticket(faces: Faces) -> None:
 # --- the service ------------------------------------------------------------------------------------------------------
 
 
+def test_a_gauge_of_the_table_reaches_metrics_and_views(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the table and the worker that measures it knows its name."""
+    monkeypatch.setitem(GAUGES, "test_figure_bytes", Gauge("A figure of this test", "bytes", "max"))
+    monkeypatch.setattr(faces.worker, "gauges", {"test_figure_bytes": 7.5, "stranger": 1.0, "absurd": math.nan})
+
+    def arrived() -> bool:
+        (worker,) = faces.admin.get("/api/v1/workers").json()
+        gauges = worker["beat"]["gauges"] if worker["beat"] else {}
+        return gauges == {"test_figure_bytes": 7.5, "stranger": 1.0, "absurd": None}
+
+    deadline = time.monotonic() + 60
+    while not arrived():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    text = httpx.get(f"{faces.service.url}/metrics").text
+    assert "# HELP rookery_test_figure_bytes A figure of this test\n" in text
+    assert "\nrookery_test_figure_bytes 7.5\n" in text
+    assert "stranger" not in text, "a worker makes no metrics of the service"
+
+
 def test_health_metrics_and_openapi_document(faces: Faces) -> None:
     assert httpx.get(f"{faces.service.url}/healthz").json()["service"] == "rookery"
     assert faces.ada.get("/api/v1/health").json()["totals"]["sampled_tokens"] > 0
@@ -512,7 +534,9 @@ def test_health_metrics_and_openapi_document(faces: Faces) -> None:
         assert not re.search(rf"\b{secret}\b", text)
     told = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^(rookery_\w+)", text, re.MULTILINE))
-    assert set(re.findall(r"`(rookery_\w+)", told)) == {name for name in shown if not name.endswith("_created")}
+    documented = {*re.findall(r"`(rookery_\w*\w)`", told), *(f"rookery_{name}" for name in GAUGES)} - {"rookery_"}
+    documented |= set(re.findall(r"`(rookery_\w+)\{", told))
+    assert documented == {name for name in shown if not name.endswith("_created")}
     document = httpx.get(f"{faces.service.url}/openapi.json").json()
     schemas = document["components"]["schemas"]
     assert "group_size" in schemas["AlgorithmSpec"]["properties"]

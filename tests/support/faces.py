@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import msgspec
 import numpy as np
 from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -72,6 +73,8 @@ class ScriptedWorker:
         self._token = token
         self._replies = [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")] for text in replies]
         self._steps = 0
+        self.gauges: dict[str, float] = {}
+        """Of its next heartbeats."""
         self.read: dict[str, bytes] = {}
         """Adapter files that were read with tickets, by ``hash/name``."""
 
@@ -104,11 +107,15 @@ class ScriptedWorker:
 
     async def _converse(self, channel: Channel[protocol.ToWorker]) -> None:
         beat = protocol.Heartbeat(
-            epoch=channel.epoch, progress=0, active=0, waiting=0, training=0, adapters=0, generated=0, trained=0,
-            decode_seconds=0, train_seconds=0, memory_bytes=0,
+            epoch=channel.epoch, progress=0, active=0, waiting=0, training=0, generated=0,
+            decode_seconds=0, train_seconds=0,
         )  # fmt: skip
         messages: asyncio.Queue[protocol.ToWorker] = asyncio.Queue()
-        await channel.run(messages.put_nowait, lambda: beat, self._answer(channel, messages))
+        await channel.run(
+            messages.put_nowait,
+            lambda: msgspec.structs.replace(beat, gauges=self.gauges),
+            self._answer(channel, messages),
+        )
 
     async def _answer(self, channel: Channel[protocol.ToWorker], messages: asyncio.Queue[protocol.ToWorker]) -> None:
         while True:

@@ -131,6 +131,6 @@ class Room:
 
 def beat(**fields: Any) -> protocol.Heartbeat:
     """A heartbeat of an idle worker, but for these fields."""
-    names = ("progress", "active", "waiting", "training", "adapters", "generated", "trained", "memory_bytes")
+    names = ("progress", "active", "waiting", "training", "generated")
     seconds = {"decode_seconds": 0.0, "train_seconds": 0.0}
     return protocol.Heartbeat(**{"epoch": 0, **dict.fromkeys(names, 0), **seconds, **fields})

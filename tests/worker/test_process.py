@@ -256,7 +256,7 @@ def test_heartbeats_of_a_worker_that_stands_still_tell_why(service: Dialled, sta
     service.until(lambda: link.of(protocol.Ready))
     link.send(generate("still", max_tokens=40))
     [beat, *_] = service.until(lambda: [beat for beat in link.of(protocol.Heartbeat) if beat.stalled])
-    assert says in beat.stalled and beat.stalls == 1 and beat.active == 1
+    assert says in beat.stalled and beat.gauges["worker_stalls"] == 1 and beat.active == 1
 
 
 def test_sigterm_while_the_model_loads(service: Dialled, start: Start, tmp_path: Path) -> None:
@@ -289,8 +289,10 @@ def test_prefetch_pulls_from_a_peer_and_reports_a_failed_pull(service: Dialled, 
     assert "corrupt" in missing.error
     whole = sum(shard.size for shard in service.artifacts.open(adapter.hash).shards)
     # a beat may fall into the pull
-    service.until(lambda: [beat for beat in two.of(protocol.Heartbeat) if beat.pulled_from_peers >= whole])
-    assert two.of(protocol.Heartbeat)[-1].pulled_from_peers == whole
+    service.until(
+        lambda: (beats := two.of(protocol.Heartbeat)) and beats[-1].gauges["pulled_from_peers_bytes"] >= whole
+    )
+    assert two.of(protocol.Heartbeat)[-1].gauges["pulled_from_peers_bytes"] == whole
     two.send(generate("r", adapter, max_tokens=5))
     assert {chunk.version for chunk in two.finished("r").chunks} == {0}
     assert [name for name, _ in service.requests if name.startswith(adapter.hash)] == []
@@ -340,7 +342,7 @@ def test_tokens_carry_their_version_and_a_failing_request_affects_no_other(servi
     )
     assert beats[-1].progress > 0
     assert beats[-1].decode_seconds > 0
-    assert beats[-1].memory_bytes > 1 << 20
+    assert beats[-1].gauges["worker_memory_bytes"] > 1 << 20
 
 
 def _files(service: Dialled, ref: protocol.AdapterRef) -> dict[str, bytes]:

@@ -231,6 +231,7 @@ def _service(settings: Settings) -> list[Finding]:
     found = [Finding("service", "good", f"answers at {settings.base_url}")]
     for beat in [worker["beat"] for worker in workers if worker["state"] == "serving" and worker["beat"]]:
         parts = [f"{name} {used >> 20}/{budget >> 20}" for name, (used, budget) in sorted(beat["memory_parts"].items())]
-        text = f"{beat['memory_bytes'] >> 20} of {beat['memory_budget'] >> 20} MB: {', '.join(parts)}"
+        used, budget = (int(beat["gauges"].get(f"worker_memory_{name}") or 0) for name in ("bytes", "budget_bytes"))
+        text = f"{used >> 20} of {budget >> 20} MB: {', '.join(parts)}"
         found.append(Finding("worker memory", "good", text))
     return found

@@ -30,6 +30,7 @@ from rookery.controller.quotas import REFUSED
 from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
 from rookery.controller.views import BY_OWNER, JobView, PolicyView
+from rookery.protocol.gauges import over_workers
 from rookery.scheduling.usage import Usage
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
 from rookery.storage.repositories.runs import RunChoice
@@ -269,7 +270,7 @@ class JobQueries:
                 "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0,
                 "note": worker.note,
                 "max_flush_tokens": worker.max_flush_tokens,
-                "beat": msgspec.structs.asdict(beat) if beat is not None else None,
+                "beat": {**msgspec.structs.asdict(beat), "gauges": finite(beat.gauges)} if beat is not None else None,
             })  # fmt: skip
         return rows
 
@@ -296,6 +297,7 @@ class JobQueries:
         context, fleet, rollouts = self._context, self._context.fleet, self._context.rollouts
         serving = [worker for worker in fleet.all() if worker.working]
         beats = [worker.beat for worker in serving if worker.beat is not None]
+        figures = over_workers(beat.gauges for beat in beats)
         counted = sum((running.counted() for running in self._jobs.runners.values()), Counter(self._jobs.totals))
         return {
             "jobs": {state: count for state, count in sorted(self._jobs.states.items()) if count},
@@ -328,21 +330,10 @@ class JobQueries:
                 "environment_hosts": context.hosts.count(),
                 "decoding_rows": sum(beat.active for beat in beats),
                 "training_operations": sum(beat.training for beat in beats),
-                "worker_memory_bytes": sum(beat.memory_bytes for beat in beats),
-                "worker_memory_budget_bytes": sum(beat.memory_budget for beat in beats),
-                "pulled_from_peers_bytes": sum(beat.pulled_from_peers for beat in beats),
-                "pulled_from_service_bytes": sum(beat.pulled_from_service for beat in beats),
-                "draft_tokens": sum(beat.draft_tokens for beat in beats),
-                "draft_acceptance": sum(beat.accepted_tokens for beat in beats)
-                / max(1, sum(beat.draft_tokens for beat in beats)),
-                "engine_gap_nats": max((beat.engine_gap for beat in beats), default=0.0),
+                **figures,
+                "draft_acceptance": figures["draft_tokens_accepted"] / max(1.0, figures["draft_tokens"]),
                 "slo_slack_seconds": min((beat.slo_slack for beat in beats if beat.interactive), default=0.0),
-                "slo_requests": sum(beat.slo_ended for beat in beats),
-                "slo_requests_within": sum(beat.slo_met for beat in beats),
-                "forced_slices": sum(beat.forced_slices for beat in beats),
-                "worker_stalls": sum(beat.stalls for beat in beats),
                 "workers_stalled": sum(bool(beat.stalled) for beat in beats),
-                "slo_cache_cuts": sum(beat.cache_cuts for beat in beats),
                 "flush_seconds": context.settings.worker.flush_seconds,
                 "price_per_hour": context.usage.price(),
                 "max_flush_tokens": max((worker.max_flush_tokens for worker in serving), default=0),

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from rookery.bounds import ENTRIES, MAX_FRAME, Count, ErrorText, Integer, Line, Name, Token
 from rookery.protocol.common import Adam, AdapterRef, EpochMessage, HelloRejected, Loss, Manifest, Message, Struct
+from rookery.protocol.gauges import Gauges
 
 # --- worker → controller --------------------------------------------------------------------------------------------
 
@@ -77,43 +78,26 @@ class PullFailed(EpochMessage, kw_only=True):
 
 
 class Heartbeat(EpochMessage, kw_only=True):
-    """Sent at a fixed interval. ``progress`` counts finished compute slices, and bytes of adapters while nothing
-    computes: a worker whose progress stands still while ``active``, ``waiting`` or ``training`` is not zero is stuck
-    rather than dead."""
+    """Sent at a fixed interval: the figures that decisions use, and ``gauges`` for the operator. ``progress`` counts
+    finished compute slices, and bytes of adapters while nothing computes: a worker whose progress stands still while
+    ``active``, ``waiting`` or ``training`` is not zero is stuck rather than dead."""
 
     progress: Count
     active: Count
+    """Requests that decode."""
     waiting: Count
+    """Requests that do not decode yet."""
     training: Count
-    adapters: Count
+    """Training operations that are queued or run."""
     generated: Count
     """Tokens sampled since the process began."""
-    trained: Count
-    """Tokens trained on since the process began (loss or not, prompts counted once in each pass)."""
     decode_seconds: float
+    """Compute time of generation since the process began; likewise ``train_seconds``."""
     train_seconds: float
-    memory_bytes: Count
-    memory_budget: Count = 0
-    """Bytes that the worker may take; 0 before its base model is loaded."""
-    memory_parts: Annotated[dict[Name, tuple[Count, Count]], Meta(max_length=100)] = msgspec.field(default_factory=dict)
-    """(used, budget) in bytes of each part of the budget."""
-    pulled_from_peers: Count = 0
-    """Bytes of artifacts pulled from other workers since the process began; likewise from the service."""
-    pulled_from_service: Count = 0
     interactive: Count = 0
     """Requests with objectives (:class:`Generate`) that it holds now."""
     slo_slack: float = 0.0
     """Their least slack of the last second, in seconds: below 0 an objective is predicted to be missed."""
-    slo_met: Count = 0
-    """Requests that ended within their objectives since the process began, …"""
-    slo_ended: Count = 0
-    """… of so many that had any."""
-    cache_cuts: Count = 0
-    """Times that interactive requests halved the cache of rollouts."""
-    draft_tokens: Count = 0
-    """Draft tokens that decode steps verified since the process began …"""
-    accepted_tokens: Count = 0
-    """… and those that became part of a text."""
     free_tokens: Count = 0
     """Of the KV cache: those that no running request occupies."""
     costs: Annotated[
@@ -121,14 +105,12 @@ class Heartbeat(EpochMessage, kw_only=True):
         Meta(max_length=3),
     ] = msgspec.field(default_factory=dict)
     """(tokens, seconds) of slices by kind, as measured lately (:class:`rookery.scheduling.costs.CostTable`)."""
-    forced_slices: Count = 0
-    """Slices since the process began that would have been empty although requests were there."""
-    stalls: Count = 0
-    """Times since the process began that it had work and finished no slice for some seconds."""
     stalled: Line = ""
-    """What its work waits for, while that is so now."""
-    engine_gap: float = 0.0
-    """Largest difference between its engine's log-probabilities and the trainers', in nats per token."""
+    """What its work waits for, while it makes no progress."""
+    memory_parts: Annotated[dict[Name, tuple[Count, Count]], Meta(max_length=100)] = msgspec.field(default_factory=dict)
+    """(used, budget) in bytes of each part of the memory budget."""
+    gauges: Gauges = msgspec.field(default_factory=dict)
+    """Figures for the operator, by their names in :data:`rookery.protocol.gauges.GAUGES`."""
 
 
 class PromptLogprob(Struct, kw_only=True):

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Response, WebSocket
 
 from rookery.errors import Unavailable, installs
+from rookery.protocol.gauges import GAUGES
 from rookery.server import responses
 from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders, TimeKeeper
@@ -113,6 +114,7 @@ async def prometheus(service: Service) -> Response:
         workers=Counter(str(worker["state"]) for worker in service.controller.queries.workers()),
         totals={**health["totals"], **service.refusals},
         gauges={**health["gauges"], "connections": len(service.connections)},
+        help={name: gauge.help for name, gauge in GAUGES.items()},
     )
     return Response(metrics.render(), media_type=CONTENT_TYPE)
 

@@ -294,28 +294,20 @@ class BaseModelView(BaseModel):
 
 
 class HeartbeatView(BaseModel):
-    """A worker's last heartbeat. ``progress`` counts finished compute slices; token counts and bytes are totals since
-    the process began."""
+    """A worker's last heartbeat. ``progress`` counts finished compute slices."""
 
-    epoch: int
     progress: int
-    active: int
-    waiting: int
-    training: int
-    adapters: int
-    generated: int = Field(description="Tokens sampled")
-    trained: int = Field(description="Tokens trained on, with or without loss; prompts count once in each pass")
-    decode_seconds: float
-    train_seconds: float
-    memory_bytes: int
-    memory_budget: int = Field(description="Bytes that the worker may take; 0 before its base model is loaded")
+    active: int = Field(description="Requests that decode")
+    waiting: int = Field(description="Requests that do not decode yet")
+    training: int = Field(description="Training operations that are queued or run")
+    generated: int = Field(description="Tokens sampled since the process began")
+    decode_seconds: float = Field(description="Compute time of generation since the process began")
+    train_seconds: float = Field(description="Compute time of training since the process began")
+    interactive: int = Field(description="Requests with objectives that it holds")
+    free_tokens: int = Field(description="Of the KV cache: those that no running request occupies")
     memory_parts: dict[str, tuple[int, int]] = Field(description="(used, budget) in bytes of each part of the budget")
-    pulled_from_peers: int = Field(description="Bytes of artifacts pulled from other workers")
-    pulled_from_service: int = Field(description="Bytes of artifacts pulled from the service")
-    draft_tokens: int = Field(description="Draft tokens that decode steps verified")
-    accepted_tokens: int = Field(description="Draft tokens that became part of a text")
-    engine_gap: float = Field(
-        description="Largest difference of its engine's log-probabilities from a trainer's, in nats"
+    gauges: dict[str, float | None] = Field(
+        description="Figures for the operator, since the process began: the worker gauges of docs/gauges.md"
     )
 
 

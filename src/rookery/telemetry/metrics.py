@@ -44,6 +44,8 @@ class ServiceMetrics(Collector):
     """By name: steps, sampled_tokens, trained_tokens, groups_dropped_stale, episodes_failed, worker_losses, …"""
     gauges: Mapping[str, int | float] = field(default_factory=dict)
     """By name: requests_waiting, requests_running, environment_hosts, …"""
+    help: Mapping[str, str] = field(default_factory=dict)
+    """Help texts of gauges; others are described by their names."""
 
     def collect(self) -> Iterator[Metric]:
         for name, states in (("jobs", self.jobs), ("workers", self.workers)):
@@ -54,7 +56,8 @@ class ServiceMetrics(Collector):
         for name, value in self.totals.items():
             yield CounterMetricFamily(f"rookery_{name}", f"{_readable(name)} since the service started", value=value)
         for name, value in self.gauges.items():
-            yield GaugeMetricFamily(f"rookery_{name}", f"{_readable(name)} now", value=value)
+            text = self.help.get(name, f"{_readable(name)} now")
+            yield GaugeMetricFamily(f"rookery_{name}", text, value=value)
 
     def render(self) -> bytes:
         """The response to a scrape of ``/metrics``, of type :data:`CONTENT_TYPE`: the values, and this process's."""

@@ -131,14 +131,14 @@ def memory_table(workers: Sequence[Mapping[str, Any]]) -> Rows:
         sizes = [beat.get("memory_parts", {}).get(part) for part in parts]
         table.add(
             name,
-            _gigabytes(beat.get("memory_bytes", 0)),
-            _gigabytes(beat.get("memory_budget", 0)),
+            _gigabytes(beat["gauges"].get("worker_memory_bytes") or 0),
+            _gigabytes(beat["gauges"].get("worker_memory_budget_bytes") or 0),
             *("" if size is None else "/".join(map(_gigabytes, size)) for size in sizes),
         )
     return table
 
 
-def _gigabytes(size: int) -> str:
+def _gigabytes(size: float) -> str:
     return f"{size / (1 << 30):.2f}"
 
 

@@ -43,8 +43,7 @@ INNERMOST_CALLS = 4
 """Of a slice that does not end, in the log."""
 
 IDLE = protocol.Heartbeat(
-    epoch=0, progress=0, active=0, waiting=0, training=0, adapters=0, generated=0, trained=0, decode_seconds=0.0,
-    train_seconds=0.0, memory_bytes=0,
+    epoch=0, progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0, train_seconds=0.0,
 )  # fmt: skip
 
 
@@ -269,13 +268,14 @@ class Compute:
         beat = protocol.Heartbeat(
             epoch=0, progress=self.status.beat.progress + stepped, active=core.engine.active,
             waiting=core.engine.waiting, training=core.trainer.pending, generated=core.engine.generated,
-            draft_tokens=core.engine.draft_tokens, accepted_tokens=core.engine.accepted_tokens,
-            engine_gap=core.engine.gap, trained=core.trainer.trained, decode_seconds=decode.seconds,
-            train_seconds=train.seconds, adapters=len(adapters), memory_bytes=0,
+            decode_seconds=decode.seconds, train_seconds=train.seconds,
             memory_parts={part: (use.used, use.budget) for part, use in core.memory().items()},
-            interactive=len(core.gate.tracked), slo_slack=core.gate.least_slack(), slo_met=core.gate.met,
-            slo_ended=core.gate.ended, cache_cuts=core.gate.cache_cuts, free_tokens=core.engine.free_tokens,
-            costs=core.gate.costs.curves, forced_slices=core.engine.forced_slices,
+            interactive=len(core.gate.tracked), slo_slack=core.gate.least_slack(),
+            free_tokens=core.engine.free_tokens, costs=core.gate.costs.curves,
+            gauges={
+                **core.engine.gauges(), **core.trainer.gauges(), **core.gate.gauges(),
+                "adapters_in_memory": len(adapters),
+            },
         )  # fmt: skip
         self.status = ComputeStatus(beat, adapters)
         if chunks or results:

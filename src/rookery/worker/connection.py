@@ -293,17 +293,21 @@ class ServiceConnection:
 
     def _heartbeat(self, epoch: int) -> protocol.Heartbeat:
         beat, transfers = self._compute.status.beat, self._transfers
+        budget = self._core.budget if self._core is not None else None
         return msgspec.structs.replace(
             beat,
             epoch=epoch,
             progress=progress(beat, transfers.bytes_from_service + transfers.bytes_from_peers),
             waiting=beat.waiting + self._generation.waiting(),
-            memory_bytes=psutil.Process().memory_info().rss,
-            memory_budget=self._core.budget.total if self._core is not None and self._core.budget is not None else 0,
-            pulled_from_peers=transfers.bytes_from_peers,
-            pulled_from_service=transfers.bytes_from_service,
-            stalls=self._watch.stalls,
             stalled=self._watch.stalled,
+            gauges={
+                **beat.gauges,
+                "worker_memory_bytes": psutil.Process().memory_info().rss,
+                "worker_memory_budget_bytes": budget.total if budget is not None else 0,
+                "pulled_from_peers_bytes": transfers.bytes_from_peers,
+                "pulled_from_service_bytes": transfers.bytes_from_service,
+                "worker_stalls": self._watch.stalls,
+            },
         )
 
     async def _send_result(self, op: str, **fields: Any) -> None:

@@ -1007,8 +1007,7 @@ async def test_waits_for_names_the_bottleneck(service: Service) -> None:
     host.answering.set()
     await eventually(lambda: says("trainer"))
     beat = protocol.Heartbeat(
-        epoch=0, progress=1, active=0, waiting=0, training=6, adapters=0, generated=0, trained=0, decode_seconds=0,
-        train_seconds=0, memory_bytes=0,
+        epoch=0, progress=1, active=0, waiting=0, training=6, generated=0, decode_seconds=0, train_seconds=0,
     )  # fmt: skip
     await worker.say(beat)
     await eventually(lambda: says("trainer (6 operations take turns)"))

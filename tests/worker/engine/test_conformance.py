@@ -377,9 +377,9 @@ def test_a_version_that_vllm_computes_otherwise_is_refused(
     logprobs = [line.logprob for line in last.prompt_logprobs]
     write_canary(tmp_path / "v", logprobs)
     tested.engine.add_adapter(version(11), tmp_path / "v")
-    assert 0 < tested.engine.gap < 1e-3
+    assert 0 < tested.engine.gauges()["engine_gap_nats"] < 1e-3
     tested.engine.evict_adapter("hash11")
-    assert tested.engine.gap == 0
+    assert tested.engine.gauges()["engine_gap_nats"] == 0
     write_canary(tmp_path / "v", [logprob - 2 for logprob in logprobs])
     with pytest.raises(UserError, match=r"p version 11: .* differ from the trainer's by 2\.00 nats per token"):
         tested.engine.add_adapter(version(11), tmp_path / "v")

@@ -211,7 +211,7 @@ def test_every_step_computes_until_all_requests_have_ended(mix: Mix) -> None:
         sampled = run.engine.generated
         assert idle <= 2000, f"no token in {idle} steps: {run.engine.describe()}"
     assert not run.open and not run.engine.gate.tracked
-    assert run.engine.forced_slices == 0, "the gate itself leaves no step empty"
+    assert run.engine.gauges()["forced_slices"] == 0, "the gate itself leaves no step empty"
     assert run.engine.store.used_tokens == 0
 
 
@@ -229,7 +229,7 @@ def test_requests_with_objectives_in_rows_of_rollouts_are_never_held_back() -> N
     engine.step()
     steps = {name: count - before[name] for name, count in tokens(engine).items()}
     assert steps == {**{f"chat-{number}": 1 for number in range(4)}, "r": 0}, "late: the rollout waits, they do not"
-    assert engine.forced_slices == 0
+    assert engine.gauges()["forced_slices"] == 0
 
 
 def test_a_request_that_waits_behind_rollouts_does_not_hold_them_back() -> None:
@@ -243,7 +243,8 @@ def test_a_request_that_waits_behind_rollouts_does_not_hold_them_back() -> None:
     steps = 0
     while engine.step():
         steps += 1
-    assert steps == 5 and engine.forced_slices == 0, "a prompt and three steps of both rollouts, then its own"
+    assert engine.gauges()["forced_slices"] == 0
+    assert steps == 5, "a prompt and three steps of both rollouts, then its own"
 
 
 class ClosedGate(SloGate):
@@ -271,7 +272,7 @@ def test_a_gate_that_holds_back_everything_is_opened_and_counted() -> None:
         ended |= {chunk.request for chunk in engine.drain() if chunk.finish == "length"}
         if len(ended) == 6:
             break
-    assert len(ended) == 6 and engine.forced_slices > 5 and not engine.gate.open
+    assert len(ended) == 6 and engine.gauges()["forced_slices"] > 5 and not engine.gate.open
 
 
 def test_retained_caches_that_divide_the_memory_are_discarded() -> None:

@@ -231,10 +231,9 @@ class FakeWorker:
             heartbeat = protocol.Heartbeat(
                 epoch=0, progress=self.compute.slices, active=self.engine.active,
                 waiting=self.engine.waiting + len(self._pulling), training=self.compute.pending,
-                adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
-                decode_seconds=self.compute.decoded, train_seconds=self.compute.trained, memory_bytes=0,
-                pulled_from_service=self.pulled_bytes, free_tokens=self.engine.free_tokens,
-                costs=self.machine.costs,
+                generated=self.engine.generated, decode_seconds=self.compute.decoded,
+                train_seconds=self.compute.trained, free_tokens=self.engine.free_tokens, costs=self.machine.costs,
+                gauges={"worker_trained_tokens": self.trainer.trained, "pulled_from_service_bytes": self.pulled_bytes},
             )  # fmt: skip
             if not await self.send(heartbeat):
                 return

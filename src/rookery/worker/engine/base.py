@@ -60,34 +60,18 @@ class Engine(Protocol):
         """Tokens sampled since the start."""
         ...
 
-    @property
-    def draft_tokens(self) -> int:
-        """Draft tokens verified since the start (speculative decoding); 0 for an engine that does not say."""
-        ...
-
-    @property
-    def accepted_tokens(self) -> int:
-        """Of them, those that became part of a text."""
-        ...
-
     def tenants(self) -> dict[str, int]:
         """The rows that rollouts of each tenant have, 0 if all of its rollouts wait. Empty while requests of clients
         are there."""
-        ...
-
-    @property
-    def forced_slices(self) -> int:
-        """Slices since the start for which nothing had been chosen although there were requests."""
         ...
 
     def describe(self) -> str:
         """One line for the log: what its requests wait for."""
         ...
 
-    @property
-    def gap(self) -> float:
-        """Of the attached adapters, the largest mean difference between this engine's log-probabilities and their
-        trainer's on the canary, in nats per token; 0 for an engine whose arithmetic is the trainer's."""
+    def gauges(self) -> dict[str, float]:
+        """Figures for the operator, by their names in :data:`rookery.protocol.gauges.GAUGES`; a figure that it does not
+        have is absent."""
         ...
 
     # --- adapters ---------------------------------------------------------------------------------------------------

@@ -51,9 +51,8 @@ class TrainerResult:
 class Trainer(Protocol):
     """One worker's trainer."""
 
-    @property
-    def trained(self) -> int:
-        """Tokens trained on so far; a shared prompt counts once per pass."""
+    def gauges(self) -> dict[str, float]:
+        """Figures for the operator, as an engine's."""
         ...
 
     @property

@@ -33,6 +33,7 @@ class OperationTrainer:
 
     def __init__(self) -> None:
         self.trained = 0
+        """Tokens trained on so far; a shared prompt counts once per pass."""
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
         """Tenant → policy → operations."""
         self.weights: dict[str, float] = {}
@@ -52,6 +53,10 @@ class OperationTrainer:
     def _export(self, op: protocol.OptimStep, held: HeldPolicy[Any]) -> Export:
         """The state after the step ``op``."""
         raise NotImplementedError
+
+    def gauges(self) -> dict[str, float]:
+        """See ``Trainer``."""
+        return {"worker_trained_tokens": self.trained}
 
     # --- the trainer protocol ---------------------------------------------------------------------------------------
 

@@ -36,9 +36,11 @@ class TrainerRouter:
             raise UserError(REFUSAL)
         return trainer
 
-    @property
-    def trained(self) -> int:
-        return sum(trainer.trained for trainer in self._all)
+    def gauges(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for name, value in (item for trainer in self._all for item in trainer.gauges().items()):
+            figures[name] = figures.get(name, 0.0) + value
+        return figures
 
     @property
     def pending(self) -> int:

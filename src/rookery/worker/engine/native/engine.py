@@ -71,8 +71,6 @@ SCORED_ROWS = 128
 class NativeEngine:
     """See the module and ``Engine``."""
 
-    gap = 0.0
-
     def __init__(
         self,
         decoder: ResidentModel,
@@ -124,13 +122,13 @@ class NativeEngine:
     def waiting(self) -> int:
         return len(self.admission.waiting)
 
-    @property
-    def draft_tokens(self) -> int:
-        return int(self.stats["draft_tokens"])
-
-    @property
-    def accepted_tokens(self) -> int:
-        return int(self.stats["accepted_tokens"])
+    def gauges(self) -> dict[str, float]:
+        """See ``Engine``."""
+        return {
+            "draft_tokens": self.stats["draft_tokens"],
+            "draft_tokens_accepted": self.stats["accepted_tokens"],
+            "forced_slices": self.stats["forced_slices"],
+        }
 
     def tenants(self) -> dict[str, int]:
         """See ``Engine``."""
@@ -140,10 +138,6 @@ class NativeEngine:
         for row in self.admission.running:
             rows[row.params.tenant] += 1
         return rows
-
-    @property
-    def forced_slices(self) -> int:
-        return int(self.stats["forced_slices"])
 
     def adapters(self) -> list[str]:
         """See ``Engine``."""

@@ -108,6 +108,10 @@ class SloGate:
     def cache_cuts(self) -> int:
         return self.budget.cuts if self.budget is not None else 0
 
+    def gauges(self) -> dict[str, float]:
+        """Figures for the operator, as an engine's."""
+        return {"slo_requests": self.ended, "slo_requests_within": self.met, "slo_cache_cuts": self.cache_cuts}
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def track(self, request: EngineRequest) -> None:

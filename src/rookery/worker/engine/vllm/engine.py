@@ -55,8 +55,6 @@ INTERACTIVE, ROLLOUT = 0, 1
 class VllmEngine:
     """See the module and ``Engine``."""
 
-    draft_tokens = accepted_tokens = 0
-
     def __init__(
         self,
         backend: Backend,
@@ -125,19 +123,19 @@ class VllmEngine:
             return {}
         return Counter(request.params.tenant for request in self._requests.values())
 
-    @property
-    def forced_slices(self) -> int:
-        """See ``Engine``: vLLM chooses."""
-        return 0
-
     def describe(self) -> str:
         """See ``Engine``."""
         return f"{len(self._requests)} requests wait for vLLM's next tokens"
 
     @property
     def gap(self) -> float:
-        """See ``Engine``."""
+        """Of the attached adapters, the largest mean difference between this engine's log-probabilities and their
+        trainer's on the canary, in nats per token."""
         return max(self._gaps.values(), default=0.0)
+
+    def gauges(self) -> dict[str, float]:
+        """See ``Engine``."""
+        return {"engine_gap_nats": self.gap}
 
     def memory(self) -> dict[str, MemoryUse]:
         """See ``Engine``. vLLM reserves the memory of all adapters when it starts."""
