@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -112,6 +113,15 @@ RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 def installs(extra: str) -> str:
     """The command that installs ``extra`` for this interpreter."""
     return f"{sys.executable} -m pip install 'rookery[{extra}]'"
+
+
+_PATH = re.compile(r"(?<![\w.:/~@-])/[\w.@+%~-]+(?:/[\w.@+%~-]+)*/?")
+"""An absolute path: no part of a URL, of a hub id or of ``and/or``."""
+
+
+def without_paths(text: str, keep: str = "") -> str:
+    """``text``, which an operator reads whole, for tenants: paths of the machine are left out, except ``keep``."""
+    return _PATH.sub(lambda found: found[0] if found[0] == keep else "(a path of the worker)", text)
 
 
 def short(text: str) -> str:

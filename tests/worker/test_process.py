@@ -229,7 +229,9 @@ def test_worker_whose_model_cannot_be_prepared_exits_with_the_reason(
     code, said = ended(worker)
     assert code == ends
     assert "no such weights" in said and "Traceback" not in said
-    assert isinstance(link.frames[-1], protocol.Draining)
+    told = link.frames[-1]
+    assert isinstance(told, protocol.Draining)
+    assert (told.reason, told.refused) == ("no such weights", kind == "UserError")
 
 
 STUCK = """
@@ -838,11 +840,20 @@ def test_sigterm_during_generation_and_training_sends_sampled_tokens(service: Di
         ([], "wrong", "the token is wrong"),
     ],
 )
-def test_invalid_option_exits_with_one_line(start: Start, arguments: list[str], token: str, says: str) -> None:
+def test_invalid_option_exits_with_one_line(
+    service: Dialled, start: Start, arguments: list[str], token: str, says: str
+) -> None:
+    """The service is told the line, where the options lead to it."""
     code, said = ended(start(*arguments, token=token))
     assert code == EXIT_REFUSED
     assert says in said
     assert "Traceback" not in said
+    if token == "token" and "--connect" not in arguments:
+        link = service.connection(0)
+        [told] = service.until(lambda: link.of(protocol.Draining))
+        assert told.refused and says in told.reason and "\n" not in told.reason
+    else:
+        assert not service.connections
 
 
 BROKEN = """

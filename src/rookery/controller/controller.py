@@ -36,6 +36,7 @@ from rookery.controller.fleet.events import (
     WorkerCatchingUp,
     WorkerDraining,
     WorkerEvent,
+    WorkerFailed,
     WorkerGone,
     WorkerJoined,
     WorkerLoaded,
@@ -258,6 +259,9 @@ class Controller:
                 training.on_worker_changed(worker)
                 seeding.on_worker_changed(worker)
                 self._slots.review()
+            case WorkerFailed():
+                if event.last:
+                    self.model_failed(worker.hello.model, event.reason)
             case WorkerDraining() | WorkerSuspect() | WorkerGone():
                 context.residency.on_worker_lost(worker)
                 rollouts.on_worker_changed(worker)  # before others react: it gets no work any more
@@ -389,11 +393,9 @@ class Controller:
         log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
 
     def model_failed(self, model: str, reason: str) -> None:
-        """The local worker of a base model does not work. Jobs that have no other one are paused with the reason; like
+        """The last worker of a base model does not work. Jobs that have no other one are paused with the reason; like
         other outages, this one may pass."""
-        fleet = self.context.fleet
-        fleet.failures[model] = f"the worker of {model} does not work: {reason}"
-        if failure := fleet.failure(model):
+        if failure := self.context.fleet.fail(model, reason):
             log.error("%s", failure)
             for runner in list(self.jobs.runners.values()):
                 if runner.row.spec["base_model"] == model:

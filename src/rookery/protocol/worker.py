@@ -171,6 +171,11 @@ class OperationDone(EpochMessage, kw_only=True):
 class Draining(EpochMessage, kw_only=True):
     """The worker drains: it accepts nothing new and its unfinished requests move to other workers."""
 
+    reason: ErrorText = ""
+    """The line with which it ends, if it ends because it does not work."""
+    refused: bool = False
+    """With a ``reason``: a restart does not help, such as for a model that it cannot compute."""
+
 
 # --- controller → worker --------------------------------------------------------------------------------------------
 

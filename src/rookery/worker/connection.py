@@ -32,7 +32,8 @@ import psutil
 from rookery import protocol
 from rookery.aio import wait_event
 from rookery.bounds import ERROR
-from rookery.protocol.connection import Channel, ConnectionClosed, stay_connected
+from rookery.errors import RookeryError
+from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 from rookery.settings import Settings
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
@@ -46,6 +47,9 @@ from rookery.worker.transfer.peers import PeerServer
 from rookery.worker.transfer.prefetch import Prefetcher
 
 log = logging.getLogger("rookery.worker.connection")
+
+REPORT_SECONDS = 5.0
+"""A worker that ends for a reason waits so long for a connection to report it: its log has the reason too."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,39 @@ class WorkerOptions:
     price: float = 0.0
     address: str = ""
     """URL where other workers may pull adapters from this one; empty: it serves none."""
+
+
+async def report_refusal(options: WorkerOptions, ca_file: str, max_rank: int, reason: str) -> None:
+    """Tell the service that a worker with these options ends for ``reason`` before it has begun, if the service answers
+    soon."""
+
+    async def converse(channel: Channel[protocol.ToWorker]) -> None:
+        await channel.send(protocol.Draining(epoch=channel.epoch, reason=reason[:ERROR], refused=True))
+        await channel.close("refused")
+        raise asyncio.CancelledError
+
+    hello = protocol.Hello(
+        protocol=protocol.PROTOCOL, name=options.name, instance=uuid.uuid4().hex, model=options.model, model_hash="",
+        roles=options.roles, kind=options.kind, loading=True, max_rows=0, max_context=0, max_rank=max_rank, device="",
+        dtype="", pid=os.getpid(), host=socket.gethostname(),
+    )  # fmt: skip
+    report = asyncio.ensure_future(
+        stay_connected(
+            options.base,
+            "/wire/worker",
+            protocol.to_worker,
+            token=options.token,
+            ca_file=ca_file,
+            hello=lambda: hello,
+            converse=converse,
+            ping_seconds=REPORT_SECONDS,
+            ping_timeout=REPORT_SECONDS,
+        )
+    )
+    await asyncio.wait([report], timeout=REPORT_SECONDS)
+    report.cancel()
+    with contextlib.suppress(asyncio.CancelledError, RookeryError, RegistrationRefused):
+        await report
 
 
 class ServiceConnection:
@@ -86,6 +123,7 @@ class ServiceConnection:
         self._name = options.name
         self._instance = uuid.uuid4().hex
         self._channel: Channel[protocol.ToWorker] | None = None
+        self._connected = asyncio.Event()
         self._disconnected = time.monotonic()
         """When the last connection ended."""
         self._output = asyncio.Event()
@@ -117,15 +155,20 @@ class ServiceConnection:
         self._generation.collect(chunks)
         self._training.collect(results)
 
-    async def drain(self) -> None:
-        """Computation has ended: send remaining tokens and results, then ``Draining``, and close."""
+    async def drain(self, reason: str = "", *, refused: bool = False) -> None:
+        """Computation has ended: send remaining tokens and results, then ``Draining``, and close. A ``reason`` is also
+        sent by a worker that is still dialling, if the service answers soon."""
         self.collect()
+        if reason:
+            await wait_event(self._connected, REPORT_SECONDS)
         if self._channel is not None:
             await self._flush()
             await self._training.drain(self._settings.worker.drain_seconds)
         if self._channel is not None:
             with contextlib.suppress(ConnectionClosed):
-                await self._channel.send(protocol.Draining(epoch=self._channel.epoch))
+                await self._channel.send(
+                    protocol.Draining(epoch=self._channel.epoch, reason=reason[:ERROR], refused=refused)
+                )
                 await self._channel.close("drained")
 
     async def close(self) -> None:
@@ -151,6 +194,7 @@ class ServiceConnection:
         """One connection, from its welcome to its end."""
         assert isinstance(channel.welcome, protocol.Welcome)
         self._channel = channel
+        self._connected.set()
         self._transfers.use(channel.base)
         self._name = channel.welcome.name
         log.info("connected as %s, epoch %d", self._name, channel.epoch)
@@ -161,6 +205,7 @@ class ServiceConnection:
             await channel.run(self._handle, partial(self._heartbeat, channel.epoch), flush, self._report(channel))
         finally:
             self._channel = None
+            self._connected.clear()
             unclaimed.cancel()
             for future in self._ticket_requests.values():
                 future.set_exception(TransferFailed("the connection was lost while a new ticket was requested"))

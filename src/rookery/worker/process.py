@@ -7,7 +7,8 @@ Promises:
 * SIGTERM drains: the present slice ends, sampled tokens are sent, results are uploaded, ``Draining`` is sent, and the
   exit code is 0.
 * A fault that belongs to no single operation ends the process with code 1, after sampled tokens have been sent; so does
-  a hub that does not answer. A fault that a restart cannot repair (no such model, wrong token) ends it with code 2.
+  a hub that does not answer. A fault that a restart cannot repair (no such model, wrong token) ends it with code 2. The
+  service is told the reason of both, as far as it answers.
 * With ``--die-with-parent`` it ends at once when its standard input ends.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -35,12 +37,13 @@ from rookery.settings import WORKER_SETTINGS, Settings, token_of
 from rookery.telemetry.log import log_to_stderr
 from rookery.tokenization import registry
 from rookery.worker.compute import Compute
-from rookery.worker.connection import ServiceConnection, WorkerOptions
+from rookery.worker.connection import ServiceConnection, WorkerOptions, report_refusal
 from rookery.worker.core import WorkerCore
 from rookery.worker.model.convert import prepare
 from rookery.worker.progress import ProgressWatch
 from rookery.worker.spinning import SparePool, SpinControl
 from rookery.worker.transfer.cache import ADAPTERS
+from rookery.worker.transfer.http import one_line
 from rookery.worker.transfer.peers import PeerServer, listen
 
 log = logging.getLogger("rookery.worker")
@@ -90,7 +93,8 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
         compute.stop()
         log.info("draining")
         await asyncio.wait({ended}, timeout=settings.worker.drain_seconds)
-        await connection.drain()
+        failure = compute.failure
+        await connection.drain(one_line(failure) if failure else "", refused=isinstance(failure, UserError))
         for task in tasks:
             if task.done():
                 task.result()
@@ -154,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.die_with_parent:
         die_with_parent(lambda: os._exit(FAILED))  # no process is left to send output to
+    settings: Settings | None = None
     try:
         settings = Settings.load(
             uses=WORKER_SETTINGS,
@@ -187,12 +192,28 @@ def main(argv: list[str] | None = None) -> int:
         code, computing = asyncio.run(run(options, settings, listening))
     except UserError as error:
         print(error, file=sys.stderr)
+        _report(given, settings, str(error))
         return EXIT_REFUSED
     if computing:
         # A slice outlasted the drain. Its thread cannot be ended, and torch may crash while the interpreter shuts down.
         logging.shutdown()
         os._exit(code)
     return code
+
+
+def _report(given: argparse.Namespace, settings: Settings | None, reason: str) -> None:
+    """Tell the service why this worker does not begin, as far as its options say where that is."""
+    settings = settings if settings is not None else Settings()
+    with contextlib.suppress(UserError):
+        options = WorkerOptions(
+            base=",".join(map(base_url, given.connect.split(","))),
+            token=token_of(),
+            model=given.model,
+            roles=["rollout", "train"],
+            kind="preemptible" if given.preemptible else "reserved",
+            name=given.name,
+        )
+        asyncio.run(report_refusal(options, settings.trusted, settings.engine.max_rank, reason))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from tests.support.room import Room, beat
 from tests.support.virtual import machine
 
 from rookery import protocol
+from rookery.controller.fleet.events import WorkerFailed
 from rookery.controller.fleet.fleet import Fleet
 from rookery.protocol.connection import ConnectionClosed, RegistrationRefused
 from rookery.simulation.fakes.worker import worker_hello
@@ -63,7 +64,8 @@ async def test_a_worker_for_lower_ranks_than_the_jobs_is_refused(room: Room) -> 
         RegistrationRefused, match="at most rank 32, jobs here up to 64: start it with ROOKERY_MAX_RANK=64"
     ):
         await room.worker(max_rank=32).join()
-    assert room.states() == {}
+    assert room.states() == {"worker": "gone"}
+    assert room.fleet.all()[0].note.startswith("refused: its adapters have at most rank 32")
 
 
 async def test_two_processes_with_one_name_both_work(room: Room) -> None:
@@ -136,7 +138,7 @@ async def test_refused_worker_gets_the_reason(room: Room) -> None:
     assert isinstance(refused, protocol.HelloRejected)
     assert "protocol 99 is not supported" in refused.reason
     await serving
-    assert room.states() == {}
+    assert room.states() == {"w": "gone"}
 
 
 async def test_draining_worker_is_not_counted_as_lost(room: Room) -> None:
@@ -149,6 +151,28 @@ async def test_draining_worker_is_not_counted_as_lost(room: Room) -> None:
     await worker.die()
     assert room.states() == {"worker": "gone"}
     assert room.fleet.losses == 0
+
+
+async def test_a_worker_that_does_not_work_says_why(room: Room) -> None:
+    """The operator reads its line; tenants read it without paths, while no other worker may serve the model."""
+    line = "ROOKERY_CACHE=/srv/cache is not writable; see http://host/x and/or q/k"
+    other = await room.worker(name="other", loading=True).join()
+    for name, refused in (("first", True), ("second", False), ("third", True)):
+        worker = await room.worker(name=name, loading=True).join()
+        if name == "third":
+            await other.say(protocol.Draining(epoch=0))
+            await eventually(lambda: room.states()["other"] == "draining")
+        await worker.say(protocol.Draining(epoch=0, reason=line, refused=refused))
+        await eventually(lambda name=name: room.states().get(name) == "draining")
+        assert next(one.note for one in room.fleet.all() if one.name == name) == line
+    shown = "ROOKERY_CACHE=(a path of the worker) is not writable; see http://host/x and/or q/k"
+    events = [event for event in room.events if isinstance(event, WorkerFailed)]
+    assert [(event.worker.name, event.last) for event in events] == [
+        ("first", False),
+        ("second", False),
+        ("third", True),
+    ]
+    assert room.fleet.fail(MODEL, events[-1].reason) == (f"the worker of {MODEL} does not work: {shown}")
 
 
 async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
@@ -197,7 +221,7 @@ async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
 async def test_worker_with_absurd_rows_is_refused(room: Room, rows: int, refusal: Any) -> None:
     with refusal:
         await room.worker(max_rows=rows).join()
-    assert room.states() == {}
+    assert set(room.states().values()) <= {"gone"}
 
 
 @pytest.mark.parametrize("hashes", [[f"{number:064x}" for number in range(60_000)], ["x" * 65]])

@@ -122,6 +122,19 @@ class WorkerDraining(WorkerEvent, frozen=True):
     kind: ClassVar[str] = "draining"
 
 
+class WorkerFailed(WorkerEvent, frozen=True):
+    """It ends because it does not work, for a reason in its own words."""
+
+    kind: ClassVar[str] = "failed"
+    reason: str
+    last: bool
+    """A restart does not help, and no other worker of its model trains or may soon."""
+
+    @property
+    def text(self) -> str:
+        return self.reason
+
+
 class WorkerSuspect(WorkerEvent, frozen=True):
     """Its connection ended or was abandoned: its work must move, and its process may reconnect."""
 

@@ -28,6 +28,7 @@ from rookery.controller.fleet.events import (
     WorkerCatchingUp,
     WorkerDraining,
     WorkerEvent,
+    WorkerFailed,
     WorkerGone,
     WorkerJoined,
     WorkerLoaded,
@@ -37,6 +38,7 @@ from rookery.controller.fleet.events import (
 )
 from rookery.controller.fleet.worker import CONNECTED, TRANSITIONS, Event
 from rookery.controller.fleet.worker import Worker as Worker
+from rookery.errors import without_paths
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
 
@@ -61,7 +63,7 @@ class Fleet:
         self._closing = BackgroundTasks()
         self.epoch = int(clock.time() * 1000)
         self.failures: dict[str, str] = {}
-        """Why the last local worker of a base model does not work, until one is loaded."""
+        """Why the last worker of a base model does not work, for tenants, until one is loaded."""
         self.ignored_frames = 0
         self.bad_frames = 0
         self.losses = 0
@@ -92,6 +94,11 @@ class Fleet:
     def failure(self, model: str) -> str:
         """Why no worker will serve ``model``; empty while one trains it, or may come."""
         return self.failures.get(model, "") if not self.serving("train", model) else ""
+
+    def fail(self, model: str, reason: str) -> str:
+        """The last worker of ``model`` ended for this ``reason``; :meth:`failure` then."""
+        self.failures[model] = f"the worker of {model} does not work: {without_paths(reason, keep=model)}"
+        return self.failure(model)
 
     def missing(self, role: str, model: str) -> str:
         """Why no worker serves ``model`` for ``role`` now, with the state of each candidate."""
@@ -154,7 +161,15 @@ class Fleet:
         )
 
     async def _register(self, hello: Any, connection: Connection) -> Worker:
-        self._check(hello)
+        try:
+            self._check(hello)
+        except RegistrationRefused as refusal:
+            if isinstance(hello, protocol.Hello) and hello.name not in self._workers:
+                outbox, now = Outbox(connection, 0, self._clock), self._clock.monotonic()
+                refused = Worker(hello, outbox, now, now, state="gone", status_message=f"refused: {refusal}")
+                self._workers[hello.name] = refused
+                log.error("worker %s is refused: %s", hello.name, refusal, extra=_extra(refused))
+            raise
         name = hello.name
         known = self._workers.get(name)
         if known is not None and known.hello.instance != hello.instance and known.state in CONNECTED:
@@ -225,8 +240,13 @@ class Fleet:
             case protocol.Ready():
                 raise protocol.BadFrame("a second Ready")
             case protocol.Draining():
+                worker.status_message = message.reason or worker.status_message
                 if self._transition(worker, "drain"):
                     self.emit(WorkerDraining(self._clock.time(), worker))
+                if message.reason:
+                    log.error("worker %s ends: %s", worker.name, message.reason, extra=_extra(worker))
+                    last = message.refused and not self.expects("train", worker.hello.model)
+                    self.emit(WorkerFailed(self._clock.time(), worker, message.reason, last))
             case _:
                 self.emit(MessageReceived(self._clock.time(), worker, message))
 
