@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,71 @@ def test_dead_page_changes_nothing(chromium: Any, town: Town) -> None:
         if running.show().step > before:
             break
     running.cancel()
+
+
+def test_job_is_tried_submitted_watched_paused_resumed_and_cancelled(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/new?from={town.done.id}")
+    page.wait_for_selector(".yaml >> text=base_model: qwen3-0.6b")
+    page.fill("label:has-text('name') input >> nth=0", "by-form")
+    page.fill("details:has(summary:text-is('stop')) label:has-text('steps') input", "4000")
+    page.click("button >> text=Dry run")
+    page.wait_for_selector(".dry article >> nth=2")
+    assert "<|im_start|>user" in page.locator(".dry article pre").first.inner_text()
+    page.click("button >> text=Submit")
+    page.wait_for_selector("h1 >> text=by-form")
+    page.wait_for_selector(".chart canvas")
+    page.click("button >> text=Pause")
+    page.wait_for_selector(".badge.paused")
+    page.click("button >> text=Resume")
+    page.wait_for_selector(".badge.running")
+    page.click("button >> text=Cancel")
+    page.click("button >> text=No")
+    page.click("button >> text=Cancel")
+    page.click("button >> text=Yes, cancel")
+    page.wait_for_selector(".badge.cancelled")
+    page.click("button >> text=Delete")
+    page.click("button >> text=Yes, delete")
+    page.wait_for_selector("h1 >> text=Runs")
+    assert "by-form" not in [view.name for view in town.ada.views()]
+
+
+def test_refused_job_says_why(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/new")
+    page.wait_for_selector(".yaml")
+    page.fill("details:has(summary:text-is('stop')) label:has-text('steps') input", "-1")
+    page.click("button >> text=Submit")
+    page.wait_for_selector("[role=alert] >> text=stop.steps")
+
+
+def test_chat_shows_base_and_version_side_by_side(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/chat?target={town.done.id}")
+    page.wait_for_selector("select[aria-label='Model on the right: version'] option >> nth=2", state="attached")
+    page.fill("label:has-text('samples') input", "3")
+    page.fill("textarea", "2+2?")
+    page.click("button >> text=Send")
+    for side in (1, 2):
+        page.wait_for_selector(f".side:nth-child({side}) .message.assistant >> nth=2")
+    tokens = page.locator(".side .token")
+    assert tokens.count() >= 6 and tokens.first.get_attribute("title") == "-0.5000 nats"
+    page.select_option("select[aria-label='Model on the right: version']", "6")
+    page.click(".side:nth-child(2) >> text=Replay")
+    page.wait_for_selector(".side:nth-child(2) .message.assistant >> nth=2")
+    page.fill("textarea", "And 3+3?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".side:nth-child(1) .message.user >> nth=1")
+
+
+def test_adapter_is_downloaded_with_the_cookie(page: Any, town: Town, tmp_path: Path) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}")
+    with page.expect_download() as started:
+        page.click("text=Download adapter")
+    started.value.save_as(tmp_path / "adapter.tar")
+    with tarfile.open(tmp_path / "adapter.tar") as archive:
+        assert "adapter_config.json" in archive.getnames()
 
 
 def test_searched_markup_is_shown_as_text(page: Any, town: Town) -> None:

@@ -7,9 +7,11 @@ import { Empty, Problem, html } from "./parts.js";
 import { Runs } from "./runs.js";
 import { Compare } from "./compare.js";
 import { Run } from "./run.js";
+import { Chat } from "./chat.js";
+import { Submit } from "./submit.js";
 
-const VIEWS = { runs: Runs, run: Run, compare: Compare };
-const LINKS = [["runs", "Runs"]];
+const VIEWS = { runs: Runs, run: Run, compare: Compare, chat: Chat, new: Submit };
+const LINKS = [["runs", "Runs"], ["new", "New run"], ["chat", "Chat"]];
 
 function useRoute() {
   const [hash, setHash] = useState(location.hash);

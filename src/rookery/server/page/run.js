@@ -1,6 +1,7 @@
 // One run: its header, its tabs, and the overview with the charts.
 import { useState } from "preact/hooks";
 import { jobPath, useData, useMetrics } from "./api.js";
+import { Actions } from "./actions.js";
 import { Chart } from "./chart.js";
 import { ago, count, duration, number, percent, route, time } from "./format.js";
 import { chartsOf } from "./overview.js";
@@ -39,6 +40,7 @@ export function Run({ path, query, account }) {
       ["submitted", time(view.created)],
       ["took", view.finished ? duration(view.finished - (view.started || view.created)) : view.started ? ago(view.started) : ""],
     ]} />
+    <${Actions} job=${job} view=${view} reload=${reload} />
     <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, label]) => html`<a href=${route(["run", job, ...(name ? [name] : [])])} aria-current=${(tab === name || (name === "steps" && ["step", "group", "episode"].includes(tab))) ? "page" : undefined}>${label}</a>`)}</nav>
     ${Inside ? html`<${Inside} job=${job} view=${view} rows=${stream.rows} path=${path} query=${query} reload=${reload} />` : html`<${Overview} job=${job} view=${view} stream=${stream} />`}`;
 }

@@ -1,0 +1,31 @@
+// What its owner does with a run: pause, resume, cancel, delete, download, begin another from it.
+import { useState } from "preact/hooks";
+import { call, jobPath } from "./api.js";
+import { route } from "./format.js";
+import { Problem, html } from "./parts.js";
+
+const ALLOWED = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"] };
+const ASKED = { cancel: "End this run for good? Its versions stay.", delete: "Delete this run with its versions and all its results?" };
+
+export function Actions({ job, view, reload }) {
+  const [error, setError] = useState(null), [busy, setBusy] = useState(false), [asked, setAsked] = useState("");
+  const act = async (name) => {
+    if (ASKED[name] && asked !== name) { setAsked(name); return; }
+    setAsked("");
+    setBusy(true);
+    try {
+      await call(name === "delete" ? "DELETE" : "POST", name === "delete" ? jobPath(job) : jobPath(job, name));
+      setError(null);
+      if (name === "delete") location.hash = "#/runs"; else reload();
+    } catch (problem) { setError(problem); }
+    setBusy(false);
+  };
+  const version = view.policies[0]?.version ?? 0, names = view.finished ? ["delete"] : ALLOWED[view.state] ?? [];
+  return html`<div class="bar actions">
+    ${asked ? html`<span role="alert">${ASKED[asked]}</span><button class="danger" onClick=${() => act(asked)}>Yes, ${asked}</button><button onClick=${() => setAsked("")}>No</button>`
+      : html`${names.map((name) => html`<button key=${name} class=${ASKED[name] ? "danger" : ""} disabled=${busy} onClick=${() => act(name)}>${name[0].toUpperCase() + name.slice(1)}</button>`)}
+        ${view.step > 0 && html`<a class="button" href=${`${jobPath(job)}/policies/${encodeURIComponent(view.policies[0].name)}/versions/latest/adapter`} download>Download adapter</a>
+          <a class="button" href=${route(["chat"], { target: job })}>Chat</a><a class="button" href=${route(["new"], { from: job, version })}>New run from version ${version}</a>`}
+        <a class="button" href=${route(["new"], { from: job })}>New run like this</a>`}
+    </div><${Problem} error=${error} />`;
+}

@@ -1,0 +1,70 @@
+// The form of a job, made from the schema of JobSpec, and the job as YAML. Pure functions: tests run them without a browser.
+
+const PLAIN = /^[A-Za-z_][\w .\/@+-]*$/, RESERVED = /^(true|false|null|yes|no|on|off|y|n|~)$/i;
+
+function scalar(value) {
+  if (typeof value !== "string") return JSON.stringify(value);
+  return PLAIN.test(value) && !RESERVED.test(value) && value === value.trim() && !/[:#]/.test(value) ? value : JSON.stringify(value);
+}
+
+/** A value of JSON as YAML: blocks for what is long, one line for what is short. */
+export function toYaml(value, indent = 0) {
+  const pad = " ".repeat(indent);
+  const short = (inner) => inner === null || typeof inner !== "object" || Object.keys(inner).length === 0;
+  if (short(value)) return `${pad}${value !== null && typeof value === "object" ? (Array.isArray(value) ? "[]" : "{}") : scalar(value)}\n`;
+  if (Array.isArray(value)) return value.map((inner) => (short(inner) ? `${pad}- ${toYaml(inner).trim()}\n` : `${pad}- ${JSON.stringify(inner)}\n`)).join("");
+  return Object.entries(value).map(([name, inner]) => (short(inner) ? `${pad}${scalar(name)}: ${toYaml(inner).trim()}\n` : `${pad}${scalar(name)}:\n${toYaml(inner, indent + 2)}`)).join("");
+}
+
+/** The value at a path of an object, and a copy of it with another one; undefined removes the field and objects left empty. */
+export const at = (spec, path) => path.reduce((value, name) => value?.[name], spec);
+export function set(spec, [name, ...rest], value) {
+  const copy = { ...spec };
+  const inner = rest.length ? set(copy[name] ?? {}, rest, value) : value;
+  if (inner === undefined || (rest.length && Object.keys(inner).length === 0)) delete copy[name];
+  else copy[name] = inner;
+  return copy;
+}
+
+/** The fields of a schema, in order: {name, path, kind: "text"|"number"|"integer"|"boolean"|"choice"|"object"|"json", ...}. */
+export function fieldsOf(document, schema, path = []) {
+  const resolve = (one) => (one.$ref ? { ...resolve(document.$defs?.[one.$ref.split("/").pop()] ?? document.schemas?.[one.$ref.split("/").pop()] ?? {}), ...without(one, "$ref") } : one);
+  return Object.entries(resolve(schema).properties ?? {}).map(([name, given]) => {
+    const options = (given.anyOf ?? given.oneOf ?? [given]).map(resolve).filter((one) => one.type !== "null");
+    const field = { ...resolve(given), ...options[0], default: given.default, description: given.description ?? options[0]?.description ?? "" };
+    const about = { name, path: [...path, name], description: plain(field.description), default: field.default, minimum: field.minimum, maximum: field.maximum };
+    if (field.enum) return { ...about, kind: "choice", choices: field.enum };
+    if (field.type === "object" || field.properties) return field.properties ? { ...about, kind: "object", fields: fieldsOf(document, field, about.path) } : { ...about, kind: "json" };
+    if (options.length > 1 || field.type === "array") return { ...about, kind: "json" };
+    return { ...about, kind: { string: "text", number: "number", integer: "integer", boolean: "boolean" }[field.type] ?? "json" };
+  });
+}
+
+const without = (object, name) => Object.fromEntries(Object.entries(object).filter(([one]) => one !== name));
+
+/** A description without the links and quotes of its markup. */
+export const plain = (text) => (text ?? "").replace(/\[([^\]]*)\]\([^)]*\)/g, "$1").replace(/`/g, "").replace(/\s+/g, " ").trim();
+
+/** What a text in a field means; undefined where it is empty. Raises for JSON that is none. */
+export function parseField(kind, text) {
+  if (text.trim() === "") return undefined;
+  if (kind === "integer" || kind === "number") return Number(text);
+  return kind === "json" ? JSON.parse(text) : text;
+}
+
+/** A job to begin with, and one like another, perhaps from its newest version. */
+export const EXAMPLE = {
+  name: "sums", base_model: "smollm2-135m-instruct",
+  environment: { id: "jsonl", verifier: "exact", rows: [{ prompt: "2 + 2 = ? Number only.", answer: "4" }, { prompt: "3 + 5 = ? Number only.", answer: "8" }] },
+  algorithm: { group_size: 8, groups_per_step: 4 }, sampling: { max_tokens: 16 }, stop: { steps: 20 },
+};
+
+const withoutNulls = (value) => (value === null || typeof value !== "object" || Array.isArray(value) ? value : Object.fromEntries(Object.entries(value).filter(([, inner]) => inner !== null).map(([name, inner]) => [name, withoutNulls(inner)])));
+
+export function likeJob(view, version) {
+  const { name, base_model, environment, policies, algorithm, sampling, evaluation, stop } = withoutNulls(view.spec);
+  const spec = { name: version === undefined ? name : `${name}-more`, base_model, environment, policies, algorithm, sampling, evaluation, stop };
+  if (version === undefined) return spec;
+  const [policy, settings] = Object.entries(policies)[0];
+  return { ...spec, policies: { [policy]: { ...settings, warm_start: { job: view.id, version } } } };
+}

@@ -1,0 +1,32 @@
+// The pure functions of the form of a job, by node's own runner: node --test tests/page
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import * as form from "../../src/rookery/server/page/jobform.js";
+
+test("YAML quotes what YAML would read as something else", () => {
+  const spec = { name: "a: b", on: "yes", text: "1.5", empty: "", list: [1, "x", { a: 1 }], none: {}, deep: { er: { none: null } }, lines: "a\nb", hash: "a #b" };
+  assert.equal(form.toYaml(spec), 'name: "a: b"\n"on": "yes"\ntext: "1.5"\nempty: ""\nlist:\n  - 1\n  - x\n  - {"a":1}\nnone: {}\ndeep:\n  er:\n    none: null\nlines: "a\\nb"\nhash: "a #b"\n');
+});
+
+test("a field that is emptied leaves the job, with the objects that held it", () => {
+  assert.deepEqual(form.set({ a: { b: { c: 1 } }, d: 2 }, ["a", "b", "c"], undefined), { d: 2 });
+  assert.deepEqual(form.set({}, ["a", "b"], 1), { a: { b: 1 } });
+  assert.equal(form.at({ a: null }, ["a", "b"]), undefined);
+  assert.equal(form.parseField("number", " "), undefined);
+  assert.equal(form.parseField("integer", "8"), 8);
+  assert.throws(() => form.parseField("json", "{"));
+});
+
+test("fields follow references and leave null out", () => {
+  const schemas = { Job: { properties: { stop: { $ref: "#/components/schemas/Stop" }, kind: { $ref: "#/x/Kind", default: "b" } } }, Stop: { type: "object", properties: { steps: { anyOf: [{ type: "integer" }, { type: "null" }], default: null } } }, Kind: { enum: ["a", "b"] } };
+  const [stop, kind] = form.fieldsOf({ schemas }, schemas.Job);
+  assert.deepEqual([stop.kind, stop.fields[0].kind, stop.fields[0].path], ["object", "integer", ["stop", "steps"]]);
+  assert.deepEqual([kind.kind, kind.choices, kind.default], ["choice", ["a", "b"], "b"]);
+});
+
+test("a run from a version names it", () => {
+  const view = { id: "job-1", spec: { name: "x", base_model: "m", policies: { main: { rank: 4 } }, stop: { steps: 1 } } };
+  assert.deepEqual(form.likeJob(view, 3).policies.main, { rank: 4, warm_start: { job: "job-1", version: 3 } });
+  assert.deepEqual(form.likeJob({ ...view, spec: { ...view.spec, stop: { steps: 1, reward: null } } }).stop, { steps: 1 });
+  assert.deepEqual(form.likeJob(view).policies.main, { rank: 4 });
+});
