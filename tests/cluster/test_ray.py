@@ -36,10 +36,10 @@ HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 4, "h
 """Ray's own default takes 14 s to notice a lost node; Rookery's heartbeats do not wait for it."""
 
 
-def until(happened: Callable[[], Any], what: str) -> Any:
+def until(happened: Callable[[], Any], what: str | Callable[[], object]) -> Any:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (found := happened()):
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(0.1)
     return found
 
@@ -263,3 +263,56 @@ def test_a_job_runs_from_ray_job_submit(tmp_path: Path, model: str) -> None:
         assert "3 steps" in done.stdout
     finally:
         cluster.shutdown()
+
+
+OTHER = """
+import sys, ray
+from rookery.cluster.ray import scale_to
+ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
+scale_to([({"CPU": 2.0}, {"pool": "other"})])
+sys.stdin.readline()
+scale_to([])
+"""
+
+
+def test_the_autoscaler_is_asked_for_the_nodes_of_all_workers(tmp_path: Path, model: str) -> None:
+    """Ray has one request: those of several base models are joined. It ends with the service."""
+    from ray._raylet import GcsClient
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_enable_autoscaler_v2", "1")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
+        gcs = GcsClient(cluster.address)
+
+        def requested_nodes() -> list[tuple[int, dict[str, float], list[tuple[str, list[str]]]]]:
+            """(how many, resources, (label, its values) of the node) of each kind of worker."""
+            found = []
+            for constraint in get_cluster_resource_state(gcs).cluster_resource_constraints:
+                for counted in constraint.resource_requests:
+                    selectors = [
+                        (one.label_key, list(one.label_values))
+                        for selector in counted.request.label_selectors
+                        for one in selector.label_constraints
+                    ]
+                    found.append((counted.count, dict(counted.request.resources_bundle), selectors))
+            return sorted(found, key=str)
+
+        own = [(1, {"CPU": 1.0}, [("pool", ["spot"])]), (2, {"CPU": 1.0}, [("pool", ["spot"])])]
+        both = [*own, (1, {"CPU": 2.0}, [("pool", ["other"])])]
+        settings = Settings.load(
+            {"ROOKERY_DATA": str(tmp_path / "data"), "ROOKERY_CACHE": str(tmp_path / "cache")},
+            port=0, models=model, cluster="ray", ray_address=cluster.address, ray_spot_workers=2,
+        )  # fmt: skip
+        try:
+            with EmbeddedService(settings):
+                until(lambda: requested_nodes() == sorted(own, key=str), requested_nodes)
+                other = subprocess.Popen([sys.executable, "-c", OTHER, cluster.address], stdin=subprocess.PIPE)
+                until(lambda: requested_nodes() == sorted(both, key=str), requested_nodes)
+                other.communicate(b"\n")
+                until(lambda: requested_nodes() == sorted(own, key=str), requested_nodes)
+            until(lambda: not requested_nodes(), requested_nodes)
+        finally:
+            cluster.shutdown()

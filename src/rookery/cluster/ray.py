@@ -7,6 +7,8 @@ Promises:
   lost one by its own heartbeats.
 * Reserved workers (``workers``) lie in a placement group on nodes without ``ray_spot_label``, spread over them;
   preemptible ones (``ray_spot_workers``) on nodes with it. One that has no node waits, and starts when a node joins.
+* Ray's autoscaler is asked for nodes for all wanted workers (:func:`scale_to`), also while they start again: it removes
+  no node that a worker is about to return to. The request ends with this process.
 * A node that Ray drains, because its machine is about to be taken away, has its workers drained by SIGTERM.
 * The process is a separate Ray driver, because Ray ends a driver that has lost the head: the service lives on, starts
   this process again, and the workers return with the head. The actors end with it, their processes with them.
@@ -16,14 +18,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +52,15 @@ LOG_LINES = 20
 """Last lines of a worker's output that its node reports when it has ended; Ray has the whole log."""
 DRAIN_LOOK_SECONDS = 1.0
 """Interval at which Ray is asked for draining nodes: it sends no event, and a spot notice leaves 30 s or more."""
+SCALE_SECONDS = 20.0
+"""Interval at which a request to Ray's autoscaler is repeated, and learns of those of other base models."""
+FORGOTTEN_SECONDS = 3 * SCALE_SECONDS
+"""A request that was not repeated for so long is of a process that was killed."""
+END_SECONDS = 2.0
+"""Without the service, Ray has so long to take the end of the request: a worker's process ends with this one."""
+REQUESTS = b"rookery-workers/"
+"""Prefix of the keys in Ray's store under which the processes of the base models leave their requests: Ray knows one
+request per cluster."""
 HEAD_PORT = 6379
 """Default address of a head."""
 CONNECT_SECONDS = 5.0
@@ -147,6 +162,9 @@ class RayActors:
         self._reserved = {child: i for i, child in enumerate(reserved)}
         self._hosts = hosts
         self._group: Any = None
+        self._spot = len(spot)
+        self._scaled = 0.0
+        """When Ray's autoscaler was asked last."""
         self.stopped = asyncio.Event()
         self._processes: WeakSet[RayProcess] = WeakSet()
         """Those that the supervisor holds, except the drained ones."""
@@ -161,9 +179,7 @@ class RayActors:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         if self._reserved:
-            resources = {"CPU": self._settings.ray_cpus, "GPU": await self._gpus(spot=False)}
-            bundles = [{kind: amount for kind, amount in resources.items() if amount}] * len(self._reserved)
-            selectors = [{self._label: f"!{self._value}"}] * len(bundles)
+            bundles, selectors = await self._bundles(spot=False)
             self._group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
         await self.supervisor.start()
         try:
@@ -172,6 +188,7 @@ class RayActors:
                     return refused.reason
                 draining = await asyncio.to_thread(draining_nodes)
                 self._check(addresses(await asyncio.to_thread(ray.nodes)))  # one may have joined
+                await self._scale()
                 for process in [process for process in self._processes if process.node in draining]:
                     self._processes.discard(process)
                     process.terminate()
@@ -179,8 +196,23 @@ class RayActors:
         finally:
             self.stopped.set()
             await self.supervisor.stop()
+            await asyncio.to_thread(scale_to, [])
             if self._group is not None:
                 remove_placement_group(self._group)
+
+    async def _scale(self) -> None:
+        """Ask Ray's autoscaler for nodes for all workers, now and then again."""
+        if not self._hosts and time.monotonic() - self._scaled > SCALE_SECONDS:
+            self._scaled = time.monotonic()
+            wanted = [await self._bundles(spot=spot) for spot in (False, True)]
+            await asyncio.to_thread(scale_to, [one for pair in wanted for one in zip(*pair, strict=True)])
+
+    async def _bundles(self, *, spot: bool) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
+        """The resources of each preemptible worker, or of each reserved one, and the labels of its node."""
+        resources = {"CPU": self._settings.ray_cpus, "GPU": await self._gpus(spot=spot)}
+        count = self._spot if spot else len(self._reserved)
+        label = self._value if spot else f"!{self._value}"
+        return [{kind: amount for kind, amount in resources.items() if amount}] * count, [{self._label: label}] * count
 
     async def _gpus(self, *, spot: bool) -> float:
         """GPUs of a worker."""
@@ -260,6 +292,30 @@ def workers(
     return RayActors(settings, reserved, spot, [], check)
 
 
+def scale_to(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:
+    """Ask Ray's autoscaler for nodes that fit each of ``wanted`` (resources, and labels of the node), besides what the
+    processes of other base models ask for. An empty list ends this process's request. Without an autoscaler it has no
+    effect."""
+    import ray
+    from ray.autoscaler.sdk import request_resources
+    from ray.experimental import internal_kv as kv
+
+    key, now = REQUESTS + ray.get_runtime_context().get_job_id().encode(), time.time()
+    if wanted:
+        kv._internal_kv_put(key, json.dumps({"time": now, "wanted": wanted}).encode(), overwrite=True)
+    else:
+        kv._internal_kv_del(key)
+    bundles, selectors = [], []
+    for other in sorted(kv._internal_kv_list(REQUESTS)):
+        request = json.loads(kv._internal_kv_get(other) or b"{}")
+        if now - request.get("time", 0.0) > FORGOTTEN_SECONDS:
+            kv._internal_kv_del(other)
+            continue
+        bundles += [resources for resources, _ in request["wanted"]]
+        selectors += [labels for _, labels in request["wanted"]]
+    request_resources(bundles=bundles, bundle_label_selectors=selectors)
+
+
 def addresses(nodes: list[dict[str, Any]]) -> set[str]:
     """The addresses of those of Ray's ``nodes`` that are alive."""
     return {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
@@ -328,12 +384,22 @@ async def supervise(actors: RayActors) -> str:
     return await actors.run()
 
 
+def end() -> None:
+    """The service is lost: end this process, and with it the request for nodes if Ray answers soon."""
+    timer = threading.Timer(END_SECONDS, os._exit, (LOST,))
+    timer.daemon = True
+    timer.start()
+    with contextlib.suppress(Exception):
+        scale_to([])
+    os._exit(LOST)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="rookery.cluster.ray", description="Processes on the nodes of a Ray cluster.")
     parser.add_argument("--connect", required=True, metavar="URL", help="the service's address")
     parser.add_argument("--model", help="the base model of the workers; without it, the built-in environments' host")
     given = parser.parse_args()
-    die_with_parent(partial(os._exit, LOST))
+    die_with_parent(end)
     try:
         settings, token = Settings.load(), token_of()
         connect(settings.cluster.ray_address)
