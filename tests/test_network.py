@@ -5,14 +5,15 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.client import Client
 from rookery.errors import UserError
-from rookery.network import client_tls, is_loopback, proxy_of, split_address
-from rookery.protocol.connection import socket_url
+from rookery.network import client_tls, is_loopback, proxy_of, service_url
+from rookery.settings import Settings
 
 PROXY = "http://proxy:3128"
 
@@ -110,22 +111,62 @@ def test_a_proxy_that_cannot_be_used_is_one_line(wrong: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("address", "http", "ws"),
+    [
+        ("http://h", "http://h", "ws://h"),
+        ("HTTP://h:7077/", "http://h:7077", "ws://h:7077"),
+        ("ws://h:1", "http://h:1", "ws://h:1"),
+        ("https://a.b/x/", "https://a.b/x", "wss://a.b/x"),
+        ("wss://a.b///", "https://a.b", "wss://a.b"),
+        ("https://a.b/x//y", "https://a.b/x//y", "wss://a.b/x//y"),
+        ("http://[::1]:7077", "http://[::1]:7077", "ws://[::1]:7077"),
+        ("http://[fe80::1%25eth0]/p", "http://[fe80::1%25eth0]/p", "ws://[fe80::1%25eth0]/p"),
+        ("http://10.0.0.1:65535", "http://10.0.0.1:65535", "ws://10.0.0.1:65535"),
+        ("http://h:", "http://h:", "ws://h:"),
+    ],
+)
+def test_an_address_is_read_in_one_way(address: str, http: str, ws: str) -> None:
+    """By clients, workers, environment hosts and the settings."""
+    assert service_url(address, "x") == http
+    assert service_url(address, "x", "ws", "/wire/host") == f"{ws}/wire/host"
+    assert Settings.load({"ROOKERY_URL": address}).base_url == address
+    Client(address, "tml-x").close()
+
+
+@pytest.mark.parametrize(
     ("wrong", "hint"),
     [
         ("localhost:7077", "such as http://localhost:7077"),
         ("10.0.0.1", "such as http://10.0.0.1"),
+        ("[::1]:7077", "such as http://[::1]:7077"),
         ("ftp://h", ""), ("http://", ""), ("http:///x", ""), ("//h", ""), ("http://h:x", ""), ("http://h:0", ""),
         ("http://h:99999", ""), ("http://a b", ""), ("http://[::1", ""), ("nonsense here", ""), ("http://h\n", ""),
+        ("http://::1:7077", ""), ("", ""), ("http://h?x=1", ""), ("http://h/#top", ""), ("http://user:secret@h:1", ""),
+        ("http://h\\x", ""), ("http://h:-1", ""), ("http://:7077", ""), ("http://h:\N{ARABIC-INDIC DIGIT FOUR}", ""),
     ],
 )  # fmt: skip
 def test_an_address_without_a_scheme_or_host_is_one_line(wrong: str, hint: str) -> None:
     with pytest.raises(UserError, match=r"x: given .*, allowed: an address with http:// or https://") as caught:
-        split_address(wrong, "x")
-    assert str(caught.value).endswith(hint) and "\n" not in str(caught.value)
-    with pytest.raises(UserError):
-        socket_url(wrong, "/wire/host")
+        service_url(wrong, "x")
+    assert str(caught.value).endswith(hint) and "\n" not in str(caught.value) and "secret" not in str(caught.value)
     with pytest.raises(UserError):
         Client(wrong, "tml-x")
+
+
+def test_a_host_becomes_an_address() -> None:
+    assert Settings.load({}, host="::1", port=7).base_url == "http://[::1]:7"
+    assert Settings.load({}, host="10.0.0.1", port=7).base_url == "http://10.0.0.1:7"
+
+
+@given(text=st.text(max_size=30) | st.from_regex(r"(http|ws)s?://[\[\]a-z0-9:.@/?#%-]{0,20}", fullmatch=True))
+def test_any_text_is_an_address_or_refused(text: str) -> None:
+    try:
+        found = service_url(text, "x")
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1
+    else:
+        assert service_url(found, "x") == found, "it is read again as it was written"
+        assert httpx.URL(found).host
 
 
 def test_certificates_of_the_settings_win_over_those_of_the_system(tmp_path: Path) -> None:

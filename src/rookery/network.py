@@ -15,6 +15,7 @@ import os
 import re
 import ssl
 from collections.abc import Mapping
+from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
 from rookery.errors import UserError, short
@@ -34,21 +35,30 @@ _BRACKETED = re.compile(r"\[([^\[\]]+)\](/[0-9]+)?(?::([0-9]+))?")
 """An entry of ``no_proxy`` that is an address or a network of IPv6 in brackets, with or without a port."""
 
 
-def split_address(address: str, name: str) -> SplitResult:
-    """The parts of a service's address, which ``name`` gave. Raises :class:`UserError`."""
+def service_url(address: str, name: str, scheme: Literal["http", "ws"] = "http", path: str = "") -> str:
+    """The URL of ``path`` at a service's ``address``, which ``name`` gave, for HTTP or a WebSocket. An address has the
+    scheme http, https, ws or wss (TLS or not is all that it says), a name or an IP address (IPv6 in brackets), and,
+    where needed, a port and the path of a proxy. Raises :class:`UserError`, without a password, for anything else."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(address)
-        if parts.scheme in DEFAULT_PORTS and parts.hostname and parts.port != 0 and not {*address} & {*" \t\n\r\\"}:
-            return parts
+        plain = not {*address} & {*" \t\n\r\\?#@"} and address.isprintable()
+        if plain and parts.scheme in DEFAULT_PORTS and parts.hostname and parts.port != 0:
+            tls = "s" if parts.scheme in ("https", "wss") else ""
+            return f"{scheme}{tls}://{parts.netloc}{parts.path.rstrip('/')}{path}"
+    shown = short(repr(_without_password(address)))
     hint = f", such as http://{address}" if "://" not in address and _is_host(address) else ""
-    raise UserError(f"{name}: given {short(repr(address))}, allowed: an address with http:// or https://{hint}")
+    raise UserError(f"{name}: given {shown}, allowed: an address with http:// or https://{hint}")
+
+
+def join_address(scheme: str, host: str, port: int) -> str:
+    """The URL of a host, which may be an address of IPv6."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _is_host(text: str) -> bool:
     """Whether ``http://text`` is an address."""
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(f"http://{text}")
-        return bool(parts.hostname) and parts.port != 0 and text.isascii() and text.isprintable() and " " not in text
+    with contextlib.suppress(UserError):
+        return text.isascii() and bool(service_url(f"http://{text}", ""))
     return False
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rookery.errors import UserError
 from rookery.folders import expanded
-from rookery.network import split_address
+from rookery.network import join_address, service_url
 
 TOKEN_VARIABLE = "ROOKERY_TOKEN"
 """Variable that holds the key of a worker or host: an argument would show in the process list."""
@@ -478,7 +478,7 @@ class Settings(Section):
     def base_url(self) -> str:
         """Address of the service for clients."""
         scheme = "https" if self.server.tls_cert else "http"
-        return self.server.url or f"{scheme}://{self.server.host}:{self.server.port}"
+        return self.server.url or join_address(scheme, self.server.host, self.server.port)
 
     @property
     def trusted(self) -> str:
@@ -521,7 +521,7 @@ class Settings(Section):
                     f"setting ROOKERY_{name.upper()}: it is empty, which means nothing; give a value, or unset it"
                 )
         if url := values.get("url"):
-            split_address(str(url), "setting ROOKERY_URL")
+            service_url(str(url), "setting ROOKERY_URL")
         try:
             settings = cls.model_validate(values)
         except ValidationError as error:

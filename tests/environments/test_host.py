@@ -29,7 +29,6 @@ from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.host import Host, Hosted
 from rookery.errors import UserError
-from rookery.protocol.connection import socket_url
 
 
 class Controller:
@@ -451,7 +450,6 @@ async def test_a_refused_host_says_why() -> None:
             await asyncio.wait_for(Host(f"http://127.0.0.1:{port}", "x", {}).run(), 20)
     with pytest.raises(UserError, match="the service's address: given 'nonsense'"):
         await Host("nonsense", "x", {}).run()
-    assert socket_url("https://a.b/x/", "/wire/host") == "wss://a.b/x/wire/host"
 
 
 async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:

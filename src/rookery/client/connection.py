@@ -18,7 +18,7 @@ import httpx
 
 from rookery import errors
 from rookery.lines import LineSplitter
-from rookery.network import client_tls, proxy_of, split_address
+from rookery.network import client_tls, proxy_of, service_url
 
 CONNECT_SECONDS = 3.0
 """Time limit of an attempt to connect, of which there are three: together less than ``READ_SECONDS``."""
@@ -77,8 +77,7 @@ class HttpConnection:
     ) -> None:
         """``ca_file`` is as in :func:`~rookery.network.client_tls`. ``key_from`` says where the key was found, for the
         error of a wrong one. ``seconds`` is the time limit of every request in place of that of its purpose."""
-        split_address(url, "the service's address (ROOKERY_URL)")
-        self.url = url.rstrip("/")
+        self.url = service_url(url, "the service's address (ROOKERY_URL)")
         self._key, self._ca_file, self._key_from, self._seconds = key, ca_file, key_from, seconds
         self._opened: dict[int, httpx.Client] = {}
         self._client()

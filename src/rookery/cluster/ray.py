@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from rookery.aio import wait_event
@@ -41,7 +41,7 @@ from rookery.children import die_with_parent, interpreter
 from rookery.cluster.base import child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
 from rookery.errors import EXIT_REFUSED, UserError, installs
-from rookery.network import is_loopback
+from rookery.network import DEFAULT_PORTS, is_loopback, join_address, service_url
 from rookery.settings import Settings, token_of
 
 LOST = 1
@@ -326,11 +326,10 @@ def address_for_nodes(settings: Settings, connect: str, own: str, nodes: Collect
     this machine, ``own`` to Ray, reaches at ``connect``. Raises UserError if the service listens for this machine
     alone and there are others."""
     if settings.server.url:
-        return settings.server.url.rstrip("/")
+        return service_url(settings.server.url, "setting ROOKERY_URL")
     parts = urlsplit(connect)
     if settings.server.host in ("0.0.0.0", "::", ""):
-        host = f"[{own}]" if ":" in own else own
-        return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}"))
+        return join_address(parts.scheme, own, parts.port or DEFAULT_PORTS[parts.scheme])
     if is_loopback(connect) and (others := sorted({*nodes} - {own})):
         raise UserError(
             f"the Ray cluster has nodes at {', '.join(others[:3])}, which do not reach {connect}; start the service"

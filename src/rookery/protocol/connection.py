@@ -19,7 +19,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from itertools import cycle
 from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import urlunsplit
 
 import msgspec
 import websockets
@@ -28,7 +27,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from rookery.aio import cancel_all, first_of
 from rookery.clock import Clock
-from rookery.network import client_tls, proxy_of, split_address
+from rookery.network import client_tls, proxy_of, service_url
 from rookery.protocol import MAX_FRAME, BadFrame, decode, encode
 from rookery.protocol.common import PROTOCOL, HelloRejected, Message
 from rookery.protocol.envhost import HostWelcome
@@ -274,7 +273,10 @@ async def stay_connected(
     comma-separated, of a service and its standbys: each attempt takes the next one. Raises
     :class:`RegistrationRefused` where the service refuses the key or the process. ``ca_file`` is as in
     :func:`~rookery.network.client_tls`. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
-    targets = [(each, socket_url(each, path), client_tls(each, ca_file), proxy_of(each)) for each in base.split(",")]
+    targets = [
+        (each, service_url(each, "the service's address", "ws", path), client_tls(each, ca_file), proxy_of(each))
+        for each in base.split(",")
+    ]
     headers = {"Authorization": f"Bearer {token}"}
     shortest, longest = BACKOFF_SECONDS
     pause = shortest
@@ -307,14 +309,6 @@ async def stay_connected(
             pause = shortest
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, longest)
-
-
-def socket_url(base: str, path: str) -> str:
-    """The WebSocket address of ``path`` at a service's ``base`` (http, https, ws or wss). Raises
-    :class:`~rookery.errors.UserError` for any other address."""
-    parts = split_address(base, "the service's address")
-    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-    return urlunsplit((schemes[parts.scheme], parts.netloc, parts.path.rstrip("/") + path, "", ""))
 
 
 def refusal_of(body: bytes | bytearray) -> str:

@@ -26,12 +26,12 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from rookery.aio import cancel_all
 from rookery.children import die_with_parent
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.folders import CACHE_FOLDERS, usable_folder
+from rookery.network import service_url
 from rookery.protocol.connection import RegistrationRefused
 from rookery.settings import WORKER_SETTINGS, Settings, token_of
 from rookery.telemetry.log import log_to_stderr
@@ -126,13 +126,9 @@ def _in_loop(future: Future[Any]) -> asyncio.Future[Any]:
     return asyncio.ensure_future(asyncio.shield(asyncio.wrap_future(future)))
 
 
-def base_url(address: str) -> str:
-    """The HTTP address for an address with scheme ws, wss, http or https, or without a scheme."""
-    url = urlsplit(address if "://" in address else f"http://{address}")
-    scheme = {"ws": "http", "wss": "https"}.get(url.scheme, url.scheme)
-    if scheme not in ("http", "https") or not url.netloc:
-        raise UserError(f"--connect: given {address!r}, allowed is an address like http://host:7077")
-    return urlunsplit((scheme, url.netloc, url.path.rstrip("/"), "", ""))
+def bases(connect: str) -> str:
+    """The HTTP addresses of ``--connect``, comma-separated. Raises ``UserError``."""
+    return ",".join(service_url(address.strip(), "--connect") for address in connect.split(","))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         log_to_stderr(settings.server.log_level)
         usable_folder(settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)
-        base = ",".join(map(base_url, given.connect.split(",")))
+        base = bases(given.connect)
         roles = given.roles.split(",")
         if not set(roles) <= {"rollout", "train"}:
             raise UserError(f"--roles: given {given.roles!r}, allowed are rollout, train, or both with a comma")
@@ -206,7 +202,7 @@ def _report(given: argparse.Namespace, settings: Settings | None, reason: str) -
     settings = settings if settings is not None else Settings()
     with contextlib.suppress(UserError):
         options = WorkerOptions(
-            base=",".join(map(base_url, given.connect.split(","))),
+            base=bases(given.connect),
             token=token_of(),
             model=given.model,
             roles=["rollout", "train"],

@@ -42,6 +42,7 @@ from starlette.routing import Route
 
 from rookery import protocol
 from rookery.errors import UserError
+from rookery.network import join_address
 from rookery.worker.transfer.cache import COMPLETE, MANIFEST, is_state
 from rookery.worker.transfer.http import (
     RetryTransfer,
@@ -185,8 +186,7 @@ def listen(base: str, address: str | None, port: int | None) -> tuple[socket.soc
         listening = socket.create_server(("", local_port), family=family, dualstack_ipv6=dual)
     except (OSError, OverflowError) as error:
         raise UserError(f"cannot listen on port {local_port} for other workers ({error}); give --peer-port") from None
-    shown = f"[{host}]" if ":" in host else host
-    return listening, f"http://{shown}:{public_port or listening.getsockname()[1]}"
+    return listening, join_address("http", host, public_port or listening.getsockname()[1])
 
 
 def _own_address(base: str) -> str:
