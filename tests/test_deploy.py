@@ -5,8 +5,10 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ import yaml
 
 from rookery.cli import app
 from rookery.errors import EXIT_REFUSED
+from rookery.server.readiness import PATIENCE_SECONDS
 from rookery.settings import TOKEN_VARIABLE, Settings
 
 ROOT = Path(__file__).parent.parent
@@ -137,7 +140,7 @@ def test_manifests_match_the_schemas_of_kubernetes(name: str) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
     documents = list(yaml.safe_load_all((DEPLOY / name).read_text()))
     if name == "raycluster.yaml":
-        (cluster,) = documents
+        cluster, *documents = documents
         spec = cluster["spec"]
         assert spec.keys() == {
             "rayVersion", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec", "workerGroupSpecs",
@@ -146,7 +149,7 @@ def test_manifests_match_the_schemas_of_kubernetes(name: str) -> None:
         known = {"groupName", "replicas", "minReplicas", "maxReplicas", "labels", "rayStartParams", "template"}
         assert all(group.keys() <= known for group in groups)
         labels = {"app": "ray"}
-        documents = [
+        documents += [
             {
                 "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "pod"},
                 "spec": {
@@ -161,7 +164,7 @@ def test_manifests_match_the_schemas_of_kubernetes(name: str) -> None:
 
 
 def test_the_ray_cluster_agrees_with_the_settings() -> None:
-    spec = yaml.safe_load((DEPLOY / "raycluster.yaml").read_text())["spec"]
+    spec = next(yaml.safe_load_all((DEPLOY / "raycluster.yaml").read_text()))["spec"]
     assert f"ray=={spec['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()
     label, value = Settings().cluster.ray_spot_label.split("=")
     assert [group["labels"] for group in spec["workerGroupSpecs"]] == [{label: value}]
@@ -191,3 +194,52 @@ def test_no_pod_gets_variables_of_services(path: Path) -> None:
     found = list(pods(list(yaml.safe_load_all(path.read_text(encoding="utf-8")))))
     assert found or path.name == "sky.yaml"
     assert all(pod.get("enableServiceLinks") is False for pod in found)
+
+
+def test_a_container_that_serves_has_both_probes() -> None:
+    """Ready and alive are different questions, and the service answers both."""
+    served = []
+    for path in sorted(DEPLOY.glob("*.yaml")):
+        for pod in pods(list(yaml.safe_load_all(path.read_text(encoding="utf-8")))):
+            for container in pod["containers"]:
+                ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+                if Settings().server.port not in ports.values():
+                    assert "readinessProbe" not in container and "livenessProbe" not in container
+                    continue
+                served.append(path.name)
+                ready, alive = (container[f"{kind}Probe"]["httpGet"] for kind in ("readiness", "liveness"))
+                assert (ready["path"], alive["path"]) == ("/readyz", "/healthz")
+                assert {ports[ready["port"]], ports[alive["port"]]} == {Settings().server.port}
+                assert container["readinessProbe"]["timeoutSeconds"] > PATIENCE_SECONDS
+    assert served == ["raycluster.yaml", "service.yaml"]
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.name)
+def test_a_manifest_has_the_volumes_that_it_claims(path: Path) -> None:
+    """And its folders are writable for a user that is not root; a secret that it names is made by its first lines."""
+    text = path.read_text(encoding="utf-8")
+    documents = list(yaml.safe_load_all(text))
+    claims = {one["metadata"]["name"] for one in documents if one.get("kind") == "PersistentVolumeClaim"}
+    for pod in pods(documents):
+        claimed = [one["persistentVolumeClaim"] for one in pod.get("volumes", []) if "persistentVolumeClaim" in one]
+        assert {one["claimName"] for one in claimed} <= claims
+        assert not claimed or pod["securityContext"]["fsGroup"]
+        for name in re.findall(r"'secretKeyRef': {'name': '([^']+)'", str(pod)):
+            assert f"kubectl create secret generic {name} " in text
+
+
+def test_the_hook_of_a_ray_node_finds_the_workers_and_not_itself() -> None:
+    """Its script, for processes of this test: their command lines have a word of their own."""
+    spec = next(yaml.safe_load_all((DEPLOY / "raycluster.yaml").read_text()))["spec"]
+    (container,) = spec["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    (shell, flag, script) = container["lifecycle"]["preStop"]["exec"]["command"]
+    loop, _, rest = script.partition("sleep 10;")
+    assert "[r]ookery.worker.process" in loop and rest.strip() == "ray stop"
+    word = f"word{secrets.token_hex(8)}"
+    loop = loop.replace("[r]ookery.worker.process", f"[w]{word[1:]}")
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", word]) as process:
+        done = subprocess.run(
+            [shell, flag, f"{loop} echo end"], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert process.wait(60) == -signal.SIGTERM
+    assert done.stdout == "end\n"

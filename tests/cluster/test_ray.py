@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.support.clusters import job_of_texts
 from tests.support.small_model import save_small_model
 from tests.support.tinkered import free_port
 
@@ -93,31 +94,17 @@ def texts(of: Job) -> list[tuple[int, str]]:
     return sorted((episode.ordinal, str(episode.messages)) for episode in of.trajectories(limit=1000))
 
 
-def job(model: str, steps: int = 3) -> dict[str, Any]:
-    return {
-        "name": "texts", "base_model": model,
-        "environment": {
-            "id": "jsonl", "rows": [{"prompt": f"Write of {i}.", "answer": ""} for i in range(7)],
-            "verifier": {"name": "regex", "pattern": "[a-m].*[n-z]"},
-        },
-        "policies": {"main": {"rank": 4, "optimizer": {"lr": 0.01}}},
-        "algorithm": {"group_size": 4, "groups_per_step": 4},
-        "sampling": {"max_tokens": 400},
-        "stop": {"steps": steps},
-    }  # fmt: skip
-
-
 def test_nodes_join_and_vanish_while_a_job_runs(client: Client, nodes: Any, model: str) -> None:
     """A node's worker serves in the middle of a step; a killed one costs nothing that was received."""
     until(lambda: serving(client, "reserved"), "no reserved worker")
     assert not serving(client, "preemptible")  # it waits for a node
-    quiet = client.submit(job(model, STEPS))
+    quiet = client.submit(job_of_texts(model, STEPS))
     quiet.wait(PATIENCE_SECONDS)
 
     node = nodes.add_node(**SPOT)
     spot = until(lambda: serving(client, "preemptible"), "the node's worker does not serve")[0]
     assert "@" in spot.name  # the node's address and the actor
-    disturbed = client.submit(job(model, STEPS))
+    disturbed = client.submit(job_of_texts(model, STEPS))
     until(lambda: requested(client), "the node gets no request")
     nodes.remove_node(node, allow_graceful=False)
     ended = disturbed.wait(PATIENCE_SECONDS)
@@ -135,7 +122,7 @@ def test_random_kills_of_nodes_raylets_actors_and_workers_lose_nothing(client: C
     are read at once, as those of the next job's: the service keeps the latest only."""
     source, kills, began = random.Random(5), Counter[str](), time.monotonic()
     until(lambda: serving(client, "reserved"), "no reserved worker")
-    quiet = client.submit(job(model, STEPS))
+    quiet = client.submit(job_of_texts(model, STEPS))
     quiet.wait(PATIENCE_SECONDS)
     expected = texts(quiet)
     assert len(expected) == STEPS * 16
@@ -152,7 +139,7 @@ def test_random_kills_of_nodes_raylets_actors_and_workers_lose_nothing(client: C
         if not disturbed or disturbed[-1].show().state != "running":
             if disturbed:
                 equals_quiet(disturbed[-1])
-            disturbed.append(client.submit(job(model, STEPS)))
+            disturbed.append(client.submit(job_of_texts(model, STEPS)))
             until(lambda: requested(client), "the node gets no request")
         time.sleep(source.random())
         victim = source.choice(["node", "raylet", "actor", "worker", "reserved"])
@@ -195,7 +182,7 @@ def test_workers_return_with_the_head(tmp_path: Path, model: str) -> None:
     )  # fmt: skip
     with EmbeddedService(settings) as service, Client(service.url, service.key) as client:
         before = until(lambda: serving(client, "reserved"), "no worker")[0]
-        started = client.submit(job(model))
+        started = client.submit(job_of_texts(model))
         first.remove_node(first.head_node, allow_graceful=False)
         first.shutdown()
         until(lambda: not serving(client, "reserved"), "the worker outlives the head")
@@ -246,7 +233,7 @@ def test_a_job_runs_from_ray_job_submit(tmp_path: Path, model: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         script = tmp_path / "train.py"
-        script.write_text(TRAINING.format(spec=job(model), patience=PATIENCE_SECONDS))
+        script.write_text(TRAINING.format(spec=job_of_texts(model), patience=PATIENCE_SECONDS))
         folders = {"ROOKERY_DATA": str(tmp_path / "data"), "ROOKERY_CACHE": str(tmp_path / "cache")}
         variables = json.dumps({"env_vars": folders})
         command = ["job", "submit", "--address", f"http://127.0.0.1:{port}", "--runtime-env-json", variables, "--"]

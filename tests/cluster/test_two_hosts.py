@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.support import netns
+from tests.support.clusters import job_of_texts
 from tests.support.small_model import save_small_model
 
 from rookery.cluster.ray import address_for_nodes
@@ -66,7 +67,7 @@ class TwoHosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        spec = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))["spec"]
+        spec = next(yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8")))["spec"]
         self._head, (self._spot,) = spec["headGroupSpec"], spec["workerGroupSpecs"]
         self.one, self.two = netns.two_hosts(folder / "hosts")
         self.model = str(save_small_model(folder / "model"))
@@ -158,19 +159,8 @@ def test_job_outlives_the_loss_of_a_host(hosts: TwoHosts) -> None:
     spot = until(lambda: hosts.serving("preemptible"), "no worker on the second host")
     assert all(hosts.two.address in worker["name"] for worker in spot)
 
-    job = {
-        "name": "texts", "base_model": hosts.model,
-        "environment": {
-            "id": "jsonl", "rows": [{"prompt": f"Write of {i}.", "answer": "x"} for i in range(7)],
-            "verifier": {"name": "regex", "pattern": "[a-m].*[n-z]"},
-        },
-        "policies": {"main": {"rank": 4, "optimizer": {"lr": 0.01}}},
-        "algorithm": {"group_size": 4, "groups_per_step": 4},
-        "sampling": {"max_tokens": 400},
-        "stop": {"steps": STEPS},
-    }  # fmt: skip
     path = hosts.folder / "job.json"
-    path.write_text(json.dumps(job))
+    path.write_text(json.dumps(job_of_texts(hosts.model, STEPS)))
     hosts.rookery("run", str(path), "--detach")
     until(lambda: any(worker["requests"] for worker in hosts.serving("preemptible")), "the second host gets no request")
     hosts.two.kill()
