@@ -108,11 +108,9 @@ def optimizer_steps(
     for i, batch in enumerate(batches):
         parent = ref(i, rank=rank)
         where: dict[str, Any] = {"policy": str(i), "lease": 1, "parent": parent, "steps": taken, "tenant": str(i)}
-        forward = protocol.ForwardBackward(
-            op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, zero_grad=True, **where
-        )
+        forward = protocol.ForwardBackward(op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, **where)
         trainer.forward_backward(forward, batch)
-        trainer.optim_step(protocol.OptimStep(op=f"o{i}", adam=protocol.Adam(lr=1e-4, clip=1.0), **where))
+        trainer.optim_step(protocol.OptimStep(op=f"o{i}", operations=1, adam=protocol.Adam(lr=1e-4, clip=1.0), **where))
     while trainer.step():
         pass
     if torch.cuda.is_available():

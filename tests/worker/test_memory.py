@@ -112,10 +112,10 @@ class Policy:
         self.link.send(
             protocol.ForwardBackward(
                 op=f"{self.name} pass {step}", batch_ticket=offer, loss=protocol.Loss(name="importance_sampling"),
-                temperature=1.0, zero_grad=True, parent=self.versions[-1], **common,
+                temperature=1.0, parent=self.versions[-1], **common,
             ),
             protocol.OptimStep(
-                op=f"{self.name} step {step}", adam=protocol.Adam(lr=0.01), commit=self._ticket,
+                op=f"{self.name} step {step}", adam=protocol.Adam(lr=0.01), commit=self._ticket, operations=1,
                 parent=self.versions[-1], **common,
             ),
         )  # fmt: skip

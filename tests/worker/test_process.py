@@ -164,14 +164,20 @@ def forward(op: str, parent: protocol.AdapterRef, ticket: str, **changes: object
         "steps": 0,
         "loss": protocol.Loss(name="importance_sampling"),
         "temperature": 1.0,
-        "zero_grad": True,
         "tenant": "tenant",
     }
     return protocol.ForwardBackward(op=op, parent=parent, batch_ticket=ticket, **fields | changes)
 
 
 def optim(op: str, parent: protocol.AdapterRef, **changes: object) -> protocol.OptimStep:
-    fields: dict = {"policy": parent.policy, "lease": 1, "steps": 0, "adam": protocol.Adam(lr=0.05), "tenant": "tenant"}
+    fields: dict = {
+        "policy": parent.policy,
+        "lease": 1,
+        "steps": 0,
+        "operations": 1,
+        "adam": protocol.Adam(lr=0.05),
+        "tenant": "tenant",
+    }
     return protocol.OptimStep(op=op, parent=parent, **fields | changes)
 
 
@@ -538,8 +544,8 @@ def test_steps_commit_in_sequence(service: Dialled, start: Start) -> None:
         name = f"v{version}"
         link.send(
             forward(f"{name} a", parent, batch(service)),
-            forward(f"{name} b", parent, batch(service, 7), zero_grad=False),
-            optim(f"{name} c", parent),
+            forward(f"{name} b", parent, batch(service, 7), operations=1),
+            optim(f"{name} c", parent, operations=2),
             forward(f"{name} d", parent, batch(service), steps=1),
             optim(f"{name} e", parent, steps=1, commit=ticket),
         )
@@ -575,8 +581,8 @@ def test_no_step_follows_a_failed_operation(service: Dialled, start: Start) -> N
     parent, other = make_policy(service, link, "p"), make_policy(service, link, "other")
     link.send(
         forward("good", parent, batch(service)),
-        forward("gone", parent, "no such offer", zero_grad=False),
-        optim("over", parent),
+        forward("gone", parent, "no such offer", operations=1),
+        optim("over", parent, operations=2),
         forward("other", other, batch(service)),
         optim("other step", other),
     )
@@ -586,19 +592,20 @@ def test_no_step_follows_a_failed_operation(service: Dialled, start: Start) -> N
     assert link.done("over").category == "stale"
     assert link.done("other step").error == ""
     nonsense = service.tickets.publish_batch(b"nonsense")
-    link.send(forward("nonsense", parent, nonsense), optim("over that", parent))
+    again = {"lease": 2}
+    link.send(forward("nonsense", parent, nonsense, **again), optim("over that", parent, **again))
     assert link.done("nonsense").category == "failed"
     assert link.done("over that").category == "stale"
     link.send(forward("ahead", parent, batch(service), steps=3), optim("nothing held", parent, lease=9))
     assert link.done("ahead").category == "stale"
     assert link.done("nothing held").category == "stale"
-    link.send(forward("unknown loss", parent, batch(service), loss=protocol.Loss(name="none such")))
+    link.send(forward("unknown loss", parent, batch(service), loss=protocol.Loss(name="none such"), **again))
     assert link.done("unknown loss").category == "failed"
-    link.send(forward("second", parent, batch(service)), optim("second step", parent))
+    link.send(forward("second", parent, batch(service), **again), optim("second step", parent, **again))
     assert (link.done("second").error, link.done("second step").error) == ("", "")
     # an operation that is cancelled is not answered, nor is its gradient stepped with
-    link.send(forward("cancelled", parent, batch(service), steps=1), protocol.CancelOperation(op="cancelled"))
-    link.send(optim("after", parent, steps=1))
+    link.send(forward("cancelled", parent, batch(service), steps=1, **again))
+    link.send(protocol.CancelOperation(op="cancelled"), optim("after", parent, steps=1, **again))
     assert link.done("after").category == "stale"
     assert [done for done in link.of(protocol.OperationDone) if done.op == "cancelled"] == []
 
@@ -664,8 +671,8 @@ def committed(service: Dialled, link: Connection, parent: protocol.AdapterRef, l
     ticket, name = service.tickets.upload(), f"{parent.version} under {lease}"
     link.send(
         forward(f"{name} a", parent, batch(service), lease=lease),
-        forward(f"{name} b", parent, batch(service, 7), lease=lease, zero_grad=False),
-        optim(f"{name} c", parent, lease=lease, commit=ticket),
+        forward(f"{name} b", parent, batch(service, 7), lease=lease, operations=1),
+        optim(f"{name} c", parent, lease=lease, operations=2, commit=ticket),
     )
     answers = [link.done(f"{name} {letter}") for letter in "abc"]
     assert [done.error for done in answers] == [""] * 3
@@ -755,8 +762,8 @@ def test_gradient_of_a_share_is_added_on_another_worker(service: Dialled, start:
     gradient = service.ref(done.manifest, 0, "p")
     one.send(
         forward("first", parent, batch(service), lease=2),
-        forward("sum", parent, empty, lease=2, zero_grad=False, gradients=[gradient]),
-        optim("step", parent, lease=2, commit=ticket),
+        forward("sum", parent, empty, lease=2, operations=1, gradients=[gradient]),
+        optim("step", parent, lease=2, operations=2, commit=ticket),
     )
     assert [one.done(op).error for op in ("first", "sum", "step")] == [""] * 3
     divided = service.collect(ticket)
@@ -814,7 +821,7 @@ def test_sigterm_during_generation_and_training_sends_sampled_tokens(service: Di
     link.drop()
     link = service.connection(1)
     link.send(generate("r", parent))
-    link.send(*(forward(f"f{number}", parent, batch(service, 40), zero_grad=number == 0) for number in range(200)))
+    link.send(*(forward(f"f{number}", parent, batch(service, 40), operations=number) for number in range(200)))
     link.done("f0")
     service.until(lambda: (beats := link.of(protocol.Heartbeat)) and beats[-1].active == 1 and beats[-1].training > 0)
     worker.send_signal(signal.SIGTERM)

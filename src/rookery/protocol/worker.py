@@ -281,14 +281,17 @@ class StepOperation(Message, kw_only=True):
     """Base class of the operations of an optimizer step.
 
     ``parent`` names the committed state from which the policy's current step began, ``steps`` the optimizer steps
-    since then on this lease: the worker answers ``stale`` unless it holds (policy, lease, parent, steps) or steps is 0
-    and it can load the parent."""
+    since then on this lease, ``operations`` the :class:`ForwardBackward` that the gradient contains before this one.
+    The worker answers ``stale`` unless it holds (policy, lease, parent, steps, operations), or both counts are 0 and it
+    can load the parent. A gradient is never cleared: it is stepped on, or abandoned with its lease. Operations that
+    leave the state as it is (``forward_only``, a commit without a step) do not look at ``operations``."""
 
     op: str
     policy: str
     lease: int
     parent: AdapterRef
     steps: int
+    operations: int = 0
     commit: str = ""
     """An upload ticket for what the operation makes, or empty."""
     tenant: str = ""
@@ -309,8 +312,6 @@ class ForwardBackward(StepOperation, kw_only=True):
     reference: AdapterRef | None = None
     """The version that the KL penalty compares with; None: the base model."""
     forward_only: bool = False
-    zero_grad: bool = False
-    """Clear the accumulated gradient first (first operation of a step)."""
     logprobs: bool = False
     """Return ``OperationDone.logprobs`` also where a gradient is computed."""
     gradients: list[AdapterRef] = msgspec.field(default_factory=list)

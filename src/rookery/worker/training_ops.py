@@ -4,11 +4,8 @@ Promises:
 
 * A policy's operations reach the trainer in order of arrival, each with its batch already pulled; policies do not wait
   for each other.
-* No step uses a gradient that misses an operation: after an operation that did not reach the trainer, the policy's
-  operations are answered ``stale`` until one clears the gradient (``zero_grad``). The trainer does the same for
-  operations that fail later.
-* An operation whose parent is not held loads the parent by its hash if it is the first of its step, else it is
-  ``stale``.
+* An operation whose parent is not held loads the parent by its hash if it is the first one on that, else it is
+  ``stale``. Every other question about the state that an operation names is the trainer's.
 * A commit is uploaded while computation continues.
 * Where training states fill their share of the memory, operations that need another one wait in order of arrival.
 * An operation that fails is answered with one line; it affects no other policy and never ends the process. If the cause
@@ -22,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -66,16 +63,6 @@ class StaleState(Exception):
 
 
 @dataclass(eq=False)
-class PolicyQueue:
-    """Order of one policy's operations on their way to the trainer."""
-
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the operation that is next to reach the trainer; its waiters are served in order of arrival."""
-    incomplete: str = ""
-    """Why the gradient misses an operation; empty if it does not."""
-
-
-@dataclass(eq=False)
 class RunningOperation:
     """An operation that has not been answered. ``result`` is set when the trainer has it."""
 
@@ -92,7 +79,9 @@ class TrainingOps:
         self._transfers = transfers
         self._send_result = send_result
         self._room = MemoryQueue()
-        self._queues: dict[str, PolicyQueue] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        """By policy, held by the operation that is next to reach the trainer; its waiters are served in order of
+        arrival."""
         self._running: dict[str, RunningOperation] = {}
         self.failed = 0
         """Operations answered with an error other than ``stale``."""
@@ -120,12 +109,10 @@ class TrainingOps:
         running.task.cancel()
         if running.result is not None and not running.result.done():
             self._compute.call(lambda core: core.trainer.cancel(op))
-        elif not isinstance(running.op, protocol.InitAdapter):
-            self._queue(running.op.policy).incomplete = f"operation {op} of this step was cancelled"
 
     def evict(self, policy: str, *, offload: bool = False) -> None:
         """Delete the policy's state and its operations; with ``offload``, the state can be restored."""
-        self._queues.pop(policy, None)
+        self._turns.pop(policy, None)
         for running in list(self._running.values()):
             queued = running.result is None and not isinstance(running.op, protocol.InitAdapter)
             if queued and running.op.policy == policy:
@@ -135,12 +122,12 @@ class TrainingOps:
     def on_disconnect(self) -> None:
         """End every operation. The next connection has other leases and may train other policies here, so the trainer's
         states are offloaded."""
-        policies = list(self._queues)
+        policies = list(self._turns)
         for op in list(self._running):
             self.cancel(op)
         for policy in policies:
             self.evict(policy, offload=True)
-        self._queues.clear()
+        self._turns.clear()
 
     def clear_offloaded(self) -> None:
         """No controller has connected for long: keep no state for it."""
@@ -218,37 +205,23 @@ class TrainingOps:
         return batch, [await pulled.enter_async_context(self._transfers.pulled(ref)) for ref in op.gradients]
 
     async def _submit(self, op: TrainerOperation, inputs: asyncio.Task[Inputs] | None) -> asyncio.Future[TrainerResult]:
-        """Queue ``op`` in the trainer in its turn; the future of its result. An error before that leaves the gradient
-        incomplete."""
-        queue = self._queue(op.policy)
-        async with queue.turn:
+        """Queue ``op`` in the trainer in its turn; the future of its result."""
+        async with self._turns.setdefault(op.policy, asyncio.Lock()):
+            await self._ensure_held(op)
             if isinstance(op, protocol.OptimStep):
-                await self._ensure_held(op, queue)
                 return await self._room.retry(lambda: self._hand_over(op, lambda core: core.trainer.optim_step(op)))
             assert inputs is not None
-            if op.zero_grad:
-                queue.incomplete = ""
-            try:
-                await self._ensure_held(op, queue)
-                if op.reference is not None:
-                    await self._ensure_reference(op.policy, op.reference)
-                content, gradients = await inputs
-                batch = protocol.decode(protocol.batches, content)
-            except Exception as error:
-                if not op.forward_only:
-                    queue.incomplete = f"operation {op.op} of this step did not succeed: {one_line(error)}"
-                raise
+            if op.reference is not None:
+                await self._ensure_reference(op.policy, op.reference)
+            content, gradients = await inputs
+            batch = protocol.decode(protocol.batches, content)
             return await self._hand_over(op, lambda core: core.trainer.forward_backward(op, batch, gradients))
 
-    async def _ensure_held(self, op: TrainerOperation, queue: PolicyQueue) -> None:
-        """Have the trainer hold the state that ``op`` names. Raises :class:`StaleState`."""
-        forward_only = isinstance(op, protocol.ForwardBackward) and op.forward_only
-        begins_step = forward_only or (isinstance(op, protocol.ForwardBackward) and op.zero_grad)
-        if queue.incomplete and not forward_only:
-            raise StaleState(queue.incomplete)
+    async def _ensure_held(self, op: TrainerOperation) -> None:
+        """Have the trainer hold the version and steps that ``op`` names. Raises :class:`StaleState`."""
         if await self._call(lambda core: core.trainer.holds(op.policy, op.lease, op.parent.hash, op.steps)):
             return
-        if op.steps or not begins_step:
+        if op.steps or op.operations:
             raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
         load = self._room.run
         if not await load(lambda: self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent))):
@@ -269,17 +242,12 @@ class TrainingOps:
         self, op: TrainerOperation, enqueue: Callable[[WorkerCore], None]
     ) -> asyncio.Future[TrainerResult]:
         result = self._running[op.op].result = asyncio.get_running_loop().create_future()
-        # From here on the trainer must know the operation: one cancelled before that would leave the gradient
-        # incomplete without anybody's notice.
-        await asyncio.shield(self._call(enqueue))
+        await asyncio.shield(self._call(enqueue))  # its cancellation is passed on to the trainer
         return result
 
     async def _commit(self, op: str, ticket: str, export: Export, metrics: dict[str, float]) -> None:
         manifest = await self._transfers.upload(ticket, export.write)
         await self._send_result(op, metrics=metrics, manifest=manifest)
-
-    def _queue(self, policy: str) -> PolicyQueue:
-        return self._queues.setdefault(policy, PolicyQueue())
 
     def _on_failed(self, op: AnyOperation, error: str, *, traceback: bool = False) -> None:
         self.failed += 1

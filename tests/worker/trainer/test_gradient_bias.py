@@ -61,7 +61,7 @@ def gradients(of: Decoder, folder: Path, *, compiled: bool) -> dict[int, Tensor]
     trainer.load("p", 1, REF, folder)
     op = protocol.ForwardBackward(
         op="o", policy="p", tenant="t", lease=1, parent=REF, steps=0, batch_ticket="",
-        loss=protocol.Loss(name="cross_entropy"), temperature=1.0, zero_grad=True,
+        loss=protocol.Loss(name="cross_entropy"), temperature=1.0,
     )  # fmt: skip
     trainer.forward_backward(op, protocol.TrainingBatch(groups=groups()))
     while trainer.step():

@@ -92,7 +92,7 @@ def train(
         trainer.load(policy, 1, reference(policy), folders[policy])
         op = protocol.ForwardBackward(
             op=policy, policy=policy, tenant=policy, lease=1, parent=reference(policy), steps=0, batch_ticket="",
-            loss=LOSS, temperature=1.0, zero_grad=True, logprobs=True,
+            loss=LOSS, temperature=1.0, logprobs=True,
         )  # fmt: skip
         trainer.forward_backward(op, protocol.TrainingBatch(groups=found))
     while trainer.step():

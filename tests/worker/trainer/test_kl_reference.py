@@ -119,11 +119,11 @@ def test_a_pass_without_its_version_is_stale(tmp_path: Path) -> None:
     assert not at.has_reference("p", "start")
     at.forward_backward(forward_backward(kl_weight=KL, reference=VERSION), batch())
     assert finish(at)["fb"].category == "stale"
-    compared(at, folder, zero_grad=True)
+    compared(at, folder)
     assert at.has_reference("p", "start") and not at.has_reference("p", "other")
     assert not finish(at)["kl p"].error
     other = msgspec.structs.replace(VERSION, hash="other")
-    at.forward_backward(forward_backward(kl_weight=KL, reference=other, zero_grad=True), batch())
+    at.forward_backward(forward_backward(kl_weight=KL, reference=other, operations=1), batch())
     assert finish(at)["fb"].category == "stale", "another version is loaded"
     at.evict("p")
     at.load_reference("p", VERSION, folder)

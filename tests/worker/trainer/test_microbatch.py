@@ -68,14 +68,12 @@ def test_step_in_micro_batches_equals_the_whole_step(tmp_path: Path, name: str) 
         for number, portion in enumerate(portions):
             entry = forward_backward(job, portion)
             step.groups.extend(portion)
-            op = operation(
-                zero_grad=number == 0, loss=entry.loss, kl_weight=entry.kl_weight, temperature=entry.temperature
-            )
+            op = operation(operations=number, loss=entry.loss, kl_weight=entry.kl_weight, temperature=entry.temperature)
             at.forward_backward(op, protocol.decode(protocol.batches, entry.batch))
             step.add(finish(at)["fb"].metrics)
         assert step.missing == 0
         gradients.append(gradient(at) * step.scale)
-        at.optim_step(optim(adam=adam(job, 0), scale=step.scale))
+        at.optim_step(optim(adam=adam(job, 0), scale=step.scale, operations=len(portions)))
         metrics = finish(at)["opt"].metrics
         assert metrics["grad_norm"] == pytest.approx(float(gradients[-1].norm()), rel=1e-5)
         steps.append(masters(at))
@@ -202,10 +200,10 @@ async def test_training_starts_while_rollouts_run(service: Service) -> None:
     await service.ends(view.id)
     service.check_history(view.id)
     assert before >= 1
-    assert [op.zero_grad for op in worker.operations if isinstance(op, protocol.ForwardBackward)] == [
-        number == 0 for number in range(trained())
-    ]
+    passes = [op.operations for op in worker.operations if isinstance(op, protocol.ForwardBackward)]
+    assert passes == list(range(trained()))
     (step,) = [op for op in worker.operations if isinstance(op, protocol.OptimStep)]
+    assert step.operations == trained()
     assert step.scale == pytest.approx(1 / 8)
     (row,) = await service.controller.queries.metrics("alice", view.id)
     assert (row["groups"], row["episodes"]) == (4, 8)

@@ -106,7 +106,7 @@ def forward_backward(policy: str = "p", *, op: str = "fb", **given: object) -> p
 
 
 def optim(policy: str = "p", *, op: str = "opt", **given: object) -> protocol.OptimStep:
-    return protocol.OptimStep(**(about(policy, op) | {"adam": ADAM} | given))  # type: ignore[arg-type]
+    return protocol.OptimStep(**(about(policy, op) | {"adam": ADAM, "operations": 1} | given))  # type: ignore[arg-type]
 
 
 def adapter_folder(folder: Path, rank: int, seed: int, targets: tuple[str, ...] = PARTS) -> Path:
@@ -359,8 +359,8 @@ def test_memory_limit_splits_groups_and_refuses_longer_trajectories(tmp_path: Pa
     refused = finish(at)["long"]
     assert refused.category == "lost"  # another worker may have more
     assert refused.error == "a trajectory of 33 tokens is longer than the 32 that fit this worker's memory"
-    at.forward_backward(forward_backward(zero_grad=True), fits)
-    at.optim_step(optim())
+    at.forward_backward(forward_backward(operations=1), fits)
+    at.optim_step(optim(operations=2))
     assert finish(at)["opt"].error == ""
 
 
@@ -471,7 +471,7 @@ def test_entropy_and_kl_to_the_base(tmp_path: Path) -> None:
     k3 = gap.exp() - gap - 1
     at = trainer(decoder(), {"p": folder})
     at.forward_backward(forward_backward(op="plain"), protocol.TrainingBatch(groups=[one]))
-    at.forward_backward(forward_backward(op="kl", kl_weight=0.3), protocol.TrainingBatch(groups=[one]))
+    at.forward_backward(forward_backward(op="kl", kl_weight=0.3, operations=1), protocol.TrainingBatch(groups=[one]))
     done = finish(at)
     metrics = done["kl"].metrics
     assert metrics["kl:sum"] == pytest.approx(k3.sum().item(), rel=1e-3)
@@ -497,9 +497,11 @@ def test_pass_out_of_memory_is_lost_and_next_passes_are_shorter(
     for policy in "xy":
         at.forward_backward(forward_backward(policy, op=f"fb {policy}"), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim(policy, op=f"opt {policy}"))
-    at.forward_backward(forward_backward("x", op="again", zero_grad=True), protocol.TrainingBatch(groups=units(0)))
-    at.optim_step(optim("x", op="opt again"))
     done = finish(at)
+    at.load("x", 1, ref("x"), folders["x"])
+    at.forward_backward(forward_backward("x", op="again"), protocol.TrainingBatch(groups=units(0)))
+    at.optim_step(optim("x", op="opt again"))
+    done |= finish(at)
     assert {op: answer.category for op, answer in done.items()} == {
         "fb x": "lost", "fb y": "lost", "opt x": "stale", "opt y": "stale", "again": "", "opt again": "",
     }  # fmt: skip
@@ -539,7 +541,7 @@ def test_nan_skips_one_policy_and_changes_no_other(tmp_path: Path) -> None:
         assert at.holds("x", 1, "v0", 0) and at.holds("y", 1, "v0", 1)
         # the policy continues with its next batch
         at.held["x"].state._refresh()
-        at.forward_backward(forward_backward("x", zero_grad=True), protocol.TrainingBatch(groups=units(0)))
+        at.forward_backward(forward_backward("x"), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim("x"))
         assert finish(at)["opt"].metrics["skipped"] == 0
 
@@ -605,28 +607,40 @@ def test_step_refuses_a_gradient_that_misses_an_operation(tmp_path: Path) -> Non
     at.forward_backward(forward_backward(), batch)
     finish(at)
     wanted = gradient(at)
-    at.forward_backward(forward_backward(), batch)
+    at.forward_backward(forward_backward(operations=1), batch)
     finish(at)
     close(gradient(at), 2 * wanted)
-    at.forward_backward(forward_backward(zero_grad=True), batch)
-    finish(at)
-    close(gradient(at), wanted)
-    # half of an operation is in the gradient when it is cancelled: no step may use it
-    at.forward_backward(forward_backward(op="half"), batch)
-    at.step()
-    at.cancel("half")
-    at.optim_step(optim())
-    assert finish(at)["opt"].category == "stale"
-    at.forward_backward(forward_backward(zero_grad=True), batch)
+    for operations in (0, 1, 3):
+        at.forward_backward(forward_backward(operations=operations), batch)
+        at.optim_step(optim(operations=operations))
+        assert [result.category for result in finish(at).values()] == ["stale", "stale"]
     at.forward_backward(
-        forward_backward(op="bad"), protocol.TrainingBatch(groups=[protocol.SharedPrefixGroup(prompt=[], members=[])])
+        forward_backward(op="bad", operations=2),
+        protocol.TrainingBatch(groups=[protocol.SharedPrefixGroup(prompt=[], members=[])]),
     )
-    at.optim_step(optim())
+    at.optim_step(optim(operations=3))
     done = finish(at)
     assert done["bad"].category == "failed" and done["opt"].category == "stale"
-    at.forward_backward(forward_backward(zero_grad=True), batch)
-    at.optim_step(optim())
+    # half of an operation is in the gradient when it is cancelled: no step may use it, and no operation follows it
+    at.forward_backward(forward_backward(op="half", operations=2), batch)
+    at.step()
+    at.cancel("half")
+    for operations in range(4):
+        at.forward_backward(forward_backward(operations=operations), batch)
+        at.optim_step(optim(operations=operations))
+        assert [result.category for result in finish(at).values()] == ["stale", "stale"]
+    at.load("p", 2, ref("p"), tmp_path / "p")
+    at.forward_backward(forward_backward(lease=2), batch)
+    at.optim_step(optim(lease=2))
     assert finish(at)["opt"].error == ""
+
+
+def test_step_without_operations_steps_on_a_gradient_of_zero(tmp_path: Path) -> None:
+    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
+    at.optim_step(optim(operations=0))
+    metrics = finish(at)["opt"].metrics
+    assert (metrics["grad_norm"], metrics["skipped"]) == (0, 0)
+    assert at.holds("p", 1, "v0", 1)
 
 
 @pytest.mark.parametrize(
@@ -704,11 +718,11 @@ def test_shares_of_a_batch_sum_to_its_gradient(tmp_path: Path, parts: int, loss:
     folder = adapter_folder(tmp_path / "p", 8, 2)
     batch = protocol.TrainingBatch(groups=units(4))
     whole, first = trainer(decoder(), {"p": folder}), trainer(decoder(), {"p": folder})
-    whole.forward_backward(forward_backward(loss=loss, zero_grad=True), batch)
+    whole.forward_backward(forward_backward(loss=loss), batch)
     answers, exports = [], []
     for number, share in enumerate(shares := split_batch(batch, parts)):
         of = trainer(decoder(), {"p": folder}) if number else first
-        of.forward_backward(forward_backward(loss=loss, zero_grad=True, commit="ticket" if number else ""), share)
+        of.forward_backward(forward_backward(loss=loss, commit="ticket" if number else ""), share)
         answers.append(finish(of)["fb"])
         if number:
             exports.append(tmp_path / f"share {number}")
@@ -716,14 +730,14 @@ def test_shares_of_a_batch_sum_to_its_gradient(tmp_path: Path, parts: int, loss:
             assert (export := answers[-1].export) is not None
             assert export.write(exports[-1]) == [GRADIENT_FILE]
     assert len(shares) == min(parts, 10)
-    first.forward_backward(forward_backward(loss=loss), protocol.TrainingBatch(), exports)
+    first.forward_backward(forward_backward(loss=loss, operations=1), protocol.TrainingBatch(), exports)
     answers.append(finish(first)["fb"])
     wanted = finish(whole)["fb"].metrics
     close(gradient(first), gradient(whole))
     given = join_metrics([protocol.OperationDone(epoch=0, op="fb", metrics=answer.metrics) for answer in answers])
     assert given | {"seconds": 0} == pytest.approx(wanted | {"seconds": 0}, rel=1e-4, abs=1e-4)
     for one in (first, whole):
-        one.optim_step(optim())
+        one.optim_step(optim(operations=2 if one is first else 1))
         assert finish(one)["opt"].metrics["skipped"] == 0
     assert (masters(first) - masters(whole)).abs().max() < 2e-6
 
@@ -733,12 +747,12 @@ def test_share_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
     helper, first = trainer(decoder(), {"p": folder}), trainer(decoder(), {"p": folder})
     bad = units(4)[:1]
     bad[0].members[0].advantages[0] = math.inf
-    helper.forward_backward(forward_backward(zero_grad=True, commit="ticket"), protocol.TrainingBatch(groups=bad))
+    helper.forward_backward(forward_backward(commit="ticket"), protocol.TrainingBatch(groups=bad))
     export = finish(helper)["fb"].export
     assert export is not None
     export.write(tmp_path)
     before = masters(first)
-    first.forward_backward(forward_backward(zero_grad=True), protocol.TrainingBatch(groups=units(4)), [tmp_path])
+    first.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(4)), [tmp_path])
     first.optim_step(optim())
     assert finish(first)["opt"].metrics["skipped"] == 1
     assert torch.equal(masters(first), before)
@@ -747,11 +761,11 @@ def test_share_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
 def test_gradient_of_another_adapter_is_refused(tmp_path: Path) -> None:
     one = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 8, 2)})
     other = trainer(decoder(), {"p": adapter_folder(tmp_path / "other", 4, 2)})
-    other.forward_backward(forward_backward(zero_grad=True, commit="ticket"), protocol.TrainingBatch(groups=units(4)))
+    other.forward_backward(forward_backward(commit="ticket"), protocol.TrainingBatch(groups=units(4)))
     export = finish(other)["fb"].export
     assert export is not None
     export.write(tmp_path)
-    one.forward_backward(forward_backward(zero_grad=True), protocol.TrainingBatch(groups=units(4)), [tmp_path])
+    one.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(4)), [tmp_path])
     one.optim_step(optim())
     results = finish(one)
     assert results["fb"].category == "failed" and "a gradient does not fit its adapter" in results["fb"].error

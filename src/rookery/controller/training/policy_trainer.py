@@ -2,7 +2,8 @@
 
 * A policy trains under a lease number that only grows; an answer under an older one is ignored, and its commit refused
   by the database.
-* Every operation names its parent version and the steps since: a worker with another state answers ``stale``.
+* Every operation names its parent version, the steps since, and the operations in the gradient: a worker with another
+  state answers ``stale``. So a step is taken on exactly the operations logged for it.
 * A large policy's batches are divided among several workers: each computes a share on the committed parent, and the
   policy's worker adds the gradients of the others to its own, in a fixed order. It computes a share whose worker is
   lost.
@@ -53,10 +54,6 @@ class OptimRequest:
     scale: float = 1.0
 
 
-EMPTY_FORWARD = ForwardRequest(protocol.encode(protocol.TrainingBatch()), protocol.Loss(name="cross_entropy"))
-"""Adds a gradient of zero, for a step without a forward pass before it."""
-
-
 class PolicyTrainer:
     """One policy in training: its lease, and the operations since its last commit."""
 
@@ -81,7 +78,9 @@ class PolicyTrainer:
         self._sent = 0
         """Entries of ``_log`` that the present worker has carried out …"""
         self._applied = 0
-        """… and the steps among them that changed its state: a step on NaN is skipped."""
+        """… the steps among them that changed its state (a step on NaN is skipped) …"""
+        self._operations = 0
+        """… and the operations in its gradient."""
         self.lease = 0
 
     async def init(self, seed: int, source: protocol.AdapterRef | None) -> protocol.Manifest:
@@ -108,11 +107,11 @@ class PolicyTrainer:
     async def forward(self, parent: protocol.AdapterRef, forward: ForwardRequest) -> protocol.OperationDone:
         """Add to the gradient of the next step, on ``parent`` and the steps taken since."""
         if not forward.forward_only:
-            return (await self._append([forward], parent))[-1]
+            return await self._append(forward, parent)
 
         async def attempt(worker: Worker) -> protocol.OperationDone:
             await self._catch_up(worker, parent)
-            return await self._reading(self._forward(worker, parent, forward, zero_grad=False))
+            return await self._reading(self._forward(worker, parent, forward))
 
         return await self._training.retrying(self._policy, self._model, attempt)
 
@@ -121,8 +120,7 @@ class PolicyTrainer:
     ) -> protocol.OperationDone:
         """Step on ``scale`` times the gradient since the last step, or on a gradient of zero. With ``commit`` the
         returned manifest is durable."""
-        entries: list[ForwardRequest | OptimRequest] = [] if self.begun else [EMPTY_FORWARD]
-        return (await self._append([*entries, OptimRequest(adam, scale)], parent, commit=commit))[-1]
+        return await self._append(OptimRequest(adam, scale), parent, commit=commit)
 
     async def commit(self, parent: protocol.AdapterRef) -> protocol.OperationDone:
         """Make the state after the last step durable; a gradient begun since stays."""
@@ -138,8 +136,6 @@ class PolicyTrainer:
     def recall(self, entry: ForwardRequest | OptimRequest) -> None:
         """Log an operation that an earlier process carried out after the commit that is the next parent: it is replayed
         before anything else."""
-        if isinstance(entry, OptimRequest) and not self.begun:
-            self._log.append(EMPTY_FORWARD)
         self._log.append(entry)
 
     def drop_gradient(self) -> None:
@@ -204,7 +200,7 @@ class PolicyTrainer:
 
     def _leave(self) -> None:
         self._worker = None
-        self._sent = self._applied = 0
+        self._sent = self._applied = self._operations = 0
 
     async def _reading(self, operation: Awaitable[protocol.OperationDone]) -> protocol.OperationDone:
         """Await an operation that does not change the worker's state. If it is abandoned, that state is unknown."""
@@ -217,13 +213,13 @@ class PolicyTrainer:
             raise
 
     async def _append(
-        self, entries: Sequence[ForwardRequest | OptimRequest], parent: protocol.AdapterRef, *, commit: bool = False
-    ) -> list[protocol.OperationDone]:
-        """Add ``entries`` to the log and carry them out; their answers. Where that fails they are removed again."""
+        self, entry: ForwardRequest | OptimRequest, parent: protocol.AdapterRef, *, commit: bool = False
+    ) -> protocol.OperationDone:
+        """Add ``entry`` to the log and carry it out; its answer. Where that fails it is removed again."""
         known = len(self._log)
         if not known:
             self._training.rebalance(self._policy, self._model)
-        self._log.extend(entries)
+        self._log.append(entry)
 
         async def attempt(worker: Worker) -> list[protocol.OperationDone]:
             return await self._catch_up(worker, parent, commit=commit)
@@ -233,7 +229,7 @@ class PolicyTrainer:
         except BaseException:
             del self._log[known:]
             raise
-        return done[-len(entries) :]
+        return done[-1]
 
     async def _catch_up(
         self, worker: Worker, parent: protocol.AdapterRef, *, commit: bool = False
@@ -249,14 +245,14 @@ class PolicyTrainer:
                 at = self._sent
                 entry = self._log[at]
                 if isinstance(entry, ForwardRequest):
-                    zero_grad = at == 0 or isinstance(self._log[at - 1], OptimRequest)
-                    done = await self._forward(worker, parent, entry, zero_grad=zero_grad)
+                    done = await self._forward(worker, parent, entry)
                 elif commit and at + 1 == len(self._log):
                     done = await self._training.uploading(worker, self._optim(parent, worker, entry))
                 else:
                     done = await self._training.call(worker, self._optim(parent, worker, entry))
                 self._sent += 1
                 if isinstance(entry, OptimRequest):
+                    self._operations = 0
                     self._applied += not done.metrics.get("skipped")
                 answers.append(done)
         except BaseException:
@@ -265,7 +261,7 @@ class PolicyTrainer:
         return answers
 
     async def _forward(
-        self, worker: Worker, parent: protocol.AdapterRef, entry: ForwardRequest, *, zero_grad: bool
+        self, worker: Worker, parent: protocol.AdapterRef, entry: ForwardRequest
     ) -> protocol.OperationDone:
         """``entry`` on ``worker``, and on others if it is divided: they have the committed parent, not the steps
         since."""
@@ -276,13 +272,12 @@ class PolicyTrainer:
             batches = split_batch(protocol.decode(protocol.batches, entry.batch), 1 + len(helpers))
             if len(batches) > 1:
                 shares = [replace(entry, batch=protocol.encode(batch), logprobs=False) for batch in batches]
-                return await self._divided([worker, *helpers], parent, shares, zero_grad=zero_grad)
-        return await self._pass(worker, parent, entry, zero_grad=zero_grad)
+                return await self._divided([worker, *helpers], parent, shares)
+        return await self._pass(worker, parent, entry)
 
     async def _divided(
-        self, workers: Sequence[Worker], parent: protocol.AdapterRef, shares: Sequence[ForwardRequest], *,
-        zero_grad: bool,
-    ) -> protocol.OperationDone:  # fmt: skip
+        self, workers: Sequence[Worker], parent: protocol.AdapterRef, shares: Sequence[ForwardRequest]
+    ) -> protocol.OperationDone:
         """Each of ``shares`` on its worker. The first worker has the policy: it adds the gradients of the others, and
         computes the shares that were lost."""
         worker, first, rest = workers[0], shares[0], shares[1:]
@@ -291,7 +286,7 @@ class PolicyTrainer:
             for helper, share in zip(workers[1:], rest, strict=False)
         ]
         try:
-            done = await self._pass(worker, parent, first, zero_grad=zero_grad)
+            done = await self._pass(worker, parent, first)
             answers = [await task for task in tasks]
             lost = [share.batch for share, answer in zip(rest, answers, strict=True) if answer is None]
             exported = [answer for answer in answers if answer is not None]
@@ -299,7 +294,7 @@ class PolicyTrainer:
                 msgspec.structs.replace(parent, hash=answer.manifest.hash) for answer in exported if answer.manifest
             ]
             others = replace(first, batch=join_batches(lost))
-            last = await self._pass(worker, parent, others, zero_grad=False, gradients=refs)
+            last = await self._pass(worker, parent, others, refs)
             return msgspec.structs.replace(done, metrics=join_metrics([done, *exported, last]))
         finally:
             for task in tasks:
@@ -313,7 +308,7 @@ class PolicyTrainer:
     ) -> protocol.OperationDone | None:
         """The gradient of ``entry``, computed by ``helper`` and uploaded; None where it was lost."""
         with self._training.published_batch(entry.batch) as ticket:
-            message = self._message(helper, parent, entry, ticket, zero_grad=True)
+            message = self._message(helper, parent, entry, ticket, operations=0)
             return await self._training.export_gradient(helper, message)
 
     async def _pass(
@@ -321,13 +316,13 @@ class PolicyTrainer:
         worker: Worker,
         parent: protocol.AdapterRef,
         entry: ForwardRequest,
-        *,
-        zero_grad: bool,
         gradients: Sequence[protocol.AdapterRef] = (),
     ) -> protocol.OperationDone:
         with self._training.published_batch(entry.batch) as ticket:
-            message = self._message(worker, parent, entry, ticket, zero_grad=zero_grad, gradients=gradients)
-            return await self._training.call(worker, message, entry.targets)
+            message = self._message(worker, parent, entry, ticket, operations=self._operations, gradients=gradients)
+            done = await self._training.call(worker, message, entry.targets)
+        self._operations += not entry.forward_only
+        return done
 
     def _message(
         self,
@@ -336,22 +331,24 @@ class PolicyTrainer:
         entry: ForwardRequest,
         ticket: str,
         *,
-        zero_grad: bool,
+        operations: int,
         gradients: Sequence[protocol.AdapterRef] = (),
     ) -> protocol.ForwardBackward:
         reference = entry.reference
         return protocol.ForwardBackward(
             batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
             reference=self._training.pin(worker, reference) if reference is not None else None,
-            forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.targets is not None or entry.logprobs,
-            gradients=[self._training.pin(worker, ref) for ref in gradients], **self._target(worker, parent),
+            forward_only=entry.forward_only, logprobs=entry.targets is not None or entry.logprobs,
+            gradients=[self._training.pin(worker, ref) for ref in gradients],
+            **self._target(worker, parent, operations),
         )  # fmt: skip
 
     def _optim(self, parent: protocol.AdapterRef, worker: Worker, entry: OptimRequest) -> protocol.OptimStep:
-        return protocol.OptimStep(adam=entry.adam, scale=entry.scale, **self._target(worker, parent))
+        return protocol.OptimStep(adam=entry.adam, scale=entry.scale, **self._target(worker, parent, self._operations))
 
-    def _target(self, worker: Worker, parent: protocol.AdapterRef) -> dict[str, Any]:
-        """The fields that every operation has: a new id, and the state on which ``worker`` must carry it out."""
+    def _target(self, worker: Worker, parent: protocol.AdapterRef, operations: int) -> dict[str, Any]:
+        """The fields that every operation has: a new id, and the state on which ``worker`` must carry it out, with so
+        many ``operations`` in the gradient."""
         return {
             "op": self._training.new_op(),
             "tenant": self._row.tenant,
@@ -360,4 +357,5 @@ class PolicyTrainer:
             "lease": self.lease,
             "parent": self._training.pin(worker, parent),
             "steps": self._applied,
+            "operations": operations,
         }

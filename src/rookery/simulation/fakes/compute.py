@@ -121,15 +121,11 @@ class FakeCompute:
         for tenant, queue in list(self._queues.items()):
             for queued in [queued for queued in queue if queued.op.op == op]:
                 self._remove(tenant, queued)
-                self.trainer.break_gradient(queued.op.policy)
                 return True
         return False
 
     def clear(self) -> None:
         """Delete every queued operation."""
-        for queue in self._queues.values():
-            for queued in queue:
-                self.trainer.break_gradient(queued.op.policy)
         self._queues.clear()
 
     def _remove(self, tenant: str, queued: QueuedOperation) -> None:

@@ -1,7 +1,7 @@
 """A fake trainer: applies training operations to policy states that record their own history.
 
-* Each operation names the state that it runs on: (policy, lease, parent, steps). Any other state is answered ``stale``,
-  as is a step on a gradient of which a part never arrived.
+* Each operation names the state that it runs on: (policy, lease, parent, steps, operations in the gradient). Any other
+  state is answered ``stale``.
 * An adapter file holds an :class:`AdapterState`: a hash chain over the trajectories in each gradient and over each
   optimizer step. Equal histories, and no others, give equal artifacts; the order of a gradient's trajectories does not
   matter, nor do the workers that computed them.
@@ -70,8 +70,8 @@ class _PolicyState:
     steps: list[TrainedStep] = field(default_factory=list)
     """Since the parent."""
     gradient: list[str] = field(default_factory=list)
-    complete: bool = True
-    """Whether every part of the gradient arrived."""
+    operations: int = 0
+    """Operations in the gradient."""
     exported: int = 0
     """Steps in the last commit."""
 
@@ -92,8 +92,8 @@ class FakeTrainer:
         )  # fmt: skip
 
     def may_load(self, op: PolicyOperation) -> bool:
-        """Whether ``op`` is the first of its step, so that its parent may be loaded for it."""
-        return isinstance(op, protocol.ForwardBackward) and not op.steps and (op.zero_grad or op.forward_only)
+        """Whether ``op`` is the first one on its parent, which may be loaded for it."""
+        return not op.steps and not op.operations
 
     def load(self, policy: str, lease: int, parent: str, files: dict[str, bytes]) -> None:
         """Load ``policy`` from the files of version ``parent``, without a gradient."""
@@ -113,11 +113,6 @@ class FakeTrainer:
     def evict(self, policy: str) -> None:
         self._states.pop(policy, None)
 
-    def break_gradient(self, policy: str) -> None:
-        """A part of the policy's gradient never arrived."""
-        if policy in self._states:
-            self._states[policy].complete = False
-
     def init_adapter(self, op: protocol.InitAdapter, source: bytes | None) -> FakeOperationResult:
         """A new adapter from the operation's seed, or with the weights of the ``source`` adapter file."""
         seed = f"seed {op.seed} rank {op.rank}"
@@ -133,6 +128,9 @@ class FakeTrainer:
         state = self._states.get(op.policy)
         if state is None or not self.holds(op):
             return FakeOperationResult(stale(op, f"policy {op.policy} is not held in that state"))
+        changes = op.adam is not None if isinstance(op, protocol.OptimStep) else not op.forward_only
+        if changes and op.operations != state.operations:
+            return FakeOperationResult(stale(op, "the gradient does not contain exactly the operations of the step"))
         if isinstance(op, protocol.ForwardBackward):
             assert batch is not None
             reply = self._forward_backward(op, state, batch)
@@ -143,10 +141,8 @@ class FakeTrainer:
             return FakeOperationResult(reply, {GRADIENT: msgspec.json.encode(state.gradient)}, op.commit)
         reply = protocol.OperationDone(epoch=0, op=op.op)
         if op.adam is not None:
-            if not state.complete:
-                return FakeOperationResult(stale(op, "a part of the gradient never arrived"))
             state.steps.append(TrainedStep(sorted(state.gradient), f"{op.scale} {op.adam.lr}"))
-            state.gradient = []
+            state.gradient, state.operations = [], 0
             reply.metrics = {"grad_norm": 1.0}
         if not op.commit:
             return FakeOperationResult(reply)
@@ -169,9 +165,8 @@ class FakeTrainer:
         for digest, example in zip(digests, examples, strict=True):
             self._on_example(digest, example)
         if not op.forward_only:
-            if op.zero_grad:
-                state.gradient, state.complete = [], True
             state.gradient += digests
+            state.operations += 1
         rows = sum(len(datum.targets) for datum in batch.data)
         if batch.data:
             metrics = {"loss:sum": float(rows), "tokens": float(rows)}

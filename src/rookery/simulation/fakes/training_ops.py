@@ -47,8 +47,7 @@ UPLOAD_ATTEMPTS = 3
 class FakeTrainingOps:
     """The training operations of a fake worker: fetch the batch and state, queue, upload the artifact, reply.
 
-    * A policy's operations keep their order; policies do not wait for each other.
-    * After a part of a step was lost, the rest of the step is answered ``stale``.
+    A policy's operations keep their order; policies do not wait for each other.
     """
 
     def __init__(self, worker: TrainingProcess) -> None:
@@ -61,8 +60,6 @@ class FakeTrainingOps:
         self._policies: dict[str, tuple[asyncio.Queue[Any], asyncio.Task[None]]] = {}
         """Each policy's operations in order, and the task that prepares them."""
         self._cancelled: set[str] = set()
-        self._broken: set[str] = set()
-        """Policies of which a part of the present step was lost."""
 
     def handle(self, message: Any) -> None:
         """Act on a message about training."""
@@ -77,15 +74,13 @@ class FakeTrainingOps:
 
     def disconnected(self) -> None:
         """Drop every operation: the connection that asked for them ended."""
-        for policy, (_, runner) in self._policies.items():
+        for _, runner in self._policies.values():
             runner.cancel()
-            self._broken.add(policy)
         self._policies.clear()
         self._compute.clear()
 
     def evict(self, policy: str) -> None:
         self.trainer.evict(policy)
-        self._broken.discard(policy)
         if (operations := self._policies.pop(policy, None)) is not None:
             operations[1].cancel()
 
@@ -111,8 +106,6 @@ class FakeTrainingOps:
         batch: protocol.TrainingBatch | None = None
         gradients: list[bytes] = []
         if isinstance(op, protocol.ForwardBackward):
-            if op.zero_grad:
-                self._broken.discard(op.policy)
             content = self._tickets.open_batch(op.batch_ticket)
             seconds = self._machine.latency + len(content or b"") / self._machine.download
             await asyncio.sleep(self._faults.delay("batch", seconds))
@@ -129,9 +122,6 @@ class FakeTrainingOps:
                     return
         if op.op in self._cancelled:
             self._cancelled.remove(op.op)
-            self._broken.add(op.policy)
-        elif op.policy in self._broken:
-            await self._reject(op, "a part of this step did not arrive")
         elif self.trainer.holds(op, self._compute.steps_ahead(op.policy)) or (
             self.trainer.may_load(op) and await self._load_parent(op)
         ):
@@ -140,7 +130,6 @@ class FakeTrainingOps:
             await self._reject(op, f"policy {op.policy} is not held in that state")
 
     async def _reject(self, op: PolicyOperation, reason: str, category: Literal["stale", "lost"] = "stale") -> None:
-        self._broken.add(op.policy)
         await self.answer(FakeOperationResult(msgspec.structs.replace(stale(op, reason), category=category)))
 
     async def _load_parent(self, op: PolicyOperation) -> bool:

@@ -8,8 +8,9 @@ processes fits behind the same protocol.
 Rules for every implementation:
 
 * A policy's operations run in the order in which they were queued. A slice may serve several policies.
-* An operation runs only on the state that it names: (policy, lease, parent version, steps since). Otherwise its result
-  has category ``stale``. So has an optimizer step whose gradient misses an operation that failed or was cancelled.
+* An operation runs only on the state that it names: (policy, lease, parent version, steps since, operations in the
+  gradient). Otherwise its result has category ``stale``: so no step is taken on a gradient that misses an operation, or
+  contains a part of one.
 * An error of one policy's operation is the result of that operation. A loss or gradient that is not finite skips that
   policy's step and changes no other policy.
 * All methods belong to one thread.

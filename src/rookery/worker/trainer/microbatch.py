@@ -28,25 +28,18 @@ from rookery.worker.trainer.packing import LossToken, PackedBatch, PackedGroup, 
 
 class QueuedBatch:
     """A forward-backward operation and its progress. ``groups`` are those not yet computed; ``state`` is set when the
-    operation begins. An ``abandoned`` one (cancelled, or invalid) keeps its place in the queue, because the gradient
-    misses it from there on; it gets no result."""
+    operation begins."""
 
     def __init__(
-        self, op: protocol.ForwardBackward, groups: Sequence[PackedGroup] | None, gradients: Sequence[Path] = ()
+        self, op: protocol.ForwardBackward, groups: Sequence[PackedGroup], gradients: Sequence[Path] = ()
     ) -> None:
-        """``groups`` is None for an invalid batch; groups without loss tokens are skipped. ``gradients`` are folders of
-        gradients to add after them."""
+        """Groups without loss tokens are skipped. ``gradients`` are folders of gradients to add after them."""
         self.op = op
         self.gradients = gradients
-        self.groups = deque(group for group in groups or () if group.loss)
-        self.abandoned = groups is None
+        self.groups = deque(group for group in groups if group.loss)
         self.state: object = None
         self.metrics: dict[str, float] = {"loss:sum": 0.0, "tokens": 0.0, "seconds": 0.0}
         self._logprobs: list[bytes] = []
-
-    def abandon(self) -> None:
-        self.groups.clear()
-        self.abandoned = True
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
         """As :func:`protocol.add_metrics`; values that are not finite are counted in ``nonfinite`` instead."""

@@ -85,11 +85,7 @@ class OperationTrainer:
 
     def cancel(self, op: str) -> None:
         for queued in list(self._queued()):
-            if operation_of(queued).op != op:
-                continue
-            if isinstance(queued, QueuedBatch):
-                queued.abandon()
-            else:
+            if operation_of(queued).op == op:
                 self._remove(queued)
 
     def drain(self) -> list[TrainerResult]:
@@ -156,12 +152,10 @@ class OperationTrainer:
     ) -> None:
         """Queue the groups of ``make()``. A batch that cannot be computed gets its result at once: ``failed``, or
         ``lost`` if memory does not hold it."""
-        groups = None
         try:
-            groups = make()
+            self._enqueue(QueuedBatch(op, make(), gradients))
         except (ValueError, MemoryError) as error:
             self._finish(op.op, str(error), "lost" if isinstance(error, MemoryError) else "failed")
-        self._enqueue(QueuedBatch(op, groups, gradients))
 
     def _remove(self, queued: Queued) -> None:
         op = operation_of(queued)
@@ -176,18 +170,15 @@ class OperationTrainer:
         """Remove the operations of a policy whose state leaves this worker."""
         for queued in list(self._queue(policy)):
             self._remove(queued)
-            if not (isinstance(queued, QueuedBatch) and queued.abandoned):
-                self._finish(operation_of(queued).op, "the policy was evicted from this worker", "lost")
+            self._finish(operation_of(queued).op, "the policy was evicted from this worker", "lost")
 
     def _begin(self, batch: QueuedBatch) -> bool:
-        """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result unless it was
-        abandoned."""
+        """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result."""
         held = self._held_by(batch.op.policy)
         if held is not None and held.begin(batch):
             return True
         self._remove(batch)
-        if not batch.abandoned:
-            self._finish(batch.op.op, OTHER_STATE, "stale")
+        self._finish(batch.op.op, OTHER_STATE, "stale")
         return False
 
     def _optimise(self, op: protocol.OptimStep) -> None:

@@ -164,8 +164,9 @@ class PackedTrainer(OperationTrainer):
                 self.trained += run_pass(self._backbone, items)
         except torch.OutOfMemoryError as error:
             self._on_out_of_memory(items, str(error))
+            ready = [batch for batch in ready if all(batch is not item.queued for item in items)]
         for batch in ready:
-            if not batch.groups and not batch.abandoned:
+            if not batch.groups:
                 self._remove(batch)
                 self._complete(batch)
 
@@ -176,9 +177,9 @@ class PackedTrainer(OperationTrainer):
             for folder in batch.gradients:
                 held.state.add_gradient(folder)
         except UserError as error:
-            held.complete = False
             self._finish(batch.op.op, str(error), "failed")
             return
+        held.complete(batch.op)
         export = self.states.track(held.state.export_gradient()) if batch.op.commit else None
         self._results.append(
             TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs(), export=export)
@@ -213,7 +214,7 @@ class PackedTrainer(OperationTrainer):
         self.slice_tokens = max(1, self.slice_tokens // 2)
         log.warning("out of memory in a pass; passes have at most %d tokens now: %s", self.slice_tokens, error)
         for item in items:
-            item.queued.abandon()  # the gradient may contain a part of it
+            self._remove(item.queued)  # the gradient may contain a part of it
             self._finish(item.queued.op.op, "this worker's memory did not hold the pass", "lost")
 
     def _export(self, op: protocol.OptimStep, held: HeldPolicy[Any]) -> AdapterExport:

@@ -28,6 +28,9 @@ E = TypeVar("E", AdapterExport, GradientExport)
 
 OTHER_STATE = "this worker holds another state of the policy"
 
+UNKNOWN = -1
+"""The number of operations in a gradient that contains a part of one. No operation names it."""
+
 EXPECTED_SECONDS = 60.0
 """A state is kept this long for an operation that is on its way: its batch is fetched, or its commit waits for room."""
 
@@ -51,10 +54,6 @@ class StaleOperation(Exception):
 class TrainingState(Protocol):
     """Weights, gradient and moments of a policy, wherever they are."""
 
-    def zero_grad(self) -> None:
-        """Clear the accumulated gradient."""
-        ...
-
     def adamw(self, adam: protocol.Adam, scale: float) -> Metrics:
         """One step on ``scale`` times the accumulated gradient, which is then cleared."""
         ...
@@ -67,15 +66,15 @@ S = TypeVar("S", bound=TrainingState)
 class HeldPolicy(Generic[S]):
     """A policy in memory. ``versions`` maps hashes of versions that this state descends from to the number of steps
     taken when it was that version; ``steps`` counts all steps since the load, ``exported_steps`` those before the last
-    export. ``accumulated`` counts operations in the gradient; ``complete`` is False if one of them is missing."""
+    export. ``operations`` counts the operations in the gradient, or is :data:`UNKNOWN` from the first slice of one to
+    its last."""
 
     lease: int
     state: S
     versions: dict[str, int]
     steps: int = 0
     exported_steps: int | None = None
-    accumulated: int = 0
-    complete: bool = True
+    operations: int = 0
     used: float = field(default_factory=time.monotonic)
     """When an operation last used it."""
     expected: bool = True
@@ -84,7 +83,7 @@ class HeldPolicy(Generic[S]):
     """The version with which KL penalties compare the policy, by its hash, and its weights if they are here."""
 
     def idle(self, now: float) -> bool:
-        patience = IDLE_GRADIENT_SECONDS if self.accumulated else IDLE_SECONDS
+        patience = IDLE_GRADIENT_SECONDS if self.operations else IDLE_SECONDS
         return now - self.used > (EXPECTED_SECONDS if self.expected else patience)
 
     def matches(self, lease: int, parent_hash: str, steps: int) -> bool:
@@ -106,23 +105,23 @@ class HeldPolicy(Generic[S]):
         return weights.bytes if weights is not None else 0
 
     def begin(self, batch: QueuedBatch) -> bool:
-        """Whether ``batch`` can run on this state; otherwise, if it names the state, the gradient misses it until the
-        next ``zero_grad``."""
+        """Whether the next slice of ``batch`` can run on this state."""
         op = batch.op
-        matches = self.matches(op.lease, op.parent.hash, op.steps)
-        usable = matches and (op.reference is None or self.has_reference(op.reference.hash))
-        if not usable or batch.abandoned or batch.state not in (None, self):
-            self.complete = self.complete and (not matches or op.forward_only)
+        if not self.matches(op.lease, op.parent.hash, op.steps):
             return False
-        self.used = time.monotonic()
-        if batch.state is None:
+        if op.reference is not None and not self.has_reference(op.reference.hash):
+            return False
+        if batch.state is None and (op.forward_only or op.operations == self.operations):
             batch.state = self
             if not op.forward_only:
-                if op.zero_grad:
-                    self.state.zero_grad()
-                    self.accumulated, self.complete = 0, True
-                self.accumulated += 1
-        return True
+                self.operations = UNKNOWN
+        self.used = time.monotonic()
+        return batch.state is self
+
+    def complete(self, op: protocol.ForwardBackward) -> None:
+        """All slices of ``op`` have run."""
+        if not op.forward_only:
+            self.operations = op.operations + 1
 
     def optim_step(self, op: protocol.OptimStep) -> Metrics:
         """The metrics of the operation's step, if it has one. Raises :class:`StaleOperation`."""
@@ -131,10 +130,10 @@ class HeldPolicy(Generic[S]):
         self.used = time.monotonic()
         if op.adam is None:
             return {}
-        if not (self.complete and self.accumulated):
-            raise StaleOperation("the gradient of this step is not complete")
+        if op.operations != self.operations:
+            raise StaleOperation("this worker's gradient does not contain exactly the operations of the step")
         metrics = self.state.adamw(op.adam, op.scale)
-        self.accumulated = 0
+        self.operations = 0
         if metrics["skipped"]:
             log.warning("step skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
         else:

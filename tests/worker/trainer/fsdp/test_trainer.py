@@ -110,11 +110,13 @@ def take_step(
     common = {"policy": "p", "lease": 1, "parent": ref(parent, rank), "steps": steps}
     for number in range(2):
         op = protocol.ForwardBackward(
-            op=f"pass {number}", batch_ticket="", loss=loss, temperature=0.7, zero_grad=not number, logprobs=True,
+            op=f"pass {number}", batch_ticket="", loss=loss, temperature=0.7, operations=number, logprobs=True,
             kl_weight=kl_weight, reference=reference, **common,
         )  # fmt: skip
         trainer.forward_backward(op, batch(2 * seed + number))
-    trainer.optim_step(protocol.OptimStep(op="step", adam=ADAM, scale=0.5, commit="c" if to else "", **common))
+    trainer.optim_step(
+        protocol.OptimStep(op="step", adam=ADAM, scale=0.5, operations=2, commit="c" if to else "", **common)
+    )
     results = finish(trainer)
     assert [result.error for result in results] == ["", "", ""]
     if to is not None:
@@ -211,7 +213,7 @@ def test_offloaded_state_is_restored_without_its_gradient(pair: TrainingGroup, t
     trainer = sharded(pair, tmp_path)
     start(trainer, tmp_path / "v0", 0)
     op = protocol.ForwardBackward(
-        op="f", batch_ticket="", loss=AIPO, temperature=1.0, zero_grad=True, policy="p", lease=1, parent=ref("v0", 0),
+        op="f", batch_ticket="", loss=AIPO, temperature=1.0, policy="p", lease=1, parent=ref("v0", 0),
         steps=0,
     )  # fmt: skip
     trainer.forward_backward(op, batch(9))
@@ -231,9 +233,9 @@ def test_a_loss_that_is_not_finite_skips_the_step(pair: TrainingGroup, tmp_path:
     bad = batch(0)
     bad.groups[0].members[0].advantages[0] = float("nan")
     common = {"policy": "p", "lease": 1, "parent": ref("v0", 0), "steps": 0}
-    op = protocol.ForwardBackward(op="f", batch_ticket="", loss=AIPO, temperature=1.0, zero_grad=True, **common)
+    op = protocol.ForwardBackward(op="f", batch_ticket="", loss=AIPO, temperature=1.0, **common)
     trainer.forward_backward(op, bad)
-    trainer.optim_step(protocol.OptimStep(op="s", adam=ADAM, **common))
+    trainer.optim_step(protocol.OptimStep(op="s", adam=ADAM, operations=1, **common))
     assert finish(trainer)[-1].metrics["skipped"] == 1
     take_step(trainer, 0, 0, to=tmp_path / "after")
     assert all(bool(tensor.isfinite().all()) for tensor in weights(tmp_path / "after").values())

@@ -153,7 +153,7 @@ def test_nan_of_a_tenant_touches_no_other(tmp_path: Path) -> None:
         for policy in "xy":
             trainer.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=units(0)))
             trainer.optim_step(optim(policy, op=f"opt {policy}"))
-        while len(gradients) < 2 and trainer.step() and trainer.held["y"].accumulated == 0:
+        while len(gradients) < 2 and trainer.step() and trainer.held["y"].operations == 0:
             pass
         gradients.append(gradient(trainer, "y"))
         done = finish(trainer)

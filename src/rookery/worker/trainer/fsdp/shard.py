@@ -180,6 +180,9 @@ class PolicyShard:
 
     def optim_step(self, adam: protocol.Adam, scale: float) -> dict[str, float]:
         """One AdamW step, with the metrics of :meth:`rookery.worker.trainer.optim.PolicyState.adamw`."""
+        for parameter in self._parameters.values():
+            if parameter.grad is None:  # no pass since the load
+                parameter.grad = torch.zeros_like(parameter)
         gradients = [local(parameter.grad) for parameter in self._parameters.values()]
         squares = sum(gradient.square().sum() for gradient in gradients) * scale**2
         sums = torch.stack([torch.as_tensor(squares).double().cpu(), torch.tensor(float(self._nonfinite)).double()])

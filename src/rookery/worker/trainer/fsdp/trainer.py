@@ -259,6 +259,8 @@ class FsdpTrainer(OperationTrainer):
         batch.add_metrics({"seconds": time.perf_counter() - began})
         if not batch.groups:
             self._remove(batch)
+            assert self._held is not None
+            self._held.complete(batch.op)
             self._results.append(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
 
     def _export(self, op: protocol.OptimStep, held: HeldPolicy[TrainingGroup]) -> Export:
