@@ -29,7 +29,8 @@ from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
 from rookery.controller.sessions.samplers import derive_seed, find_checkpoint, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
-from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
+from rookery.controller.training.policy_run import PolicyRun
+from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.distribution import adapter_ref
@@ -55,15 +56,14 @@ class TrainingRun:
         self._arrived = asyncio.Event()
         self._gap_since: float | None = None
         self._versions = PolicyVersions(context, policy, inflight=row.inflight)
+        self._policy_run = PolicyRun(context, policy, row.base_model, self._versions)
+        self._trainer = self._policy_run.trainer
         self._corrupt = ""
         """Why no operation can build on the head."""
         self._unread = False
         """The head's bytes could not be read yet."""
         self._last_step = row.done_seq
         """The sequence number of the last optimizer step."""
-        self._gradient_error = ""
-        """Why the current gradient is incomplete."""
-        self._trainer = PolicyTrainer(context.training, policy, row.base_model, context.store.next_lease)
         self._holder = SlotHolder(row.id, row.tenant, row.session, row.base_model, self._trainer)
         self._task: asyncio.Task[None] | None = None
         self._idle = False
@@ -127,9 +127,9 @@ class TrainingRun:
         if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
         elif isinstance(operation, operations.ForwardBackwardOperation) and not operation.forward_only:
-            self._trainer.recall(_forward_request(operation))
+            self._policy_run.recall(_forward_request(operation))
         elif isinstance(operation, operations.OptimStepOperation):
-            self._trainer.recall(OptimRequest(operation.adam))
+            self._policy_run.recall(OptimRequest(operation.adam))
             self._last_step = seq
 
     @property
@@ -140,7 +140,7 @@ class TrainingRun:
     async def close(self) -> None:
         """The run gets no more operations: release all that it holds in workers."""
         await self.stop()
-        self._trainer.forget()  # before the slot is released, which would offload the state
+        self._policy_run.forget()  # before the slot is released, which would offload the state
         self._count_bytes()
         self._slots.release(self._holder)
 
@@ -220,7 +220,7 @@ class TrainingRun:
 
     def _give_up(self, error: str) -> int:
         instead, given_up = operations.InvalidOperation(error=error), self._queue.flush()
-        self._gradient_error = error
+        self._policy_run.reject(error)
         self._given_up.extend((future, instead) for future, _ in given_up)
         self._count_bytes(sum(instead.size - operation.size for _, operation in given_up))
         self._arrived.set()
@@ -332,23 +332,23 @@ class TrainingRun:
     def _on_failure(self, operation: operations.AnyOperation, result: operations.OperationFailed) -> None:
         """Update the gradient's state, now or in a replay."""
         if operation.adds_gradient:
-            self._gradient_error = result.error
+            self._policy_run.reject(result.error)
         elif isinstance(operation, operations.OptimStepOperation):
-            self._gradient_error = ""
-            self._trainer.drop_gradient()
+            self._policy_run.drop_gradient()
 
     async def _create(self, future: Future, operation: operations.CreateModel) -> None:
         await self._context.chat(self.row.base_model)  # prepares the model if it was not
         seed = operation.seed if operation.seed is not None else derive_seed(self.row.id)
-        await self._commit(await self._trainer.init(seed, None), future, operations.ModelCreated(model_id=self.row.id))
+        manifest = await self._trainer.init(seed, None)
+        await self._commit(manifest, future, operations.ModelCreated(model_id=self.row.id))
         log.info("training run %s created", self.row.id, extra={"tenant": self.row.tenant})
 
     async def _forward_backward(
         self, operation: operations.ForwardBackwardOperation
     ) -> operations.ForwardBackwardResult:
-        parent = adapter_ref(self.policy, self._head)
+        self._check_head()
         await self._slots.acquire(self._holder)
-        done = await self._trainer.forward(parent, _forward_request(operation))
+        done = await self._policy_run.forward(_forward_request(operation))
         metrics = done.metrics
         if operation.loss.name == "cross_entropy":  # there is no sampler to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith(("ratio:", "logp_diff:"))}
@@ -359,15 +359,11 @@ class TrainingRun:
     async def _optim_step(
         self, future: Future, operation: operations.OptimStepOperation
     ) -> operations.OptimStepResult | None:
-        parent = adapter_ref(self.policy, self._head)
-        if self._gradient_error:
-            raise UserError(
-                f"no step was taken: a forward_backward since the last one failed ({self._gradient_error}); its"
-                " gradient is dropped"
-            )
+        self._check_head()
+        self._policy_run.check_gradient()
         await self._slots.acquire(self._holder)
-        due = self._trainer.uncommitted + 1 >= self._context.settings.sessions.session_commit_every
-        done = await self._trainer.optim_step(parent, operation.adam, commit=due)
+        due = self._policy_run.uncommitted + 1 >= self._context.settings.sessions.session_commit_every
+        done = await self._policy_run.optim_step(operation.adam, commit=due)
         result = operations.OptimStepResult(metrics={**done.metrics, "durable": float(due)})
         if due:
             assert done.manifest is not None
@@ -421,10 +417,9 @@ class TrainingRun:
             else:
                 manifest = await self._trainer.init(0, ref)
             loaded = operations.StateLoaded(path=operation.path, model_id=self.row.id)
-            await self._commit(manifest, future, loaded, uploaded=not operation.optimizer, discard=True)
+            await self._commit(manifest, future, loaded, replaces=True, uploaded=not operation.optimizer)
 
-    @property
-    def _head(self) -> VersionRow:
+    def _check_head(self) -> VersionRow:
         """The newest version, which the next operation builds on. Raises :class:`UserError` if there is none,
         :class:`CorruptArtifact` if its bytes are damaged."""
         if self._versions.head is None:
@@ -435,13 +430,11 @@ class TrainingRun:
 
     async def _durable_head(self) -> VersionRow:
         """The current state as a version: steps that are not committed yet are committed first."""
-        parent = adapter_ref(self.policy, self._head)
-        if self._trainer.uncommitted:
+        self._check_head()
+        if self._policy_run.uncommitted:
             await self._slots.acquire(self._holder)
-            done = await self._trainer.commit(parent)
-            assert done.manifest is not None
-            await self._commit(done.manifest)
-        return self._head
+            await self._commit(await self._policy_run.export())
+        return self._check_head()
 
     async def _commit(
         self,
@@ -449,32 +442,23 @@ class TrainingRun:
         future: Future | None = None,
         result: operations.AnyResult | None = None,
         *,
+        replaces: bool = False,
         uploaded: bool = True,
-        discard: bool = False,
     ) -> None:
         """Commit the next version together with the operations in it and, where given, the ``result`` of ``future``.
-        ``discard``: the version replaces the current state, whose uncommitted steps and gradient are dropped."""
+        ``replaces``, ``uploaded``: see :meth:`PolicyRun.replace`."""
         context, content = self._context, operations.encode(result) if result is not None else b""
-        step = self._versions.head.step if self._versions.head is not None else 0
         write = partial(
             context.store.commit_model,
             model=self.row.id,
             done_seq=future.seq if future is not None else self._last_step,
             outcome=(future.id, content) if future is not None else None,
         )
-        ref = await self._versions.commit(
-            write,
-            lease=self._trainer.lease,
-            manifest=manifest,
-            step=step if discard else step + self._trainer.uncommitted,
-            uploaded=uploaded,
-        )
-        self._corrupt, self._unread = "", False
-        if discard:
-            self._gradient_error = ""
-            self._trainer.forget()
+        if replaces:
+            await self._policy_run.replace(write, manifest, uploaded=uploaded)
         else:
-            self._trainer.committed(ref)
+            await self._policy_run.commit(write, manifest)
+        self._corrupt, self._unread = "", False
         self._count_bytes()
         if future is not None and result is not None:
             self._futures.deliver(future, result, len(content))
