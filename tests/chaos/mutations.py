@@ -12,12 +12,13 @@ from typing import Any
 
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.fleet import Fleet
-from rookery.controller.jobs import groups as groups_module
-from rookery.controller.jobs import job as job_module
-from rookery.controller.jobs.groups import Groups
-from rookery.controller.jobs.job import TrainingJob
+from rookery.controller.jobs import buffer as buffer_module
+from rookery.controller.jobs import policy_loop as policy_loop_module
+from rookery.controller.jobs.buffer import GroupBuffer
+from rookery.controller.jobs.policy_loop import PolicyLoop
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.scheduling.rollout_order import RolloutOrder
@@ -50,9 +51,9 @@ def _one(name: str, where: Any, function: str, old: str, new: str, *caught: str,
     return Mutation(name, (Change(where, function, old, new),), frozenset(caught), plan)
 
 
-COMMITTED_EARLY = """head = self.policy.head
-    self._trainer.committed(protocol.AdapterRef(policy=self.policy.row.id, version=head.version + 1 if head else 0,
-        hash=manifest.hash, rank=self.policy.row.rank, alpha=self.policy.row.alpha))
+COMMITTED_EARLY = """head = self.versions.head
+    self.trainer.committed(protocol.AdapterRef(policy=self.row.id, version=head.version + 1 if head else 0,
+        hash=manifest.hash, rank=self.row.rank, alpha=self.row.alpha))
     ref = await"""
 """The trainer hears of a version before the database does."""
 
@@ -66,7 +67,7 @@ MUTATIONS = [
     ),
     _one("epochs do not grow", Fleet, "_register", "self.epoch += 1", "pass", "epochs"),
     _one(
-        "acknowledge before the commit", TrainingJob, "_commit_version", "ref = await", COMMITTED_EARLY, "durable",
+        "acknowledge before the commit", PolicyRun, "commit", "ref = await", COMMITTED_EARLY, "durable",
     ),
     _one(
         "commit what is not durable yet", TrainingDispatcher, "uploading",
@@ -109,9 +110,9 @@ MUTATIONS = [
     Mutation(
         "train on a stale group",
         (
-            Change(groups_module, "select_batch", "step - group.step > max_staleness", "False"),
-            Change(groups_module, "select_batch", "step - group.step <= max_staleness", "True"),
-            Change(job_module, "admission_budget", "max_staleness + 1", "max_staleness + 3"),
+            Change(buffer_module, "select_batch", "step - group.step > max_staleness", "False"),
+            Change(buffer_module, "select_batch", "step - group.step <= max_staleness", "True"),
+            Change(policy_loop_module, "admission_budget", "max_staleness + 1", "max_staleness + 3"),
         ),
         frozenset({"stale"}),
     ),
@@ -123,7 +124,7 @@ MUTATIONS = [
         "batch=join_batches([])", "groups", phase_deaths=0.1,
     ),
     _one(
-        "commit without what was consumed", TrainingJob, "_commit", "consumed = [group.id for",
+        "commit without what was consumed", PolicyLoop, "_commit", "consumed = [group.id for",
         "consumed = [] and [group.id for", "groups",
     ),
     _one(
@@ -132,7 +133,7 @@ MUTATIONS = [
         answer=3.0,
     ),
     _one(
-        "hand out a complete group twice", Groups, "take",
+        "hand out a complete group twice", GroupBuffer, "take",
         "self.ready = [group for group in self.ready if group not in groups]", "pass", "groups", "jobs",
     ),
     _one(

@@ -228,7 +228,7 @@ class JobQueries:
             staleness=job.progress.staleness if job is not None else None,
             hosted=self._context.hosts.connected(row.tenant, host) if host is not None else None,
             groups_in_flight=job.groups.in_flight if job is not None else 0,
-            groups_ready=len(job.groups.ready) if job is not None else 0,
+            groups_ready=max((len(loop.buffer.ready) for loop in job.loops), default=0) if job is not None else 0,
             tokens=counters.get("tokens", 0),
             counters=counters,
             cost=cost_view(usage),

@@ -269,6 +269,10 @@ class JobSpec(StrictModel):
                 )
         return self
 
+    def of_policy(self, name: str) -> JobSpec:
+        """The job as one of its policies sees it: with that policy alone."""
+        return self if len(self.policies) == 1 else self.model_copy(update={"policies": {name: self.policies[name]}})
+
     @property
     def policy(self) -> tuple[str, PolicySpec]:
         """The job's only policy, with its name."""

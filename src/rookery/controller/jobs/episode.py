@@ -203,7 +203,7 @@ class Episode:
 
     def _version(self) -> AbstractContextManager[protocol.AdapterRef]:
         """The version that the next reply begins with; it stays available within."""
-        policy = self.job.policy
+        policy = self.job.first.versions
         if self.in_flight == "finish":
             return nullcontext(self.ref)
         assert policy.head is not None

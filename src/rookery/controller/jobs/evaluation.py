@@ -17,7 +17,7 @@ import msgspec
 from rookery import protocol
 from rookery.aio import TaskGroup
 from rookery.controller.jobs.episode import Episode, EpisodeFailed
-from rookery.controller.jobs.job_context import JobContext
+from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import derive_seed
 from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import short
@@ -45,10 +45,10 @@ def summarise(results: list[EvalResult]) -> tuple[float, float]:
     return statistics.fmean(rewards), spread
 
 
-async def evaluate(job: JobContext, version: int) -> None:
-    """Evaluate ``version`` of the job's policy and store the result."""
+async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
+    """Evaluate ``version`` of one of the job's policies and store the result."""
     store, evaluation, progress = job.controller.store, job.spec.evaluation, job.progress
-    with job.policy.pinned(version) as ref:  # until its score is known: it may be the best
+    with policy.versions.pinned(version) as ref:  # until its score is known: it may be the best
         prompts, constant = await held_out_prompts(job)
         places = asyncio.Semaphore(job.controller.settings.limits.job_episodes)
         async with TaskGroup() as tasks:
@@ -63,7 +63,7 @@ async def evaluate(job: JobContext, version: int) -> None:
             return
         answered = len(results) - len(failed)
         await store.add_evaluation(
-            policy=job.policy.row.id,
+            policy=policy.versions.row.id,
             version=version,
             prompts=answered,
             mean=mean,
@@ -76,7 +76,7 @@ async def evaluate(job: JobContext, version: int) -> None:
             },
             created=job.controller.clock.time(),
         )
-        job.policy.evaluated(version, mean)
+        policy.versions.evaluated(version, mean)
         text = f"version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
         if constant is not None:
             text += f"; the best constant reply earns {constant.reward:.3f}"

@@ -1,8 +1,7 @@
-"""The groups of a job: created, run concurrently, resumed after a restart, taken for training, dropped.
+"""The groups of a job: created, run concurrently, resumed after a restart, put into the policies' buffers.
 
 * A group is stored with its prompt before it runs, so a restart neither skips nor repeats a prompt.
-* A group that is too old, or was sampled by a version whose bytes were lost, is dropped and counted, never trained on.
-  A group of which fewer than two members survive is replaced.
+* A group of which fewer than two members survive is replaced.
 * Only failures of episodes that began in this run can pause the job. An episode of an earlier run may report a failure
   from before its cause was repaired: its group is replaced, nothing more.
 * Retention keeps a version while a group finishes on it. A group that does not finish on its version continues with the
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,13 +21,13 @@ import msgspec
 from rookery import protocol
 from rookery.aio import Signal, TaskGroup
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
+from rookery.controller.jobs.buffer import LEAST_EPISODES, GroupBuffer
 from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.step import CompleteGroup
 from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, derive_seed, episode_result_decoder
 from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import RookeryError
-from rookery.scheduling.job_rules import FailureRateMonitor, ReadyGroup, select_batch
+from rookery.scheduling.job_rules import FailureRateMonitor
 from rookery.storage.models import EpisodeRow, GroupRow
 
 log = logging.getLogger("rookery.controller.jobs.groups")
@@ -40,16 +38,16 @@ class JobPaused(RookeryError):
 
 
 class Groups:
-    """The groups of one job; ``changed`` is notified when a group ended or was dropped."""
+    """The groups of one job; ``changed`` is notified when a group ended."""
 
-    def __init__(self, job: JobContext, changed: Signal) -> None:
-        self.ready: list[CompleteGroup] = []
-        """Complete groups that were not trained on yet."""
+    def __init__(self, job: JobContext, buffers: Sequence[GroupBuffer], changed: Signal) -> None:
+        """``buffers``: those of the policies that train."""
         self._job = job
+        self._buffers = buffers
         self._store = job.controller.store
         self._clock = job.controller.clock
         self._in_flight = job.spec.algorithm.in_flight
-        self._policy = job.policy
+        self._policy = job.first.versions
         self._progress = job.progress
         self._changed = changed
         self._cursor = job.row.cursor
@@ -68,25 +66,19 @@ class Groups:
 
     async def restore(self) -> None:
         """Load the complete groups of an earlier run."""
-        for group in await self._store.ready_groups(self._job.row.id):
-            done = [row for row in group.episodes if row.state == "done"]
-            episodes = [episode_result_decoder.decode(row.trajectories) for row in done]
-            self.ready.append(self._complete(group, episodes, [row.id for row in done]))
-        lost = self._lost_versions()
-        orphans = [group for group in self.ready if any(lost & episode.versions for episode in group.episodes)]
-        if orphans:
-            await self._drop(orphans, "its version was lost")
-
-    def _lost_versions(self) -> set[int]:
-        """Versions that the head does not descend from: the policy was rolled back over them."""
-        return {row.version for row in self._policy.history} - {row.version for row in self._policy.lineage}
+        groups = [
+            (group, [episode_result_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"])
+            for group in await self._store.ready_groups(self._job.row.id)
+        ]
+        for buffer in self._buffers:
+            await buffer.restore(groups)
 
     async def resume(self, tasks: TaskGroup) -> None:
         """Run the open groups of an earlier run."""
         for group in await self._store.open_groups(self._job.row.id):
             version = self._resume_version(group)
             if version is None:
-                await self._drop([group], "its version was lost")
+                await self._drop(group, "its version was lost")
             else:
                 self._start(tasks, group, version)
 
@@ -96,7 +88,7 @@ class Groups:
         assert self._policy.head is not None
         if self._in_flight != "finish":
             turns = [turn for episode in group.episodes for turn in decode_turns(episode.turns)]
-            sampled = any(self._lost_versions().intersection(turn.versions) for turn in turns)
+            sampled = any(self._policy.lost().intersection(turn.versions) for turn in turns)
             return None if sampled else self._policy.head.version
         row = self._policy.version(min(e.version for e in group.episodes if e.version is not None))
         if row is not None and row.kept:
@@ -111,6 +103,7 @@ class Groups:
         version, groups = await self._create(count)
         for group in groups:
             self._start(tasks, group, version)
+        await self.trim()
 
     async def _create(self, count: int) -> tuple[int, list[GroupRow]]:
         """The next prompts in the job's order, stored as open groups with their episodes and the version that they run
@@ -170,13 +163,13 @@ class Groups:
         store, write = self._store, self._progress.store
         async with TaskGroup() as tasks:
             runs = [tasks.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
-        results = [(row.id, run.result()) for row, run in zip(group.episodes, runs, strict=True)]
-        names = [name for name, result in results if result is not None]
-        episodes = [result for _, result in results if result is not None]
-        if len(episodes) >= 2:
-            complete = self._complete(group, episodes, names)
-            await write(store.finish_group, group.id, "ready", self._clock.time(), min_version=complete.min_version)
-            self.ready.append(complete)
+        episodes = [result for run in runs if (result := run.result()) is not None]
+        parts = [(buffer, part) for buffer in self._buffers if (part := buffer.complete(group, episodes)) is not None]
+        if len(episodes) >= LEAST_EPISODES:
+            oldest = min((part.min_version for _, part in parts), default=None)
+            await write(store.finish_group, group.id, "ready", self._clock.time(), min_version=oldest)
+            for buffer, part in parts:
+                buffer.ready.append(part)
         else:
             reason = f"{len(episodes)} of {len(group.episodes)} episodes survived"
             self._progress.counters["groups_failed"] += 1
@@ -222,41 +215,9 @@ class Groups:
         if group.ordinal >= self._job.row.cursor:
             self._failures.add(error)
 
-    def _complete(self, group: GroupRow, episodes: list[EpisodeResult], names: list[str]) -> CompleteGroup:
-        sampled: Counter[int] = Counter()
-        for episode in episodes:
-            sampled.update(episode.sampled)
-        oldest, steps = min(sampled, default=0), Counter[int]()
-        for version, count in sampled.items():
-            steps[self._policy.step_of(version)] += count
-        return CompleteGroup(group.id, group.ordinal, self._policy.step_of(oldest), oldest, episodes, steps, names)
-
-    # --- taken, dropped -----------------------------------------------------------------------------------------------
-
-    async def take(self, step: int, count: int) -> list[CompleteGroup]:
-        """Of the ``count`` groups that ``step`` still lacks, those to train on now: the groups that would expire first;
-        none while there are too few."""
-        algorithm = self._job.spec.algorithm
-        while True:
-            known = {group.id: group for group in self.ready}
-            batch, stale = select_batch(
-                [ReadyGroup(group.id, group.ordinal, group.step, len(group.episodes)) for group in self.ready],
-                step=step,
-                count=count,
-                max_staleness=algorithm.max_staleness,
-                enough=algorithm.micro_batch,
-            )
-            if not stale:
-                groups = [known[group.group] for group in batch]
-                self.ready = [group for group in self.ready if group not in groups]
-                return groups
-            await self._drop([known[group.group] for group in stale], f"too old for step {step}")
-
-    async def _drop(self, groups: Sequence[CompleteGroup | GroupRow], reason: str) -> None:
-        names = [group.id for group in groups]
-        self._progress.counters["groups_dropped_stale"] += len(groups)
-        await self._progress.store(self._store.drop_groups, names, reason, self._clock.time())
-        self.ready = [group for group in self.ready if group.id not in names]
+    async def _drop(self, group: GroupRow, reason: str) -> None:
+        self._progress.counters["groups_dropped_stale"] += 1
+        await self._progress.store(self._store.drop_groups, [group.id], reason, self._clock.time())
         self._changed.notify()
 
     async def trim(self) -> None:

@@ -20,6 +20,7 @@ from rookery.controller.fleet.env_hosts import EnvironmentRef
 from rookery.controller.jobs.no_signal import NO_SIGNAL_STEPS, no_signal_line, without_signal
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import JobSpec
+from rookery.spec.policy import PolicySpec
 from rookery.storage.models import JobRow
 from rookery.tokenization.chat import Chat
 
@@ -57,13 +58,13 @@ class Progress:
         """How many episodes wait for the engine, and how many for their environment."""
         self.rewards: deque[float] = deque(maxlen=SHOWN_REWARDS)
         self.staleness: float | None = None
-        self.training = False
-        """Whether a step is being taken."""
+        self._training = 0
+        """Policies for which the trainer computes."""
         self._context = context
         self._row = row
         self._spec = spec
-        self._flat_steps: list[dict[str, Any]] = []
-        """The newest steps in a row that had no signal, at most one more than cause an event."""
+        self._flat_steps: dict[str, list[dict[str, Any]]] = {}
+        """By policy, the newest steps in a row that had no signal, at most one more than cause an event."""
         self._began = context.clock.monotonic()
         self._earlier_seconds = float(row.rng.get("seconds", 0.0))
         self._sampled: deque[tuple[float, int]] = deque()
@@ -79,16 +80,21 @@ class Progress:
         now = self._context.clock.time()
         await self._context.store.add_event(self._row.tenant, self._row.id, now, kind, text)
 
-    async def recover(self) -> None:
-        """Read the committed steps."""
+    async def recover(self) -> dict[str, float]:
+        """Read the committed steps. Returns the last reward of each policy."""
+        last: dict[str, float] = {}
         for row in await self._context.store.steps(self._row.tenant, self._row.id):
             self.rewards.append(row["reward"])
+            last[self._policy_of(row)] = row["reward"]
             self._note_signal(row)
-        if len(self._flat_steps) >= NO_SIGNAL_STEPS:
-            line = self._no_signal()
+        for policy, rows in self._flat_steps.items():
+            if len(rows) < NO_SIGNAL_STEPS:
+                continue
+            line = self._no_signal(policy)
             events = await self._context.store.events(self._row.tenant, self._row.id, EVENTS_READ)
             if not any(event.kind == NO_SIGNAL and event.text == line for event in events):
                 await self.add_event(NO_SIGNAL, line)  # a crash came between the step and its event
+        return last
 
     async def publish(self, metrics: dict[str, Any], version: int) -> None:
         """Make a committed step's metrics visible."""
@@ -96,19 +102,33 @@ class Progress:
         row = {**metrics, "version": version}
         self.rewards.append(row["reward"])
         self.staleness = row["staleness_mean"]
-        self._note_signal(row)
-        if len(self._flat_steps) == NO_SIGNAL_STEPS:
-            await self.add_event(NO_SIGNAL, self._no_signal())
+        flat = self._note_signal(row)
+        if len(flat) == NO_SIGNAL_STEPS:
+            await self.add_event(NO_SIGNAL, self._no_signal(self._policy_of(row)))
         self._context.on_metrics(self._row.id, row)
 
-    def _note_signal(self, row: dict[str, Any]) -> None:
-        if not without_signal(row):
-            self._flat_steps.clear()
-        elif len(self._flat_steps) <= NO_SIGNAL_STEPS:
-            self._flat_steps.append(row)
+    def _policy_of(self, row: dict[str, Any]) -> str:
+        return str(row.get("policy") or next(iter(self._spec.policies)))
 
-    def _no_signal(self) -> str:
-        return no_signal_line(self._flat_steps[:NO_SIGNAL_STEPS], self._spec)
+    def _note_signal(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        flat = self._flat_steps.setdefault(self._policy_of(row), [])
+        if not without_signal(row):
+            flat.clear()
+        elif len(flat) <= NO_SIGNAL_STEPS:
+            flat.append(row)
+        return flat
+
+    def _no_signal(self, policy: str) -> str:
+        return no_signal_line(self._flat_steps[policy][:NO_SIGNAL_STEPS], self._spec.of_policy(policy))
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The trainer computes for a policy within."""
+        self._training += 1
+        try:
+            yield
+        finally:
+            self._training -= 1
 
     @contextmanager
     def waiting_for(self, stage: Literal["engine", "environment"]) -> Iterator[None]:
@@ -147,7 +167,7 @@ class Progress:
         fleet, model = self._context.fleet, self._spec.base_model
         if not fleet.serving("train", model) or not fleet.serving("rollout", model):
             return "worker: " + fleet.missing("rollout and training", model)
-        if self.training:
+        if self._training:
             return "trainer" + self._sharing()
         position = self._context.rollouts.position(self._row.tenant, self._row.id)
         if engine := self._stages["engine"]:
@@ -175,6 +195,21 @@ def per_token(metrics: dict[str, float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class JobPolicy:
+    """One policy of a job."""
+
+    name: str
+    about: PolicySpec
+    """Its section of the job."""
+    spec: JobSpec
+    """The job as this policy alone sees it (:meth:`JobSpec.of_policy`)."""
+    versions: PolicyVersions
+    """Its committed versions."""
+    warm_start: protocol.AdapterRef | None = None
+    """The weights from which it begins while it has no version."""
+
+
+@dataclass(frozen=True)
 class JobContext:
     controller: ControllerContext
     """The services of the controller."""
@@ -186,9 +221,12 @@ class JobContext:
     """The environment of its episodes."""
     chat: Chat
     """The chat template and tokenizer of the base model."""
-    policy: PolicyVersions
-    """The committed versions of the policy that it trains."""
+    policies: dict[str, JobPolicy]
+    """Its policies by name, in the order of its spec."""
     progress: Progress
     """Its counters, metrics and rewards."""
-    warm_start: protocol.AdapterRef | None = None
-    """The weights from which a policy without a version begins."""
+
+    @property
+    def first(self) -> JobPolicy:
+        """The policy that begins an episode."""
+        return next(iter(self.policies.values()))

@@ -42,15 +42,16 @@ class JobRegistry:
 
     def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
         """The versions that running jobs of a base model sample from."""
-        return [ref for job in self.running() if job.spec.base_model == model for ref in job.policy.in_use()]
+        jobs = [job for job in self.running() if job.spec.base_model == model]
+        return [ref for job in jobs for policy in job.policies.values() for ref in policy.versions.in_use()]
 
     def pinned(self, ref: protocol.AdapterRef | None) -> contextlib.AbstractContextManager[object]:
         """The retention of a running job keeps the version within."""
-        policies = (job.policy for job in self.running() if ref is not None and job.policy.row.id == ref.policy)
-        policy = next(policies, None)
-        if ref is None or policy is None or policy.version(ref.version) is None:
+        policies = (policy.versions for job in self.running() for policy in job.policies.values())
+        versions = next((one for one in policies if ref is not None and one.row.id == ref.policy), None)
+        if ref is None or versions is None or versions.version(ref.version) is None:
             return contextlib.nullcontext()
-        return policy.pinned(ref.version)
+        return versions.pinned(ref.version)
 
     def waiting_of(self, tenant: str) -> list[JobRow]:
         """The tenant's jobs that wait for a place, in order."""

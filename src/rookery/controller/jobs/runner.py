@@ -14,7 +14,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
 from rookery.controller.jobs.job import TrainingJob
-from rookery.controller.jobs.job_context import JobContext, Progress
+from rookery.controller.jobs.job_context import JobContext, JobPolicy, Progress
 from rookery.controller.jobs.run_record import RunRecord
 from rookery.controller.outages import Outage, outage_of
 from rookery.controller.training.policy_versions import PolicyVersions
@@ -27,8 +27,8 @@ from rookery.errors import (
     UserError,
     shortage,
 )
-from rookery.spec.job import stored_job
-from rookery.storage.models import JobRow
+from rookery.spec.job import JobSpec, stored_job
+from rookery.storage.models import JobRow, PolicyRow
 from rookery.telemetry.metrics import Sinks
 from rookery.tokenization.chat import Chat
 from rookery.turns import TENANT
@@ -140,20 +140,25 @@ class JobRunner:
         policies = await context.store.policies(row.tenant, row.id)
         await context.usage.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(context.settings, self._folder, row.id, row.name)
-        new, warm_start = policies[0].head_version is None, self._validator.warm_start
+        rows = {policy.name: policy for policy in policies}
         job = JobContext(
             context,
             row,
             spec,
             environment=await self._validator.environment(row.tenant, row.id, spec),
             chat=await self._chat(spec.base_model),
-            policy=PolicyVersions(
-                context, policies[0], spec.checkpoints, reference=0 if spec.compares_with_start else None
-            ),
+            policies={name: await self._policy(spec, name, rows[name]) for name in spec.policies},
             progress=Progress(context, row, spec),
-            warm_start=await warm_start(row.tenant, spec, policies[0]) if new else None,
         )
         return TrainingJob(job)
+
+    async def _policy(self, spec: JobSpec, name: str, row: PolicyRow) -> JobPolicy:
+        part, start = spec.of_policy(name), None
+        if row.head_version is None:
+            start = await self._validator.warm_start(row.tenant, part, row)
+        reference = 0 if part.compares_with_start else None
+        versions = PolicyVersions(self._context, row, spec.checkpoints, reference=reference)
+        return JobPolicy(name, spec.policies[name], part, versions, start)
 
     async def _chat(self, model: str) -> Chat:
         """The base model's chat template and tokenizer. For a job that has run before they existed: an error is

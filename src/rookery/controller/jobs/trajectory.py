@@ -98,6 +98,10 @@ class EpisodeResult(msgspec.Struct):
     steps: list[TurnRecord] = []
     """One per reply; empty in episodes of earlier versions of Rookery."""
 
+    def of(self, policy: str) -> EpisodeResult | None:
+        """The episode as ``policy`` is trained on it; None if it has no reply in it."""
+        return self
+
     @property
     def sampled(self) -> Counter[int]:
         """Number of tokens by the version that sampled them."""

@@ -294,7 +294,7 @@ class PolicyTrainer:
                 msgspec.structs.replace(parent, hash=answer.manifest.hash) for answer in exported if answer.manifest
             ]
             others = replace(first, batch=join_batches(lost))
-            last = await self._pass(worker, parent, others, refs)
+            last = await self._pass(worker, parent, others, gradients=refs)
             return msgspec.structs.replace(done, metrics=join_metrics([done, *exported, last]))
         finally:
             for task in tasks:

@@ -137,6 +137,10 @@ class PolicyVersions:
             version = None if version.parent is None else self._versions[version.parent]
         return found[::-1]
 
+    def lost(self) -> set[int]:
+        """Versions that the head does not descend from: the policy was rolled back over them."""
+        return {row.version for row in self.history} - {row.version for row in self.lineage}
+
     def version(self, version: int) -> VersionRow | None:
         return self._versions.get(version)
 

@@ -1,0 +1,82 @@
+"""The complete groups that one policy of a job has not trained on yet.
+
+A group is of use to a policy for which at least two of its episodes have a reply. One that is too old for the policy's
+next step, or was sampled by a version whose bytes were lost, is dropped and counted, never trained on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rookery.aio import Signal
+from rookery.controller.jobs.job_context import JobContext, JobPolicy
+from rookery.controller.jobs.step import CompleteGroup
+from rookery.controller.jobs.trajectory import EpisodeResult
+from rookery.scheduling.job_rules import ReadyGroup, select_batch
+from rookery.storage.models import GroupRow
+
+LEAST_EPISODES = 2
+"""Episodes of a group that is trained on: an advantage compares rewards."""
+
+
+class GroupBuffer:
+    """``changed`` is notified when a group was dropped."""
+
+    def __init__(self, job: JobContext, policy: JobPolicy, changed: Signal) -> None:
+        self.ready: list[CompleteGroup] = []
+        """In order of arrival."""
+        self._job = job
+        self._policy = policy
+        self._changed = changed
+
+    def complete(self, group: GroupRow, episodes: Sequence[EpisodeResult]) -> CompleteGroup | None:
+        """The policy's part of a group; None if that is too small to train on."""
+        spoken = [part for episode in episodes if (part := episode.of(self._policy.name)) is not None]
+        if len(spoken) < LEAST_EPISODES:
+            return None
+        versions, steps = self._policy.versions, Counter[int]()
+        sampled: Counter[int] = Counter()
+        for episode in spoken:
+            sampled.update(episode.sampled)
+        for version, count in sampled.items():
+            steps[versions.step_of(version)] += count
+        oldest = min(sampled, default=0)
+        return CompleteGroup(group.id, group.ordinal, versions.step_of(oldest), oldest, spoken, steps)
+
+    async def restore(self, groups: Iterable[tuple[GroupRow, Sequence[EpisodeResult]]]) -> None:
+        """Take the complete groups of an earlier run."""
+        for group, episodes in groups:
+            complete = self.complete(group, episodes)
+            if complete is not None:
+                self.ready.append(complete)
+        lost = self._policy.versions.lost()
+        orphans = [group for group in self.ready if any(lost & episode.versions for episode in group.episodes)]
+        if orphans:
+            await self._drop(orphans, "its version was lost")
+
+    async def take(self, step: int, count: int) -> list[CompleteGroup]:
+        """Of the ``count`` groups that ``step`` still lacks, those to train on now: the groups that would expire first;
+        none while there are too few."""
+        algorithm = self._policy.spec.algorithm
+        while True:
+            known = {group.id: group for group in self.ready}
+            batch, stale = select_batch(
+                [ReadyGroup(group.id, group.ordinal, group.step, len(group.episodes)) for group in self.ready],
+                step=step,
+                count=count,
+                max_staleness=algorithm.max_staleness,
+                enough=algorithm.micro_batch,
+            )
+            if not stale:
+                groups = [known[group.group] for group in batch]
+                self.ready = [group for group in self.ready if group not in groups]
+                return groups
+            await self._drop([known[group.group] for group in stale], f"too old for step {step}")
+
+    async def _drop(self, groups: Sequence[CompleteGroup], reason: str) -> None:
+        names, progress, controller = [group.id for group in groups], self._job.progress, self._job.controller
+        progress.counters["groups_dropped_stale"] += len(groups)
+        await progress.store(controller.store.drop_groups, names, reason, controller.clock.time())
+        self.ready = [group for group in self.ready if group.id not in names]
+        self._changed.notify()

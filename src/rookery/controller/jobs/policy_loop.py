@@ -1,0 +1,256 @@
+"""The training loop of one policy of a job, as it is written in textbooks.
+
+Take complete groups; forward and backward until the step has all of its groups; optimizer step; commit; publish. A
+version is committed in one transaction with the groups that it consumed: after any restart the policy continues from
+its last commit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from rookery import protocol
+from rookery.aio import Signal, TaskGroup
+from rookery.controller.jobs.buffer import GroupBuffer
+from rookery.controller.jobs.evaluation import evaluate
+from rookery.controller.jobs.job_context import JobContext, JobPolicy, per_token
+from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, describe, forward_backward
+from rookery.controller.training.policy_run import PolicyRun
+from rookery.scheduling.job_rules import admission_budget
+
+log = logging.getLogger("rookery.controller.jobs.job")
+
+
+@dataclass
+class _UncommittedStep:
+    """An optimizer step that was taken and is not committed yet."""
+
+    groups: list[CompleteGroup]
+    metrics: dict[str, Any]
+
+
+class PolicyLoop:
+    """:meth:`train` returns the reason why the policy trains no more."""
+
+    def __init__(self, job: JobContext, policy: JobPolicy, changed: Signal, rng: Callable[[], dict[str, Any]]) -> None:
+        """``changed`` is notified when a step was taken or committed. ``rng()``: the state that a later run of the job
+        needs in addition to its counters."""
+        self._job = job
+        self._controller = job.controller
+        self._changed = changed
+        self._rng = rng
+        self.policy = policy
+        self.spec = policy.spec
+        self.versions = policy.versions
+        self.buffer = GroupBuffer(job, policy, changed)
+        self.step = 0
+        self._run = PolicyRun(
+            job.controller, policy.versions.row, self.spec.base_model, policy.versions, policy.about.trainers
+        )
+        self._next = StepAccumulator(self.spec, 0)
+        """The step whose groups are being collected."""
+        self._uncommitted: list[_UncommittedStep] = []
+        self._reward: float | None = None
+        """The mean reward of the last published step."""
+        self._evaluated: set[int] = set()
+        self.over = False
+        """It trains no more."""
+
+    async def begin(self) -> None:
+        """Load or create the version to start from."""
+        job, versions, source = self._job, self.versions, self.policy.warm_start
+        for line in await versions.load_intact():
+            await job.progress.add_event("corrupt", line)
+        if versions.head is None:
+            async with job.controller.collector.pin(source):  # the wait for a worker may be long
+                await self._run.create(self._write([], []), self.policy.about.seed, source)
+        assert versions.head is not None
+        job.controller.residency.announce(self.spec.base_model, self._run.parent)
+        self.step = versions.head.step
+        self._next = StepAccumulator(self.spec, self.step)
+
+    def recover(self, evaluated: set[int], reward: float | None) -> None:
+        """Take up the evaluated versions of an earlier run, and the reward of its last committed step."""
+        self._evaluated, self._reward = evaluated, reward
+
+    def budget(self, in_flight: int) -> int:
+        """How many groups may start now, where so many are in flight."""
+        algorithm, ready = self.spec.algorithm, len(self.buffer.ready) + len(self._next.groups)
+        assert self.versions.head is not None
+        count = admission_budget(
+            step=self.step,
+            durable_step=self.versions.head.step,
+            in_flight=in_flight,
+            ready=ready,
+            per_step=algorithm.groups_per_step,
+            max_staleness=algorithm.max_staleness,
+        )
+        if self.spec.stop.steps is not None:
+            needed = (self.spec.stop.steps - self.step) * algorithm.groups_per_step
+            count = min(count, needed - in_flight - ready)
+        return count
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    async def train(self, tasks: TaskGroup) -> str:
+        """Train until a stop condition holds; returns which. Evaluations are started in ``tasks``. Raises
+        :class:`TooManyRequests` before a step that needs room for one version more, where the tenant may store no
+        more."""
+        self._evaluate_if_due(tasks)
+        while (reason := self._stop_reason()) is None:
+            while groups := await self._next_groups():
+                await self._forward_backward(groups)
+            if not self._next.missing:
+                if self.versions.grows:
+                    await self._controller.quotas.check_stored(self._job.row.tenant)
+                manifest = await self._optim_step()
+                if manifest is not None:
+                    await self._commit(manifest)
+                    await self._publish()
+                self._evaluate_if_due(tasks)
+        self.over = True
+        self._changed.notify()
+        return reason
+
+    async def _next_groups(self) -> list[CompleteGroup]:
+        """Complete groups for the next step; none when it has all of them, or when the wall time is over."""
+        began = self._controller.clock.monotonic()
+        while self._next.missing:
+            change = self._changed.next
+            groups = await self.buffer.take(self.step, self._next.missing)
+            if groups or (self._out_of_time() and not self._uncommitted):
+                self._next.groups.extend(groups)
+                self._next.waiting_seconds += self._controller.clock.monotonic() - began
+                return groups
+            await change.wait()
+        return []
+
+    async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
+        """Add the gradient of ``groups`` to that of the next step."""
+        request = forward_backward(self.spec, groups, self._job.chat.context)
+        if self.versions.reference is not None:
+            request = replace(request, reference=self.versions.ref(self.versions.reference))
+        done = await self._timed(self._run.forward(request))
+        self._next.add(done.metrics)
+
+    async def _optim_step(self) -> protocol.Manifest | None:
+        """Take the step; returns the artifact of the trained state when a commit is due."""
+        step, optimizer, job = self._next, adam(self.spec, self.step), self._job
+        metrics = describe(step.groups, step.number)
+        due = len(self._uncommitted) + 1 >= self.spec.checkpoints.commit_every
+        due = due or self._stop_reason(after=metrics["reward"]) is not None
+        done = await self._timed(self._run.optim_step(optimizer, commit=due, scale=step.scale))
+        row = {
+            "step": self.step + 1,
+            "time": self._controller.clock.time(),
+            **metrics,
+            **per_token({**step.trainer_metrics(), **done.metrics}),
+            "lr": optimizer.lr,
+            "seconds/waiting": step.waiting_seconds,
+            "seconds/train": step.training_seconds,
+            **self._controller.seeding.figures(self.versions.row.id),
+            "tokens_sampled": job.progress.counters["tokens"],
+            "cost": self._controller.usage.cost(job.row.tenant, job.row.id),
+        }
+        self._uncommitted.append(_UncommittedStep(step.groups, row))
+        self.step += 1
+        self._next = StepAccumulator(self.spec, self.step)
+        self._changed.notify()
+        assert done.manifest is not None or not due
+        return done.manifest if due else None
+
+    async def _timed(self, operation: Awaitable[protocol.OperationDone]) -> protocol.OperationDone:
+        """Await an operation of the trainer, and count its seconds for the next step."""
+        began = self._controller.clock.monotonic()
+        try:
+            with self._job.progress.training():
+                return await operation
+        finally:
+            self._next.training_seconds += self._controller.clock.monotonic() - began
+
+    async def _commit(self, manifest: protocol.Manifest) -> None:
+        """Make the steps taken so far durable as one version, with the groups that they consumed."""
+        began = self._controller.clock.monotonic()
+        counters, steps = self._job.progress.counters, self._uncommitted
+        for step in steps:  # not earlier: a crash takes uncommitted steps back
+            counters["zero_variance_groups"] += sum(not group.has_variance for group in step.groups)
+            counters["steps_skipped"] += int(step.metrics.get("skipped", 0))
+        consumed = [group.id for step in steps for group in step.groups]
+        await self._run.commit(self._write(consumed, [step.metrics for step in steps]), manifest)
+        seconds = self._controller.clock.monotonic() - began
+        for step in steps:
+            step.metrics = {**step.metrics, "seconds/commit": seconds}
+
+    def _write(self, groups: list[str], metrics: list[dict[str, Any]]) -> Callable[..., Awaitable[Any]]:
+        """The transaction of a commit."""
+        return partial(
+            self._controller.store.commit_step, job=self._job.row.id, groups=groups, metrics=metrics,
+            counters=dict(self._job.progress.counters), rng=self._rng(),
+        )  # fmt: skip
+
+    async def _publish(self) -> None:
+        """Make the committed steps visible and their version the one that new groups run on, and running ones if the
+        job says so; delete versions and texts that are not kept."""
+        row, progress = self._job.row, self._job.progress
+        ref = self._run.publish(row.id, self.spec.algorithm.in_flight)
+        for step in self._uncommitted:
+            await progress.publish(step.metrics, ref.version)
+            self._reward = step.metrics["reward"]
+        self._uncommitted.clear()
+        self._changed.notify()
+        log.info(
+            "step %d: reward %.3f", self.step, self._reward,
+            extra={"tenant": row.tenant, "job": row.id, "version": ref.version},
+        )  # fmt: skip
+        await self.versions.retire()
+
+    # --- evaluation and end -------------------------------------------------------------------------------------------
+
+    def _evaluate_if_due(self, tasks: TaskGroup) -> None:
+        """Start the evaluations that are due, concurrently with training; also unfinished ones of an earlier run."""
+        evaluation = self.spec.evaluation
+        if not evaluation.prompts:
+            return
+        for row in self.versions.history:
+            periodic = evaluation.every and row.step % evaluation.every == 0
+            if row.kept and row.version not in self._evaluated and (row.version == 0 or periodic):
+                self._evaluated.add(row.version)
+                tasks.create_task(evaluate(self._job, self.policy, row.version))
+
+    async def end(self) -> None:
+        """Evaluate the last version."""
+        assert self.versions.head is not None
+        if self.spec.evaluation.prompts and self.versions.head.version not in self._evaluated:
+            await evaluate(self._job, self.policy, self.versions.head.version)
+        self.versions.reference = None
+        await self.versions.retire()
+
+    def forget(self) -> None:
+        """The job ends or pauses: workers need its training state no more."""
+        self._run.forget()
+
+    def _stop_reason(self, after: float | None = None) -> str | None:
+        """The stop condition that holds, or that would hold once a step with the reward ``after`` is taken. A policy
+        does not end before its steps are committed."""
+        stop, progress = self.spec.stop, self._job.progress
+        step = self.step + (after is not None)
+        reward = after if after is not None else self._reward
+        if after is None and self._uncommitted:
+            return None
+        if stop.steps is not None and step >= stop.steps:
+            return f"{step} steps"
+        if stop.reward is not None and reward is not None and reward >= stop.reward:
+            return f"reward {reward:.3f} reached {stop.reward:g}"
+        if self._out_of_time():
+            return f"wall time {progress.seconds():.0f} s reached {stop.wall_time:.0f} s"
+        if stop.tokens is not None and progress.counters["tokens"] >= stop.tokens:
+            return f"{progress.counters['tokens']} tokens reached {stop.tokens}"
+        return None
+
+    def _out_of_time(self) -> bool:
+        limit = self.spec.stop.wall_time
+        return limit is not None and self._job.progress.seconds() >= limit
