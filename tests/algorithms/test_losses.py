@@ -13,7 +13,7 @@ from tests.support.draws import examples
 from torch import Tensor
 
 from rookery.algorithms.losses import LOSSES, MAX_KL_GAP, kl_penalty
-from rookery.spec.job import LOSS_PARAMETERS
+from rookery.spec.policy import LOSS_PARAMETERS
 
 SEGMENTS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
 

@@ -25,7 +25,7 @@ from rookery.environments.base import Environment, Reply, Split
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
 from rookery.environments.datasets import PromptDataset, repeated_note
-from rookery.environments.jsonl import UNREAD, count_rows, read_jsonl
+from rookery.environments.jsonl import UNREAD, Jsonl, JsonlOptions, count_rows, read_jsonl
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
 from rookery.environments.verifiers.pool import LITERAL, restored, stored
@@ -59,6 +59,19 @@ def test_jsonl_plays_a_row() -> None:
     assert (train, held_out) == (ROWS[:7], ROWS[7:])
     assert play(environment, train[0], "It is 1")[0] == 1
     assert play(environment, train[0], "It is 2")[::2] == (0, ["0 + 1 = ?"])
+
+
+def test_jsonl_asks_a_judge_about_the_reply() -> None:
+    verifier = {"name": "judge", "policy": "critic", "prompt": "Is it {answer}, from 0 to 4? {other}", "scale": 4}
+    row = {"prompt": "2+2?", "answer": 4}
+    for said, reward, unjudged in (("3", 0.75, 0.0), ("I say 9.", 1.0, 0.0), ("-2", 0.0, 0.0), ("fine", 0.0, 1.0)):
+        environment = Jsonl(JsonlOptions.model_validate({"verifier": verifier, "rows": [row]}))
+        environment.prompt = row
+        asked = environment.step(Reply(text="four", tokens=[1], messages=[], turn=0))
+        assert asked.messages == [{"role": "user", "content": "Is it 4, from 0 to 4? {other}"}]
+        assert (asked.policy, asked.done, asked.reward) == ("critic", False, 0.0)
+        judged = environment.step(Reply(text=said, tokens=[1], messages=[], turn=1))
+        assert (judged.done, judged.reward, judged.metrics) == (True, reward, {"unjudged": unjudged})
 
 
 def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:

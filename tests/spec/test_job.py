@@ -16,8 +16,9 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.spec.files import read_job
-from rookery.spec.job import LOSS_PARAMETERS, JobSpec
+from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
+from rookery.spec.policy import LOSS_PARAMETERS
 
 
 def main(**fields: Any) -> dict[str, Any]:

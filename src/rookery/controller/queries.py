@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, Literal
@@ -163,7 +163,8 @@ class JobQueries:
     async def versions(self, tenant: str, job: str, policy: str) -> Sequence[dict[str, Any]]:
         row = await self._store.get_policy(tenant, job, policy)
         versions = await self._store.versions(tenant, row.id)
-        metrics = {step["version"]: step for step in await self.metrics(tenant, job)}  # of the last step of each
+        steps = [step for step in await self.metrics(tenant, job) if step.get("policy", policy) == policy]
+        metrics = {step["version"]: step for step in steps}  # of the last step of each
         shown = ("version", "parent", "hash", "step", "created", "kept", "lost", "evaluation")
         return [
             {**{name: getattr(version, name) for name in shown}, "metrics": metrics.get(version.version, {})}
@@ -173,8 +174,17 @@ class JobQueries:
     async def evaluations(self, tenant: str, job: str) -> Sequence[dict[str, Any]]:
         await self._store.get_job(tenant, job)
         rows = await self._store.evaluations(tenant, job)
+        names = {policy.id: policy.name for policy in await self._store.policies(tenant, job)}
         return [
-            {"version": r.version, "prompts": r.prompts, "mean": r.mean, "stderr": r.stderr, **r.results} for r in rows
+            {
+                "policy": names[r.policy],
+                "version": r.version,
+                "prompts": r.prompts,
+                "mean": r.mean,
+                "stderr": r.stderr,
+                **r.results,
+            }
+            for r in rows
         ]
 
     async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> protocol.Manifest:
@@ -221,7 +231,7 @@ class JobQueries:
             since=since or row.created,
             base_model=row.spec["base_model"],
             step=step,
-            steps=row.spec["stop"]["steps"],
+            steps=_steps(row.spec),
             reward=rewards[-1] if rewards else None,
             rewards=rewards,
             tokens_per_second=job.progress.tokens_per_second() if job is not None else 0.0,
@@ -340,6 +350,16 @@ class JobQueries:
                 **context.seeding.gauges(),
             },
         }
+
+
+def _steps(spec: Mapping[str, Any]) -> int | None:
+    """The optimizer steps after which a stored job ends, of all its policies."""
+    wanted = [
+        (policy.get("stop") or {}).get("steps") or spec["stop"]["steps"]
+        for policy in spec["policies"].values()
+        if policy.get("train", True)
+    ]
+    return None if None in wanted else sum(wanted)
 
 
 def _policy_view(row: PolicyRow) -> PolicyView:

@@ -300,7 +300,7 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
         )
     algorithm, turns = spec.algorithm, spec.environment.turns
     groups = algorithm.groups_per_step * (algorithm.max_staleness + 1)
-    tokens = tokens_in_memory(spec.model_dump(include={"algorithm", "environment", "sampling"}))
+    tokens = tokens_in_memory(spec.model_dump(include={"algorithm", "environment", "sampling", "policies"}))
     if tokens > limits.job_tokens:
         refused["job_tokens"] += 1
         problems.append(
@@ -313,10 +313,16 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
 
 def tokens_in_memory(spec: Mapping[str, Any]) -> int:
     """Sampled tokens that the groups of a stored job may hold at once."""
-    algorithm, environment = spec["algorithm"], spec["environment"]
-    groups = algorithm["groups_per_step"] * (algorithm["max_staleness"] + 1)
+    algorithm, environment, policies = spec["algorithm"], spec["environment"], spec.get("policies", {}).values()
     turns = EnvironmentSpec.model_construct(**environment).turns
-    return int(groups * algorithm["group_size"] * spec["sampling"]["max_tokens"] * turns)
+
+    def most(section: str, field: str) -> int:
+        """The largest value of a field, the job's or one policy's."""
+        given = [(policy.get(section) or {}).get(field) for policy in policies]
+        return int(max(value for value in (spec[section][field], *given) if value is not None))
+
+    groups = most("algorithm", "groups_per_step") * (most("algorithm", "max_staleness") + 1)
+    return groups * int(algorithm["group_size"]) * most("sampling", "max_tokens") * turns
 
 
 def groups_at_once(spec: JobSpec, limits: LimitSettings) -> int:

@@ -77,26 +77,26 @@ class JobValidator:
             model = await self.model(tenant, spec.base_model)
         except UserError as error:
             problems.append(str(error))
-        name, policy = spec.policy
-        if policy.lora_rank > context.settings.engine.max_rank:
-            problems.append(
-                f"policies.{name}.rank: given {policy.rank}, allowed: at most {context.settings.engine.max_rank}"
-                " (the service's ROOKERY_MAX_RANK)"
-            )
-        reason = await self._context.threads(self._not_native, model) if policy.full else ""
-        if reason:
-            problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
-        if policy.trainers > 1 and context.settings.training.trainer_processes > 1:
-            problems.append(
-                f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group of"
-                " processes (the service's ROOKERY_TRAINER_PROCESSES)"
-            )
-        if policy.warm_start is not None and policy.warm_start.peft is not None:
-            problems.append(
-                f"policies.{name}.warm_start.peft: the service reads no files of yours; upload the folder"
-                f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
-                " it) and give warm_start.upload"
-            )
+        for name, policy in spec.policies.items():
+            if policy.lora_rank > context.settings.engine.max_rank:
+                problems.append(
+                    f"policies.{name}.rank: given {policy.rank}, allowed: at most {context.settings.engine.max_rank}"
+                    " (the service's ROOKERY_MAX_RANK)"
+                )
+            reason = await self._context.threads(self._not_native, model) if policy.full else ""
+            if reason:
+                problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
+            if policy.trainers > 1 and context.settings.training.trainer_processes > 1:
+                problems.append(
+                    f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group"
+                    " of processes (the service's ROOKERY_TRAINER_PROCESSES)"
+                )
+            if policy.warm_start is not None and policy.warm_start.peft is not None:
+                problems.append(
+                    f"policies.{name}.warm_start.peft: the service reads no files of yours; upload the folder"
+                    f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
+                    " it) and give warm_start.upload"
+                )
         problems += job_problems(spec, context.settings.limits, context.refused)
         problems += await context.threads(row_problems, spec, context.settings.limits)
         sizes = None
@@ -113,12 +113,18 @@ class JobValidator:
         if problems:
             raise SpecError(problems)
         spec = await self.store_rows(tenant, spec.model_copy(update={"base_model": model}))
-        new = PolicyRow(
-            id=context.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank, alpha=policy.scale_alpha,
-            targets=[] if policy.full else list(policy.targets),
-        )  # fmt: skip
-        await self.warm_start(tenant, spec, new)
-        return spec, [new], [*spec_warnings(spec), *split_warnings(spec, sizes)]
+        rows = []
+        for name, policy in spec.policies.items():
+            if policy.base:
+                continue
+            new = PolicyRow(
+                id=context.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank, alpha=policy.scale_alpha,
+                targets=[] if policy.full else list(policy.targets),
+            )  # fmt: skip
+            await self.warm_start(tenant, spec.of_policy(name), new)
+            rows.append(new)
+        lines = [line for name in spec.trained for line in spec_warnings(spec.of_policy(name))]
+        return spec, rows, [*dict.fromkeys(lines), *split_warnings(spec, sizes)]
 
     async def _form_problems(self, model: str, sizes: SplitSizes) -> list[str]:
         """The rows whose roles the chat template of a prepared base model refuses, a line each."""
@@ -304,7 +310,8 @@ class JobValidator:
         return shown, constant, [note for note in notes if note]
 
     async def target(self, tenant: str, target: str) -> Target:
-        """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION`` or a client's checkpoint
+        """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION``, both also as
+        ``JOB/POLICY`` for another policy than the first, or a client's checkpoint
         ``tinker://…`` names; ``JOB`` is a job's id or name, or ``NAME~1`` for the one before. A base model's name means
         the model, whatever jobs are called so. Raises :class:`NotFound`, :class:`UserError`, or
         :class:`Unavailable`."""
@@ -313,8 +320,12 @@ class JobValidator:
             checkpoint, run, policy = await find_checkpoint(context, tenant, target)
             return Target(checkpoint.path, run.base_model, adapter_ref(policy, checkpoint))
         job, at, version = target.removesuffix(":latest").partition("@")
+        job, _, chosen = job.partition("/")
         try:
             row = await context.store.find_job(tenant, job)
+            policies = {policy.name: policy for policy in await context.store.policies(tenant, row.id)}
+            if chosen and chosen not in policies:
+                raise NotFound(target)
             if target == row.name and target in CATALOGUE:
                 raise NotFound(target)  # the model is meant
         except NotFound:
@@ -334,10 +345,11 @@ class JobValidator:
             return Target(model, model, None)
         if at and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
-        policy = (await context.store.policies(tenant, row.id))[0]
+        policy = policies[chosen or next(name for name in row.spec["policies"] if name in policies)]
         number = int(version) if NUMBER.fullmatch(version) else None
         policy, found = await find_version(context.store, tenant, row.id, policy.name, number)
-        return Target(f"{row.id}@{found.version}", row.spec["base_model"], adapter_ref(policy, found))
+        name = f"{row.id}/{chosen}" if chosen else row.id
+        return Target(f"{name}@{found.version}", row.spec["base_model"], adapter_ref(policy, found))
 
     async def add_dataset(
         self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int]

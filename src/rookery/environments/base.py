@@ -49,11 +49,16 @@ class Step:
     messages: Sequence[Message] = ()
     """Messages that the policy reads next; ignored when ``done``."""
     reward: float = 0.0
-    """Added to the episode's reward, which is the sum over its steps: a finite number of any type (also of numpy)."""
+    """Added to the episode's reward, which is the sum over its steps: a finite number of any type (also of numpy).
+    Every policy that replied in the episode gets it."""
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers to average over the episodes that have them, and to show; the last step wins where names repeat. NaN and
     infinities count as absent."""
+    policy: str = ""
+    """In a job with several policies, the name of the one that replies next; without it, the first of the job."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By policy, numbers that are added to ``reward`` for that policy alone. Each must have a reply in the episode."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,9 @@ class Environment:
         """The prompts of ``train`` or ``eval``: anything JSON, finite or endless, in the same order at every call."""
         raise NotImplementedError(f"{type(self).__name__} does not define prompts(split)")
 
-    def reset(self, prompt: Any, seed: int) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """Starts the episode and returns its first messages. May be ``async``."""
+    def reset(self, prompt: Any, seed: int) -> Sequence[Message] | Step | Awaitable[Sequence[Message] | Step]:
+        """Starts the episode and returns its first messages, or a ``Step`` with them that names the ``policy`` which
+        replies first. May be ``async``."""
         raise NotImplementedError(f"{type(self).__name__} does not define reset(prompt, seed)")
 
     def step(self, reply: Reply) -> Step | Awaitable[Step]:

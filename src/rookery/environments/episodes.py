@@ -44,6 +44,9 @@ also bounds the threads of a broken environment."""
 LONGEST_ERROR = 2000
 """Characters of an exception's text that the service is sent."""
 
+LONGEST_POLICY = 64
+"""Characters of a policy's name in a job."""
+
 JOIN_SECONDS = 1.0
 """Time that closing waits for the event loop; a loop blocked by user code is abandoned."""
 
@@ -137,6 +140,7 @@ class Episodes:
                     protocol.ChatMessage(role=message["role"], content=message["content"]) for message in step.messages
                 ]
                 observed.reward, observed.done, observed.metrics = step.reward, step.done, step.metrics
+                observed.rewards, observed.policy = step.rewards, step.policy
             except Exception as error:  # user code raised: the error is this call's answer
                 self.failures.report(f"episode {name}", episode.job, error)
                 observed.error = describe_error(error)
@@ -151,6 +155,8 @@ class Episodes:
         environment.prompt, environment.seed = prompt, message.seed
         episode.environment = environment
         messages = await self._run(episode, environment.reset, prompt, message.seed)
+        if isinstance(messages, Step):
+            return Step(messages=_checked(messages.messages, "reset"), policy=_policy_name(messages.policy, "reset"))
         return Step(messages=_checked(messages, "reset"))
 
     async def _advance(self, episode: _Episode, message: protocol.StepEpisode) -> Step:
@@ -312,8 +318,23 @@ def _checked_step(step: Step, environment: Environment) -> Step:
     reward = number("reward", step.reward, finite=True)
     metrics = {str(name): number(f"metric {name}", value, finite=False) for name, value in step.metrics.items()}
     values.check(list(metrics), "metrics")
+    if not isinstance(step.rewards, Mapping):
+        raise refusal(TypeError, "rewards", step.rewards, "a mapping of policies to numbers")
+    if len(step.rewards) > protocol.MOST_POLICIES:
+        raise refusal(ValueError, "rewards", step.rewards, f"at most {protocol.MOST_POLICIES} policies")
+    rewards = {
+        _policy_name(name, "step"): number(f"reward of {_shown(name)}", value, finite=True)
+        for name, value in step.rewards.items()
+    }
     messages = _checked(step.messages, "step", before_reply=not step.done)
-    return Step(messages, reward, bool(step.done), metrics)
+    return Step(messages, reward, bool(step.done), metrics, _policy_name(step.policy, "step"), rewards)
+
+
+def _policy_name(name: object, method: str) -> str:
+    if not isinstance(name, str) or len(name) > LONGEST_POLICY:
+        raise TypeError(f"{method} gave the policy {_shown(name)}, expected the name of a policy of the job")
+    values.check(name, "policy")
+    return name
 
 
 def _shown(value: object) -> str:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.messages import MessageRefused, conversation, shown
-from rookery.environments.verifiers.verifiers import Verifier
+from rookery.environments.verifiers.verifiers import Judge, Verifier
 from rookery.errors import UserError
 from rookery.protocol import BestConstant
 from rookery.spec import values
@@ -151,6 +151,9 @@ class Jsonl(Environment):
         return messages_of(prompt)
 
     def step(self, reply: Reply) -> Step:
+        if isinstance(self._verifier, Judge) and reply.turn == 0:
+            question = {"role": "user", "content": self._verifier.question(self.prompt)}
+            return Step(messages=[question], policy=self._verifier.policy)
         reward, metrics = self._verifier.score(reply.text, self.prompt, reply.raw, reply.special)
         return Step(reward=reward, done=True, metrics=metrics)
 

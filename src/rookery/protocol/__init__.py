@@ -35,6 +35,7 @@ from rookery.protocol.common import (
     manifest_of,
 )
 from rookery.protocol.envhost import (
+    MOST_POLICIES,
     BestConstant,
     ChatMessage,
     CloseEpisode,

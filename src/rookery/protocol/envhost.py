@@ -14,8 +14,8 @@ import msgspec
 from rookery.bounds import ENTRIES, MAX_FRAME, MESSAGES, METRICS, Count, ErrorText, Integer, Line, Name, Text
 from rookery.protocol.common import EpochMessage, HelloRejected, Message, Struct
 
-MOST_ENVIRONMENTS, ROLE = 1000, 64
-"""Environments of one host; characters of a message's role."""
+MOST_ENVIRONMENTS, ROLE, MOST_POLICIES = 1000, 64, 16
+"""Environments of one host; characters of a message's role; policies of a job."""
 
 
 class HostedEnvironment(Struct, kw_only=True):
@@ -135,6 +135,10 @@ class Observation(EpochMessage, kw_only=True):
     episode: Name
     messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MESSAGES)] = msgspec.field(default_factory=list)
     reward: float = 0.0
+    rewards: Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_POLICIES)] = msgspec.field(default_factory=dict)
+    """By policy, in addition to ``reward``, which every policy of the episode gets."""
+    policy: Name = ""
+    """The policy that replies next; empty: the job's first one."""
     done: bool = False
     metrics: Annotated[dict[Name, float], msgspec.Meta(max_length=METRICS)] = msgspec.field(default_factory=dict)
     error: ErrorText = ""

@@ -40,12 +40,15 @@ class ReadyGroup:
 
 
 def select_batch(
-    ready: Sequence[ReadyGroup], *, step: int, count: int, max_staleness: int, enough: int = 0
+    ready: Sequence[ReadyGroup], *, step: int, count: int, max_staleness: int, enough: int = 0, fifo: bool = False
 ) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
-    """``(batch, stale)`` for a step at ``step``. ``batch``: the groups that would expire first, ``count`` of them, or
-    fewer if they have ``enough`` responses together (0: never fewer), or none. ``stale``: groups that are too old."""
+    """``(batch, stale)`` for a step at ``step``. ``batch``: of ``ready``, in order of arrival, the groups that would
+    expire first, with ``fifo`` those that arrived first, ``count`` of them, or fewer if they have ``enough`` responses
+    together (0: never fewer), or none. ``stale``: groups that are too old."""
     stale = [group for group in ready if step - group.step > max_staleness]
-    fresh = sorted((group for group in ready if step - group.step <= max_staleness), key=lambda g: (g.step, g.ordinal))
+    fresh = [group for group in ready if step - group.step <= max_staleness]
+    if not fifo:
+        fresh.sort(key=lambda group: (group.step, group.ordinal))
     batch = fresh[:count]
     suffices = len(batch) == count or 0 < enough <= sum(group.responses for group in batch)
     return (batch if suffices else []), stale

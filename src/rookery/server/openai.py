@@ -32,7 +32,7 @@ from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import UserError, short
 from rookery.server.auth import ServiceContext
 from rookery.server.responses import event_data
-from rookery.spec.job import Temperature
+from rookery.spec.policy import Temperature
 from rookery.tokenization.detokenizer import StreamingText
 
 # --- requests ---------------------------------------------------------------------------------------------------------

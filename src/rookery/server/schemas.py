@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from rookery.bounds import ENTRIES, STOP_TEXTS, Line, StopText, Text
 from rookery.controller.views import CostView, FleetCost, RunView
-from rookery.spec.job import Temperature
 from rookery.spec.parsing import MAX_PROBLEMS
+from rookery.spec.policy import Temperature
 from rookery.storage.models import KeyRole
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -258,6 +258,7 @@ class BestConstantView(BaseModel):
 class EvaluationView(BaseModel):
     """The evaluation of a version on held-out prompts. ``prompts`` counts the episodes that completed."""
 
+    policy: str
     version: int
     prompts: int
     mean: float

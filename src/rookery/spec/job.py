@@ -1,4 +1,4 @@
-"""A job: one reinforcement-learning task that trains a policy.
+"""A job: one reinforcement-learning task that trains one or more policies.
 
 Every field, default and bound of a job is defined here and in :mod:`rookery.spec.policy`, and nowhere else.
 ``docs/job.md`` is generated from both.
@@ -7,42 +7,16 @@ Every field, default and bound of a job is defined here and in :mod:`rookery.spe
 from __future__ import annotations
 
 import re
-import sys
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rookery.bounds import INTEGER, STOP_TEXTS, Line, Name, SmallJson, StopText
+from rookery.bounds import INTEGER, Line, Name
 from rookery.errors import short
-from rookery.spec.policy import PolicySpec, Seconds, SpecModel, StrictModel, named
-
-LOSS_PARAMETERS: dict[str, dict[str, float]] = {
-    "cross_entropy": {},
-    "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "aipo": {"rho": 4.0},
-    "dro": {"beta": 0.05},
-    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-}
-"""Losses by name, with their parameters' defaults (``algorithms/losses.py`` has the formulas)."""
-
+from rookery.spec.policy import AlgorithmSpec, PolicySpec, SamplingSpec, Seconds, SpecModel, StrictModel
 
 BUILTIN_TURNS = {"jsonl": 1, "reasoning-gym": 1, "calculator": 2}
 """The most replies of an episode of each built-in environment."""
-
-MIN_TEMPERATURE = 1e-6
-"""Logits over a smaller one can exceed float32."""
-
-
-def _usable(temperature: float) -> float:
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"temperature is 0 or at least {MIN_TEMPERATURE:g}")
-    return temperature
-
-
-Temperature = Annotated[float, Field(ge=0), AfterValidator(_usable)]
-"""Temperature of a completion: 0 takes the likeliest token."""
 
 
 class EnvironmentSpec(SpecModel):
@@ -83,87 +57,16 @@ class EnvironmentSpec(SpecModel):
     @property
     def turns(self) -> int:
         """The most replies of an episode."""
-        return min(self.max_turns, BUILTIN_TURNS.get(self.id or "", self.max_turns))
-
-
-class LossSpec(SpecModel):
-    """The loss of a token, given as a name (``loss: ppo``) or with its parameters (``loss: {name: ppo,
-    clip_high_threshold: 1.28}``). Every parameter is a number above 0. A loss is a pure sum over tokens."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, SmallJson]
-
-    name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "aipo", "dro", "gspo"] = "aipo"
-    """Which loss."""
-
-    @model_validator(mode="after")
-    def _parameters(self) -> LossSpec:
-        known = LOSS_PARAMETERS[self.name]
-        for key, value in (self.model_extra or {}).items():
-            if key not in known:
-                raise ValueError(
-                    f"{self.name} has no parameter {short(repr(key))}; it has {', '.join(known) or 'none'}"
-                )
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-                raise ValueError(f"{key} is a number above 0, given {short(repr(value))}")
-        if self.params.get("clip_low_threshold", 0.0) > self.params.get("clip_high_threshold", 1.0):
-            raise ValueError("clip_low_threshold is at most clip_high_threshold")
-        return self
+        most = BUILTIN_TURNS.get(self.id or "", self.max_turns) + (self.judge is not None)
+        return min(self.max_turns, most)
 
     @property
-    def params(self) -> dict[str, float]:
-        return {**LOSS_PARAMETERS[self.name], **{k: float(v) for k, v in (self.model_extra or {}).items()}}
-
-
-InFlight = Literal["finish", "switch", "recompute"]
-
-
-class AlgorithmSpec(StrictModel):
-    """How rewards become gradients."""
-
-    name: Literal["grpo", "dr_grpo", "rloo", "mean"] = "grpo"
-    """Advantages and token weights: [see below](#advantages-and-weights)."""
-    group_size: int = Field(8, ge=2, le=1024)
-    """Episodes of one prompt."""
-    groups_per_step: int = Field(8, ge=1, le=4096)
-    """Groups of one optimizer step."""
-    max_staleness: int = Field(0, ge=0, le=64)
-    """Optimizer steps that may lie between the version of a group's oldest token and the step that trains on it. 0 is
-    on-policy: every token of a step was sampled by the version that the step starts from."""
-    in_flight: InFlight = "finish"
-    """What running episodes do when a new version is published. `finish`: end on the version on which they started.
-    `switch`: use the new version from the next token on and keep the KV cache. `recompute`: the same, with the cache
-    computed again."""
-    micro_batch: int = Field(0, ge=0, le=INTEGER)
-    """Training on a step's groups starts when this many of its episodes are complete, in any order. 0 starts with the
-    whole step. The gradient is the same sum."""
-    loss: Annotated[LossSpec, BeforeValidator(named)] = LossSpec()
-    """The loss of a token: a name or a [loss](#loss)."""
-    kl_weight: float = Field(0.0, ge=0)
-    """Weight of a KL penalty (k3 estimator), added per token. Not with `cross_entropy`, which gives no weight to
-    episodes below their group's mean, and not with `full`, which keeps no other model."""
-    kl_reference: Literal["start", "base"] = "start"
-    """The model that the KL penalty compares with. `start`: the policy's version 0, which after a warm start has its
-    weights and otherwise answers like the base model. `base`: the base model."""
-
-    @model_validator(mode="after")
-    def _penalty_has_weights(self) -> AlgorithmSpec:
-        if self.kl_weight > 0 and self.loss.name == "cross_entropy":
-            raise ValueError("kl_weight: with the loss cross_entropy, allowed is 0: it weighs only the better episodes")
-        return self
-
-
-class SamplingSpec(StrictModel):
-    """How replies are sampled. There is no top-p and no top-k: the trainer cannot reproduce their probabilities, which
-    losses with ratios need."""
-
-    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=10)
-    """The trainer's log-probabilities use the same temperature."""
-    max_tokens: int = Field(64, ge=1, le=131072)
-    """Longest reply in tokens, per turn; cut to the rest of the model's context."""
-    stop: list[StopText] = Field(default_factory=list, max_length=STOP_TEXTS)
-    """A reply ends with the token that completes one of these texts; that token is kept. The model's own end tokens
-    always end a reply."""
+    def judge(self) -> str | None:
+        """The policy that judges replies as the verifier of `jsonl`."""
+        verifier = self.options.get("verifier")
+        if self.id != "jsonl" or not isinstance(verifier, dict) or verifier.get("name") != "judge":
+            return None
+        return str(verifier.get("policy"))
 
 
 class EvaluationSpec(StrictModel):
@@ -212,7 +115,7 @@ class StopSpec(StrictModel):
 
 
 class JobSpec(StrictModel):
-    """One RL task that trains one policy."""
+    """One RL task that trains one or more policies."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", max_length=100)
     """Name of the job: 1 to 100 letters, digits, `.`, `_`, `-`. Where several jobs share a name, it means the newest,
@@ -225,7 +128,7 @@ class JobSpec(StrictModel):
     policies: dict[Name, PolicySpec] = Field(
         default_factory=lambda: {"main": PolicySpec()}, min_length=1, max_length=16
     )
-    """The adapter that is trained, by name: [policies](#policies)."""
+    """The policies that reply in an episode, by name: [policies](#policies)."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """How rewards become gradients: [algorithm](#algorithm)."""
     sampling: SamplingSpec = SamplingSpec()
@@ -247,22 +150,34 @@ class JobSpec(StrictModel):
         for name in value:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
                 raise ValueError(f"policy name {short(repr(name))}: letters, digits, dot, dash and underscore")
-        if len(value) > 1:
-            raise ValueError("one policy: jobs with several policies are not supported yet")
+        if not any(policy.train for policy in value.values()):
+            raise ValueError("at least one policy with train: true")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:
-        if self.checkpoints.commit_every > self.algorithm.max_staleness + 1:
-            raise ValueError(
-                f"checkpoints.commit_every: given {self.checkpoints.commit_every}, allowed at most"
-                f" algorithm.max_staleness + 1 = {self.algorithm.max_staleness + 1}"
-            )
-        for name, policy in self.policies.items():
-            if policy.full and self.algorithm.kl_weight:
-                raise ValueError(f"algorithm.kl_weight: not with policies.{name}.full, which keeps no base model")
+        judge = self.environment.judge
+        if judge is not None and judge not in [*self.policies][1:]:
+            given = "the first policy, which gives the reply" if judge in self.policies else f"no policy {judge!r}"
+            raise ValueError(f"environment.verifier.policy: {given}; give one of the others under policies")
+        for name in self.trained:
+            policy, mine = self.policies[name], self.of_policy(name)
+            where = "" if policy.algorithm is None else f"policies.{name}."
+            try:
+                AlgorithmSpec.model_validate(mine.algorithm.model_dump())
+            except ValidationError as error:
+                raise ValueError(f"policies.{name}.algorithm: {error.errors()[0]['msg']}") from None
+            if mine.checkpoints.commit_every > mine.algorithm.max_staleness + 1:
+                raise ValueError(
+                    f"checkpoints.commit_every: given {self.checkpoints.commit_every}, allowed at most"
+                    f" {where}algorithm.max_staleness + 1 = {mine.algorithm.max_staleness + 1}"
+                )
+            if policy.full and mine.algorithm.kl_weight:
+                raise ValueError(
+                    f"{where}algorithm.kl_weight: not with policies.{name}.full, which keeps no base model"
+                )
             schedule = policy.optimizer.schedule
-            bounded = schedule.total_steps is not None or self.stop.steps is not None
+            bounded = schedule.total_steps is not None or mine.stop.steps is not None
             if schedule.name in ("linear", "cosine", "uba") and not bounded:
                 raise ValueError(
                     f"policies.{name}.optimizer.schedule: {schedule.name} needs total_steps, or stop.steps"
@@ -270,12 +185,24 @@ class JobSpec(StrictModel):
         return self
 
     def of_policy(self, name: str) -> JobSpec:
-        """The job as one of its policies sees it: with that policy alone."""
-        return self if len(self.policies) == 1 else self.model_copy(update={"policies": {name: self.policies[name]}})
+        """The job as one of its policies sees it: with that policy alone, and its algorithm, sampling and stop."""
+        policy = self.policies[name]
+        parts: dict[str, Any] = {"policies": {name: policy}}
+        for part in ("algorithm", "sampling", "stop"):
+            if (changes := getattr(policy, part)) is not None:
+                given = {field: getattr(changes, field) for field in changes.model_fields_set}
+                known = {field: value for field, value in given.items() if value is not None}
+                parts[part] = getattr(self, part).model_copy(update=known)
+        return self.model_copy(update=parts)
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the policies that train."""
+        return [name for name, policy in self.policies.items() if policy.train]
 
     @property
     def policy(self) -> tuple[str, PolicySpec]:
-        """The job's only policy, with its name."""
+        """The first policy, the only one of :meth:`of_policy`, with its name."""
         return next(iter(self.policies.items()))
 
     @property

@@ -1,13 +1,24 @@
-"""The policy of a job: one LoRA adapter and how it is optimised."""
+"""A policy of a job: one LoRA adapter, how it is optimised, and where it differs from the rest of the job."""
 
 from __future__ import annotations
 
 import re
+import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from rookery.bounds import FLOAT32, INTEGER, Line, Name
+from rookery.bounds import FLOAT32, INTEGER, STOP_TEXTS, Line, Name, SmallJson, StopText
+from rookery.errors import short
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 """The linear layers of a decoder block that can carry a LoRA."""
@@ -53,6 +64,115 @@ class StrictModel(SpecModel):
     """Base of parts in which unknown fields are mistakes."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+LOSS_PARAMETERS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "aipo": {"rho": 4.0},
+    "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+}
+"""Losses by name, with their parameters' defaults (``algorithms/losses.py`` has the formulas)."""
+
+
+MIN_TEMPERATURE = 1e-6
+"""Logits over a smaller one can exceed float32."""
+
+
+def _usable(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"temperature is 0 or at least {MIN_TEMPERATURE:g}")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_usable)]
+"""Temperature of a completion: 0 takes the likeliest token."""
+
+
+class LossSpec(SpecModel):
+    """The loss of a token, given as a name (``loss: ppo``) or with its parameters (``loss: {name: ppo,
+    clip_high_threshold: 1.28}``). Every parameter is a number above 0. A loss is a pure sum over tokens."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, SmallJson]
+
+    name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "aipo", "dro", "gspo"] = "aipo"
+    """Which loss."""
+
+    @model_validator(mode="after")
+    def _parameters(self) -> LossSpec:
+        known = LOSS_PARAMETERS[self.name]
+        for key, value in (self.model_extra or {}).items():
+            if key not in known:
+                raise ValueError(
+                    f"{self.name} has no parameter {short(repr(key))}; it has {', '.join(known) or 'none'}"
+                )
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+                raise ValueError(f"{key} is a number above 0, given {short(repr(value))}")
+        if self.params.get("clip_low_threshold", 0.0) > self.params.get("clip_high_threshold", 1.0):
+            raise ValueError("clip_low_threshold is at most clip_high_threshold")
+        return self
+
+    @property
+    def params(self) -> dict[str, float]:
+        return {**LOSS_PARAMETERS[self.name], **{k: float(v) for k, v in (self.model_extra or {}).items()}}
+
+
+InFlight = Literal["finish", "switch", "recompute"]
+
+
+class AlgorithmSpec(StrictModel):
+    """How rewards become gradients."""
+
+    name: Literal["grpo", "dr_grpo", "rloo", "mean"] = "grpo"
+    """Advantages and token weights: [see below](#advantages-and-weights)."""
+    group_size: int = Field(8, ge=2, le=1024)
+    """Episodes of one prompt."""
+    groups_per_step: int = Field(8, ge=1, le=4096)
+    """Groups of one optimizer step."""
+    max_staleness: int = Field(0, ge=0, le=64)
+    """Optimizer steps that may lie between the version of a group's oldest token and the step that trains on it. 0 is
+    on-policy: every token of a step was sampled by the version that the step starts from."""
+    in_flight: InFlight = "finish"
+    """What running episodes do when a new version is published. `finish`: end on the version on which they started.
+    `switch`: use the new version from the next token on and keep the KV cache. `recompute`: the same, with the cache
+    computed again."""
+    micro_batch: int = Field(0, ge=0, le=INTEGER)
+    """Training on a step's groups starts when this many of its episodes are complete, in any order. 0 starts with the
+    whole step. The gradient is the same sum."""
+    buffer: Literal["edf", "fifo"] = "edf"
+    """Which complete groups are trained on first. `edf`: those whose oldest token was sampled by the oldest version, so
+    that they expire first. `fifo`: those that were complete first."""
+    loss: Annotated[LossSpec, BeforeValidator(named)] = LossSpec()
+    """The loss of a token: a name or a [loss](#loss)."""
+    kl_weight: float = Field(0.0, ge=0)
+    """Weight of a KL penalty (k3 estimator), added per token. Not with `cross_entropy`, which gives no weight to
+    episodes below their group's mean, and not with `full`, which keeps no other model."""
+    kl_reference: Literal["start", "base"] = "start"
+    """The model that the KL penalty compares with. `start`: the policy's version 0, which after a warm start has its
+    weights and otherwise answers like the base model. `base`: the base model."""
+
+    @model_validator(mode="after")
+    def _penalty_has_weights(self) -> AlgorithmSpec:
+        if self.kl_weight > 0 and self.loss.name == "cross_entropy":
+            raise ValueError("kl_weight: with the loss cross_entropy, allowed is 0: it weighs only the better episodes")
+        return self
+
+
+class SamplingSpec(StrictModel):
+    """How replies are sampled. There is no top-p and no top-k: the trainer cannot reproduce their probabilities, which
+    losses with ratios need."""
+
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=10)
+    """The trainer's log-probabilities use the same temperature."""
+    max_tokens: int = Field(64, ge=1, le=131072)
+    """Longest reply in tokens, per turn; cut to the rest of the model's context."""
+    stop: list[StopText] = Field(default_factory=list, max_length=STOP_TEXTS)
+    """A reply ends with the token that completes one of these texts; that token is kept. The model's own end tokens
+    always end a reply."""
 
 
 class ScheduleSpec(StrictModel):
@@ -119,9 +239,51 @@ def _targets(value: Any) -> Any:
     return _GROUPS[value] if isinstance(value, str) else value
 
 
+class PolicyAlgorithm(StrictModel):
+    """Fields of the job's [algorithm](#algorithm) that have another value for one policy. The groups are the same."""
+
+    name: Literal["grpo", "dr_grpo", "rloo", "mean"] | None = None
+    """Advantages and token weights."""
+    groups_per_step: int | None = Field(None, ge=1, le=4096)
+    """Groups of one optimizer step."""
+    max_staleness: int | None = Field(None, ge=0, le=64)
+    """Optimizer steps of this policy that may lie between its oldest token in a group and the step that trains on
+    it."""
+    micro_batch: int | None = Field(None, ge=0, le=INTEGER)
+    """Episodes with which training on a step begins."""
+    buffer: Literal["edf", "fifo"] | None = None
+    """The order of complete groups."""
+    loss: Annotated[LossSpec | None, BeforeValidator(named)] = None
+    """The loss of a token: a name or a [loss](#loss)."""
+    kl_weight: float | None = Field(None, ge=0)
+    """Weight of the KL penalty."""
+    kl_reference: Literal["start", "base"] | None = None
+    """The model that the KL penalty compares with."""
+
+
+class PolicySampling(StrictModel):
+    """Fields of the job's [sampling](#sampling) that have another value for one policy."""
+
+    temperature: float | None = Field(None, ge=MIN_TEMPERATURE, le=10)
+    """Its temperature."""
+    max_tokens: int | None = Field(None, ge=1, le=131072)
+    """Longest reply in tokens."""
+    stop: list[StopText] | None = Field(None, max_length=STOP_TEXTS)
+    """Texts that end a reply."""
+
+
+class PolicyStop(StrictModel):
+    """Fields of the job's [stop](#stop) that have another value for one policy."""
+
+    steps: int | None = Field(None, ge=1, le=INTEGER)
+    """Optimizer steps of this policy."""
+    reward: float | None = None
+    """Mean reward of a training step at or above this."""
+
+
 class PolicySpec(StrictModel):
-    """One adapter, or with ``full`` a whole model, and how it is optimised. ``policies`` maps a name to a policy; a job
-    has exactly one for now."""
+    """One adapter, or with ``full`` a whole model, and how it is optimised. ``policies`` maps names to policies; the
+    environment names the policy of each reply, without a name it is the first one."""
 
     rank: int = Field(16, ge=1, le=512)
     """Rank of the LoRA, at most the service's `max_rank` setting."""
@@ -144,6 +306,32 @@ class PolicySpec(StrictModel):
     full: bool = False
     """Train all parameters instead of a LoRA: `rank`, `alpha`, `targets`, `warm_start` and `trainers` stay away, and
     `optimizer.lr` is given. A version is a whole model, and its training state takes 16 bytes per parameter."""
+
+    train: bool = True
+    """False freezes the policy at the weights that `warm_start` gives, or at the base model: a judge, an opponent."""
+    base: bool = False
+    """With `train: false`: the base model itself, without an adapter."""
+    algorithm: PolicyAlgorithm | None = None
+    """Where this policy's [algorithm](#policy_algorithm) differs from the job's."""
+    sampling: PolicySampling | None = None
+    """Where this policy's [sampling](#policy_sampling) differs from the job's."""
+    stop: PolicyStop | None = None
+    """When this policy [stops training](#policy_stop); the job goes on until all have."""
+
+    @model_validator(mode="after")
+    def _frozen(self) -> PolicySpec:
+        if self.train:
+            if self.base:
+                raise ValueError("base: the base model is not trained; give train: false, or leave base out")
+            return self
+        if not self.base and self.warm_start is None:
+            raise ValueError("train: a frozen policy needs weights; give warm_start, or base: true for the base model")
+        if self.base and self.warm_start is not None:
+            raise ValueError("warm_start: not with base: true; leave one of them out")
+        for name in ("optimizer", "algorithm", "stop", "trainers", *(("rank", "alpha", "targets") * self.base)):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: not with train: false{', base: true' * self.base}; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _whole_model(self) -> PolicySpec:

@@ -161,6 +161,13 @@ def _trainer_logprobs(op: Operations) -> None:
     op.add_column("episodes", column)
 
 
+def _several_policies(op: Operations) -> None:
+    """Uses of a group by policy, versions of an episode by policy, the policy of a step."""
+    op.add_column("groups", sa.Column("uses", sa.Text, nullable=False, server_default="{}"))
+    op.add_column("episodes", sa.Column("versions", sa.Text, nullable=False, server_default="{}"))
+    op.add_column("steps", sa.Column("policy", sa.Text, nullable=False, server_default=""))
+
+
 REVISIONS = {
     "0002": _steps_and_usage,
     "0003": _job_starts,
@@ -170,6 +177,7 @@ REVISIONS = {
     "0007": _deleted_tenants,
     "0008": _job_crashes,
     "0009": _trainer_logprobs,
+    "0010": _several_policies,
 }
 """The change that leads to each revision, in order."""
 

@@ -166,10 +166,12 @@ class StepRow(OwnedRow):
     job: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     step: Mapped[Number]
     version: Mapped[int]
-    """The first version of the job's policy that contains the step."""
+    """The first version of its policy that contains the step."""
     reward: Mapped[float | None]
     """The mean reward of its batch, also among the metrics."""
     metrics: Mapped[dict[str, Any]]
+    policy: Mapped[str] = mapped_column(default="")
+    """The policy that took it; empty for the only policy of a job."""
 
 
 class EpisodeRow(OwnedRow, kw_only=True):
@@ -182,7 +184,9 @@ class EpisodeRow(OwnedRow, kw_only=True):
     member: Mapped[Small]
     state: Mapped[EpisodeState] = mapped_column(Words, default="open")
     version: Mapped[int | None] = mapped_column(default=None)
-    """The policy's version when it began."""
+    """The version of the job's first policy when it began."""
+    versions: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
+    """Those of the other policies, by name."""
     seed: Mapped[int]
     turns: Mapped[bytes] = mapped_column(default=b"")
     """Completed turns, in the controller's encoding."""
@@ -212,6 +216,9 @@ class GroupRow(OwnedRow, kw_only=True):
     seed: Mapped[int]
     state: Mapped[GroupState] = mapped_column(Words, default="open")
     consumed_by: Mapped[int | None] = mapped_column(default=None)
+    uses: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
+    """Where several policies train on it, by policy: the version that consumed it, -1 where it was dropped, None while
+    neither. It is ready while one is None."""
     min_version: Mapped[int | None] = mapped_column(default=None)
     """The oldest version among its tokens."""
     created: Mapped[float]

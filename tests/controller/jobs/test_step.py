@@ -28,7 +28,8 @@ from rookery.controller.jobs.step import (
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.controller.training.shares import split_batch
 from rookery.environments.builtins import BUILTINS
-from rookery.spec.job import BUILTIN_TURNS, LOSS_PARAMETERS, JobSpec
+from rookery.spec.job import BUILTIN_TURNS, JobSpec
+from rookery.spec.policy import LOSS_PARAMETERS
 
 CONTEXT = 512
 

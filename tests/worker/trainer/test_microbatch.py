@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.peers import ADAPTER, HANG, ScriptedHost, Service, eventually, job_of
@@ -84,6 +85,40 @@ def test_step_in_micro_batches_equals_the_whole_step(tmp_path: Path, name: str) 
         assert sums["tokens"] == losses[0]["tokens"]
         for figure in ("loss:sum", "kl:sum", "entropy:sum", "ratio:sum", "logp_diff:max"):
             assert sums[figure] == pytest.approx(losses[0][figure], rel=1e-4, abs=1e-5), figure
+
+
+def test_gradient_of_each_policy_is_that_of_a_job_split_by_hand(tmp_path: Path) -> None:
+    """Two policies in one conversation, against groups in which the other's tokens are the environment's."""
+    rng, base = Random(5), decoder()
+    names = {"a": adapter_folder(tmp_path / "a", 4, 1), "b": adapter_folder(tmp_path / "b", 2, 2)}
+    played: list[EpisodeResult] = []
+    by_hand: dict[str, list[EpisodeResult]] = {"a": [], "b": []}
+    prompt = [rng.randrange(173) for _ in range(6)]
+    for _ in range(4):
+        whole = Trajectory(list(prompt))
+        split = {name: Trajectory(list(prompt)) for name in names}
+        for speaker in "abab":
+            tokens = [rng.randrange(173) for _ in range(rng.randint(1, 6))]
+            logprobs = [-4.0 - rng.random() for _ in tokens]
+            whole.append_action(tokens, logprobs, [0] * len(tokens), speaker)
+            for name, part in split.items():
+                if name == speaker:
+                    part.append_action(tokens, logprobs, [0] * len(tokens))
+                else:
+                    part.append_observation(tokens)
+        rewards = {name: rng.gauss(0, 1) for name in names}
+        played.append(EpisodeResult([whole], [], [*"abab"], 0.5, {}, "done", rewards=rewards, speakers=[*"abab"]))
+        for name in names:
+            by_hand[name].append(EpisodeResult([split[name]], [], ["", ""], 0.5 + rewards[name], {}, "done"))
+    for name, folder in names.items():
+        gradients = []
+        for episodes in ([part for one in played if (part := one.of(name)) is not None], by_hand[name]):
+            at = trainer(base, {"p": folder})
+            entry = forward_backward(spec(), [CompleteGroup("g", 0, 0, 0, episodes)])
+            at.forward_backward(operation(loss=entry.loss), protocol.decode(protocol.batches, entry.batch))
+            assert finish(at)["fb"].metrics["tokens"] == sum(episode.num_action_tokens for episode in episodes)
+            gradients.append(gradient(at))
+        assert torch.equal(*gradients) and gradients[0].any()
 
 
 @pytest.mark.parametrize(

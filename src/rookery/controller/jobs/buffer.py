@@ -7,7 +7,7 @@ next step, or was sampled by a version whose bytes were lost, is dropped and cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rookery.aio import Signal
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
@@ -24,33 +24,43 @@ class GroupBuffer:
     """``changed`` is notified when a group was dropped."""
 
     def __init__(self, job: JobContext, policy: JobPolicy, changed: Signal) -> None:
+        assert policy.versions is not None
         self.ready: list[CompleteGroup] = []
         """In order of arrival."""
+        self.policy = policy
         self._job = job
-        self._policy = policy
+        self._versions = policy.versions
         self._changed = changed
 
-    def complete(self, group: GroupRow, episodes: Sequence[EpisodeResult]) -> CompleteGroup | None:
-        """The policy's part of a group; None if that is too small to train on."""
-        spoken = [part for episode in episodes if (part := episode.of(self._policy.name)) is not None]
+    @property
+    def id(self) -> str:
+        """The policy's id."""
+        return self._versions.row.id
+
+    def complete(self, group: GroupRow, episodes: Mapping[str, EpisodeResult]) -> CompleteGroup | None:
+        """The policy's part of a group, of which ``episodes`` survived, by their ids; None if that is too small to
+        train on."""
+        parts = {name: episode.of(self.policy.name) for name, episode in episodes.items()}
+        names = [name for name, part in parts.items() if part is not None]
+        spoken = [part for part in parts.values() if part is not None]
         if len(spoken) < LEAST_EPISODES:
             return None
-        versions, steps = self._policy.versions, Counter[int]()
-        sampled: Counter[int] = Counter()
+        versions, steps, sampled = self._versions, Counter[int](), Counter[int]()
         for episode in spoken:
             sampled.update(episode.sampled)
         for version, count in sampled.items():
             steps[versions.step_of(version)] += count
         oldest = min(sampled, default=0)
-        return CompleteGroup(group.id, group.ordinal, versions.step_of(oldest), oldest, spoken, steps)
+        return CompleteGroup(group.id, group.ordinal, versions.step_of(oldest), oldest, spoken, steps, names)
 
-    async def restore(self, groups: Iterable[tuple[GroupRow, Sequence[EpisodeResult]]]) -> None:
+    async def restore(self, groups: Iterable[tuple[GroupRow, Mapping[str, EpisodeResult]]]) -> None:
         """Take the complete groups of an earlier run."""
         for group, episodes in groups:
-            complete = self.complete(group, episodes)
+            waits = not group.uses or group.uses.get(self.id, "") is None
+            complete = self.complete(group, episodes) if waits else None
             if complete is not None:
                 self.ready.append(complete)
-        lost = self._policy.versions.lost()
+        lost = self._versions.lost()
         orphans = [group for group in self.ready if any(lost & episode.versions for episode in group.episodes)]
         if orphans:
             await self._drop(orphans, "its version was lost")
@@ -58,7 +68,7 @@ class GroupBuffer:
     async def take(self, step: int, count: int) -> list[CompleteGroup]:
         """Of the ``count`` groups that ``step`` still lacks, those to train on now: the groups that would expire first;
         none while there are too few."""
-        algorithm = self._policy.spec.algorithm
+        algorithm = self.policy.spec.algorithm
         while True:
             known = {group.id: group for group in self.ready}
             batch, stale = select_batch(
@@ -67,6 +77,7 @@ class GroupBuffer:
                 count=count,
                 max_staleness=algorithm.max_staleness,
                 enough=algorithm.micro_batch,
+                fifo=algorithm.buffer == "fifo",
             )
             if not stale:
                 groups = [known[group.group] for group in batch]
@@ -77,6 +88,6 @@ class GroupBuffer:
     async def _drop(self, groups: Sequence[CompleteGroup], reason: str) -> None:
         names, progress, controller = [group.id for group in groups], self._job.progress, self._job.controller
         progress.counters["groups_dropped_stale"] += len(groups)
-        await progress.store(controller.store.drop_groups, names, reason, controller.clock.time())
+        await progress.store(controller.store.drop_groups, names, reason, controller.clock.time(), policy=self.id)
         self.ready = [group for group in self.ready if group.id not in names]
         self._changed.notify()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ import msgspec
 from rookery import protocol
 from rookery.bounds import METRICS
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
-from rookery.controller.jobs.job_context import JobContext
+from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import (
     AssistantTurn,
     EpisodeResult,
@@ -34,8 +34,8 @@ from rookery.controller.jobs.trajectory import (
     derive_seed,
 )
 from rookery.controller.rollout.request import SamplingRequest
-from rookery.errors import RookeryError
-from rookery.spec.job import InFlight
+from rookery.errors import RookeryError, short
+from rookery.spec.policy import InFlight
 from rookery.storage.models import EpisodeRow
 from rookery.tokenization.chat import LONG_TEXT, Message
 
@@ -54,13 +54,14 @@ class EpisodeFailed(RookeryError):
 
 @dataclass
 class Episode:
-    """An episode of ``job`` for ``prompt`` under the version ``ref``, which the caller keeps available; with another
-    ``in_flight`` than ``finish``, each reply begins with the newest version. With ``row``, turns are stored there and
+    """An episode of ``job`` for ``prompt`` under the versions ``refs`` of its policies (None: the base model), which
+    the caller keeps available; with another ``in_flight`` than ``finish``, each reply begins with the newest version.
+    With ``row``, turns are stored there and
     the turns stored earlier are taken up; without, a second attempt starts with a new environment."""
 
     job: JobContext
     id: str
-    ref: protocol.AdapterRef
+    refs: Mapping[str, protocol.AdapterRef | None]
     prompt: bytes
     seed: int
     environment_seed: int
@@ -112,16 +113,20 @@ class Episode:
         job = self.job
         trajectories: list[Trajectory] = []
         steps: list[TurnRecord] = []
+        speakers: list[str] = []
         metrics: dict[str, float] = {}
         reward, finish, self.splits = 0.0, "max_turns", 0
+        rewards: dict[str, float] = {}
         observation = await self._observe(host, job.environment.reset(self.id, self.prompt, self.environment_seed))
         conversation = list(observation.messages)
         for turn in range(job.spec.environment.max_turns):
             if not await self._extend(trajectories, conversation, len(observation.messages), turn):
                 finish = "context"
                 break
-            reply = self.turns[turn] if turn < len(self.turns) else await self._sample(trajectories[-1], turn)
-            trajectories[-1].append_action(reply.tokens, reply.logprobs, reply.versions)
+            speaker = self._policy(observation.policy or job.first.name, turn)
+            reply = self.turns[turn] if turn < len(self.turns) else await self._sample(trajectories[-1], turn, speaker)
+            trajectories[-1].append_action(reply.tokens, reply.logprobs, reply.versions, speaker.name)
+            speakers.append(speaker.name)
             conversation.append(protocol.ChatMessage(role="assistant", content=reply.text))
             raw, special = job.chat.decode_special(reply.tokens)
             step = protocol.StepEpisode(
@@ -134,19 +139,23 @@ class Episode:
                 TurnRecord(
                     observation.reward, dict(observation.metrics), reply.finish, len(reply.tokens), reply.queue_seconds,
                     reply.generation_seconds, self.seconds["environment"] - before, reply.workers,
+                    speaker.name, dict(observation.rewards),
                 )
             )  # fmt: skip
-            if not math.isfinite(observation.reward):
-                raise EpisodeFailed(
-                    f"the reward of {job.environment.name} in turn {turn} is {observation.reward}, expected a finite"
-                    " number"
-                )
+            for given in (observation.reward, *observation.rewards.values()):
+                if not math.isfinite(given):
+                    raise EpisodeFailed(
+                        f"the reward of {job.environment.name} in turn {turn} is {given}, expected a finite number"
+                    )
             reward += observation.reward
-            if not abs(reward) <= LARGEST_REWARD:
-                raise EpisodeFailed(
-                    f"the rewards of {job.environment.name} add up to {reward:g} in turn {turn}, allowed:"
-                    f" ±{LARGEST_REWARD:g}"
-                )
+            for name, value in observation.rewards.items():
+                rewards[self._policy(name, turn).name] = rewards.get(name, 0.0) + value
+            for total in (reward, *(reward + of_policy for of_policy in rewards.values())):
+                if not abs(total) <= LARGEST_REWARD:
+                    raise EpisodeFailed(
+                        f"the rewards of {job.environment.name} add up to {total:g} in turn {turn}, allowed:"
+                        f" ±{LARGEST_REWARD:g}"
+                    )
             metrics.update(observation.metrics)
             if len(metrics) > METRICS:
                 raise EpisodeFailed(f"the environment gave {len(metrics)} different metrics, allowed: {METRICS}")
@@ -156,8 +165,27 @@ class Episode:
                 break
             if not observation.messages:
                 raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
+        for name in rewards:
+            if name not in speakers:
+                raise EpisodeFailed(
+                    f"{job.environment.name} rewards the policy {name!r}, which has no reply in the episode; reward"
+                    f" those that replied: {', '.join(dict.fromkeys(speakers))}"
+                )
         replies = [reply.text for reply in self.turns]
-        return EpisodeResult(trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds), steps)
+        return EpisodeResult(
+            trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds), steps, rewards,
+            speakers if len(job.policies) > 1 else [],
+        )  # fmt: skip
+
+    def _policy(self, name: str, turn: int) -> JobPolicy:
+        """The policy of the job that the environment names."""
+        policy = self.job.policies.get(name)
+        if policy is None:
+            raise EpisodeFailed(
+                f"{self.job.environment.name} names the policy {short(repr(name))} in turn {turn}; the job has"
+                f" {', '.join(self.job.policies)}"
+            )
+        return policy
 
     async def _extend(
         self, trajectories: list[Trajectory], conversation: list[protocol.ChatMessage], observed: int, turn: int
@@ -201,19 +229,19 @@ class Episode:
             return work(*arguments)
         return await self.job.controller.threads(work, *arguments)
 
-    def _version(self) -> AbstractContextManager[protocol.AdapterRef]:
-        """The version that the next reply begins with; it stays available within."""
-        policy = self.job.first.versions
-        if self.in_flight == "finish":
-            return nullcontext(self.ref)
-        assert policy.head is not None
-        return policy.pinned(policy.head.version)
+    def _version(self, policy: JobPolicy) -> AbstractContextManager[protocol.AdapterRef | None]:
+        """The version that the policy's next reply begins with; it stays available within."""
+        if self.in_flight == "finish" or policy.versions is None:
+            return nullcontext(self.refs[policy.name])
+        assert policy.versions.head is not None
+        return policy.versions.pinned(policy.versions.head.version)
 
-    async def _sample(self, trajectory: Trajectory, turn: int) -> AssistantTurn:
+    async def _sample(self, trajectory: Trajectory, turn: int, policy: JobPolicy) -> AssistantTurn:
         job, sequence, chat = self.job, trajectory.sequence, self.job.chat
-        sampling, clock = job.spec.sampling, job.controller.clock
+        sampling, clock = policy.spec.sampling, job.controller.clock
+        first = policy is job.first
         began = clock.monotonic()
-        with job.progress.waiting_for("engine"), self._version() as ref:
+        with job.progress.waiting_for("engine"), self._version(policy) as ref:
             generate = protocol.Generate(
                 request=f"{self.id}.{turn}",
                 adapter=ref,
@@ -224,11 +252,11 @@ class Episode:
                 seed=derive_seed(self.seed, turn),
                 stop_tokens=chat.stop_tokens,
                 stop=sampling.stop,
-                episode=self.id,
+                episode=self.id if first else f"{self.id}.{policy.name}",  # each keeps a cache of its own
                 group=self.row.group_id if self.row is not None else "",
                 in_flight=self.in_flight,
             )
-            algorithm, owner = job.spec.algorithm, (job.row.tenant, job.row.id)
+            algorithm, owner = policy.spec.algorithm, (job.row.tenant, job.row.id)
             waits = not (algorithm.max_staleness or algorithm.micro_batch)
             request = SamplingRequest(*owner, job.spec.base_model, generate, turn > 0, synchronous=waits)
             result = await job.controller.rollouts.sample(request)
@@ -239,6 +267,8 @@ class Episode:
             result.tokens, result.logprobs, result.versions, result.finish, chat.decode(result.tokens),
             result.workers, result.queue_seconds, generation_seconds,
         )  # fmt: skip
+        if len(job.policies) > 1:
+            reply.policy = policy.name
         self.turns.append(reply)
         await self._store_turns()
         return reply
@@ -249,7 +279,10 @@ class Episode:
         progress.add_sampled(len(self.turns[-1].tokens))
         if self.row is not None:
             turns = msgspec.msgpack.encode(self.turns)
-            version = next((version for turn in self.turns for version in turn.versions), self.ref.version)
+            first = self.job.first.name
+            of_first = [version for turn in self.turns if turn.policy in ("", first) for version in turn.versions]
+            ref = self.refs[first]
+            version = of_first[0] if of_first else ref.version if ref is not None else 0
             await progress.store(store.save_turns, self.id, turns, version=version, host_instance=self._instance)
 
     async def _observe(

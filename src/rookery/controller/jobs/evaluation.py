@@ -10,11 +10,11 @@ import asyncio
 import math
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from rookery import protocol
 from rookery.aio import TaskGroup
 from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
@@ -48,17 +48,23 @@ def summarise(results: list[EvalResult]) -> tuple[float, float]:
 async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
     """Evaluate ``version`` of one of the job's policies and store the result."""
     store, evaluation, progress = job.controller.store, job.spec.evaluation, job.progress
-    with policy.versions.pinned(version) as ref:  # until its score is known: it may be the best
+    assert policy.versions is not None
+    versions = {**job.newest(), policy.name: version}
+    with job.pinned(versions):  # until its score is known: it may be the best
         prompts, constant = await held_out_prompts(job)
         places = asyncio.Semaphore(job.controller.settings.limits.job_episodes)
         async with TaskGroup() as tasks:
-            runs = [tasks.create_task(_run(job, ref, number, prompt, places)) for number, prompt in enumerate(prompts)]
+            runs = [
+                tasks.create_task(_run(job, policy, versions, number, prompt, places))
+                for number, prompt in enumerate(prompts)
+            ]
         results = [run.result() for run in runs]
         mean, stderr = summarise(results)
         failed = [result.error for result in results if result.error]
         progress.counters["evaluation_failures"] += len(failed)
+        whose = f"{policy.name} " if len(job.policies) > 1 else ""
         if math.isnan(mean):
-            text = f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
+            text = f"{whose}version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
             await progress.add_event("evaluation", text)
             return
         answered = len(results) - len(failed)
@@ -77,7 +83,7 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
             created=job.controller.clock.time(),
         )
         policy.versions.evaluated(version, mean)
-        text = f"version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
+        text = f"{whose}version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
         if constant is not None:
             text += f"; the best constant reply earns {constant.reward:.3f}"
         if failed:
@@ -104,10 +110,19 @@ async def held_out_prompts(job: JobContext) -> tuple[list[bytes], BestConstant |
 
 
 async def _run(
-    job: JobContext, ref: protocol.AdapterRef, number: int, prompt: bytes, places: asyncio.Semaphore
+    job: JobContext,
+    policy: JobPolicy,
+    versions: Mapping[str, int],
+    number: int,
+    prompt: bytes,
+    places: asyncio.Semaphore,
 ) -> EvalResult:
+    """The result for ``policy``; one without a reply of it counts as failed."""
     seed = derive_seed(job.spec.seed, "evaluation", job.spec.evaluation.seed, number)
-    episode = Episode(job, f"{job.row.id}-e{ref.version}-{number}", ref, prompt, seed, environment_seed=seed)
+    name = f"{job.row.id}-e{versions[policy.name]}-{number}"
+    if len(job.policies) > 1:
+        name += f"-{policy.name}"
+    episode = Episode(job, name, job.refs(versions), prompt, seed, environment_seed=seed)
     shown = values.decode(prompt)
     try:
         async with places:
@@ -116,4 +131,7 @@ async def _run(
         return EvalResult(shown, error=str(error))
     finally:
         episode.close()
-    return EvalResult(shown, result.reward, "\n".join(result.replies), result.metrics)
+    part = result.of(policy.name)
+    if part is None:
+        return EvalResult(shown, error=f"the policy {policy.name} has no reply in the episode")
+    return EvalResult(shown, part.reward, "\n".join(result.replies), result.metrics)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,6 +32,9 @@ from rookery.storage.models import EpisodeRow, GroupRow
 
 log = logging.getLogger("rookery.controller.jobs.groups")
 
+Refs = Mapping[str, protocol.AdapterRef | None]
+"""A version of each policy of a job; None is the base model."""
+
 
 class JobPaused(RookeryError):
     """The job cannot make progress; resuming may help once the reason is repaired."""
@@ -47,7 +50,6 @@ class Groups:
         self._store = job.controller.store
         self._clock = job.controller.clock
         self._in_flight = job.spec.algorithm.in_flight
-        self._policy = job.first.versions
         self._progress = job.progress
         self._changed = changed
         self._cursor = job.row.cursor
@@ -67,7 +69,7 @@ class Groups:
     async def restore(self) -> None:
         """Load the complete groups of an earlier run."""
         groups = [
-            (group, [episode_result_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"])
+            (group, {e.id: episode_result_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"})
             for group in await self._store.ready_groups(self._job.row.id)
         ]
         for buffer in self._buffers:
@@ -76,38 +78,41 @@ class Groups:
     async def resume(self, tasks: TaskGroup) -> None:
         """Run the open groups of an earlier run."""
         for group in await self._store.open_groups(self._job.row.id):
-            version = self._resume_version(group)
-            if version is None:
+            versions = {name: self._resume_version(group, name, head) for name, head in self._job.newest().items()}
+            known = {name: version for name, version in versions.items() if version is not None}
+            if known != versions:
                 await self._drop(group, "its version was lost")
             else:
-                self._start(tasks, group, version)
+                self._start(tasks, group, known)
 
-    def _resume_version(self, group: GroupRow) -> int | None:
-        """The version with which a group of an earlier run continues: its own, or the head if it may change. If its own
-        was lost it begins on the head, unless tokens of a lost version were sampled: then None."""
-        assert self._policy.head is not None
+    def _resume_version(self, group: GroupRow, name: str, head: int) -> int | None:
+        """The version of a policy with which a group of an earlier run continues: its own, or the ``head`` if it may
+        change. If its own was lost it begins on the head, unless tokens of a lost version were sampled: then None."""
+        versions, first = self._job.policies[name].versions, self._job.first.name
+        assert versions is not None
         if self._in_flight != "finish":
             turns = [turn for episode in group.episodes for turn in decode_turns(episode.turns)]
-            sampled = any(self._policy.lost().intersection(turn.versions) for turn in turns)
-            return None if sampled else self._policy.head.version
-        row = self._policy.version(min(e.version for e in group.episodes if e.version is not None))
+            mine = [turn for turn in turns if (turn.policy or first) == name]
+            return None if any(versions.lost().intersection(turn.versions) for turn in mine) else head
+        began = [e.version if name == first else e.versions.get(name) for e in group.episodes]
+        row = versions.version(min((version for version in began if version is not None), default=head))
         if row is not None and row.kept:
             return row.version
         sampled = any(episode.turns or episode.state != "open" for episode in group.episodes)
-        return None if sampled else self._policy.head.version
+        return None if sampled else head
 
     # --- new groups ---------------------------------------------------------------------------------------------------
 
     async def begin(self, tasks: TaskGroup, count: int) -> None:
-        """Start ``count`` new groups on the newest version."""
-        version, groups = await self._create(count)
+        """Start ``count`` new groups on the newest versions."""
+        versions, groups = await self._create(count)
         for group in groups:
-            self._start(tasks, group, version)
+            self._start(tasks, group, versions)
         await self.trim()
 
-    async def _create(self, count: int) -> tuple[int, list[GroupRow]]:
-        """The next prompts in the job's order, stored as open groups with their episodes and the version that they run
-        on: after a restart they continue with the same version and take up the tokens that workers sampled."""
+    async def _create(self, count: int) -> tuple[dict[str, int], list[GroupRow]]:
+        """The next prompts in the job's order, stored as open groups with their episodes and the versions that they run
+        on: after a restart they continue with the same versions and take up the tokens that workers sampled."""
         spec, job = self._job.spec, self._job.row.id
         answer = await self._job.controller.hosts.split(
             self._job.environment, "train", self._cursor, count, seed=spec.seed, shuffle=spec.shuffle
@@ -117,15 +122,24 @@ class Groups:
             await self._progress.add_event("warning", answer.note)
         if not prompts:
             raise EnvironmentFailed("prompts('train') gave no prompt")
-        assert self._policy.head is not None
-        version = self._policy.head.version
+        versions = self._job.newest()
+        others = dict(versions)
+        version = others.pop(self._job.first.name, 0)
         owner: dict[str, Any] = {"tenant": self._job.row.tenant, "job": job}
         groups = []
         for ordinal, prompt in enumerate(prompts[:count], self._cursor):
             name = f"{job}-g{ordinal}"
             seeds = [derive_seed(spec.seed, "episode", ordinal, member) for member in range(spec.algorithm.group_size)]
             episodes = tuple(
-                EpisodeRow(id=f"{name}-{member}", group_id=name, member=member, seed=seed, version=version, **owner)
+                EpisodeRow(
+                    id=f"{name}-{member}",
+                    group_id=name,
+                    member=member,
+                    seed=seed,
+                    version=version,
+                    versions=others,
+                    **owner,
+                )
                 for member, seed in enumerate(seeds)
             )
             group = GroupRow(
@@ -133,18 +147,18 @@ class Groups:
                 created=self._clock.time(), episodes=episodes, **owner,
             )  # fmt: skip
             groups.append(group)
-        with self._policy.pinned(version):
+        with self._job.pinned(versions):
             await self._store.add_groups(job, groups)
         self._cursor += len(groups)
-        return version, groups
+        return versions, groups
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _start(self, tasks: TaskGroup, group: GroupRow, version: int) -> None:
+    def _start(self, tasks: TaskGroup, group: GroupRow, versions: Mapping[str, int]) -> None:
         pin = ExitStack()  # entered now, not when the task first runs
         if self._in_flight == "finish":
-            pin.enter_context(self._policy.pinned(version))
-        task = tasks.create_task(self._run(group, self._policy.ref(version)))
+            pin.enter_context(self._job.pinned(versions))
+        task = tasks.create_task(self._run(group, self._job.refs(versions)))
         self._running[task] = None
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: pin.close())
@@ -158,16 +172,21 @@ class Groups:
         for task in self._running:
             task.cancel()
 
-    async def _run(self, group: GroupRow, ref: protocol.AdapterRef) -> None:
+    async def _run(self, group: GroupRow, refs: Refs) -> None:
         """Run all episodes of one prompt concurrently. Ends with the group ready, or failed and counted."""
         store, write = self._store, self._progress.store
         async with TaskGroup() as tasks:
-            runs = [tasks.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
-        episodes = [result for run in runs if (result := run.result()) is not None]
+            runs = [tasks.create_task(self._run_episode(group, row, refs)) for row in group.episodes]
+        ended = {row.id: run.result() for row, run in zip(group.episodes, runs, strict=True)}
+        episodes = {name: result for name, result in ended.items() if result is not None}
         parts = [(buffer, part) for buffer in self._buffers if (part := buffer.complete(group, episodes)) is not None]
         if len(episodes) >= LEAST_EPISODES:
             oldest = min((part.min_version for _, part in parts), default=None)
-            await write(store.finish_group, group.id, "ready", self._clock.time(), min_version=oldest)
+            policies = [buffer.id for buffer, _ in parts] if len(self._buffers) > 1 else []
+            await write(
+                store.finish_group, group.id, "ready" if parts else "dropped", self._clock.time(), min_version=oldest,
+                policies=policies, reason="" if parts else "no policy that trains has two episodes in it",
+            )  # fmt: skip
             for buffer, part in parts:
                 buffer.ready.append(part)
         else:
@@ -177,24 +196,25 @@ class Groups:
         if (reason_to_pause := self._failures.pause_reason) is not None:
             raise JobPaused(reason_to_pause)
 
-    async def _run_episode(self, group: GroupRow, row: EpisodeRow, ref: protocol.AdapterRef) -> EpisodeResult | None:
+    async def _run_episode(self, group: GroupRow, row: EpisodeRow, refs: Refs) -> EpisodeResult | None:
         """Run one episode and store its end; None when it failed."""
         store, progress = self._store, self._progress
         if row.state != "open":
             return episode_result_decoder.decode(row.trajectories) if row.state == "done" else None
         self._untrimmed += 1
-        episode = Episode(self._job, row.id, ref, group.prompt, row.seed, group.seed, self._in_flight, row)
+        episode = Episode(self._job, row.id, refs, group.prompt, row.seed, group.seed, self._in_flight, row)
         try:
             result = await episode.run()
         except (EpisodeFailed, GenerationFailed) as error:
             self._record_end(group, str(error))
             progress.counters["episodes_failed"] += 1
-            extra = {"tenant": row.tenant, "job": row.job, "version": ref.version, "episode": row.id}
+            extra = {"tenant": row.tenant, "job": row.job, "version": row.version, "episode": row.id}
             log.warning("episode %s failed: %s", row.id, error, extra=extra)
             await progress.store(store.finish_episode, row.id, "failed", self._clock.time(), error=str(error))
             episode.close()
             return None
         self._record_end(group, "")
+        part = result.of(self._job.first.name)
         progress.counters["episodes"] += 1
         progress.counters["trajectory_splits"] += episode.splits
         await progress.store(
@@ -203,9 +223,9 @@ class Groups:
             "done",
             self._clock.time(),
             trajectories=msgspec.msgpack.encode(result),
-            reward=result.reward,
+            reward=part.reward if part is not None else result.reward,
             metrics=result.metrics,
-            version=min(result.versions, default=ref.version),
+            version=min(part.versions, default=row.version) if part is not None else row.version,
         )
         episode.close()
         return result

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rookery.aio import Signal, TaskGroup
 from rookery.controller.jobs.groups import Groups
-from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.policy_loop import PolicyLoop
+from rookery.controller.jobs.job_context import JobContext, JobPolicy
+from rookery.controller.jobs.policy_loop import PolicyLoop, prepare
 from rookery.controller.quotas import groups_at_once
+from rookery.controller.training.policy_run import PolicyRun
+from rookery.controller.training.policy_versions import PolicyVersions
 
 
 class TrainingJob:
@@ -24,13 +27,17 @@ class TrainingJob:
         self.policies = job.policies
         self.progress = job.progress
         self._changed = Signal()
-        self.loops = [PolicyLoop(job, policy, self._changed, self.rng) for policy in job.policies.values()]
+        self.loops = [PolicyLoop(job, policy, self._changed, self.rng) for policy in job.trained]
         self.groups = Groups(job, [loop.buffer for loop in self.loops], self._changed)
 
     @property
     def step(self) -> int:
         """Optimizer steps of all policies."""
         return sum(loop.step for loop in self.loops)
+
+    def versions(self) -> list[PolicyVersions]:
+        """Those of all policies but the base model."""
+        return [policy.versions for policy in self.policies.values() if policy.versions is not None]
 
     def rng(self) -> dict[str, Any]:
         """The state that a later run needs in addition to the counters: the seed, and the seconds of running."""
@@ -72,15 +79,28 @@ class TrainingJob:
 
     async def _begin(self) -> None:
         """Load or create the versions to start from, and load the groups and evaluations of an earlier run."""
-        store, row = self._controller.store, self._job.row
+        store, job = self._controller.store, self._job.row
+        for policy in self.policies.values():
+            if policy.versions is not None and not policy.about.train:
+                await self._prepare_frozen(policy, policy.versions)
         for loop in self.loops:
             await loop.begin()
         rewards = await self.progress.recover()
-        evaluations = await store.evaluations(row.tenant, row.id)
+        evaluations = await store.evaluations(job.tenant, job.id)
         for loop in self.loops:
-            policy = loop.versions.row
-            loop.recover({one.version for one in evaluations if one.policy == policy.id}, rewards.get(policy.name))
+            row = loop.versions.row
+            loop.recover({one.version for one in evaluations if one.policy == row.id}, rewards.get(row.name))
         await self.groups.restore()
+
+    async def _prepare_frozen(self, policy: JobPolicy, versions: PolicyVersions) -> None:
+        """Have the only version of a policy that does not train."""
+        run = PolicyRun(self._controller, versions.row, self.spec.base_model, versions)
+        write = partial(
+            self._controller.store.commit_step, job=self._job.row.id, groups=[], metrics=[], rng=self.rng(),
+            counters=dict(self.progress.counters),
+        )  # fmt: skip
+        await prepare(self._job, policy, run, write)
+        run.forget()
 
     async def _keep_in_flight(self, tasks: TaskGroup) -> None:
         """Keep groups in flight up to the staleness bound of every policy, starting with the groups of an earlier

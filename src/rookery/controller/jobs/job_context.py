@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,6 +64,10 @@ class Progress:
         self._context = context
         self._row = row
         self._spec = spec
+        self.committed = 0
+        """Committed optimizer steps of all policies."""
+        self.committing = asyncio.Lock()
+        """Held by the policy that commits: steps have the numbers in which they were committed."""
         self._flat_steps: dict[str, list[dict[str, Any]]] = {}
         """By policy, the newest steps in a row that had no signal, at most one more than cause an event."""
         self._began = context.clock.monotonic()
@@ -84,7 +89,8 @@ class Progress:
         """Read the committed steps. Returns the last reward of each policy."""
         last: dict[str, float] = {}
         for row in await self._context.store.steps(self._row.tenant, self._row.id):
-            self.rewards.append(row["reward"])
+            self.committed = row["step"]
+            self._show(row)
             last[self._policy_of(row)] = row["reward"]
             self._note_signal(row)
         for policy, rows in self._flat_steps.items():
@@ -100,15 +106,20 @@ class Progress:
         """Make a committed step's metrics visible."""
         await self._context.store.save_step(self._row.id, version, metrics)
         row = {**metrics, "version": version}
-        self.rewards.append(row["reward"])
+        self._show(row)
         self.staleness = row["staleness_mean"]
         flat = self._note_signal(row)
         if len(flat) == NO_SIGNAL_STEPS:
             await self.add_event(NO_SIGNAL, self._no_signal(self._policy_of(row)))
         self._context.on_metrics(self._row.id, row)
 
+    def _show(self, row: dict[str, Any]) -> None:
+        """The job's reward is that of its first trained policy."""
+        if self._policy_of(row) == self._spec.trained[0]:
+            self.rewards.append(row["reward"])
+
     def _policy_of(self, row: dict[str, Any]) -> str:
-        return str(row.get("policy") or next(iter(self._spec.policies)))
+        return str(row.get("policy") or self._spec.trained[0])
 
     def _note_signal(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         flat = self._flat_steps.setdefault(self._policy_of(row), [])
@@ -203,8 +214,8 @@ class JobPolicy:
     """Its section of the job."""
     spec: JobSpec
     """The job as this policy alone sees it (:meth:`JobSpec.of_policy`)."""
-    versions: PolicyVersions
-    """Its committed versions."""
+    versions: PolicyVersions | None
+    """Its committed versions; None for the base model itself."""
     warm_start: protocol.AdapterRef | None = None
     """The weights from which it begins while it has no version."""
 
@@ -228,5 +239,32 @@ class JobContext:
 
     @property
     def first(self) -> JobPolicy:
-        """The policy that begins an episode."""
+        """The policy that begins an episode, unless the environment names another one."""
         return next(iter(self.policies.values()))
+
+    @property
+    def trained(self) -> list[JobPolicy]:
+        """The policies that train."""
+        return [policy for policy in self.policies.values() if policy.about.train]
+
+    def newest(self) -> dict[str, int]:
+        """The newest version of each policy that has versions."""
+        heads = {name: policy.versions.head for name, policy in self.policies.items() if policy.versions is not None}
+        return {name: head.version for name, head in heads.items() if head is not None}
+
+    def refs(self, versions: Mapping[str, int]) -> dict[str, protocol.AdapterRef | None]:
+        """References to ``versions``; None for the base model."""
+        return {
+            name: policy.versions.ref(versions[name]) if policy.versions is not None else None
+            for name, policy in self.policies.items()
+        }
+
+    @contextmanager
+    def pinned(self, versions: Mapping[str, int]) -> Iterator[None]:
+        """Keep ``versions`` of the policies available within."""
+        with ExitStack() as pins:
+            for name, version in versions.items():
+                policy = self.policies[name]
+                assert policy.versions is not None
+                pins.enter_context(policy.versions.pinned(version))
+            yield

@@ -7,6 +7,7 @@ its last commit.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,14 @@ from rookery.aio import Signal, TaskGroup
 from rookery.controller.jobs.buffer import GroupBuffer
 from rookery.controller.jobs.evaluation import evaluate
 from rookery.controller.jobs.job_context import JobContext, JobPolicy, per_token
-from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, describe, forward_backward
+from rookery.controller.jobs.step import (
+    CompleteGroup,
+    StepAccumulator,
+    adam,
+    describe,
+    forward_backward,
+    trainer_logprobs,
+)
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.scheduling.job_rules import admission_budget
 
@@ -31,6 +39,19 @@ class _UncommittedStep:
 
     groups: list[CompleteGroup]
     metrics: dict[str, Any]
+    logprobs: dict[str, bytes]
+    """The trainer's, by episode."""
+
+
+async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, write: Callable[..., Awaitable[Any]]) -> None:
+    """Load the versions of ``policy``, or create the first one, which ``write`` commits."""
+    versions, source = run.versions, policy.warm_start
+    for line in await versions.load_intact():
+        await job.progress.add_event("corrupt", line)
+    if versions.head is None:
+        async with job.controller.collector.pin(source):  # the wait for a worker may be long
+            await run.create(write, policy.about.seed, source)
+    job.controller.residency.announce(job.spec.base_model, run.parent)
 
 
 class PolicyLoop:
@@ -39,6 +60,7 @@ class PolicyLoop:
     def __init__(self, job: JobContext, policy: JobPolicy, changed: Signal, rng: Callable[[], dict[str, Any]]) -> None:
         """``changed`` is notified when a step was taken or committed. ``rng()``: the state that a later run of the job
         needs in addition to its counters."""
+        assert policy.versions is not None
         self._job = job
         self._controller = job.controller
         self._changed = changed
@@ -51,6 +73,7 @@ class PolicyLoop:
         self._run = PolicyRun(
             job.controller, policy.versions.row, self.spec.base_model, policy.versions, policy.about.trainers
         )
+        self._several = len(job.trained) > 1
         self._next = StepAccumulator(self.spec, 0)
         """The step whose groups are being collected."""
         self._uncommitted: list[_UncommittedStep] = []
@@ -62,15 +85,9 @@ class PolicyLoop:
 
     async def begin(self) -> None:
         """Load or create the version to start from."""
-        job, versions, source = self._job, self.versions, self.policy.warm_start
-        for line in await versions.load_intact():
-            await job.progress.add_event("corrupt", line)
-        if versions.head is None:
-            async with job.controller.collector.pin(source):  # the wait for a worker may be long
-                await self._run.create(self._write([], []), self.policy.about.seed, source)
-        assert versions.head is not None
-        job.controller.residency.announce(self.spec.base_model, self._run.parent)
-        self.step = versions.head.step
+        await prepare(self._job, self.policy, self._run, self._write([], []))
+        assert self.versions.head is not None
+        self.step = self.versions.head.step
         self._next = StepAccumulator(self.spec, self.step)
 
     def recover(self, evaluated: set[int], reward: float | None) -> None:
@@ -136,6 +153,8 @@ class PolicyLoop:
             request = replace(request, reference=self.versions.ref(self.versions.reference))
         done = await self._timed(self._run.forward(request))
         self._next.add(done.metrics)
+        if len(self._job.policies) == 1:  # of an episode of several, they would be those of some of its tokens
+            self._next.logprobs |= trainer_logprobs(self.spec, groups, done.logprobs, self._job.chat.context)
 
     async def _optim_step(self) -> protocol.Manifest | None:
         """Take the step; returns the artifact of the trained state when a commit is due."""
@@ -156,7 +175,7 @@ class PolicyLoop:
             "tokens_sampled": job.progress.counters["tokens"],
             "cost": self._controller.usage.cost(job.row.tenant, job.row.id),
         }
-        self._uncommitted.append(_UncommittedStep(step.groups, row))
+        self._uncommitted.append(_UncommittedStep(step.groups, row, step.logprobs))
         self.step += 1
         self._next = StepAccumulator(self.spec, self.step)
         self._changed.notify()
@@ -180,7 +199,12 @@ class PolicyLoop:
             counters["zero_variance_groups"] += sum(not group.has_variance for group in step.groups)
             counters["steps_skipped"] += int(step.metrics.get("skipped", 0))
         consumed = [group.id for step in steps for group in step.groups]
-        await self._run.commit(self._write(consumed, [step.metrics for step in steps]), manifest)
+        async with self._job.progress.committing:
+            if self._several:
+                for number, step in enumerate(steps, self._job.progress.committed + 1):
+                    step.metrics |= {"step": number, "policy": self.policy.name, "policy_step": step.metrics["step"]}
+            await self._run.commit(self._write(consumed, [step.metrics for step in steps]), manifest)
+            self._job.progress.committed += len(steps)
         seconds = self._controller.clock.monotonic() - began
         for step in steps:
             step.metrics = {**step.metrics, "seconds/commit": seconds}
@@ -190,6 +214,7 @@ class PolicyLoop:
         return partial(
             self._controller.store.commit_step, job=self._job.row.id, groups=groups, metrics=metrics,
             counters=dict(self._job.progress.counters), rng=self._rng(),
+            job_step=self._job.progress.committed + len(metrics) if self._several else None,
         )  # fmt: skip
 
     async def _publish(self) -> None:
@@ -198,7 +223,10 @@ class PolicyLoop:
         row, progress = self._job.row, self._job.progress
         ref = self._run.publish(row.id, self.spec.algorithm.in_flight)
         for step in self._uncommitted:
-            await progress.publish(step.metrics, ref.version)
+            await asyncio.gather(  # in one transaction
+                self._controller.store.save_train_logprobs(step.logprobs),
+                progress.publish(step.metrics, ref.version),
+            )
             self._reward = step.metrics["reward"]
         self._uncommitted.clear()
         self._changed.notify()

@@ -43,12 +43,12 @@ class JobRegistry:
     def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
         """The versions that running jobs of a base model sample from."""
         jobs = [job for job in self.running() if job.spec.base_model == model]
-        return [ref for job in jobs for policy in job.policies.values() for ref in policy.versions.in_use()]
+        return [ref for job in jobs for versions in job.versions() for ref in versions.in_use()]
 
     def pinned(self, ref: protocol.AdapterRef | None) -> contextlib.AbstractContextManager[object]:
         """The retention of a running job keeps the version within."""
-        policies = (policy.versions for job in self.running() for policy in job.policies.values())
-        versions = next((one for one in policies if ref is not None and one.row.id == ref.policy), None)
+        known = (versions for job in self.running() for versions in job.versions())
+        versions = next((one for one in known if ref is not None and one.row.id == ref.policy), None)
         if ref is None or versions is None or versions.version(ref.version) is None:
             return contextlib.nullcontext()
         return versions.pinned(ref.version)

@@ -147,13 +147,15 @@ class JobRunner:
             spec,
             environment=await self._validator.environment(row.tenant, row.id, spec),
             chat=await self._chat(spec.base_model),
-            policies={name: await self._policy(spec, name, rows[name]) for name in spec.policies},
+            policies={name: await self._policy(spec, name, rows.get(name)) for name in spec.policies},
             progress=Progress(context, row, spec),
         )
         return TrainingJob(job)
 
-    async def _policy(self, spec: JobSpec, name: str, row: PolicyRow) -> JobPolicy:
+    async def _policy(self, spec: JobSpec, name: str, row: PolicyRow | None) -> JobPolicy:
         part, start = spec.of_policy(name), None
+        if row is None:
+            return JobPolicy(name, spec.policies[name], part, None)
         if row.head_version is None:
             start = await self._validator.warm_start(row.tenant, part, row)
         reference = 0 if part.compares_with_start else None

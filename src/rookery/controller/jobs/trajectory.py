@@ -16,16 +16,27 @@ import msgspec
 from rookery.protocol import ChatMessage
 
 
+class ReplySpan(msgspec.Struct, array_like=True):
+    """The tokens of one reply in a trajectory, from ``start`` to before ``stop``."""
+
+    start: int
+    stop: int
+    policy: str
+    """Its name in the job."""
+
+
 class Trajectory(msgspec.Struct):
     """One token sequence. ``prompt`` precedes the first reply; the other lists have one entry per token after it.
 
-    Where ``mask`` is False the token is the environment's (or the template's): no loss, log-prob 0, version -1."""
+    Where ``mask`` is False the token is no policy's, but the environment's (or the template's): no loss, log-prob 0,
+    version -1. ``replies`` says which policy sampled the others."""
 
     prompt: list[int]
     tokens: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    replies: list[ReplySpan] = []
 
     @property
     def sequence(self) -> list[int]:
@@ -33,11 +44,14 @@ class Trajectory(msgspec.Struct):
 
     @property
     def num_action_tokens(self) -> int:
-        """Tokens that the policy sampled."""
+        """Tokens that policies sampled."""
         return sum(self.mask)
 
-    def append_action(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        """Append tokens that the policy sampled."""
+    def append_action(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], policy: str = ""
+    ) -> None:
+        """Append tokens that ``policy`` sampled; the name of a job's only policy is not needed."""
+        self.replies.append(ReplySpan(len(self.tokens), len(self.tokens) + len(tokens), policy))
         self.tokens.extend(tokens)
         self.mask.extend([True] * len(tokens))
         self.logprobs.extend(logprobs)
@@ -50,9 +64,24 @@ class Trajectory(msgspec.Struct):
         self.logprobs.extend([0.0] * len(tokens))
         self.versions.extend([-1] * len(tokens))
 
+    def of(self, policy: str) -> Trajectory:
+        """The trajectory as ``policy`` is trained on it: the tokens of others are as the environment's."""
+        mine = [False] * len(self.tokens)
+        for reply in self.replies:
+            if reply.policy == policy:
+                mine[reply.start : reply.stop] = [True] * (reply.stop - reply.start)
+        return Trajectory(
+            self.prompt,
+            self.tokens,
+            mine,
+            [logprob if own else 0.0 for logprob, own in zip(self.logprobs, mine, strict=True)],
+            [version if own else -1 for version, own in zip(self.versions, mine, strict=True)],
+            [reply for reply in self.replies if reply.policy == policy],
+        )
+
 
 class AssistantTurn(msgspec.Struct):
-    """One completed reply of the policy, stored as soon as it is complete."""
+    """One completed reply of a policy, stored as soon as it is complete."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -63,6 +92,8 @@ class AssistantTurn(msgspec.Struct):
     """As in :attr:`SamplingResult.workers <rookery.controller.rollout.request.SamplingResult.workers>`."""
     queue_seconds: float = 0.0
     generation_seconds: float = 0.0
+    policy: str = ""
+    """Its name in the job; empty where the job has only one."""
 
 
 class TurnRecord(msgspec.Struct, array_like=True):
@@ -78,6 +109,10 @@ class TurnRecord(msgspec.Struct, array_like=True):
     generation_seconds: float
     environment_seconds: float
     workers: list[tuple[int, str]]
+    policy: str = ""
+    """The policy that replied."""
+    rewards: dict[str, float] = {}
+    """By policy, in addition to ``reward``."""
 
 
 class EpisodeResult(msgspec.Struct):
@@ -85,10 +120,11 @@ class EpisodeResult(msgspec.Struct):
 
     trajectories: list[Trajectory]
     turns: list[ChatMessage]
-    """The conversation, the policy's replies included."""
+    """The conversation, the policies' replies included."""
     replies: list[str]
-    """The policy's replies, one per turn."""
+    """The policies' replies, one per turn."""
     reward: float
+    """The part of the reward that every policy gets."""
     metrics: dict[str, float]
     finish: str
     """done, max_turns or context."""
@@ -97,10 +133,24 @@ class EpisodeResult(msgspec.Struct):
     worker had them), ``environment`` (its calls)."""
     steps: list[TurnRecord] = []
     """One per reply; empty in episodes of earlier versions of Rookery."""
+    rewards: dict[str, float] = {}
+    """What single policies get in addition."""
+    speakers: list[str] = []
+    """The policy of each of ``replies``; empty in a result of a job with one policy."""
 
     def of(self, policy: str) -> EpisodeResult | None:
         """The episode as ``policy`` is trained on it; None if it has no reply in it."""
-        return self
+        reward = self.reward + self.rewards.get(policy, 0.0)
+        if all(speaker == policy for speaker in self.speakers):
+            return msgspec.structs.replace(self, reward=reward)
+        if policy not in self.speakers:
+            return None
+        return msgspec.structs.replace(
+            self,
+            trajectories=[trajectory.of(policy) for trajectory in self.trajectories],
+            replies=[reply for reply, speaker in zip(self.replies, self.speakers, strict=True) if speaker == policy],
+            reward=reward,
+        )
 
     @property
     def sampled(self) -> Counter[int]:

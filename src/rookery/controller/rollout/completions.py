@@ -180,12 +180,14 @@ class Completions:
         owner = await context.store.get_tenant(tenant)
         rows: list[dict[str, Any]] = [{"name": name, "created": 0.0, "owner": "rookery"} for name in sorted(loaded)]
         for job in await context.store.list_jobs(tenant):
-            for policy in await context.store.policies(tenant, job.id):
+            policies = await context.store.policies(tenant, job.id)
+            for policy in policies:
+                name = job.id if len(policies) == 1 else f"{job.id}/{policy.name}"
                 kept = [v for v in await context.store.versions(tenant, policy.id) if v.kept]
                 if kept:
-                    rows.append({"name": f"{job.id}:latest", "created": kept[-1].created, "owner": owner.name})
+                    rows.append({"name": f"{name}:latest", "created": kept[-1].created, "owner": owner.name})
                 rows += [
-                    {"name": f"{job.id}@{v.version}", "created": v.created, "owner": owner.name} for v in reversed(kept)
+                    {"name": f"{name}@{v.version}", "created": v.created, "owner": owner.name} for v in reversed(kept)
                 ]
         now = context.clock.time()
         rows += [

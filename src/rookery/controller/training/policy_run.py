@@ -20,7 +20,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.errors import UserError
-from rookery.spec.job import InFlight
+from rookery.spec.policy import InFlight
 from rookery.storage.models import PolicyRow, VersionRow
 
 

@@ -445,16 +445,45 @@ class Math(VerifierOptions):
         return reward, {**metrics, "unjudged": float(unjudged)}
 
 
-VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | type[Math]] = {
+class Judge(AnyVerifier):
+    """Another policy of the job reads the conversation with a question about the reply, and its answer is the reward:
+    the last number in it, divided by `scale`, at least 0 and at most 1. An answer without a number is 0 and counts in
+    the metric `unjudged`. A frozen policy judges alike for the whole job: `policies: {main: {}, judge: {train: false,
+    base: true}}`."""
+
+    name: Literal["judge"] = "judge"
+    policy: Name
+    """Which policy of the job judges."""
+    prompt: Name = "How good is the last reply? Answer with one number from 0 to 10 and nothing else."
+    """The question, a user's message. `{field}` stands for the text of that field of the row."""
+    scale: float = Field(10.0, gt=0)
+    """The number of a perfect reply."""
+
+    def question(self, row: Row) -> str:
+        """What the judge is asked about a reply to ``row``."""
+        return re.sub(r"\{(\w+)\}", lambda found: str(row.get(found[1], found[0])), self.prompt)
+
+    def check(self, row: Row) -> None:
+        pass
+
+    def judge(self, text: str | None, row: Row) -> Score:
+        last = next(numbers(text, backwards=True), None) if text is not None else None
+        if last is None or not last.is_finite():
+            return 0.0, {"unjudged": 1.0}
+        return min(1.0, max(0.0, float(last / Decimal(self.scale)))), {"unjudged": 0.0}
+
+
+VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | type[Math] | type[Judge]] = {
     "exact": Exact,
     "number": Number,
     "regex": Regex,
     "json": Json,
     "math": Math,
+    "judge": Judge,
 }
 """Verifiers by name; a job gives a name, or a mapping with ``name`` and options."""
 
-Verifier = Exact | Number | Regex | Json | Math
+Verifier = Exact | Number | Regex | Json | Math | Judge
 
 
 def _key(gold: str | Decimal) -> str | Decimal:

@@ -28,7 +28,7 @@ from rookery import protocol
 from rookery.controller.sessions.operations import ForwardBackwardOperation, ForwardBackwardResult, SampleResult
 from rookery.errors import UserError, installs, short
 from rookery.server.bodies import INLINE_BYTES, BodyRefused
-from rookery.spec.job import LOSS_PARAMETERS
+from rookery.spec.policy import LOSS_PARAMETERS
 
 PROTOBUF = "application/x-protobuf"
 

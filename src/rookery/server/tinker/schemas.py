@@ -26,8 +26,8 @@ from rookery.controller.sessions.operations import (
 )
 from rookery.errors import UserError, short
 from rookery.server.bodies import off_loop, read_json
-from rookery.spec.job import Temperature
 from rookery.spec.parsing import MAX_PROBLEMS
+from rookery.spec.policy import Temperature
 from rookery.storage.models import CheckpointKind
 
 TTL_SECONDS = (3600, 10 * 365 * 86400)

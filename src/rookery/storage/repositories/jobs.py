@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Update, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Update, bindparam, case, delete, exists, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage.columns import add, add_or_find, fetch_all, find, get, rows
@@ -37,6 +37,7 @@ from rookery.storage.models import (
     UsageRow,
     VersionRow,
 )
+from rookery.storage.repositories.versions import DROPPED, use_shared
 
 _POLICIES = (
     select(PolicyRow)
@@ -284,11 +285,14 @@ def finish_group(
     time: float,
     *,
     min_version: int | None = None,
+    policies: Sequence[str] = (),
     reason: str = "",
     counters: Counters = None,
 ) -> None:
-    """Close an open group. Raises :class:`Conflict` if it is not open, or is to be ready with an open episode."""
-    values = {"state": state, "min_version": min_version, "reason": reason, "finished": time}
+    """Close an open group; ``policies`` are those that train on it, where there may be several.
+    Raises :class:`Conflict` if it is not open, or is to be ready with an open episode."""
+    values: dict[str, Any] = {"state": state, "min_version": min_version, "reason": reason, "finished": time}
+    values["uses"] = dict.fromkeys(policies)
     if connection.execute(_CLOSE_GROUP, {"group": group, **values}).rowcount == 0:
         raise Conflict(f"group {group} is not open")
     unfinished = _drop_open_episodes(connection, [group], time, reason)
@@ -298,9 +302,21 @@ def finish_group(
 
 
 def drop_groups(
-    connection: Connection, groups: Sequence[str], reason: str, time: float, *, counters: Counters = None
+    connection: Connection,
+    groups: Sequence[str],
+    reason: str,
+    time: float,
+    *,
+    policy: str = "",
+    counters: Counters = None,
 ) -> list[str]:
-    """Drop the groups that are open or ready; returns their ids (the others were closed before and do not change)."""
+    """Drop the groups that are open or ready; returns their ids (the others were closed before and do not change).
+    With ``policy``, ready ones of which several policies make use are dropped for that one."""
+    if policy and groups:
+        job = connection.execute(select(GroupRow.job).where(GroupRow.id == groups[0])).scalar()
+        if use_shared(connection, str(job), policy, groups, DROPPED):
+            _save_counters(connection, _SAVE_GROUPS_COUNTERS, groups[0], counters)
+            return [*groups]
     found = drop_alive(connection, GroupRow.id.in_(groups), time, reason)
     if groups:
         _save_counters(connection, _SAVE_GROUPS_COUNTERS, groups[0], counters)
@@ -379,7 +395,8 @@ def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, 
     """Drop the open and the ready ones of these groups, with their open episodes; returns their ids."""
     alive = which & GroupRow.state.in_(("open", "ready"))
     found = connection.execute(select(GroupRow.id).where(alive).with_for_update()).scalars().all()
-    values = {"state": "dropped", "reason": reason, "finished": time}
+    state = case((GroupRow.consumed_by.is_not(None), "consumed"), else_="dropped")
+    values = {"state": state, "reason": reason, "finished": time}
     connection.execute(update(GroupRow).where(GroupRow.id.in_(found)).values(values))
     _drop_open_episodes(connection, found, time, reason)
     return found

@@ -4,6 +4,7 @@
   visible together or not at all. It is refused unless the committer holds the policy's lease, started from its head,
   and every group it trained on is ready: so a policy's versions are a chain, and no group is in two of them.
 * A job has a row in ``steps`` for every committed optimizer step and for no other.
+* A group on which several policies train is consumed at most once by each: ``uses`` says by which version.
 * Version numbers have no gaps and are never reused, even when a head's bytes turn out to be corrupt.
 * A version's row is never removed or rewritten; ``kept`` says whether its bytes must still be there.
 """
@@ -36,9 +37,16 @@ _CHANGE_POLICY = update(PolicyRow).where(PolicyRow.id == bindparam("policy"))
 _LAST_VERSION = select(func.max(VersionRow.version)).where(VersionRow.policy == bindparam("policy"))
 _DELETE_STEPS = delete(StepRow).where(StepRow.job == bindparam("of"), StepRow.step > bindparam("after"))
 _CONSUME = update(GroupRow).where(
-    GroupRow.id.in_(bindparam("groups", expanding=True)), GroupRow.job == bindparam("of"), GroupRow.state == "ready"
+    GroupRow.id.in_(bindparam("groups", expanding=True)),
+    GroupRow.job == bindparam("of"),
+    GroupRow.state == "ready",
+    GroupRow.uses == {},
 )
 """Statements of a commit; the changed columns are the other parameters."""
+
+
+DROPPED = -1
+"""In ``GroupRow.uses``: the policy will not train on the group."""
 
 
 def commit_step(
@@ -55,15 +63,18 @@ def commit_step(
     rng: Mapping[str, Any],
     metrics: Sequence[Mapping[str, Any]],
     time: float,
+    job_step: int | None = None,
 ) -> VersionRow:
     """The next version of the policy, committed. ``parent`` None makes version 0.
 
-    ``groups``: ids of the groups in its batches; ``step``: the job's optimizer steps so far; ``metrics``: one row per
-    step since ``parent``, each with its number under ``step``. The artifact must be durable before. Raises
+    ``groups``: ids of the groups in its batches; ``step``: the policy's optimizer steps so far; ``job_step``: those of
+    all policies of a job with several, None for a job with one; ``metrics``: one row per step since ``parent``, each
+    with its number in the job under ``step``. The artifact must be durable before. Raises
     :class:`Conflict`, and changes nothing, if the job is finished or the policy is not its, the lease is not the
     newest, the head is not ``parent``, or a group is not ready.
     """
-    state: dict[str, Any] = {"step": step, "counters": dict(counters), "rng": dict(rng)}
+    state: dict[str, Any] = {"counters": dict(counters), "rng": dict(rng)}
+    state["step"] = step if job_step is None else job_step
     if groups:
         state["crashes"] = 0
     if connection.execute(_CHANGE_JOB, {"job": job, **state}).rowcount == 0:
@@ -74,10 +85,11 @@ def commit_step(
         reward=max(rewards, default=None),
     )  # fmt: skip
     if metrics:
-        steps = [_step_row(row.tenant, job, row.version, taken) for taken in metrics]
+        owner = "" if job_step is None else policy
+        steps = [_step_row(row.tenant, job, row.version, taken, owner) for taken in metrics]
         connection.execute(_DELETE_STEPS, {"of": job, "after": steps[0].step - 1})
         add(connection, *steps)
-    _consume(connection, job, groups, row.version)
+    _consume(connection, job, policy, groups, row.version)
     return row
 
 
@@ -180,8 +192,11 @@ def rollback(connection: Connection, policy: str, version: int, why: str) -> Ver
     dead = {"kept": False, "lost": why}
     connection.execute(update(VersionRow).filter_by(policy=policy, version=version).values(dead))
     connection.execute(update(PolicyRow).filter_by(id=policy).values(head_version=ancestor.version))
-    connection.execute(update(JobRow).filter_by(id=owner.job).values(step=ancestor.step))
-    connection.execute(_DELETE_STEPS, {"of": owner.job, "after": ancestor.step})
+    mine = (StepRow.job == owner.job) & (StepRow.version > ancestor.version) & StepRow.policy.in_(("", policy))
+    connection.execute(delete(StepRow).where(mine))
+    others = select(func.max(StepRow.step)).where(StepRow.job == owner.job, StepRow.policy != "")
+    job_step = max(ancestor.step, connection.execute(others).scalar() or 0)
+    connection.execute(update(JobRow).filter_by(id=owner.job).values(step=job_step))
     return ancestor
 
 
@@ -262,16 +277,36 @@ def _check_head(connection: Connection, job: str | None, policy: str, lease: int
     return owner
 
 
-def _step_row(tenant: str, job: str, version: int, metrics: Mapping[str, Any]) -> StepRow:
+def _step_row(tenant: str, job: str, version: int, metrics: Mapping[str, Any], policy: str) -> StepRow:
     return StepRow(
         job=job, step=metrics["step"], tenant=tenant, version=version, reward=metrics.get("reward"),
-        metrics=dict(metrics),
+        metrics=dict(metrics), policy=policy,
     )  # fmt: skip
 
 
-def _consume(connection: Connection, job: str, groups: Sequence[str], version: int) -> None:
+def use_shared(connection: Connection, job: str, policy: str, groups: Sequence[str], version: int) -> int:
+    """Record that ``policy`` consumed in ``version`` (or, with -1, dropped) those of ``groups`` on which it may still
+    train with others. A group on which nobody may train any more is closed. Returns how many there were."""
+    mine = GroupRow.id.in_(groups) & (GroupRow.job == job) & (GroupRow.state == "ready")
+    query = select(GroupRow.id, GroupRow.uses, GroupRow.consumed_by).where(mine).with_for_update()
+    found = 0
+    for group, uses, consumed_by in connection.execute(query).all():
+        if uses.get(policy, DROPPED) is not None:
+            continue
+        found += 1
+        uses = {**uses, policy: version}
+        values: dict[str, Any] = {"uses": uses, "consumed_by": consumed_by if version == DROPPED else version}
+        if None not in uses.values():
+            values["state"] = "consumed" if values["consumed_by"] is not None else "dropped"
+        connection.execute(update(GroupRow).where(GroupRow.id == group).values(values))
+    return found
+
+
+def _consume(connection: Connection, job: str, policy: str, groups: Sequence[str], version: int) -> None:
     values = {"groups": groups, "of": job, "state": "consumed", "consumed_by": version}
     consumed = connection.execute(_CONSUME, values).rowcount
+    if consumed < len(groups):
+        consumed += use_shared(connection, job, policy, groups, version)
     if consumed != len(groups):
         raise Conflict(f"{len(groups) - consumed} of {len(groups)} groups are not ready, or named twice")
 

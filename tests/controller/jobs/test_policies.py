@@ -1,0 +1,266 @@
+"""Jobs with several policies: who replies, who learns from what, frozen policies, restarts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.controller.jobs.test_job import finish
+from tests.support.peers import ADAPTER, ScriptedWorker, Service, job_of, user_message
+
+from rookery import protocol
+from rookery.controller.jobs.trajectory import Trajectory, episode_result_decoder
+from rookery.scheduling.job_rules import ReadyGroup, select_batch
+from rookery.spec.job import JobSpec
+from rookery.spec.parsing import SpecError, parse_job
+from rookery.storage.models import VersionRow
+
+PAIR: dict[str, Any] = {"solver": {"rank": 4}, "verifier": {"rank": 8, "seed": 1}}
+
+
+def debate(message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any] | None:
+    """The solver replies, the verifier judges, the solver replies again; each has a reward of its own."""
+    if isinstance(message, protocol.Reset):
+        return None
+    if message.turn < 2:
+        speaker = "verifier" if message.turn == 0 else "solver"
+        return {"messages": [user_message(f"now {speaker}")], "policy": speaker, "reward": 0.25}
+    first, judged = (len(text.content) for text in message.messages if text.role == "assistant"), message.turn
+    rewards = {"solver": float(sum(first) % 3), "verifier": float(len(message.text) % 2 + judged)}
+    return {"done": True, "rewards": rewards}
+
+
+async def submit(service: Service, **changes: Any) -> str:
+    view, _ = await service.controller.submit("alice", job_of(**{"policies": PAIR} | changes))
+    return view.id
+
+
+def chain(service: Service, job: str, name: str) -> list[VersionRow]:
+    """The versions of a policy; they have no gap, and each has the next parent."""
+    policy = service.database.get_policy("alice", job, name)
+    versions = service.database.versions("alice", policy.id)
+    assert [v.version for v in versions] == list(range(len(versions)))
+    assert [v.parent for v in versions] == [None, *range(len(versions) - 1)]
+    return versions
+
+
+def trained(worker: ScriptedWorker, service: Service, job: str, name: str) -> list[protocol.TrainingBatch]:
+    policy = service.database.get_policy("alice", job, name)
+    names = {op.op for op in worker.operations if isinstance(op, protocol.ForwardBackward) and op.policy == policy.id}
+    return [batch for op, batch in worker.batches.items() if op in names]
+
+
+async def test_each_policy_learns_from_its_replies_and_rewards(service: Service) -> None:
+    worker, _ = await service.join(script=debate)
+    job = await submit(service)
+    view = await service.ends(job)
+    assert view.reason == "solver: 2 steps; verifier: 2 steps" and (view.step, view.steps) == (4, 4)
+    assert [len(chain(service, job, name)) for name in PAIR] == [3, 3]
+    results = [
+        episode_result_decoder.decode(episode.trajectories)
+        for _, episode in service.database.recent_episodes("alice", job, 100)
+    ]
+    assert len(results) == 8
+    for result in results:
+        assert result.speakers == ["solver", "verifier", "solver"]
+        parts = {name: result.of(name) for name in PAIR}
+        for at, whole in enumerate(result.trajectories):
+            masks = [part.trajectories[at].mask for part in parts.values() if part is not None]
+            assert [sum(flags) for flags in zip(*masks, strict=True)] == [int(flag) for flag in whole.mask]
+        for name, part in parts.items():
+            assert part is not None and part.reward == pytest.approx(0.5 + result.rewards[name])
+            assert len(part.replies) == (2 if name == "solver" else 1)
+    for name in PAIR:  # of each member of a batch only this policy's tokens have a weight
+        of_policy = [part for result in results if (part := result.of(name)) is not None]
+        wanted = Counter(tuple(t.tokens) + tuple(t.mask) for part in of_policy for t in part.trajectories)
+        members = [m for batch in trained(worker, service, job, name) for unit in batch.groups for m in unit.members]
+        assert members
+        for member in members:
+            assert wanted[tuple(member.tokens) + tuple(bool(weight) for weight in member.weights)] > 0
+    rows = await service.controller.queries.metrics("alice", job)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert Counter((row["policy"], row["policy_step"]) for row in rows) == Counter(
+        (name, step) for name in PAIR for step in (1, 2)
+    )
+    for row in service.groups(job):
+        assert row["state"] == "consumed" and sorted(json.loads(row["uses"]).values() if isinstance(row["uses"], str)
+                                                     else row["uses"].values()) in ([1, 1], [2, 2])  # fmt: skip
+
+
+async def test_a_policy_stops_and_steps_by_its_own_rules(service: Service) -> None:
+    await service.join(script=debate)
+    policies = {
+        "solver": {"stop": {"steps": 1}},
+        "verifier": {"algorithm": {"groups_per_step": 1, "max_staleness": 1}, "sampling": {"max_tokens": 3}},
+    }
+    job = await submit(service, policies=policies, stop__steps=3)
+    view = await service.ends(job)
+    assert view.reason == "solver: 1 steps; verifier: 3 steps" and (view.step, view.steps) == (4, 4)
+    for _, episode in service.database.recent_episodes("alice", job, 100):
+        part = episode_result_decoder.decode(episode.trajectories).of("verifier")
+        assert part is not None and part.num_action_tokens <= 3
+
+
+async def test_frozen_partner_keeps_its_bytes_and_base_model_replies_without_an_adapter(service: Service) -> None:
+    worker, _ = await service.join(script=debate)
+    source = await submit(service, policies={"main": {"rank": 4}}, environment={"hosted": "task"})
+    service.peers[1].script = None
+    await service.ends(source)
+    service.peers[1].script = debate
+    frozen = {"rank": 4, "train": False, "warm_start": {"job": source}}
+    before = service.artifacts.path(chain(service, source, "main")[-1].hash, ADAPTER).read_bytes()
+    for partner in (frozen, {"train": False, "base": True}):
+        worker.operations.clear()
+        job = await submit(service, policies={"solver": {"rank": 4}, "verifier": partner})
+        view = await service.ends(job)
+        assert view.reason == "2 steps" and len(chain(service, job, "solver")) == 3
+        assert {op.policy for op in worker.operations if not isinstance(op, protocol.InitAdapter)} == {
+            service.database.get_policy("alice", job, "solver").id
+        }
+        if "base" not in partner:
+            (version,) = chain(service, job, "verifier")
+            assert service.artifacts.path(version.hash, ADAPTER).read_bytes() == before
+        else:
+            assert [policy.name for policy in view.policies] == ["solver"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"policy": "critic", "messages": [user_message("x")]}, "names the policy 'critic' in turn 1; the job has"),
+        (
+            {"done": True, "rewards": {"critic": 1.0}},
+            "names the policy 'critic' in turn 0; the job has solver",
+        ),
+        ({"done": True, "rewards": {"verifier": 1.0}}, "rewards the policy 'verifier', which has no reply"),
+        ({"done": True, "rewards": {"solver": 1e300}}, "add up to 1e+300 in turn 0"),
+        ({"done": True, "rewards": {"solver": float("nan")}}, "finite"),
+    ],
+)
+async def test_an_unfit_name_or_reward_fails_the_episode(service: Service, answer: dict[str, Any], says: str) -> None:
+    def script(message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any] | None:
+        return None if isinstance(message, protocol.Reset) else answer
+
+    await service.join(script=script)
+    job = await submit(service)
+    view = await service.ends(job, "paused")
+    assert says in view.reason and "\n" not in view.reason
+    assert view.counters["episodes_failed"] > 0
+
+
+async def test_a_policy_without_replies_gets_no_group(service: Service) -> None:
+    """Half of the groups are played by the solver alone; the verifier's steps take the others."""
+
+    def script(message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any] | None:
+        if isinstance(message, protocol.StepEpisode) and int(message.episode.split("-g")[1].split("-")[0]) % 2:
+            return {"done": True, "reward": float(len(message.text) % 2)}
+        return debate(message)
+
+    await service.join(script=script)
+    job = await submit(service, algorithm__max_staleness=4, stop__steps=2)
+    await service.ends(job)
+    assert [len(chain(service, job, name)) for name in PAIR] == [3, 3]
+    verifier = service.database.get_policy("alice", job, "verifier").id
+    for row in service.groups(job):
+        assert row["ordinal"] % 2 == 0 or verifier not in row["uses"]
+
+
+def contents(service: Service, job: str) -> list[str]:
+    """The newest version of each policy: a chain of everything that it was trained on."""
+    return [service.artifacts.path(chain(service, job, name)[-1].hash, ADAPTER).read_text() for name in PAIR]
+
+
+@pytest.mark.parametrize("after", [True, False])
+async def test_a_crash_between_the_commits_of_two_policies_repeats_and_loses_nothing(
+    tmp_path: Path, after: bool
+) -> None:
+    """The controller dies at one writer call after another, the call carried out or not: both chains are those of an
+    undisturbed job."""
+    calm = Service(tmp_path / "calm")
+    await calm.start()
+    await calm.worker(shortest=2).join()
+    await calm.host(script=debate, environments={"task": True}).join()
+    job = await submit(calm)
+    await calm.ends(job)
+    wanted = contents(calm, job)
+    await calm.close()
+    for moment in range(12, 90, 6 + after):
+        service = Service(tmp_path / str(moment))
+        await service.start()
+        job = await submit(service, environment__return_timeout=5)
+        await service.crash()
+        await finish(service, job, calls=[moment], after=after, script=debate, environments={"task": True})
+        assert contents(service, job) == wanted
+        metrics = await service.controller.queries.metrics("alice", job)
+        assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+        await service.close()
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def test_part_of_a_policy_has_its_tokens_alone() -> None:
+    whole = Trajectory([1, 2])
+    whole.append_action([3, 4], [-1.0, -2.0], [0, 0], "a")
+    whole.append_observation([5])
+    whole.append_action([6], [-3.0], [7], "b")
+    part = whole.of("b")
+    assert (part.mask, part.logprobs, part.versions) == ([False] * 3 + [True], [0.0] * 3 + [-3.0], [-1] * 3 + [7])
+    assert (part.prompt, part.tokens) == (whole.prompt, whole.tokens)
+
+
+@pytest.mark.parametrize(("fifo", "order"), [(False, ["old", "first", "new"]), (True, ["new", "old", "first"])])
+def test_order_of_the_buffer(fifo: bool, order: list[str]) -> None:
+    """By the oldest output token, those of version 0 included, or by arrival."""
+    ready = [ReadyGroup("new", 0, 2), ReadyGroup("old", 2, 0), ReadyGroup("first", 1, 1)]
+    batch, stale = select_batch(ready, step=2, count=3, max_staleness=2, fifo=fifo)
+    assert ([group.group for group in batch], stale) == (order, [])
+    batch, stale = select_batch(ready, step=3, count=2, max_staleness=2, fifo=fifo)
+    assert [group.group for group in stale] == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("policies", "says"),
+    [
+        ({"a": {"train": False}}, "a frozen policy needs weights; give warm_start, or base: true"),
+        ({"a": {}, "b": {"train": False}}, "a frozen policy needs weights"),
+        ({"a": {"base": True}}, "the base model is not trained"),
+        ({"a": {"train": False, "base": True}}, "at least one policy with train: true"),
+        ({"a": {}, "b": {"train": False, "base": True, "rank": 4}}, "rank: not with train: false, base: true"),
+        ({"a": {}, "b": {"train": False, "base": True, "optimizer": {"lr": 0.1}}}, "optimizer: not with train: false"),
+        ({"a": {}, "b": {"algorithm": {"group_size": 4}}}, "group_size"),
+        ({"a": {}, "b": {"algorithm": {"loss": "cross_entropy", "kl_weight": 1}}}, "policies.b.algorithm: "),
+        ({"a": {}, "b c": {}}, "policy name"),
+    ],
+)
+def test_unfit_policies_are_refused_in_one_line(policies: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_job(job_of(policies=policies))
+    assert all("\n" not in problem for problem in refused.value.problems)
+    assert says in str(refused.value)
+
+
+def test_a_judge_is_another_policy_of_the_job() -> None:
+    rows: dict[str, Any] = {"id": "jsonl", "rows": [{"prompt": "x"}], "verifier": {"name": "judge", "policy": "judge"}}
+    judge = {"train": False, "base": True}
+    spec = parse_job(job_of(environment=rows, policies={"main": {}, "judge": judge}))
+    assert spec.environment.turns == 2
+    for policies, says in (
+        ({"main": {}}, "no policy 'judge'"),
+        ({"judge": judge, "main": {}}, "the first policy, which gives the reply"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            parse_job(job_of(environment=rows, policies=policies))
+
+
+def test_a_policy_sees_the_job_with_its_own_fields() -> None:
+    own = {"algorithm": {"groups_per_step": 3, "loss": "ppo"}, "sampling": {"temperature": 0.5}, "stop": {"steps": 9}}
+    spec = parse_job(job_of(policies={"a": {}, "b": own}, algorithm__max_staleness=3))
+    a, b = spec.of_policy("a"), spec.of_policy("b")
+    assert (a.algorithm, a.sampling, a.stop) == (spec.algorithm, spec.sampling, spec.stop)
+    assert (b.algorithm.groups_per_step, b.algorithm.loss.name, b.algorithm.max_staleness) == (3, "ppo", 3)
+    assert (b.sampling.temperature, b.sampling.max_tokens, b.stop.steps) == (0.5, 8, 9)
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
