@@ -684,10 +684,10 @@ def committed(service: Dialled, link: Connection, parent: protocol.AdapterRef, l
 SLOW_TRAINING = """
 import time
 from rookery.worker.trainer.packed_trainer import PackedTrainer
-optimise = PackedTrainer._optimise
+optimise = PackedTrainer.optimise
 def slow(self, op):
     time.sleep(600)
-PackedTrainer._optimise = slow
+PackedTrainer.optimise = slow
 """
 """An optimizer step that begins and does not end before the worker is killed."""
 
@@ -899,8 +899,8 @@ def test_pulled_bytes_are_progress_only_while_nothing_computes() -> None:
 HANGS = """
 import time
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.trainer.packed_trainer import PackedTrainer
-NativeEngine.step = PackedTrainer.step = lambda self: time.sleep(3600)
+from rookery.worker.trainer.operation_queue import OperationQueue
+NativeEngine.step = OperationQueue.step = lambda self: time.sleep(3600)
 """
 
 

@@ -308,7 +308,8 @@ class PolicySpec(StrictModel):
     `optimizer.lr` is given. A version is a whole model, and its training state takes 16 bytes per parameter."""
 
     train: bool = True
-    """False freezes the policy at the weights that `warm_start` gives, or at the base model: a judge, an opponent."""
+    """False freezes the policy at the weights that `warm_start` gives, or at the base model: a judge, an opponent
+    ([several policies](multi-policy.md))."""
     base: bool = False
     """With `train: false`: the base model itself, without an adapter."""
     algorithm: PolicyAlgorithm | None = None

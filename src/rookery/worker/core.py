@@ -32,9 +32,10 @@ from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
 from rookery.worker.trainer.native.backbone import NativeBackbone, limits_for
+from rookery.worker.trainer.operation_queue import OperationQueue
 from rookery.worker.trainer.packed_pass import Backbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
-from rookery.worker.trainer.router import TrainerRouter
+from rookery.worker.trainer.trainers import Trainers
 from rookery.worker.transfer.cache import ADAPTERS
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def load_core(
         dtype = str(best_dtype()).removeprefix("torch.")
         cache = None if settings.engine.vllm_url else cache_alone(folder, where.type, before, total)
         engine: Engine = load_vllm(folder, settings, dtype, cache)
-        return WorkerCore(engine, TrainerRouter(), engine_name="vllm", device_name=str(where), dtype=dtype)
+        return WorkerCore(engine, Trainers(OperationQueue()), engine_name="vllm", device_name=str(where), dtype=dtype)
     needed = [name for name in dict.fromkeys((chosen.engine, chosen.trainer)) if name in _BACKENDS]
     models = {backend: _BACKENDS[backend].model(folder, settings, where) for backend in needed}
     dtype = str(models[chosen.trainer].dtype).removeprefix("torch.")
@@ -190,6 +191,7 @@ def _engine(
 
 def _trainer(place: _Place, backbone: Backbone) -> Trainer:
     settings, budget, processes = place.settings, place.budget, place.settings.training.trainer_processes
+    queue = OperationQueue()
     packed = PackedTrainer(
         backbone,
         max_rank=settings.engine.max_rank,
@@ -197,6 +199,7 @@ def _trainer(place: _Place, backbone: Backbone) -> Trainer:
         base=place.base,
         memory_bytes=budget.training_states,
         canary=canary_tokens(place.chat.encode),
+        queue=queue,
     )
     if place.not_native:
         if processes > 1:
@@ -219,8 +222,9 @@ def _trainer(place: _Place, backbone: Backbone) -> Trainer:
         max_tokens=backbone.limits.max_tokens,
         exports=settings.cache / ADAPTERS,
         claim=packed.states.claim if processes == 1 else None,
+        queue=queue,
     )
-    return TrainerRouter(packed, sharded) if processes == 1 else sharded
+    return Trainers(queue, packed, sharded) if processes == 1 else sharded
 
 
 # --- the native decoder ---------------------------------------------------------------------------------------------

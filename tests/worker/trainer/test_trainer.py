@@ -36,9 +36,11 @@ from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.native import backbone
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass, NativeBackbone
+from rookery.worker.trainer.operation_queue import OperationQueue
 from rookery.worker.trainer.optim import GRADIENT_FILE, AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
+from rookery.worker.trainer.trainers import Trainers
 
 HF = SIZES | {"tie_word_embeddings": True}
 LLAMA = transformers.LlamaConfig(**HF)
@@ -830,3 +832,23 @@ def test_memory_of_a_4000_token_group_is_bounded(tmp_path: Path) -> None:
     script = MEMORY.format(tests=str(Path(__file__).parents[3]), folder=str(tmp_path / "p"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert float(done.stdout.split()[-1]) < 400
+
+
+def test_trainers_behind_one_queue_share_it_by_tenant(tmp_path: Path) -> None:
+    """The tenant that was trained least is next, whichever trainer computes for it; a pass never mixes trainers."""
+    queue, rng = OperationQueue(), random.Random(0)
+    one, two = (PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=20, queue=queue) for _ in range(2))
+    for at, policy in ((one, "x"), (two, "y")):
+        at.load(policy, 1, ref(policy), adapter_folder(tmp_path / policy, 4, 1))
+    both = Trainers(queue, one, two)
+    batch = [unit(rng, 10, [11]) for _ in range(4)]
+    for at, policy in ((one, "x"), (two, "y")):
+        at.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=list(batch)))
+        at.optim_step(optim(policy, op=f"step {policy}"))
+    assert both.pending == 4 and set(both.tenants()) == {"tenant of x", "tenant of y"}
+    shares = []
+    while both.step():
+        shares.append(set(both.tenant_tokens()))
+    assert shares == [{"tenant of x"}, {"tenant of y"}] * 5
+    assert [result.op for result in both.drain()] == ["x", "y", "step x", "step y"]
+    assert both.gauges()["worker_trained_tokens"] == 2 * one.trained == 2 * two.trained

@@ -26,6 +26,7 @@ from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers
 from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.microbatch import PassItem, QueuedBatch, canary_logprobs, run_pass
+from rookery.worker.trainer.operation_queue import OperationQueue
 from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
 from rookery.worker.trainer.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.packed_pass import Backbone
@@ -52,17 +53,18 @@ class PackedTrainer(OperationTrainer):
         base: BaseReference = UNNAMED,
         memory_bytes: int = sys.maxsize,
         canary: Sequence[int] = (),
+        queue: OperationQueue | None = None,
     ) -> None:
         """``base``: the base model in exported adapters. All training states take at most ``memory_bytes``. Committed
         versions have the log-probabilities of ``canary``, if it is given (:mod:`rookery.worker.model.canary`)."""
-        super().__init__()
+        super().__init__(queue)
         self._backbone = backbone
         self._max_rank = max_rank
         self._limits = backbone.limits
         self.slice_tokens = min(slice_tokens, self._limits.max_tokens)
         self._base = base
         self._canary = list(canary)
-        self.states = PolicyStates(memory_bytes, lambda policy: bool(self._queue(policy)), self._reserved_bytes)
+        self.states = PolicyStates(memory_bytes, lambda policy: bool(self.queue.of(policy)), self._reserved_bytes)
         self.held = self.states.held
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ class PackedTrainer(OperationTrainer):
         self.evict(policy)
 
     def evict(self, policy: str) -> None:
-        self._lose(policy)
+        self.queue.lose(policy)
         self.held.pop(policy, None)
 
     def discard_offloaded(self, parent_hash: str) -> None:
@@ -153,12 +155,12 @@ class PackedTrainer(OperationTrainer):
 
     # --- slices -----------------------------------------------------------------------------------------------------
 
-    def _pass(self, batches: list[QueuedBatch]) -> None:
+    def compute(self, batches: list[QueuedBatch]) -> None:
         """One packed pass with the first of ``batches`` and others of its kind."""
         ready = [b for b in batches if b.op.forward_only == batches[0].op.forward_only and self._begin(b)]
         items = self._select(ready)
         for item in items:
-            self._charge(item.queued.op.tenant, sum(group.tokens for group in item.groups))
+            self.queue.charge(item.queued.op.tenant, sum(group.tokens for group in item.groups))
         try:
             if items:
                 self.trained += run_pass(self._backbone, items)
@@ -167,7 +169,7 @@ class PackedTrainer(OperationTrainer):
             ready = [batch for batch in ready if all(batch is not item.queued for item in items)]
         for batch in ready:
             if not batch.groups:
-                self._remove(batch)
+                self.queue.remove(batch)
                 self._complete(batch)
 
     def _complete(self, batch: QueuedBatch) -> None:
@@ -177,13 +179,11 @@ class PackedTrainer(OperationTrainer):
             for folder in batch.gradients:
                 held.state.add_gradient(folder)
         except UserError as error:
-            self._finish(batch.op.op, str(error), "failed")
+            self.queue.finish(batch.op.op, str(error), "failed")
             return
         held.complete(batch.op)
         export = self.states.track(held.state.export_gradient()) if batch.op.commit else None
-        self._results.append(
-            TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs(), export=export)
-        )
+        self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs(), export=export))
 
     def _select(self, ready: list[QueuedBatch]) -> list[PassItem]:
         """Take groups for one pass from ``ready``, in order. The first batch fills the pass. Another one joins while
@@ -214,8 +214,8 @@ class PackedTrainer(OperationTrainer):
         self.slice_tokens = max(1, self.slice_tokens // 2)
         log.warning("out of memory in a pass; passes have at most %d tokens now: %s", self.slice_tokens, error)
         for item in items:
-            self._remove(item.queued)  # the gradient may contain a part of it
-            self._finish(item.queued.op.op, "this worker's memory did not hold the pass", "lost")
+            self.queue.remove(item.queued)  # the gradient may contain a part of it
+            self.queue.finish(item.queued.op.op, "this worker's memory did not hold the pass", "lost")
 
     def _export(self, op: protocol.OptimStep, held: HeldPolicy[Any]) -> AdapterExport:
         canary = canary_logprobs(self._backbone, held.state, self._canary) if self._canary else []
@@ -229,6 +229,6 @@ class PackedTrainer(OperationTrainer):
 
     def _reserved_bytes(self) -> int:
         """Of the copies that queued commits will make."""
-        commits = [op.policy for op in self._queued() if isinstance(op, protocol.OptimStep) and op.commit]
+        commits = [op.policy for op in self.queue.all() if isinstance(op, protocol.OptimStep) and op.commit]
         states = [held.state for policy in commits if (held := self.held.get(policy)) is not None]
         return EXPORT_BYTES * sum(state.masters.numel() for state in states)

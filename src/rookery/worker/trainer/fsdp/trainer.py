@@ -28,6 +28,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.microbatch import QueuedBatch
+from rookery.worker.trainer.operation_queue import OperationQueue
 from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
 from rookery.worker.trainer.optim import AdapterExport
 from rookery.worker.trainer.packing import PackedGroup, plan_passes
@@ -79,12 +80,13 @@ class FsdpTrainer(OperationTrainer):
         max_tokens: int,
         exports: Path,
         claim: Callable[[int], None] | None = None,
+        queue: OperationQueue | None = None,
     ) -> None:
         """``start()`` launches the group, when the first policy is loaded. ``model`` is the prepared folder,
         ``base`` its name in exported adapters. The group's states take at most ``memory_bytes``, each size
         after ``claim(size)``, which may raise ``NoRoom``; a process holds a pass of ``max_tokens``. Versions are
         written below ``exports`` first."""
-        super().__init__()
+        super().__init__(queue)
         self._start = start
         self._group: TrainingGroup | None = None
         self._model = model
@@ -165,7 +167,7 @@ class FsdpTrainer(OperationTrainer):
         if (
             self._held is not None
             and self._policy != policy
-            and (self.pending or not self._held.idle(time.monotonic()))
+            and (self.queue.pending_of(self) or not self._held.idle(time.monotonic()))
         ):
             raise NoRoom
         self._free()
@@ -191,7 +193,7 @@ class FsdpTrainer(OperationTrainer):
         if held is None:
             return
         version = held.version
-        self._lose(policy)
+        self.queue.lose(policy)
         if version is None:
             self._free()
         else:
@@ -199,7 +201,7 @@ class FsdpTrainer(OperationTrainer):
 
     def evict(self, policy: str) -> None:
         if policy == self._policy:
-            self._lose(policy)
+            self.queue.lose(policy)
             self._free()
 
     def discard_offloaded(self, parent_hash: str) -> None:
@@ -230,7 +232,7 @@ class FsdpTrainer(OperationTrainer):
 
     # --- slices -----------------------------------------------------------------------------------------------------
 
-    def _pass(self, batches: list[QueuedBatch]) -> None:
+    def compute(self, batches: list[QueuedBatch]) -> None:
         """The next groups of the first batch, in as many passes of the group as they need."""
         batch = batches[0]
         if not self._begin(batch):
@@ -255,13 +257,13 @@ class FsdpTrainer(OperationTrainer):
                 batch.add_logprobs(logprobs[at])
         trained = sum(len(sequence.tokens) for sequence in sequences)
         self.trained += trained
-        self._charge(batch.op.tenant, trained)
+        self.queue.charge(batch.op.tenant, trained)
         batch.add_metrics({"seconds": time.perf_counter() - began})
         if not batch.groups:
-            self._remove(batch)
+            self.queue.remove(batch)
             assert self._held is not None
             self._held.complete(batch.op)
-            self._results.append(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
+            self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
 
     def _export(self, op: protocol.OptimStep, held: HeldPolicy[TrainingGroup]) -> Export:
         if not op.parent.rank:

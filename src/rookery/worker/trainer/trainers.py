@@ -2,14 +2,13 @@
 
 Promises:
 
-* While both have operations, they take turns by slices.
+* Operations of both are in one queue: tenants have fair shares, whichever trainer computes for them.
 * A worker that only generates has neither: it holds nothing and takes no time. The controller sends it no operation,
   since the worker lacks the role ``train``; one that arrives all the same is refused.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
@@ -17,18 +16,19 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.memory import MemoryUse
 from rookery.worker.trainer.base import Export, Trainer, TrainerResult
+from rookery.worker.trainer.operation_queue import OperationQueue
 
 REFUSAL = "this worker only generates; it was started without the role train"
 
 
-class TrainerRouter:
-    """See :class:`rookery.worker.trainer.base.Trainer`."""
+class Trainers:
+    """A :class:`rookery.worker.trainer.base.Trainer` of several: their states are theirs, their operations are in one
+    ``queue``."""
 
-    def __init__(self, lora: Trainer | None = None, full: Trainer | None = None) -> None:
+    def __init__(self, queue: OperationQueue, lora: Trainer | None = None, full: Trainer | None = None) -> None:
+        self._queue = queue
         self._lora, self._full = lora, full
         self._all = [trainer for trainer in (lora, full) if trainer is not None]
-        """The one whose turn it is first."""
-        self._stepped: Trainer | None = None
 
     def _of(self, rank: int) -> Trainer:
         trainer = self._lora if rank else self._full
@@ -44,7 +44,7 @@ class TrainerRouter:
 
     @property
     def pending(self) -> int:
-        return sum(trainer.pending for trainer in self._all)
+        return self._queue.pending
 
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> Export:
         return self._of(op.rank).initial_version(op, source)
@@ -98,26 +98,20 @@ class TrainerRouter:
         return parts
 
     def cancel(self, op: str) -> None:
-        for trainer in self._all:
-            trainer.cancel(op)
+        self._queue.cancel(op)
 
     @property
     def weights(self) -> MutableMapping[str, float]:
-        return ChainMap(*(trainer.weights for trainer in self._all))
+        return self._queue.weights
 
     def tenants(self) -> Collection[str]:
-        return {tenant for trainer in self._all for tenant in trainer.tenants()}
+        return self._queue.tenants()
 
     def tenant_tokens(self) -> Mapping[str, float]:
-        return self._stepped.tenant_tokens() if self._stepped is not None else {}
+        return self._queue.tenant_tokens()
 
     def step(self) -> bool:
-        self._all.reverse()
-        for trainer in self._all:
-            self._stepped = trainer
-            if trainer.step():
-                return True
-        return False
+        return self._queue.step()
 
     def drain(self) -> list[TrainerResult]:
-        return [result for trainer in self._all for result in trainer.drain()]
+        return self._queue.drain()

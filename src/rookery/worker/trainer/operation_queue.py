@@ -1,0 +1,149 @@
+"""The training operations of a worker, in the order in which they run, and their results. Each belongs to a policy, and
+that to one of the trainers behind the queue.
+
+Promises: tenants share the slices by the tokens that were trained for them (:mod:`rookery.scheduling.queues`), within a
+tenant the policies take turns, within a policy operations run in order of arrival; whichever trainer computes them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal, Protocol
+
+from rookery import protocol
+from rookery.scheduling.queues import TokenCounters
+from rookery.worker.trainer.base import TrainerResult
+from rookery.worker.trainer.microbatch import Queued, QueuedBatch, operation_of
+
+OPTIMIZER_TOKENS = 64
+"""An optimizer step in trained tokens, by its time."""
+
+
+class QueuedTrainer(Protocol):
+    """Computes operations of the queue."""
+
+    def compute(self, batches: list[QueuedBatch]) -> None:
+        """One slice with the first of ``batches``, each the first operation of its policy, and perhaps others."""
+        ...
+
+    def optimise(self, op: protocol.OptimStep) -> None:
+        """Take an optimizer step, which has left the queue."""
+        ...
+
+
+class OperationQueue:
+    """Belongs to the trainer's thread."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, dict[str, deque[Queued]]] = {}
+        """Tenant → policy → operations."""
+        self._trainers: dict[str, QueuedTrainer] = {}
+        """By policy with operations."""
+        self.weights: dict[str, float] = {}
+        """Shares of tenants."""
+        self._counters = TokenCounters(self.weights)
+        self._slice: dict[str, float] = {}
+        self._results: list[TrainerResult] = []
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def put(self, queued: Queued, trainer: QueuedTrainer) -> None:
+        """Queue an operation that ``trainer`` computes."""
+        op = operation_of(queued)
+        self.weights[op.tenant] = op.weight
+        if op.tenant not in self._queues:
+            self._counters.lift(op.tenant)
+        self._trainers[op.policy] = trainer
+        self._queues.setdefault(op.tenant, {}).setdefault(op.policy, deque()).append(queued)
+
+    def remove(self, queued: Queued) -> None:
+        op = operation_of(queued)
+        policies = self._queues[op.tenant]
+        policies[op.policy].remove(queued)
+        if not policies[op.policy]:
+            del policies[op.policy], self._trainers[op.policy]
+        if not policies:
+            del self._queues[op.tenant]
+
+    def cancel(self, op: str) -> None:
+        """Remove an operation, which gets no result."""
+        for queued in list(self.all()):
+            if operation_of(queued).op == op:
+                self.remove(queued)
+
+    def lose(self, policy: str) -> None:
+        """Remove the operations of a policy whose state leaves this worker."""
+        for queued in list(self.of(policy)):
+            self.remove(queued)
+            self.finish(operation_of(queued).op, "the policy was evicted from this worker", "lost")
+
+    def of(self, policy: str) -> deque[Queued]:
+        """The operations of a policy, in order."""
+        return next((policies[policy] for policies in self._queues.values() if policy in policies), deque())
+
+    def all(self) -> Iterator[Queued]:
+        return (queued for policies in self._queues.values() for queue in policies.values() for queued in queue)
+
+    def pending_of(self, trainer: QueuedTrainer) -> bool:
+        """Whether operations that ``trainer`` computes are queued."""
+        return any(one is trainer for one in self._trainers.values())
+
+    @property
+    def pending(self) -> int:
+        return sum(1 for _ in self.all())
+
+    # --- slices -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run one bounded slice; False if nothing is queued."""
+        heads = list(self._heads())
+        if not heads:
+            return False
+        self._slice = {}
+        first = operation_of(heads[0])
+        policies = self._queues.pop(first.tenant)  # its tenant, and its policy within that, go to the end of the line
+        policies[first.policy] = policies.pop(first.policy)
+        self._queues[first.tenant] = policies
+        trainer = self._trainers[first.policy]
+        if isinstance(first, protocol.OptimStep):
+            self.charge(first.tenant, OPTIMIZER_TOKENS)
+            self.remove(first)
+            trainer.optimise(first)
+        else:
+            batches = [queued for queued in heads if isinstance(queued, QueuedBatch)]
+            trainer.compute([batch for batch in batches if self._trainers[batch.op.policy] is trainer])
+        return True
+
+    def _heads(self) -> Iterator[Queued]:
+        """The first operation of every policy, alternating between tenants, that of the next tenant first."""
+        tenants = self._counters.order(self._queues)
+        rows = [[queue[0] for queue in self._queues[tenant].values()] for tenant in tenants]
+        for column in range(max(map(len, rows), default=0)):
+            yield from (row[column] for row in rows if column < len(row))
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """The tenant has these tokens of the present slice."""
+        self._counters.charge(tenant, tokens)
+        self._slice[tenant] = self._slice.get(tenant, 0.0) + tokens
+
+    def tenants(self) -> Collection[str]:
+        return self._queues.keys()
+
+    def tenant_tokens(self) -> Mapping[str, float]:
+        """Tokens of the present slice, or the last one, by tenant."""
+        return self._slice
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def add(self, result: TrainerResult) -> None:
+        self._results.append(result)
+
+    def finish(self, op: str, error: str, category: Literal["stale", "failed", "lost"]) -> None:
+        """The result of an operation that did not succeed."""
+        self.add(TrainerResult(op, error, category))
+
+    def drain(self) -> list[TrainerResult]:
+        """Results since the last call, in order."""
+        results, self._results = self._results, []
+        return results
