@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rookery.errors import nearest
 from rookery.spec.job import JobSpec
-from rookery.spec.policy import TARGETS
+from rookery.spec.policy import TARGETS, PolicyAlgorithm, PolicySampling, PolicyStop
 
 OTHERS = {
     "optimizer.lr": "learning_rate lr actor_lr",
@@ -58,6 +58,9 @@ VALUES = {f"{target}_proj": target for target in TARGETS} | {
 
 POLICY = "policies.main"
 """The policy of a job that names no other."""
+
+OVERRIDES = (PolicyAlgorithm, PolicySampling, PolicyStop)
+"""Parts whose fields are those of a section of the job, which is meant."""
 
 _SECTIONS = {name.split(".")[0] for name in OTHERS} & JobSpec.model_fields.keys()
 
@@ -107,7 +110,7 @@ def _paths(model: type[BaseModel], before: str) -> Iterator[str]:
         path = f"{before}{name}"
         yield path
         inner = next((kind for kind in _models(field.annotation)), None)
-        if inner is not None:
+        if inner is not None and inner not in OVERRIDES:
             yield from _paths(inner, f"{POLICY}." if path == "policies" else f"{path}.")
 
 

@@ -143,8 +143,11 @@ class Sinks:
     def write(self, row: Mapping[str, Any]) -> None:
         """Queue a row; returns at once."""
         if self.active:
-            values = dict(numbers(row))
-            self._thread.submit(self._write, int(values.pop("step", 0)), values)
+            values, policy = dict(numbers(row)), row.get("policy")
+            step = int(values.pop("step", 0))
+            if policy:  # of several: each has its own series
+                values = {f"{policy}/{name}": value for name, value in values.items()}
+            self._thread.submit(self._write, step, values)
 
     def close(self) -> None:
         """Returns when everything is written and closed."""

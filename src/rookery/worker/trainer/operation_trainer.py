@@ -35,7 +35,7 @@ class OperationTrainer:
         raise NotImplementedError
 
     def compute(self, batches: list[QueuedBatch]) -> None:
-        """One slice of the queue (:class:`QueuedTrainer`)."""
+        """Run one slice of the queue."""
         raise NotImplementedError
 
     def _export(self, op: protocol.OptimStep, held: HeldPolicy[Any]) -> Export:
