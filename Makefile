@@ -100,6 +100,7 @@ chaos-at-scale: $(VENV)/.tests
 # memory over many jobs and adapters, floods of jobs in virtual time, the CUDA path as far as a CPU can tell: six minutes.
 INTEGRATION := tests/test_install.py tests/controller tests/server/tinker tests/worker/trainer \
 	tests/worker/test_memory.py tests/simulation/test_fairness.py \
+	$(filter-out %_smoke.py,$(wildcard tests/benchmarks/test_*.py)) \
 	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_cuda_engine.py tests/worker/engine/test_cuda_nan.py
 test-integration: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy $(INTEGRATION) --numprocesses $(PROCESSES) --dist worksteal
@@ -141,18 +142,14 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.micro.service_floor
 	$(BIN)/python -m benchmarks.lib.report
 
-# These whole, then the curve of tenants, asynchrony, the lag study, memory, spinning: hours on a quiet machine. What the
-# curve and the two after it have measured is kept: stopped and made again, they go on with what is missing; another
-# machine's cells are put aside, and found there again. Each script can also measure a part (--help).
+# These whole, then agentic jobs, memory and the others: hours on a quiet machine. What the measures in cells have is kept:
+# stopped and made again, they go on with what is missing. Each script can also measure a part (--help).
 bench-full: $(VENV)/.tests bench-peers
 	$(BIN)/python -m benchmarks.micro.generation
 	$(BIN)/python -m benchmarks.micro.training
 	$(BIN)/python -m benchmarks.jobs.grpo_step
-	$(BIN)/python -m benchmarks.jobs.curve
-	$(BIN)/python -m benchmarks.jobs.asynchrony
-	$(BIN)/python -m benchmarks.jobs.lag_study
+	$(BIN)/python -m benchmarks.jobs.agentic
 	$(BIN)/python -m benchmarks.micro.memory
-	$(BIN)/python -m benchmarks.micro.spinning
 	$(BIN)/python -m benchmarks.micro.speculation
 	$(BIN)/python -m benchmarks.micro.other_families
 	$(BIN)/python -m benchmarks.micro.multiplex

@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import statistics
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,14 +35,17 @@ from benchmarks.jobs.agentic_figures import (
     TOOL_SECONDS,
     figures,
 )
-from benchmarks.jobs.curve import SEED_STRIDE, submit
 from benchmarks.lib.cells import Cell, Cells
 from benchmarks.lib.harness import MODEL
-from benchmarks.lib.service import BEAT_SECONDS, Bench, job, service
+from benchmarks.lib.service import BEAT_SECONDS, Bench, busy, completed, job, service
 from benchmarks.lib.workload import COMPLETIONS, REPLY_TOKENS, reward, stories
 
 import rookery
 
+SEED_STRIDE = 100
+"""Tenant i of run s has seed 100·s + i, at every N and latency: it is always the same job."""
+STAGES = ("queue", "generation", "environment", "waiting", "train", "commit")
+"""Of a metrics row's ``seconds/…``: the first three of a mean episode, the others of the step."""
 TURNS = 3
 ONE_TENANT = {"max_rows": COMPLETIONS, "tenant_turn_share": 1.0}
 """As many rows as one job's step has, taken by one tenant in a turn: passes are not shared."""
@@ -168,13 +173,51 @@ def agents(
     steps: int = STEPS,
     barrier: Barrier | None = None,
 ) -> Cell:
-    """A tenant for each of ``seeds``, all at once; :func:`benchmarks.jobs.curve.submit` has the figures."""
+    """A tenant for each of ``seeds``, all at once; :func:`submit` has the figures."""
     questions = stories(PROMPTS * steps)
     specs = []
     for seed in seeds:
         spec = job(name, steps, staleness=staleness, seed=seed, groups_per_step=PROMPTS)
         specs.append((Tool(questions, latency, barrier), {"latency": latency, "seed": seed}, spec))
     return submit(bench, specs, name)
+
+
+def submit(bench: Bench, jobs: Sequence[tuple[rookery.Environment, Cell, dict[str, Any]]], name: str) -> Cell:
+    """Jobs (environment, what to record with it, specification), each of a tenant of its own, submitted at once, to
+    their end. ``makespan`` is from the first submit to the last job's end, ``decode`` and ``train`` the worker's
+    seconds in slices of either meanwhile; per job, ``seconds`` from the first submit to its own end and ``compute``
+    what the service put on its bill."""
+    with ExitStack() as stack:
+        clients = []
+        for i in range(len(jobs)):
+            tenant = bench.client.add_tenant(f"{name}-{i}")
+            clients.append(stack.enter_context(rookery.Client(bench.url, bench.client.add_key(tenant.id).key)))
+        before = busy(bench)
+        began = time.time()
+        running = []
+        for client, (environment, _, spec) in zip(clients, jobs, strict=True):
+            spec["checkpoints"] = {"keep_last": 1, "keep_best": False}  # dozens of tenants share a disk
+            running.append(client.train(environment=environment, **spec))
+        ended = [completed(one) for one in running]
+        after = busy(bench)
+        return {
+            "makespan": max(view.finished for view in ended) - began,
+            "decode": after[0] - before[0],
+            "train": after[1] - before[1],
+            "jobs": [
+                {**about, "seconds": view.finished - began, **record(one)}
+                for (_, about, _), view, one in zip(jobs, ended, running, strict=True)
+            ],
+        }
+
+
+def record(one: rookery.Job) -> Cell:
+    """What a job tells of itself when it has ended: rewards by step, and means over its steps."""
+    rows = list(one.metrics(follow=False))
+    found: Cell = {"compute": one.show().cost.seconds, "rewards": [row.reward for row in rows]}
+    found |= {stage: statistics.fmean(row[f"seconds/{stage}"] for row in rows) for stage in STAGES}
+    found |= {name: statistics.fmean(row[name] for row in rows) for name in ("length_mean", "staleness_mean")}
+    return found
 
 
 if __name__ == "__main__":

@@ -13,10 +13,13 @@ import platform
 import re
 import shutil
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,10 @@ class Result:
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     machine: str = ""
+    date: str = ""
+    """The day of the measurement, as ISO writes it."""
+    commit: str = ""
+    """The commit that was measured; ``+`` follows it where files differed from that commit."""
     simulated: bool = False
     data: dict[str, Any] = field(default_factory=dict)
     """What plots are drawn from."""
@@ -98,8 +105,9 @@ class Result:
         print(f"  {verdict}", flush=True)
 
     def save(self) -> None:
-        """Write it whole, with the machine and the versions."""
+        """Write it whole, with the machine, the versions, the day and the commit."""
         self.machine = machine()
+        self.date, self.commit = time.strftime("%Y-%m-%d"), commit()
         self.versions = {**versions("torch", "rookery"), **self.versions}
         path = result_path(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,6 +155,16 @@ def machine() -> str:
     allocator = Settings.load().worker.allocator
     given = f", {allocator}" if preloaded({}, allocator) else ""
     return f"{cores} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}{given}"
+
+
+def commit() -> str:
+    """The short hash of what is checked out, with ``+`` where tracked files differ from it; empty without git."""
+    try:
+        run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
+        changed = run(["git", "status", "--porcelain", "--untracked-files=no"]).stdout
+        return str(run(["git", "rev-parse", "--short", "HEAD"]).stdout).strip() + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Figures in pages: what stands between two marks comes from the results, and is never typed.
 
-    <!-- results: curve -->
+    <!-- results: generation -->
     …
     <!-- end of results -->
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.lib.harness import MET, ROOT
 
-PAGES = ("benchmarks/studies/asynchrony.md", "benchmarks/studies/speed.md")
+PAGES = ("benchmarks/studies/speed.md",)
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 VERDICT = MET | {False: f"**{MET[False]}**"}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.jobs import agentic_figures
-from benchmarks.jobs.curve_figures import LATENCIES, PAPER_GAIN, TENANTS
-from benchmarks.jobs.lag_figures import LAGS, LOSSES, collapsed, curve, final, of_arm
 from benchmarks.lib.harness import HERE
 
 if TYPE_CHECKING:
@@ -21,21 +18,16 @@ WIDTH = 10.0
 """Inches."""
 DPI = 130
 
-LATENCY_COLOURS = dict(zip(LATENCIES, ("#1f6fb4", "#3a9e5b", "#c46a1b", "#7e57c2"), strict=True))
-LOSS_COLOURS = dict(zip(LOSSES, ("#555555", "#1f6fb4", "#3a9e5b", "#c46a1b"), strict=True))
+COLOURS = ("#1f6fb4", "#3a9e5b", "#c46a1b", "#7e57c2")
 GREY = "#999999"
 
 
 def draw(results: Mapping[str, dict[str, Any]], folder: Path = FOLDER) -> dict[str, Path]:
     """The picture of every result that has one and enough data for it: its path, by the result's name. ``speed`` is
     of several."""
-    makers: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
-        "curve": _curve, "agentic": _agentic, "lag_study": _lag_study, "asynchrony": _asynchrony,
-        "tenants": _tenants,
-    }  # fmt: skip
-    figures = {name: make(results[name]["data"]) for name, make in makers.items() if name in results}
     made = {}
-    for name, figure in {**figures, "speed": _speed(results)}.items():
+    for name, maker in {"speed": _speed, "agentic": _agentic, "tenants": _tenants}.items():
+        figure = maker(results)
         if figure is not None:
             folder.mkdir(exist_ok=True)
             made[name] = folder / f"{name}.png"
@@ -66,208 +58,112 @@ def _plain(*axes: Axes) -> None:
 
 
 def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
-    """Medians, with their range, of generation, training, a GRPO step and Tinker calls, beside the peers of each."""
-    panels = [
-        ("generation", "64 sequences, ", "generation, 64 sequences: tokens/s"),
-        ("training", "8 x 128, ", "training, 8 x 128: tokens/s"),
-        ("training", "8 x 512, ", "training, 8 x 512: tokens/s"),
-        ("grpo_step", "", "a GRPO step: seconds"),
-    ]
-    found = [(_bars(results[name]["rows"], prefix), prefix, title) for name, prefix, title in panels if name in results]
-    shown = [each for each in found if each[0]]  # a quick run leaves some out
-    if not shown:
+    """How many times as fast Rookery is as each peer; a bar per peer, with the two figures."""
+    bars = []
+    for name, ours, theirs, what in COMPARED:
+        rows = {row["what"]: row for row in results[name]["rows"]} if name in results else {}
+        if ours in rows and theirs in rows:
+            a, b = median(rows[ours]["values"]), median(rows[theirs]["values"])
+            unit = rows[ours]["unit"]
+            times = a / b if unit == "tokens/s" else b / a
+            bars.append((what, times, f"{a:.3g} against {b:.3g} {unit}", results[name]))
+    if not bars:
         return None
-    figure, axes = _new(3.2, len(shown), squeeze=False)
-    for panel, (bars, prefix, title) in zip(axes[0], shown, strict=True):
-        for place, row in enumerate(bars):
-            middle = median(row["values"])
-            ours = row["what"].removeprefix(prefix).startswith("Rookery")
-            colour = "#1f6fb4" if ours else GREY if "floor" in row["what"] else "#c46a1b"
-            reach = [[middle - min(row["values"])], [max(row["values"]) - middle]]
-            panel.bar(place, middle, color=colour, yerr=reach, capsize=2, error_kw={"linewidth": 0.8})
-            figures = f"{middle:.3g}" if middle < 100 else f"{middle:.0f}"
-            panel.text(place, middle / 2, figures, ha="center", va="center", fontsize=7, color="white")
-        names = [row["what"].removeprefix(prefix).replace(", ", "\n").replace(" GRPOTrainer", "") for row in bars]
-        panel.set_xticks(range(len(bars)), names, fontsize=6, rotation=90)
-        panel.set_title(title, fontsize=8)
-    _plain(*axes[0])
+    figure, axes = _new(0.45 * len(bars) + 1.3, 1)
+    for place, (_, times, figures, _) in enumerate(bars):
+        axes.barh(place, times, 0.6, color=COLOURS[0] if times >= 1 else COLOURS[2])
+        axes.text(max(times, 1) + 0.08, place, f"{times:.2f} x   ({figures})", va="center", fontsize=9)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(bars)), [what for what, *_ in bars], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.45 * max(times for _, times, *_ in bars))
+    axes.set_xlabel("speed of Rookery / speed of the other (1: equal)")
+    figure.suptitle(f"Rookery compared with vLLM, PEFT and TRL. {_origin(*(result for *_, result in bars))}", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def _bars(rows: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
-    """Those of a panel: times and speeds of one contender each."""
-    timed = [row for row in rows if row["what"].startswith(prefix) and row["unit"] in ("tokens/s", "s")]
-    return [row for row in timed if "paired" not in row["what"]]
+COMPARED = (
+    ("generation", "64 sequences, Rookery, 4 adapters", "64 sequences, vLLM, 4 adapters",
+     "generation, 64 rows, 4 adapters: vLLM, 4 adapters"),
+    ("generation", "64 sequences, Rookery, 4 adapters", "64 sequences, vLLM, no adapters, compiled",
+     "generation, 64 rows, 4 adapters: vLLM compiled, none"),
+    ("generation", "64 sequences, Rookery, no adapters", "64 sequences, vLLM, no adapters, compiled",
+     "generation, 64 rows, no adapters: vLLM compiled"),
+    ("generation", "8 sequences, Rookery, 4 adapters", "8 sequences, vLLM, 4 adapters",
+     "generation, 8 rows, 4 adapters: vLLM, 4 adapters"),
+    ("generation", "8 sequences, Rookery, no adapters", "8 sequences, vLLM, no adapters, compiled",
+     "generation, 8 rows, no adapters: vLLM compiled"),
+    ("training", "8 x 128, Rookery", "8 x 128, PEFT, micro-batch 4", "training, 8 x 128 tokens: PEFT"),
+    ("grpo_step", "Rookery, staleness 0", "TRL GRPOTrainer, micro-batch 16", "a GRPO step, staleness 0: TRL"),
+)  # fmt: skip
+"""Result, our row, the peer's row, the label: like compared with like."""
 
 
-# --- the curve --------------------------------------------------------------------------------------------------------
+def _origin(*results: dict[str, Any]) -> str:
+    """The machine and the days, as a caption says them."""
+    days = sorted({result["date"] for result in results})
+    machine = results[0]["machine"].partition(", Python")[0]
+    return f"{machine}, {days[0]}{' to ' + days[-1] if days[1:] else ''}"
 
 
-def _curve(data: dict[str, Any]) -> Figure | None:
-    """Makespan per tenant with its bound, gain over one after another, and the worker's busy share."""
-    points = data["points"]
-    if not points:
+# --- many tenants -----------------------------------------------------------------------------------------------------
+
+
+def _agentic(results: Mapping[str, dict[str, Any]]) -> Figure | None:
+    """Makespan of N tenants at once and one after another, for a tool of 2 s."""
+    result = results.get("agentic")
+    points = [p for p in result["data"]["points"] if p["latency"] == TOOL_SECONDS] if result else []
+    if len(points) < 2 or result is None:
         return None
-    figure, (times, gains, busy) = _new(4.2, 3)
-    for name, colour in LATENCY_COLOURS.items():
-        of = [point for point in points if point["latency"] == name]
-        if not of:
-            continue
-        tenants = [point["tenants"] for point in of]
-        label = f"latency {name}" + ("" if name == "mixed" else " s")
-        each, least = ([point[what] / point["tenants"] for point in of] for what in ("makespan", "bound"))
-        times.plot(tenants, each, "o-", color=colour, markersize=4, label=label)
-        times.plot(tenants, least, ":", color=colour, linewidth=1.2)
-        gains.plot(tenants, [point["gains"]["sync"] for point in of], "o-", color=colour, markersize=4, label=label)
-        later = [(point["tenants"], point["gains"]["async"]) for point in of if point["gains"]["async"] is not None]
-        gains.plot(*zip(*later, strict=True), "--", color=colour, linewidth=1) if later else None
-        busy.plot(tenants, [100 * point["busy"] for point in of], "o-", color=colour, markersize=4, label=label)
-    times.plot([], [], ":", color=GREY, label="bound")
-    gains.plot([], [], "o-", color=GREY, markersize=4, label="over staleness 0")
-    gains.plot([], [], "--", color=GREY, linewidth=1, label="over staleness 2")
-    times.set_ylabel("makespan / tenants, s")
-    times.set_ylim(bottom=0)
-    gains.set_ylabel("gain over one after another")
-    gains.axhline(PAPER_GAIN, color=GREY, linewidth=1)
-    gains.text(1, PAPER_GAIN, f"{PAPER_GAIN:.1f} x", fontsize=8, color="#555555", va="bottom")
-    gains.axhline(1, color=GREY, linewidth=1)
-    gains.set_ylim(bottom=0)
-    busy.set_ylabel("worker busy, % of the makespan")
-    busy.set_ylim(0, 105)
-    for axes in (times, gains, busy):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(TENANTS, [str(count) for count in TENANTS])
-        axes.set_xlabel("tenants")
-    times.legend(fontsize=7)
-    gains.legend(fontsize=7, handles=gains.get_lines()[-4:-2], loc="center left")
-    _plain(times, gains, busy)
+    figure, axes = _new(3.6, 1)
+    groups = {
+        "one after another, staleness 0": (GREY, lambda p: p["makespan"] / (1 - p["saved"])),
+        "one after another, staleness 2": (COLOURS[2], lambda p: p["makespan"] / (1 - p["saved_async"])),
+        "all at once, staleness 2": (COLOURS[0], lambda p: p["makespan"]),
+    }
+    for number, (label, (colour, seconds)) in enumerate(groups.items()):
+        for place, point in enumerate(points):
+            at, value = place + (number - 1) * 0.27, seconds(point)
+            axes.bar(at, value, 0.25, color=colour, label=label if not place else None)
+            axes.text(at, value, f"{value:,.0f}", ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(points)), [f"{p['tenants']} tenant{'s' * (p['tenants'] > 1)}" for p in points])
+    axes.set_ylabel("seconds until all jobs are done")
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title(
+        f"Small jobs, each of three turns waits 2 s for a tool; one run. {_origin(result)}", fontsize=9
+    )
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def _agentic(data: dict[str, Any]) -> Figure | None:
-    """Small agentic jobs: time saved over one after another, the worker's busy share, and the ablations' makespans."""
-    points = data["points"]
-    if not points:
+TOOL_SECONDS = 2.0
+
+
+def _tenants(results: Mapping[str, dict[str, Any]]) -> Figure | None:
+    """Simulated: time saved over one after another at the same staleness, and the worker's busy share."""
+    result = results.get("tenants")
+    if result is None or not result["data"]["points"]:
         return None
-    arms = data.get("ablations", [])
-    figure, (saved, busy, *rest) = _new(4.2, 3 if arms else 2)
-    _by_tenants(points, saved, busy)
-    for bars in rest:
-        for place, (arm, _, ratio) in enumerate(arms):
-            bars.bar(place, ratio, color="#c46a1b")
-            name = arm.replace(" per", "\nper")
-            bars.text(place, ratio / 2, f"{ratio:.2f}\n{name}", ha="center", fontsize=7, color="white")
-        bars.axhline(1, color=GREY, linewidth=1)
-        bars.set_xticks([])
-        workload = f"{agentic_figures.ABLATED_TENANTS} tenants, tool {agentic_figures.TOOL_SECONDS:g} s"
-        bars.set_ylabel(f"makespan without it, {workload}")
-    _plain(saved, busy, *rest)
-    return figure
-
-
-def _tenants(data: dict[str, Any]) -> Figure | None:
-    """The same in virtual time."""
-    if not data["points"]:
-        return None
-    figure, (saved, busy) = _new(4.2, 2)
-    _by_tenants(data["points"], saved, busy)
-    _plain(saved, busy)
-    return figure
-
-
-def _by_tenants(points: list[dict[str, Any]], saved: Axes, busy: Axes) -> None:
-    """Time saved over one after another, and the worker's busy share, by tenants; a line per latency."""
-    latencies = sorted({point["latency"] for point in points})
-    for latency, colour in zip(latencies, LATENCY_COLOURS.values(), strict=False):
+    points = result["data"]["points"]
+    figure, (saved, busy) = _new(3.6, 2)
+    for latency, colour in zip(sorted({p["latency"] for p in points}), COLOURS, strict=False):
         of = [point for point in points if point["latency"] == latency]
-        for panel, name in ((saved, "saved"), (busy, "busy")):
-            label, shares = f"tool {latency:g} s", [100 * point[name] for point in of]
+        for panel, name in ((saved, "saved_async"), (busy, "busy")):
+            shares = [100 * point[name] for point in of]
+            label = f"tool {latency:g} s"
             panel.plot([point["tenants"] for point in of], shares, "o-", color=colour, markersize=4, label=label)
-    saved.axhline(85, color=GREY, linewidth=1)
-    saved.text(1, 85, "MARLaaS: 85%", fontsize=8, color="#555555", va="bottom")
-    saved.set_ylabel("time saved over one after another, %")
-    busy.set_ylabel("worker busy, % of the makespan")
+    saved.set_ylabel("time saved, %")
+    saved.set_title("against one after another, same staleness", fontsize=9)
+    busy.set_ylabel("worker busy, % of the time")
+    busy.set_title("the worker's busy share", fontsize=9)
     counts = sorted({point["tenants"] for point in points})
     for axes in (saved, busy):
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
-        axes.set_xlabel("tenants")
-        axes.set_ylim(-15 if axes is saved else 0, 105)
-    saved.legend(fontsize=7)
-
-
-# --- the lag study ----------------------------------------------------------------------------------------------------
-
-
-def _lag_study(data: dict[str, Any]) -> Figure | None:
-    """Held-out reward over the steps, a panel per lag; and the last one of every run."""
-    cells = data["cells"]
-    if not any(run["evaluations"] for run in cells.values()):
-        return None
-    figure, axes = _new(3.8, len(LAGS) + 1, sharey=True)
-    for lag, panel in zip(LAGS, axes, strict=False):
-        for loss, correction in LOSSES.items():
-            whole = [run for run in of_arm(cells, loss, lag) if run["evaluations"]]
-            of = curve(whole)
-            if of:
-                steps, means, errors = zip(*of, strict=True)
-                panel.errorbar(steps, means, errors, fmt="o-", color=LOSS_COLOURS[loss], markersize=3, linewidth=1.3,
-                               capsize=2, label=correction.name)  # fmt: skip
-        panel.set_title(f"staleness {lag}", fontsize=9)
-        panel.set_xlabel("optimizer steps")
-    axes[0].set_ylabel("held-out reward (mean of the seeds, ± s.e.)", fontsize=8)
-    axes[0].legend(fontsize=7)
-    last = axes[-1]
-    for place, lag in enumerate(LAGS):
-        for number, loss in enumerate(LOSSES):
-            at = place + (number - (len(LOSSES) - 1) / 2) * 0.18
-            for run in of_arm(cells, loss, lag):
-                value = final(run)
-                if value is not None:
-                    mark = "x" if collapsed(run) else "o"
-                    last.plot(at, value, mark, color=LOSS_COLOURS[loss], markersize=4, fillstyle="none")
-    last.set_xticks(range(len(LAGS)), [str(lag) for lag in LAGS])
-    last.set_title("last, every run (x: collapsed)", fontsize=9)
-    last.set_xlabel("staleness")
-    last.set_ylim(bottom=0)
-    _plain(*axes)
-    return figure
-
-
-# --- asynchrony -------------------------------------------------------------------------------------------------------
-
-
-def _asynchrony(data: dict[str, Any]) -> Figure | None:
-    """Costs by micro-batch; predicted against measured steps."""
-    if not data["costs"]:
-        return None
-    figure, (left, right) = _new(4.6, 2, width_ratios=[1, 1.5])
-    for cost in data["costs"]:
-        colour = {"generation": "#1f6fb4", "training": "#c46a1b"}[cost["phase"]]
-        cores = f"{cost['cores']} core{'s' * (cost['cores'] > 1)}"
-        line = "o-" if cost["cores"] > 1 else "s--"
-        times = [1000 * seconds for seconds in cost["seconds"]]
-        left.plot(cost["samples"], times, line, color=colour, markersize=4, label=f"{cost['phase']}, {cores}")
-    left.set_xscale("log", base=2)
-    left.set_xticks([4, 8, 16, 32, 64], ["4", "8", "16", "32", "64"])
-    left.set_xlabel("samples at a time")
-    left.set_ylabel("ms per sample")
-    left.set_ylim(bottom=0)
-    left.legend(fontsize=7)
-    steps = data["steps"]
-    for place, step in enumerate(steps):
-        right.barh(place - 0.2, step["predicted"], 0.36, color="#bbbbbb", label="predicted" if not place else None)
-        colour = "#1f6fb4" if step["staleness"] else "#c46a1b"
-        first = [one["staleness"] for one in steps].index(step["staleness"]) == place
-        label = f"measured, lag {step['staleness']}" if first else None
-        right.barh(place + 0.2, step["measured"], 0.36, color=colour, label=label)
-        right.text(step["measured"], place + 0.2, f" {step['measured']:.2f}", va="center", fontsize=7)
-    names = [f"{step['place'].replace(', ', chr(10), 1)}, lag {step['staleness']}" for step in steps]
-    right.set_yticks(range(len(steps)), names, fontsize=7)
-    right.invert_yaxis()
-    right.set_xlabel("seconds per step")
-    right.margins(x=0.1)  # for the figures behind the bars
-    if steps:
-        right.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    _plain(left, right)
+        axes.set_xlabel("tenants at once")
+        axes.set_ylim(0, 105)
+    saved.legend(fontsize=8)
+    _plain(saved, busy)
+    figure.suptitle(f"SIMULATED, one GPU-like worker whose costs are assumed, {result['date']}", fontsize=9)
     return figure

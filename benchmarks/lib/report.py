@@ -1,110 +1,166 @@
-"""``RESULTS.md`` from the files in ``results/``: one section per measure, verdicts first; the pictures, and the figures
-of pages elsewhere. No figure is typed. Results of another machine (``harness.LOCAL``) make a page of their own, beside
-them, and leave the committed pages alone; those kept in ``results/other`` stand at the end."""
+"""``RESULTS.md`` from the files in ``results/``: one page with what was measured, when, at which commit, on which
+machine, the figure and its yardstick; the pictures; and the figures of pages elsewhere. No figure is typed. Repeats,
+ranges and cells stay in the files. Results of another machine (``harness.LOCAL``) make a page of their own, and leave
+the committed pages alone; of those in ``results/other`` the page has what the first machine did not measure."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import string
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import agentic_figures, asynchrony_figures, curve_figures, lag_figures
+from benchmarks.jobs import agentic_figures
 from benchmarks.lib import pages
-from benchmarks.lib.harness import HERE, LOCAL, PUBLISH, RESULTS, ROOT, WORK, write_result
-from benchmarks.lib.pages import VERDICT, markdown
+from benchmarks.lib.harness import HERE, LOCAL, PUBLISH, RESULTS, ROOT, WORK, Result, write_result
+from benchmarks.lib.pages import VERDICT, markdown, number
 from benchmarks.lib.plots import draw
+from benchmarks.scale import seer, tenants
 
 ORDER = (
-    "generation", "speculation", "multiplex", "spinning", "training", "grpo_step", "curve", "agentic", "asynchrony",
-    "lag_study", "memory", "service_floor", "tinker_latency", "preemption_kills", "preemption_training",
-    "preemption_overhead", "preemption_joining", "preemption_restart", "seeding", "serving", "gpu",
+    "generation", "speculation", "engines", "multiplex", "training", "other_families", "grpo_step", "agentic",
+    "serving", "machines_workers", "machines_ray", "machines_fsdp", "gpu", "tenants", "seer", "serving_simulation",
+    "jigsaw",
 )  # fmt: skip
-"""What comes first; the others follow by name, simulated ones last."""
+"""What comes first; others follow by name, simulated ones last."""
 
-HEADER = ["measure", "target", "measured", ""]
+ROWS = {
+    "engines": ("native: a step", "vllm: a step", "vllm: trainer against engine"),
+    "machines_workers": ("1 workers: 4 jobs", "2 workers: 4 jobs", "4 workers: 4 jobs"),
+    "machines_ray": ("its worker serves after", "rookery worker, started by hand, serves after"),
+    "machines_fsdp": ("LoRA of rank 16, 1", "LoRA of rank 16, 2", "all parameters, 1", "all parameters, 2"),
+}
+"""Results without a yardstick: the rows that the page shows, by the beginning of their names."""
+
+HIDDEN = {
+    "speculation": r"tokens per forward|budget",
+    "agentic": r"fill the worker",
+    "tenants": r"saturation",
+    "seer": r"oracle|texts equal|rho 0|sigma 0|wrong estimate|draft|no fixed length",
+    "serving_simulation": r"costs|saturated|freeze",
+    "jigsaw": r"regret|lengths double|inactive|constructed",
+}
+"""Verdicts that stay in the files: of parts, or of how a simulation was checked."""
+
+AGAIN = {
+    "chaos in virtual time: 1,000 workers, 200 jobs, 100,000 preemptions": "make chaos-at-scale",
+    "mistakes made on purpose, and the test that notices each": "python -m benchmarks.scale.chaos_mutations",
+    "the controller's time per event as workers and jobs grow": "make controller-scaling",
+    "lost workers, restarts, joining workers, seeding": "make bench-preemption",
+    "Tinker calls compared with SkyRL's server; log-probabilities of sampling and training": "make bench-tinker",
+    "the Tinker cookbook's arithmetic": "make cookbook",
+    "memory by tenants": "python -m benchmarks.micro.memory",
+    "the service's floor per call": "python -m benchmarks.micro.service_floor",
+    "a hostile tenant for twenty minutes, on a quiet machine": "make soak",
+    "availability traces": "python -m benchmarks.scale.simulation",
+    "a MoE and a hybrid family by the transformers trainer: no benchmark has them yet": "",
+    "any GPU": "make bench-gpu",
+}
+"""What has no figure here, because its code changed after its measurement, and the command that measures it."""
+
 HEAD = """# Results
 
-Made by `python -m benchmarks.lib.report` from `benchmarks/results/*.json`. Every figure is the median of the stated
-repeats, with their range; ratios are within one run. Simulated figures stand apart and say so.
+Made by `python -m benchmarks.lib.report` from `benchmarks/results/*.json`, which hold all repeats. Figures are medians,
+ratios are within one run. Everything is SmolLM2-135M-Instruct in bf16 on two CPU cores, unless a line says otherwise.
+*Measured on* gives the day, the commit and the machine: where code has changed since, a line says what was true then.
 """
+SIMULATED = """
+## Simulated
 
-OTHERS = """
-# Other machines
-
-What was measured on another machine than the one above, for the cells that are missing there.
+Virtual time, modelled workers. These lines compare policies with each other; they measure no machine.
 """
+MISSING = """
+## To be measured again
 
-UNMEASURED_GPU = """
-## GPU
-
-Not measured yet: no machine with a GPU was at hand. `python -m benchmarks.micro.gpu` on one checks Rookery there
-against float32 on the CPU, measures it beside transformers and PEFT, and this section is made from what it writes.
+These have no figure here: the code has changed since they were measured, or the machine was not quiet.
 """
+PICTURES = {
+    "speed": "Compared with vLLM, PEFT and TRL",
+    "agentic": "Small agentic jobs of many tenants",
+    "tenants": "The same jobs, simulated, up to 256 tenants",
+}
 
-
-FIGURES = {
-    "curve": curve_figures.figures,
+FIGURES: dict[str, Callable[..., Result]] = {
     "agentic": agentic_figures.figures,
-    "asynchrony": asynchrony_figures.figures,
-    "lag_study": lag_figures.figures,
+    "seer": seer.figures,
+    "tenants": tenants.figures,
 }
 """What makes rows, verdicts and tables of a measure's cells."""
 
 
 def main() -> None:
     local = sorted(LOCAL.glob("*.json")) if not os.environ.get(PUBLISH) else []
-    found = [_read(path) for path in local or sorted(RESULTS.glob("*.json"))]
-    found.sort(key=lambda r: (r["simulated"], ORDER.index(r["name"]) if r["name"] in ORDER else len(ORDER), r["name"]))
+    found = [read(path) for path in local or sorted(RESULTS.glob("*.json"))]
+    others = [read(path) for path in sorted((RESULTS / "other").glob("*.json"))] if not local else []
     by_name = {result["name"]: result for result in found}
     plots = draw(by_name) if not local else {}
-    parts = [HEAD, "## Targets\n", *markdown(HEADER, _verdicts(found))]
-    for result in found:
-        parts += _section(result, plots.get(result["name"]))
-    if "gpu" not in by_name and not local:
-        parts.append(UNMEASURED_GPU)
-    others = [_read(path) for path in sorted((RESULTS / "other").glob("*.json"))] if not local else []
-    parts += [OTHERS, *markdown(HEADER, _verdicts(others))] if others else []
-    for result in others:
-        parts += _section(result, None)
     path = (WORK if local else HERE) / "RESULTS.md"
-    path.write_text("\n".join(parts) + "\n")
-    for page in pages.PAGES if not local else ():
-        pages.fill(ROOT / page, by_name, plots)
+    path.write_text(page([*found, *others], plots))
+    for name in pages.PAGES if not local else ():
+        pages.fill(ROOT / name, by_name, plots)
     print(f"wrote {path}: {len(found)} measures")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A result. What is said of cells is said anew, and written down, by the formulas as they are now."""
+def page(found: list[dict[str, Any]], plots: dict[str, Path]) -> str:
+    """The text of ``RESULTS.md``."""
+    found = sorted(
+        found, key=lambda r: (r["simulated"], ORDER.index(r["name"]) if r["name"] in ORDER else len(ORDER), r["name"])
+    )
+    machines: dict[str, str] = {}
+    for result in found:
+        machines.setdefault(result["machine"], string.ascii_uppercase[len(machines)])
+    parts = [HEAD, *markdown(["", "machine"], [[letter, name] for name, letter in machines.items()])]
+    for simulated, head in ((False, "\n## Measured\n"), (True, SIMULATED)):
+        shown: set[tuple[str, str]] = set()
+        lines = [line for one in found if one["simulated"] is simulated for line in _lines(one, machines, shown)]
+        parts += [head, *markdown(["measure", "yardstick", "figure", "", "measured on"], lines)]
+        for name, title in PICTURES.items():
+            if name in plots and (name == "tenants") is simulated:
+                parts.append(f"\n![{title}]({plots[name].relative_to(HERE).as_posix()})")
+    parts += [MISSING, *markdown(["measure", "command"], [[what, how and f"`{how}`"] for what, how in AGAIN.items()])]
+    return "\n".join(parts) + "\n"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result. Rows and verdicts that follow from cells are computed again, by the formulas as they are now."""
     result: dict[str, Any] = json.loads(path.read_text())
     if result["name"] in FIGURES:
         said = asdict(FIGURES[result["name"]](result["data"]["cells"]))
         kept = {name: result["data"][name] for name in ("plan", "cells")}
-        told = {name: said[name] for name in ("title", "rows", "verdicts", "notes")}
-        result |= {**told, "data": {**said["data"], **kept}}
+        made = {name: said[name] for name in ("title", "rows", "verdicts", "notes")}
+        result |= {**made, "data": {**said["data"], **kept}}
         write_result(path, result)
     return result
 
 
-def _verdicts(found: list[dict[str, Any]]) -> list[list[str]]:
-    return [
-        [result["name"], v["target"], v["measured"], f"{VERDICT[v['met']]}{'; ' + v['why'] if v['why'] else ''}"]
-        for result in found
-        for v in result["verdicts"]
-    ]
+def _lines(result: dict[str, Any], machines: dict[str, str], shown: set[tuple[str, str]]) -> Iterable[list[str]]:
+    """A line for every verdict that has a figure and is not in ``shown``, or for the rows of :data:`ROWS`."""
+    origin = f"{result['date']}, {result['commit']}, {machines[result['machine']]}"
+    name = f"[{result['name']}]({_file(result)})"
+    for verdict in result["verdicts"]:
+        key = (result["name"], verdict["target"])
+        hidden = re.search(HIDDEN.get(result["name"], r"$^"), verdict["target"])
+        if verdict["met"] is not None and not hidden and key not in shown:
+            shown.add(key)
+            why = VERDICT[verdict["met"]] + (f"; {verdict['why']}" if verdict["why"] else "")
+            yield [name, verdict["target"], verdict["measured"], why, origin]
+            name = ""
+    for row in result["rows"] if not result["verdicts"] else ():
+        if row["what"].startswith(ROWS.get(result["name"], ())):
+            values = sorted(row["values"])
+            figure = f"{number(values[len(values) // 2])} {row['unit']}"
+            yield [name, row["what"], figure, row["note"], origin]
+            name = ""
 
 
-def _section(result: dict[str, Any], plot: Path | None) -> list[str]:
-    label = "Simulated: " if result["simulated"] else ""
-    versions = ", ".join(f"{name} {release}" for name, release in sorted(result["versions"].items()))
-    parts = [f"\n## {label}{result['title']}\n", f"`{result['command']}` on {result['machine']}; {versions}.\n"]
-    if plot is not None:
-        parts.append(f"![{result['title']}]({plot.relative_to(HERE).as_posix()})\n")
-    if result["rows"]:
-        parts += pages.medians(result)
-    parts += [f"\n{lines}" for lines in [*pages.tables(result), *result["notes"]]]
-    return parts
+def _file(result: dict[str, Any]) -> str:
+    path = RESULTS / f"{result['name']}.json"
+    ours = path.exists() and json.loads(path.read_text())["machine"] == result["machine"]
+    return f"results/{'' if ours else 'other/'}{result['name']}.json"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,11 @@ LEAST = 1.0
 
 def main() -> None:
     times = options(__doc__, "the same").parse_args().repeats
-    result = Result("other_families", f"Training by transformers, rank 16, {number_type()}, 8 x 128 tokens", command())
+    result = Result(
+        "other_families",
+        f"The transformers trainer on a native family (Llama), rank 16, {number_type()}, 8 x 128 tokens",
+        command(),
+    )
     python = sys.executable
     trainer = Contender("transformers", [python, "-m", "benchmarks.micro.other_families", "--child"])
     native = Contender("native", [python, str(HERE / "lib" / "contender_trainer.py")])

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs.agentic_figures import PROMPTS, SATURATION_ERROR, STEPS
-from benchmarks.jobs.curve_figures import LEAST_EFFICIENCY, bound
+from benchmarks.jobs.agentic_figures import LEAST_EFFICIENCY, PROMPTS, SATURATION_ERROR, STEPS
 from benchmarks.lib.cells import Cell, Cells, table
 from benchmarks.lib.harness import Result, options
 from benchmarks.lib.workload import COMPLETIONS, REPLY_TOKENS
@@ -110,11 +109,12 @@ def figures(cells: Mapping[str, Cell]) -> Result:
             if (cell := cells.get(f"{latency:g}/{count}/2")) is None:
                 continue
             makespan, compute = cell["makespan"], cell["decode"] + cell["train"]
-            least = bound([min(compute / count, later["decode"] + later["train"])] * count, [later["makespan"]])
+            least = max(count * full_cost(later), later["makespan"])
             curve.append({
                 "latency": latency, "tenants": count, "makespan": makespan, "bound": least,
                 "efficiency": least / makespan, "busy": compute / makespan,
                 "busy_gain": compute / makespan / ((sync["decode"] + sync["train"]) / sync["makespan"]),
+                "saved_async": 1 - makespan / (count * later["makespan"]),
                 "saved": 1 - makespan / (count * sync["makespan"]), "rate": cell["tokens"] / makespan,
             })  # fmt: skip
         points += curve
@@ -127,11 +127,18 @@ def figures(cells: Mapping[str, Cell]) -> Result:
         within = abs(predicted / reached - 1) <= SATURATION_ERROR
         shown = f"{predicted:.1f} predicted, {reached:.1f} simulated"
         result.judge(f"{where}: saturation predicted within {SATURATION_ERROR:.0%}", shown, within)
-        target = f"{where}, {TENANTS[-1]} tenants: makespan within 1/{LEAST_EFFICIENCY} of the bound"
-        result.judge(target, f"{last['efficiency']:.2f}", last["efficiency"] >= LEAST_EFFICIENCY)
+        target = (
+            f"{where}, {TENANTS[-1]} tenants: cost table with full batches, of the makespan >= {LEAST_EFFICIENCY:.0%}"
+        )
+        result.judge(target, f"{last['efficiency']:.0%}", last["efficiency"] >= LEAST_EFFICIENCY)
+        for name, what in (("saved_async", "same staleness (2)"), ("saved", "staleness 0")):
+            share = last[name]
+            result.judge(
+                f"{where}, {TENANTS[-1]} tenants: less time than one after another, {what}", f"{share:.0%}", share > 0
+            )
     if points:
         head = ["latency, s", "tenants", "makespan, s", "bound, s", "bound / makespan", "busy", "busy over one alone",
-                "time saved over one after another, staleness 0", "tokens/s"]  # fmt: skip
+                "time saved over one after another, same staleness", "over staleness 0", "tokens/s"]  # fmt: skip
         rows = [list(point.values()) for point in points]
         alone = ["latency, s", "alone, staleness 0, s", "alone, staleness 2, s", "C with full batches, s"]
         alone += ["saturation predicted", "simulated"]

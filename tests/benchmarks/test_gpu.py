@@ -22,6 +22,9 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.varlen_attention import KeyRanges
 from rookery.worker.model.varlen_attention import range_attention as whole
 
+pytestmark = pytest.mark.heavy
+
+
 TINY = {
     **gpu_models.SHAPES["Qwen3-0.6B"],
     "vocab_size": 1200,
@@ -56,10 +59,11 @@ def test_without_a_gpu_it_says_so_and_writes_nothing() -> None:
     assert (RESULTS / "gpu.json").exists() == before
 
 
-def test_the_results_say_that_it_was_not_measured_and_end_with_other_machines(
+def test_the_page_names_the_missing_gpu_and_the_machine_of_each_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Result("small", "Small", "measure it", machine="another machine")
+    about = {"machine": "another machine", "date": "2026-11-25", "commit": "0123abc"}
+    other = Result("small", "Small", "measure it", **about)  # type: ignore[arg-type]
     other.rows.append(Row("a step", [2.0], "s"))
     other.verdicts.append(Verdict("a step < 3 s", "2 s", True))
     (tmp_path / "other").mkdir()
@@ -70,12 +74,11 @@ def test_the_results_say_that_it_was_not_measured_and_end_with_other_machines(
     monkeypatch.setattr(report, "draw", lambda found: {})
     monkeypatch.setattr(report.pages, "PAGES", ())
     report.main()
-    first, last = (tmp_path / "RESULTS.md").read_text().split("# Other machines")
-    assert "## GPU\n\nNot measured yet" in first and "a step" not in first
-    assert "| small | a step < 3 s | 2 s | met |" in last and "`measure it` on another machine" in last
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "| any GPU | `make bench-gpu` |" in text and "| A | another machine |" in text
+    assert "| [small](results/other/small.json) | a step < 3 s | 2 s | met | 2026-11-25, 0123abc, A |" in text
 
 
-@pytest.mark.heavy
 def test_what_is_right_passes_and_what_is_wrong_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     one = dict([next(iter(gpu_check.MODELS.items()))])
     monkeypatch.setattr(gpu_check, "MODELS", one)

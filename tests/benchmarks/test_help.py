@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.heavy
+
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SCRIPTS = sorted(

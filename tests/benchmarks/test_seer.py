@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from benchmarks.scale import seer
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:

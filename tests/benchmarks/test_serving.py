@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.jobs.serving import ARMS, QUICK, TPOT, TRACE_SECONDS, TTFT, arrivals, figures, windows
+
+pytestmark = pytest.mark.heavy
 
 
 def test_a_window_is_within_if_enough_of_its_requests_are() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.micro.speculation import GAMMAS, ROWS, SIBLINGS, TASKS, budgets, figures
+
+pytestmark = pytest.mark.heavy
 
 
 def test_the_budget_is_as_good_as_the_best_fixed_length_for_each_load() -> None:

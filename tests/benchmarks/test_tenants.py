@@ -7,6 +7,8 @@ import json
 import pytest
 from benchmarks.scale.tenants import crowd, figures, full_cost
 
+pytestmark = pytest.mark.heavy
+
 
 def test_a_crowd_is_faster_than_one_after_another_where_its_tool_makes_it_wait() -> None:
     cells = {f"2/1/{staleness}": crowd(2.0, 1, staleness) for staleness in (0, 2)}

@@ -1,33 +1,27 @@
-"""The curve of tenants: what is made of its cells; cells that survive; intervals."""
+"""Cells that survive; intervals; the page of results."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.jobs.curve_figures import (
-    LATENCIES,
-    STEPS,
-    TENANTS,
-    bound,
-    figures,
-    latency_for,
-    line,
-    points,
-    reward_differences,
-)
-from benchmarks.lib import harness, report
+from benchmarks.jobs.agentic_figures import figures
+from benchmarks.lib import harness, pages, report
 from benchmarks.lib.cells import Cells
 from benchmarks.lib.harness import Result, Row
 from benchmarks.lib.intervals import paired, t_quantile, welch
+from benchmarks.lib.plots import FOLDER, draw
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.measured import CROWD_COMPUTE, SOLO_COMPUTE, SOLO_SECONDS, curve_cells
+from tests.support.measured import agentic_cells
+
+pytestmark = pytest.mark.heavy
 
 VALUES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=6)
 
@@ -66,97 +60,6 @@ def test_a_shift_shifts_the_interval(first: list[float], second: list[float], sh
 def test_one_run_alone_tells_nothing() -> None:
     assert welch([1.0], [2.0, 3.0]).null
     assert paired([5.0]).null
-
-
-# --- the curve --------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 50)), min_size=1, max_size=32))
-def test_the_bound_is_no_less_than_either_limit(jobs: list[tuple[float, float]]) -> None:
-    computes, solos = [c for c, _ in jobs], [t for _, t in jobs]
-    assert bound(computes, solos) >= max(solos)
-    assert bound(computes, solos) >= sum(computes)
-    assert bound(computes, solos) in (max(solos), sum(computes))
-
-
-def test_a_worker_that_wastes_a_tenth_is_within_the_target() -> None:
-    result = figures(curve_cells(idle=0.1))
-    found = {(point.latency, point.tenants): point for point in points(curve_cells(idle=0.1))}
-    assert len(found) == len(LATENCIES) * len(TENANTS)
-    for name in LATENCIES:
-        largest = found[name, 32]
-        assert largest.efficiency == pytest.approx(0.9)
-        assert largest.bound == pytest.approx(32 * SOLO_COMPUTE)  # not the crowd's own, which is more
-        assert largest.compute == pytest.approx(CROWD_COMPUTE)
-        assert largest.runs == 3
-    assert found["4", 32].gains["sync"] == pytest.approx(0.9 * (SOLO_SECONDS + 4 * STEPS) / SOLO_COMPUTE)
-    assert found["4", 32].gains["async"] == pytest.approx(0.9 * SOLO_SECONDS / SOLO_COMPUTE)
-    assert found["4", 2].bound == SOLO_SECONDS + 4 * STEPS  # a tenant alone takes longer than the sum of computes
-    assert [verdict.met for verdict in result.verdicts] == [True] * len(result.verdicts)
-
-
-def test_a_worker_that_wastes_a_fifth_is_not() -> None:
-    verdicts = figures(curve_cells(idle=0.2)).verdicts
-    assert [verdict.met for verdict in verdicts[: len(LATENCIES)]] == [False] * len(LATENCIES)
-
-
-def test_a_cheaper_crowd_makes_the_bound_stricter() -> None:
-    cells = curve_cells(seeds=(0,))
-    cells["crowd/0/32/0"] |= {"decode": 32.0, "train": 64.0}  # 3 s each, where a job alone takes 12
-    point = next(p for p in points(cells) if (p.latency, p.tenants) == ("0", 32))
-    assert point.bound == pytest.approx(96.0)
-
-
-def test_gains_are_within_a_run_of_the_curve() -> None:
-    """A run on a day when everything took twice as long has the same gains, whatever was measured again."""
-    cells = curve_cells(seeds=(0, 1))
-    told = {(p.latency, p.tenants): p.gains for p in points(cells)}
-    for cell in cells.values():
-        for each in ([cell, *cell.get("jobs", ())]) if cell["seed"] == 1 else ():
-            for name in ("makespan", "seconds", "decode", "train"):
-                if name in each:
-                    each[name] = [2 * x for x in each[name]] if isinstance(each[name], list) else 2 * each[name]
-    for key in [key for key in cells if key.startswith("crowd/0/16/1")]:
-        del cells[key]
-    slower = points(cells)
-    assert {(p.latency, p.tenants): p.gains for p in slower} == {at: pytest.approx(gains) for at, gains in told.items()}
-    assert any("32 tenants get 1.00 x as much done per second as 16" in note for note in figures(cells).notes)
-
-
-def test_whatever_is_missing_is_not_made_up() -> None:
-    cells = curve_cells()
-    assert [verdict.met for verdict in figures({}).verdicts] == [None] * 5
-    for count in range(0, len(cells), 7):
-        some = dict(list(cells.items())[:count])
-        assert json.loads(json.dumps(figures(some).data, allow_nan=False))["tables"]
-    crowds = {key: cell for key, cell in cells.items() if key.startswith("crowd")}
-    assert points(crowds) == []  # without solo runs there is neither bound nor gain
-
-
-def test_where_the_papers_gain_begins() -> None:
-    fit = line(curve_cells())
-    assert fit is not None
-    start, slope = fit
-    assert (start, slope) == (pytest.approx(SOLO_SECONDS), pytest.approx(STEPS))
-    begins = latency_for(6.7, start, slope, 13.0)
-    assert (start + slope * begins) / 13.0 == pytest.approx(6.7)
-    assert latency_for(1.1, start, slope, 13.0) < 0  # it is more than that already
-
-
-def test_rewards_are_compared_seed_by_seed() -> None:
-    cells = curve_cells()
-    differences, equal, steps = reward_differences(cells)
-    assert differences == [0.0] * 9  # three solo jobs of each of three runs, however often a crowd repeats them
-    assert equal == steps > 9 * STEPS
-    for cell in cells.values():
-        if "makespan" in cell:
-            for job in cell["jobs"]:
-                job["rewards"] = [reward + 0.05 for reward in job["rewards"]]
-    differences, equal, _ = reward_differences(cells)
-    assert differences == [pytest.approx(0.05)] * 9
-    assert equal == 0
-    verdict = next(v for v in figures(cells).verdicts if v.target.startswith("rewards"))
-    assert verdict.met is False
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -206,18 +109,69 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_a_result_said_anew_is_there_whole_whenever_it_is_read(tmp_path: Path) -> None:
-    """Whoever opened the file before reads what it was to its end; the new one is another file."""
-    path = tmp_path / "curve.json"
-    stored = asdict(figures(curve_cells(seeds=(0,))))
-    stored["title"] = "As it was said before"
-    stored["data"] |= {"plan": {}, "cells": curve_cells(seeds=(0,))}
+def test_a_result_that_is_computed_again_is_whole_for_every_reader(tmp_path: Path) -> None:
+    """Whoever opened the file before reads its old content to the end; the new content is another file."""
+    path = tmp_path / "agentic.json"
+    stored = asdict(figures(agentic_cells(seeds=(0,))))
+    stored["title"] = "An old title"
+    stored["data"] |= {"plan": {}, "cells": agentic_cells(seeds=(0,))}
+    stored = json.loads(json.dumps(stored))
     path.write_text(json.dumps(stored))
     with path.open() as before:
-        assert report._read(path)["title"] != stored["title"]
+        assert report.read(path)["title"] != stored["title"]
         assert json.loads(before.read()) == stored
     assert json.loads(path.read_text())["title"] != stored["title"]
-    assert [file.name for file in tmp_path.iterdir()] == ["curve.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["agentic.json"]
+
+
+def results() -> list[dict[str, Any]]:
+    paths = [*sorted(harness.RESULTS.glob("*.json")), *sorted((harness.RESULTS / "other").glob("*.json"))]
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def test_the_page_is_made_from_the_results_and_every_picture_exists() -> None:
+    text = (harness.HERE / "RESULTS.md").read_text()
+    plots = {path.stem: path for path in FOLDER.glob("*.png")}
+    assert report.page(results(), plots) == text, "run: python -m benchmarks.lib.report"
+    assert set(plots) == {"speed", "agentic", "tenants"}
+    assert len(text.splitlines()) < 130, "one page"
+
+
+def test_every_result_has_a_day_a_commit_and_a_machine() -> None:
+    for result in results():
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", result["date"]), result["name"]
+        assert re.fullmatch(r"[0-9a-f]{7,}\+?", result["commit"]), result["name"]
+        assert result["machine"], result["name"]
+
+
+def test_a_new_result_records_its_day_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    Result("made", "Made", "python x.py").save()
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", made["date"]) and made["commit"] == harness.commit()
+
+
+def test_no_figure_of_a_simulation_stands_among_the_measured_ones() -> None:
+    text = (harness.HERE / "RESULTS.md").read_text()
+    measured, _, simulated = text.partition("## Simulated")
+    for result in results():
+        assert f"[{result['name']}]" not in (measured if result["simulated"] else simulated)
+
+
+def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
+    cells = {"agentic": {**asdict(figures(agentic_cells())), "date": "2026-11-25", "machine": "two cores"}}
+    assert [path.name for path in draw(json.loads(json.dumps(cells)), tmp_path).values()] == ["agentic.png"]
+    assert (tmp_path / "agentic.png").read_bytes().startswith(b"\x89PNG")
+    assert draw({"agentic": asdict(figures({}))}, tmp_path) == {} and draw({}, tmp_path) == {}
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_pages_have_the_figures_of_the_results(page: str) -> None:
+    found = {path.stem: json.loads(path.read_text()) for path in harness.RESULTS.glob("*.json")}
+    plots = {path.stem: path for path in FOLDER.glob("*.png")}
+    text = (harness.ROOT / page).read_text(encoding="utf-8")
+    assert pages.filled(harness.ROOT / page, found, plots) == text, "run: python -m benchmarks.lib.report"
+    assert {match[2] for match in pages.MARKED.finditer(text)} <= found.keys()
 
 
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
