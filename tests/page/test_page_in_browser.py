@@ -266,6 +266,37 @@ def test_adapter_is_downloaded_with_the_cookie(page: Any, town: Town, tmp_path: 
         assert "adapter_config.json" in archive.getnames()
 
 
+def test_administrator_sees_fleet_usage_and_tenants_and_makes_a_key(page: Any, town: Town) -> None:
+    town.keys["admin"] = town.service.key
+    sign_in(page, town, "admin")
+    page.wait_for_selector("tbody td >> text=ada")
+    page.click("nav >> text=Fleet")
+    page.wait_for_selector("tbody >> text=scripted")
+    page.wait_for_selector(".badge.serving")
+    page.click("nav >> text=Usage")
+    page.wait_for_selector("tbody >> text=sums")
+    with page.expect_download() as started:
+        page.click("text=Download as CSV")
+    assert started.value.suggested_filename == "usage.csv"
+    page.click("nav >> text=Tenants")
+    page.fill("[aria-label='Name of a new tenant']", "eve")
+    page.click("button >> text=Add tenant")
+    page.click("button >> text=New key")
+    key = page.locator(".notice code").inner_text()
+    page.select_option("section select", "jobs")
+    page.fill("[aria-label='Value of the limit']", "2")
+    page.click("button >> text=Set")
+    page.wait_for_selector("td >> text=2 *")
+    with Client(town.service.url, key) as eve:
+        assert eve.views() == []
+
+
+def test_events_and_alarms_of_a_run_are_shown(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/events")
+    page.wait_for_selector("tbody td >> text=completed: 6 steps")
+
+
 def test_searched_markup_is_shown_as_text(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.fill("[type=search]", MARKUP)

@@ -48,6 +48,8 @@ UNKNOWN_KEY = "the API key is unknown: keys begin with tml-; this one is mistype
 WITHOUT_IDS = {
     "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/runs": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/usage": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/usage.csv": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/account": "test_lists_contain_only_the_tenants_objects",
     "GET /": "test_lists_contain_only_the_tenants_objects",
     "POST /api/v1/sign-in": "test_a_cookie_opens_what_its_key_opens",

@@ -1,36 +1,22 @@
 """The optimizer steps of a job for a reader: a line per step, and advice.
 
 The lines show the metrics that ``docs/quickstart.md`` says to watch, on a terminal as a table of as many as its width
-allows; ``--json`` has all. :func:`advice` is a pure function of the rows: a line for each metric of that page that
-needs attention.
+allows; ``--json`` has all. :func:`~rookery.scheduling.health.advice` has a line for each
+metric of that page that needs attention.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
+
+from rookery.scheduling.health import ADVICE_STEPS, advice, known
 
 Row = Mapping[str, Any]
 
 HEADER_ROWS = 20
 """Lines after which a terminal shows the header again."""
-
-ADVICE_STEPS = 3
-"""Steps in a row that must agree before advice is given: a single one may be chance."""
-
-LOGP_DIFF_LIMIT = 0.06
-"""Nats per token at staleness 0 above which engine and trainer disagree: bf16 alone stays below."""
-
-RATIO_RANGE = (0.5, 2.0)
-"""Mean ratios outside of it: the policy has moved far from the one that sampled."""
-
-ENTROPY_FLOOR = 0.02
-"""Nats per token below which every reply is the same."""
-
-WAITING_TIMES = 5.0
-"""A step that waits this many times as long as it trains is bound by its rollouts."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +77,6 @@ def tokens_per_second(row: Row, before: Row | None) -> float | None:
     return float(sampled / (row["time"] - before["time"]))
 
 
-def known(value: Any) -> TypeGuard[float]:
-    """Whether a metric has a number."""
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 class StepLines:
     """The lines of one job's steps, in order: a table of ``width`` characters, or for None the metrics by name."""
 
@@ -145,39 +126,3 @@ def fitting(width: int) -> list[StepColumn]:
 
 def _joined(cells: Sequence[tuple[str, int]]) -> str:
     return " ".join(f"{text:>{width}}" for text, width in cells).rstrip()
-
-
-def advice(rows: Sequence[Row], spec: Mapping[str, Any]) -> dict[str, str]:
-    """What needs attention in the newest steps of a job, by metric: the table of ``docs/quickstart.md``."""
-    last, found = rows[-1:], rows[-ADVICE_STEPS:]
-    given: dict[str, str] = {}
-    if last and last[0].get("skipped"):
-        given["skipped"] = "skipped 1: loss or gradient was not finite, the step was not applied; lower optimizer.lr"
-    if len(found) < ADVICE_STEPS:
-        return given
-
-    def all_of(metric: str, test: Callable[[float], bool]) -> bool:
-        return all(known(row.get(metric)) and test(row[metric]) for row in found)
-
-    most = spec.get("sampling", {}).get("max_tokens")
-    if most is not None and all(row.get("turns_mean") == 1 and row.get("length_max", 0) >= most for row in found):
-        given["length_max"] = (
-            f"length_max {most}: replies are cut at sampling.max_tokens; raise it or ask for shorter replies"
-        )
-    if all_of("entropy", lambda value: 0 <= value < ENTROPY_FLOOR):
-        given["entropy"] = (
-            f"entropy below {ENTROPY_FLOOR}: every reply is the same; lower optimizer.lr, or add kl_weight"
-        )
-    if all_of("staleness_max", lambda value: value == 0) and all_of("logp_diff_mean", lambda v: v > LOGP_DIFF_LIMIT):
-        given["logp_diff_mean"] = (
-            f"logp_diff_mean above {LOGP_DIFF_LIMIT} at staleness 0: engine and trainer disagree; report it"
-        )
-    low, high = RATIO_RANGE
-    if all_of("ratio", lambda value: not low <= value <= high):
-        given["ratio"] = "ratio far from 1: lower algorithm.max_staleness or optimizer.lr"
-    if all(row.get("seconds/waiting", 0.0) > WAITING_TIMES * (row.get("seconds/train") or math.inf) for row in found):
-        given["seconds/waiting"] = (
-            f"seconds/waiting over {WAITING_TIMES:g} times seconds/train: rollouts are the bottleneck; raise"
-            " algorithm.max_staleness, or add workers"
-        )
-    return given

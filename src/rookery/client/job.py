@@ -178,6 +178,10 @@ class Job:
         params = {"limit": limit, **({} if step is None else {"step": step})}
         return list(self._connection.call("GET", f"{self._path}/groups", params=params).groups)
 
+    def health(self) -> Record:
+        """``alarms`` about the job (name, problem, remedy), and ``advice`` where nothing is wrong."""
+        return self._connection.call("GET", f"{self._path}/health")
+
     def versions(self, policy: str = "main") -> list[Record]:
         """A policy's versions, oldest first."""
         return self._rows(f"policies/{policy}/versions")

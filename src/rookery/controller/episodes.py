@@ -18,6 +18,7 @@ from rookery.algorithms.advantages import ADVANTAGES, advantages, has_variance
 from rookery.controller.context import ControllerContext
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory, decode_turns, episode_result_decoder
 from rookery.errors import UserError
+from rookery.scheduling.health import EPISODES_READ, RecentEpisode
 from rookery.spec import values
 from rookery.storage.models import EpisodeRow, GroupRow, GroupState
 from rookery.storage.repositories.episodes import EpisodeChoice
@@ -99,6 +100,11 @@ class EpisodeQueries:
         found = await self._store.failure_counts(tenant, job, limit)
         return [{"error": error, "episodes": number} for error, number in found]
 
+    async def recent(self, tenant: str, job: str) -> list[RecentEpisode]:
+        """The newest episodes, as alarms read them."""
+        found = await self._store.episodes_page(tenant, job, EpisodeChoice(limit=EPISODES_READ))
+        return await self._context.threads(lambda: [_recent(episode) for _, episode in found])
+
     async def _chat(self, model: str) -> Chat | None:
         """The tokenizer of a base model; None where it is not on this machine: nothing is fetched to show a text."""
         if await asyncio.to_thread(lambda: status(self._context.settings.cache, model).state) != "prepared":
@@ -152,6 +158,14 @@ def _texts(episode: EpisodeRow) -> dict[str, Any]:
     replies = decode_turns(episode.turns)
     length = sum(len(reply.tokens) for reply in replies)
     return {"replies": [reply.text for reply in replies], "tokens": length, "finish": None, "metrics": episode.metrics}
+
+
+def _recent(episode: EpisodeRow) -> RecentEpisode:
+    failed = episode.state == "failed"
+    if not episode.trajectories:
+        return RecentEpisode(failed, episode.reward, (), (), episode.error)
+    outcome = episode_result_decoder.decode(episode.trajectories)
+    return RecentEpisode(failed, episode.reward, outcome.replies, [step.finish for step in outcome.steps])
 
 
 def _token_strips(outcome: EpisodeResult, stored: bytes, chat: Chat | None) -> list[dict[str, Any]]:

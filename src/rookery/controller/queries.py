@@ -31,11 +31,15 @@ from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
 from rookery.controller.views import BY_OWNER, JobView, PolicyView
 from rookery.protocol.gauges import over_workers
+from rookery.scheduling.health import JobHealth, advice, alarms
 from rookery.scheduling.usage import Usage
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
 from rookery.storage.repositories.runs import RunChoice
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
+
+HEALTH_STEPS = 50
+"""Newest steps that alarms are computed from."""
 
 EVENTS_SHOWN = 1000
 """Largest number of events in one reply."""
@@ -186,6 +190,23 @@ class JobQueries:
             }
             for r in rows
         ]
+
+    async def job_health(self, tenant: str, job: str) -> dict[str, Any]:
+        """Alarms of a job; advice where there are none."""
+        view = await self.show(tenant, job)
+        rows = await self._rows(tenant, job, view.step - HEALTH_STEPS, None)
+        known = JobHealth(
+            now=view.finished or self._context.clock.time(),
+            state=view.state,
+            rows=rows,
+            episodes=await self.episodes.recent(tenant, job),
+            counters=view.counters,
+            evaluations=await self.evaluations(tenant, job),
+            group_size=view.spec["algorithm"]["group_size"],
+            waits_for=view.waits_for,
+        )
+        found = alarms(known)
+        return {"alarms": found, "advice": [] if found else list(advice(rows, view.spec).values())}
 
     async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> protocol.Manifest:
         """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,

@@ -215,6 +215,42 @@ class FailureView(BaseModel):
     episodes: int
 
 
+class AlarmView(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+    name: str
+    problem: str = Field(description="What is wrong, with its figures")
+    remedy: str = Field(description="What to do")
+
+
+class JobHealthView(BaseModel):
+    alarms: list[AlarmView]
+    advice: list[str] = Field(description="About speed and settings; only where nothing is wrong")
+
+
+class UsageLine(BaseModel):
+    """What one job used."""
+
+    tenant: str
+    job: str
+    name: str
+    base_model: str
+    state: str
+    created: float
+    finished: float
+    steps: int
+    tokens: int = Field(description="Sampled")
+    seconds: float = Field(description="Compute time of workers")
+    cost: float
+    reserved: float
+    preemptible: float
+
+
+class UsagePage(BaseModel):
+    jobs: list[UsageLine]
+    total: int = Field(description="Jobs on all pages")
+
+
 class EpisodeView(BaseModel):
     """An episode that ended. ``messages``, ``trajectories`` and ``finish`` are present while its text is kept."""
 

@@ -9,9 +9,12 @@ import { Compare } from "./compare.js";
 import { Run } from "./run.js";
 import { Chat } from "./chat.js";
 import { Submit } from "./submit.js";
+import { Fleet } from "./fleet.js";
+import { Usage } from "./usage.js";
+import { Tenants } from "./tenants.js";
 
-const VIEWS = { runs: Runs, run: Run, compare: Compare, chat: Chat, new: Submit };
-const LINKS = [["runs", "Runs"], ["new", "New run"], ["chat", "Chat"]];
+const VIEWS = { runs: Runs, run: Run, compare: Compare, chat: Chat, new: Submit, usage: Usage, fleet: Fleet, tenants: Tenants };
+const LINKS = [["runs", "Runs"], ["new", "New run"], ["chat", "Chat"], ["usage", "Usage"], ["fleet", "Fleet", "admin"], ["tenants", "Tenants", "admin"]];
 
 function useRoute() {
   const [hash, setHash] = useState(location.hash);

@@ -7,12 +7,14 @@ import { ago, count, duration, number, percent, route, time } from "./format.js"
 import { chartsOf } from "./overview.js";
 import { Episode } from "./episode.js";
 import { Episodes } from "./episodes.js";
+import { Events } from "./events.js";
+import { Health } from "./health.js";
 import { Group, Steps } from "./groups.js";
 import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
 
 const STEPS_SHOWN = 12;
-const TABS = [["", "Overview"], ["steps", "Groups"], ["episodes", "Episodes"]];
-const INSIDE = { steps: Steps, step: Steps, group: Group, episode: Episode, episodes: Episodes };
+const TABS = [["", "Overview"], ["steps", "Groups"], ["episodes", "Episodes"], ["events", "Events"]];
+const INSIDE = { steps: Steps, step: Steps, group: Group, episode: Episode, episodes: Episodes, events: Events };
 
 export function Run({ path, query, account }) {
   const [, job, tab = ""] = path;
@@ -57,6 +59,7 @@ function Overview({ job, view, stream }) {
   const environment = charts.filter((chart) => chart.environment);
   return html`
     <${Problem} error=${stream.error} />
+    <${Health} job=${job} view=${view} />
     <div class="bar"><label for="smooth">Smoothing</label>
       <input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />
       <span class="muted small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span>

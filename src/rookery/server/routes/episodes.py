@@ -11,7 +11,7 @@ from rookery.errors import UserError
 from rookery.server.auth import AuthenticatedRoute, Service
 from rookery.server.responses import ERRORS
 from rookery.server.routes.jobs import OfJob
-from rookery.server.schemas import EpisodePage, EpisodeReading, FailureView, GroupPage, GroupView
+from rookery.server.schemas import EpisodePage, EpisodeReading, FailureView, GroupPage, GroupView, JobHealthView
 from rookery.storage.models import GroupState
 from rookery.storage.repositories.episodes import EpisodeChoice
 
@@ -70,6 +70,12 @@ async def episode(service: Service, job: OfJob, episode: Name) -> Any:
 async def failures(service: Service, job: OfJob, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
     """The most frequent errors of failed episodes."""
     return await service.controller.queries.episodes.failures(job.tenant, job.id, limit)
+
+
+@routes.get("/jobs/{job}/health", response_model=JobHealthView)
+async def job_health(service: Service, job: OfJob) -> Any:
+    """Alarms about the job, each with what to do; advice where nothing is wrong."""
+    return await service.controller.queries.job_health(job.tenant, job.id)
 
 
 def _place(before: str | None) -> tuple[float, str] | None:

@@ -1,0 +1,245 @@
+"""Whether a job is healthy: alarms about what is wrong, and advice where nothing is. Pure functions over stored series.
+
+An alarm says what is wrong, why that is so, and what to do. Advice is about speed and settings; it is given only where
+no alarm is, since tuning a broken run is wasted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+Row = Mapping[str, Any]
+
+ADVICE_STEPS = 3
+"""Steps in a row that must agree before advice or an alarm is given: a single one may be chance."""
+
+LOGP_DIFF_LIMIT = 0.06
+"""Nats per token at staleness 0 above which engine and trainer disagree: bf16 alone stays below."""
+
+RATIO_RANGE = (0.5, 2.0)
+"""Mean ratios outside of it: the policy has moved far from the one that sampled."""
+
+ENTROPY_FLOOR = 0.02
+"""Nats per token below which every reply is the same."""
+
+WAITING_TIMES = 5.0
+"""A step that waits this many times as long as it trains is bound by its rollouts."""
+
+STALL_TIMES = 6.0
+"""A step that is this many times older than the job's median step is late: steps of one job differ by less."""
+
+STALL_SECONDS = 30.0
+"""Nothing younger counts as stalled: a person does not notice."""
+
+EPISODES_READ = 50
+"""Newest episodes that are looked at: enough that the shares below are no chance."""
+
+FEWEST_EPISODES = 16
+"""With fewer, a share says nothing."""
+
+TRUNCATED_SHARE = 0.2
+"""Above it, the longest reply decides about the reward, not the policy."""
+
+FAILED_SHARE = 0.1
+"""Above it, the environment fails by more than bad luck; half of this is common with flaky tools."""
+
+STALE_SHARE = 0.1
+"""Of the groups that were begun. What is dropped was paid for."""
+
+EMPTY_SHARE = 0.05
+"""Of the episodes that earned more than the least. A reward for saying nothing is a fault of the verifier."""
+
+
+@dataclass(frozen=True)
+class RecentEpisode:
+    """An episode that has ended, as far as alarms need it."""
+
+    failed: bool
+    reward: float | None
+    replies: Sequence[str]
+    finishes: Sequence[str]
+    """Why each reply ended."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobHealth:
+    """What is known of a job at the time ``now``; series are oldest first."""
+
+    now: float
+    state: str
+    rows: Sequence[Row]
+    episodes: Sequence[RecentEpisode] = ()
+    counters: Mapping[str, int]
+    evaluations: Sequence[Row] = ()
+    """``mean``, ``version`` and ``constant`` (the best constant reply's ``reward`` and ``reply``) of each."""
+    group_size: int = 1
+    waits_for: str = ""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    name: str
+    problem: str
+    """What is wrong, with its figures."""
+    remedy: str
+    """What to do."""
+
+
+def alarms(job: JobHealth) -> list[Alarm]:
+    """Everything that is wrong with the job."""
+    return [alarm for check in CHECKS for alarm in check(job)]
+
+
+def stalled(job: JobHealth) -> Iterator[Alarm]:
+    times = [row["time"] for row in job.rows if known(row.get("time"))]
+    gaps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
+    if job.state != "running" or len(gaps) < ADVICE_STEPS:
+        return
+    median, age = statistics.median(gaps), job.now - times[-1]
+    if age > max(STALL_SECONDS, STALL_TIMES * median):
+        waits = f"; it waits for: {job.waits_for}" if job.waits_for else ""
+        yield Alarm(
+            "stalled",
+            f"the last step is {age:.0f} s old, the median step takes {median:.1f} s{waits}",
+            "look at what it waits for: workers, the environment, or the trainer",
+        )
+
+
+def dead_reward(job: JobHealth) -> Iterator[Alarm]:
+    last = job.rows[-ADVICE_STEPS:]
+    if len(last) == ADVICE_STEPS and all(row.get("zero_variance_share") == 1.0 for row in last):
+        rewards = [row["reward"] for row in last if known(row.get("reward"))]
+        mean = f"{statistics.fmean(rewards):.4g}" if rewards else "unknown"
+        yield Alarm(
+            "dead reward",
+            f"all rewards were equal within every group of the last {ADVICE_STEPS} steps (mean reward {mean})",
+            "read some episodes: the verifier may not find the answer, or the prompts are too hard or too easy",
+        )
+
+
+def truncated(job: JobHealth) -> Iterator[Alarm]:
+    ends = [end for episode in job.episodes for end in episode.finishes]
+    share = _share(ends, lambda end: end == "length")
+    if share > TRUNCATED_SHARE:
+        yield Alarm(
+            "truncated replies",
+            f"{share:.0%} of the newest {len(ends)} replies were cut at sampling.max_tokens",
+            "raise sampling.max_tokens, or ask for shorter replies",
+        )
+
+
+def stale_groups(job: JobHealth) -> Iterator[Alarm]:
+    dropped = job.counters.get("groups_dropped_stale", 0)
+    begun = dropped + job.counters.get("episodes", 0) / max(1, job.group_size)
+    if dropped and begun >= FEWEST_EPISODES and dropped / begun > STALE_SHARE:
+        yield Alarm(
+            "stale groups",
+            f"{dropped} groups were dropped as too old, {dropped / begun:.0%} of those begun",
+            "raise algorithm.max_staleness, or lower the number of groups in flight",
+        )
+
+
+def empty_successes(job: JobHealth) -> Iterator[Alarm]:
+    rewards = [episode.reward for episode in job.episodes if known(episode.reward)]
+    if not rewards or min(rewards) == max(rewards):
+        return
+    good = [one for one in job.episodes if known(one.reward) and one.reward > min(rewards)]
+    share = _share(good, lambda one: bool(one.replies) and not one.replies[-1].strip())
+    if share > EMPTY_SHARE:
+        yield Alarm(
+            "rewarded silence",
+            f"{share:.0%} of the newest episodes with a good reward end with an empty reply",
+            "make the verifier refuse empty replies",
+        )
+
+
+def failing_environment(job: JobHealth) -> Iterator[Alarm]:
+    share = _share(job.episodes, lambda one: one.failed)
+    if share > FAILED_SHARE:
+        errors = [one.error for one in job.episodes if one.failed]
+        common = statistics.mode(errors)
+        yield Alarm(
+            "failing episodes",
+            f"{share:.0%} of the newest {len(job.episodes)} episodes failed, most often with: {common}",
+            "read the failed episodes and repair the environment",
+        )
+
+
+def logprob_gap(job: JobHealth) -> Iterator[Alarm]:
+    last = [row for row in job.rows[-ADVICE_STEPS:] if row.get("staleness_max") == 0]
+    gaps = [row["logp_diff_mean"] for row in last if known(row.get("logp_diff_mean"))]
+    if len(gaps) == ADVICE_STEPS and min(gaps) > LOGP_DIFF_LIMIT:
+        yield Alarm(
+            "log-probability gap",
+            f"engine and trainer differ by {gaps[-1]:.3f} nats per token at staleness 0; {LOGP_DIFF_LIMIT} is the most"
+            " that bf16 explains",
+            "compare an episode's token strip; a worker's kernels may be wrong: report it",
+        )
+
+
+def constant_answer(job: JobHealth) -> Iterator[Alarm]:
+    later = [row for row in job.evaluations if row["version"] > 0]
+    constant = later[-1].get("constant") if later else None
+    if constant and later[-1]["mean"] <= constant["reward"]:
+        yield Alarm(
+            "a constant answer earns as much",
+            f"version {later[-1]['version']} earns {later[-1]['mean']:.3f} on held-out prompts, the fixed reply"
+            f" {constant['reply']!r} earns {constant['reward']:.3f}",
+            "the policy has learned nothing about the prompts yet: train longer, or make the reward depend on them",
+        )
+
+
+CHECKS: tuple[Callable[[JobHealth], Iterator[Alarm]], ...] = (
+    stalled, failing_environment, dead_reward, truncated, stale_groups, empty_successes, logprob_gap, constant_answer,
+)  # fmt: skip
+
+
+def _share(values: Sequence[Any], test: Callable[[Any], bool]) -> float:
+    """The share of values that pass; 0 where they are too few to tell."""
+    return sum(map(test, values)) / len(values) if len(values) >= FEWEST_EPISODES else 0.0
+
+
+def known(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def advice(rows: Sequence[Row], spec: Mapping[str, Any]) -> dict[str, str]:
+    """What needs attention in the newest steps of a job, by metric: the table of ``docs/quickstart.md``."""
+    last, found = rows[-1:], rows[-ADVICE_STEPS:]
+    given: dict[str, str] = {}
+    if last and last[0].get("skipped"):
+        given["skipped"] = "skipped 1: loss or gradient was not finite, the step was not applied; lower optimizer.lr"
+    if len(found) < ADVICE_STEPS:
+        return given
+
+    def all_of(metric: str, test: Callable[[float], bool]) -> bool:
+        return all(known(row.get(metric)) and test(row[metric]) for row in found)
+
+    most = spec.get("sampling", {}).get("max_tokens")
+    if most is not None and all(row.get("turns_mean") == 1 and row.get("length_max", 0) >= most for row in found):
+        given["length_max"] = (
+            f"length_max {most}: replies are cut at sampling.max_tokens; raise it or ask for shorter replies"
+        )
+    if all_of("entropy", lambda value: 0 <= value < ENTROPY_FLOOR):
+        given["entropy"] = (
+            f"entropy below {ENTROPY_FLOOR}: every reply is the same; lower optimizer.lr, or add kl_weight"
+        )
+    if all_of("staleness_max", lambda value: value == 0) and all_of("logp_diff_mean", lambda v: v > LOGP_DIFF_LIMIT):
+        given["logp_diff_mean"] = (
+            f"logp_diff_mean above {LOGP_DIFF_LIMIT} at staleness 0: engine and trainer disagree; report it"
+        )
+    low, high = RATIO_RANGE
+    if all_of("ratio", lambda value: not low <= value <= high):
+        given["ratio"] = "ratio far from 1: lower algorithm.max_staleness or optimizer.lr"
+    if all(row.get("seconds/waiting", 0.0) > WAITING_TIMES * (row.get("seconds/train") or math.inf) for row in found):
+        given["seconds/waiting"] = (
+            f"seconds/waiting over {WAITING_TIMES:g} times seconds/train: rollouts are the bottleneck; raise"
+            " algorithm.max_staleness, or add workers"
+        )
+    return given

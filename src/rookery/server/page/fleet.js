@@ -1,0 +1,35 @@
+// The workers: what each does, what it holds, what it costs, and what happened to it.
+import { useData } from "./api.js";
+import { bytes, count, duration, number, percent, time } from "./format.js";
+import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
+
+const REFRESH = 2000, EVENTS = 200;
+
+export function Fleet() {
+  const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health } = useData("/api/v1/health", REFRESH);
+  const { data: costs } = useData("/api/v1/costs", 5 * REFRESH), { data: events } = useData(`/api/v1/workers/events?limit=1000`, REFRESH);
+  if (!workers) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  const totals = health?.totals ?? {}, gauges = health?.gauges ?? {};
+  return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${workers.length} ${workers.length === 1 ? "worker" : "workers"}</span></div>
+    <${Problem} error=${error} />
+    ${health && html`<${Facts} facts=${[
+      ["requests running", count(gauges.requests_running)], ["requests waiting", count(gauges.requests_waiting)], ["environment hosts", count(gauges.environment_hosts)],
+      ["tokens sampled", number(totals.sampled_tokens)], ["tokens trained", number(totals.trained_tokens)], ["steps", count(totals.steps)],
+      ["requests moved", count(totals.requests_migrated)], ["workers lost", count(totals.worker_losses)], ["training retries", count(totals.training_retries)],
+    ]} />`}
+    ${workers.length === 0 ? html`<${Empty}>No worker is connected. <code>rookery worker --connect …</code> starts one.<//>` : html`<${Scroll} label="Workers"><table><thead><tr><th>Worker</th><th>State</th><th>Base model</th><th>Roles</th><th>Device</th>
+      <th class="number">Requests</th><th class="number">Tokens/s</th><th class="number">Memory</th><th>Parts of it</th><th class="number">Adapters</th><th class="number">Price per hour</th><th>Notice</th></tr></thead>
+      <tbody>${workers.map((worker) => html`<tr key=${worker.name}><td><b>${worker.name}</b><div class="muted small">${worker.host} · ${worker.pid}</div></td>
+        <td><${Badge} state=${worker.state} /><div class="muted small">for ${duration(worker.seconds)}</div></td><td>${worker.model}<div class="muted small">${worker.engine}</div></td>
+        <td>${worker.roles.join(" + ")}<div class="muted small">${worker.kind}</div></td><td>${worker.device}</td><td class="number">${worker.requests}</td><td class="number">${number(worker.tokens_per_second, 1)}</td>
+        <td class="number">${worker.beat?.memory_budget ? html`${bytes(worker.beat.memory_bytes)}<div class="muted small">of ${bytes(worker.beat.memory_budget)}</div>` : "–"}</td>
+        <td><${Parts} parts=${worker.beat?.memory_parts ?? {}} /></td><td class="number">${worker.adapters}</td><td class="number">${worker.price ? number(worker.price, 2) : "–"}</td><td class="wrap small">${worker.note || "–"}</td></tr>`)}</tbody></table><//>`}
+    ${costs?.workers.length > 0 && html`<h2>What the fleet costs</h2><${Scroll} label="Costs of the fleet"><table><thead><tr><th>Base model</th><th>Kind</th><th class="number">Hours</th><th class="number">Cost</th><th class="number">Used</th><th class="number">Idle</th><th class="number">In progress</th></tr></thead>
+      <tbody>${costs.workers.map((one) => html`<tr><td>${one.model}</td><td>${one.kind}</td><td class="number">${number(one.hours, 2)}</td><td class="number">${number(one.cost)}</td><td class="number">${number(one.used)}</td><td class="number">${number(one.idle)}</td><td class="number">${number(one.waiting)}</td></tr>`)}</tbody></table><//>`}
+    ${events?.length > 0 && html`<h2>What happened to workers</h2><${Scroll} label="Events of workers"><table><thead><tr><th>Time</th><th>Worker</th><th>Event</th><th>Details</th></tr></thead>
+      <tbody>${events.slice(-EVENTS).reverse().map((one) => html`<tr key=${one.number}><td class="small">${time(one.time)}</td><td>${one.worker}</td><td>${one.event}</td><td class="wrap small">${one.text || "–"}</td></tr>`)}</tbody></table><//>`}`;
+}
+
+/** How full each part of a worker's memory is. */
+const Parts = ({ parts }) => Object.entries(parts).filter(([, [, budget]]) => budget > 0).map(([name, [used, budget]]) => html`<div class="part small" key=${name} title=${`${bytes(used)} of ${bytes(budget)}`}>
+  <meter min="0" max=${budget} value=${used} aria-label=${`${name}: ${percent(used / budget)}`}></meter> ${name.replaceAll("_", " ")} ${percent(used / budget)}</div>`);
