@@ -58,17 +58,19 @@ ARROWS: dict[str, set[str]] = {
 """What each room may import. ``server`` and ``cli`` stand above all; nothing but ``cli`` imports ``server``."""
 
 CONTROLLER_FLOORS = [
-    {"fleet"}, {"weights"}, {"rollout", "training"}, {"offload"}, {"jobs", "sessions"},
-]  # fmt: skip
-"""Packages of ``controller/`` from the ground up: each imports only those below it, and its own floor not at all."""
-
-IMPLEMENTATIONS: dict[str, dict[str, set[str]]] = {
-    "engine": {"native": set(), "hf": {"native"}, "vllm": set()},
-    "trainer": {"native": set(), "hf": set(), "fsdp": set()},
-}
-"""Implementations of the engine and of the trainer, each with the ones it may import. The transformers engine is the
-native one with another runner. What several of them use stands above them, in ``worker/engine`` or ``worker/trainer``.
-"""
+    {"views", "spec_warnings", "service_time", "outages"},
+    {"services", "quotas", "fleet", "feeds"},
+    {"weights", "timeline"},
+    {"rollout", "training"},
+    {"offload", "usage", "validation"},
+    {"context"},
+    {"jobs", "sessions", "completions"},
+    {"episodes"},
+    {"queries"},
+    {"controller"},
+]
+"""Packages and modules of ``controller/`` from the ground up: each imports only those below it, and its own floor not
+at all. Every import counts, also within functions and those for types alone."""
 
 PRIVATE_NAMES_ALLOWED = 20
 
@@ -147,40 +149,19 @@ def test_rooms_import_one_way() -> None:
 
 
 def test_controller_imports_downwards() -> None:
-    packages = {folder.parent.name for folder in (SOURCE / "controller").glob("*/__init__.py")}
-    assert packages == set().union(*CONTROLLER_FLOORS)
-    floor = {package: number for number, packages in enumerate(CONTROLLER_FLOORS) for package in packages}
+    floor = {room: number for number, rooms in enumerate(CONTROLLER_FLOORS) for room in rooms}
+    folder = SOURCE / "controller"
+    files = {path: path.relative_to(folder).parts[0].removesuffix(".py") for path in sources(folder)}
+    del files[folder / "__init__.py"]
+    assert {*files.values()} == floor.keys()
     wrong = set()
-    for path in sources(SOURCE / "controller"):
-        here = path.relative_to(SOURCE / "controller").parts[0]
-        for parts in imported_from(path):
-            if here in floor and parts[0] in floor and parts[0] != here and floor[parts[0]] >= floor[here]:
-                wrong.add(f"{path.relative_to(SOURCE)} imports controller.{'.'.join(parts)}")
-    assert wrong == set()
-
-
-@pytest.mark.parametrize("room", IMPLEMENTATIONS)
-def test_shared_modules_import_no_implementation(room: str) -> None:
-    folder = SOURCE / "worker" / room
-    allowed = IMPLEMENTATIONS[room]
-    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(allowed)
-    wrong = set()
-    for path in sources(folder):
-        here = path.relative_to(folder).parts[0] if path.parent != folder else ""
+    for path, here in files.items():
         for parts in imported(path):
-            other = parts[2] if parts[:2] == ["worker", room] and len(parts) > 2 else here
-            if other in allowed and other != here and other not in allowed.get(here, set()):
+            if parts == ["controller"] or (
+                parts[0] == "controller" and parts[1] != here and floor[parts[1]] >= floor[here]
+            ):
                 wrong.add(f"{path.relative_to(SOURCE)} imports {'.'.join(parts)}")
     assert wrong == set()
-
-
-def imported_from(path: Path) -> Iterator[list[str]]:
-    """Modules of ``controller`` that the file imports at run time; imports for types alone are not counted."""
-    tree = parsed(path.read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rookery.controller"):
-            parts = (node.module or "").split(".")[2:]
-            yield from [parts] if parts else [[alias.name] for alias in node.names]
 
 
 def module_of(path: Path) -> str:

@@ -27,6 +27,7 @@ import msgspec
 from rookery import protocol
 from rookery.aio import cancel_all, restarting
 from rookery.clock import Clock, IdGenerator
+from rookery.controller.completions import Completions
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.events import (
@@ -54,7 +55,6 @@ from rookery.controller.offload.seeding import Seeding
 from rookery.controller.outages import Outages, outage_of
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
-from rookery.controller.rollout.completions import Completions
 from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.timeline import WorkerTimeline
@@ -147,9 +147,7 @@ class Controller:
             quotas=quotas,
             collector=collector,
             chat=chat,
-            check_environment=check_environment,
             threads=threads,
-            checkers=checkers,
             refused=refused,
             on_metrics=self._on_metrics,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
@@ -158,7 +156,9 @@ class Controller:
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.retries = OutageRetries(settings.limits, clock, quotas)
         self.queries = JobQueries(self.context, self.jobs, self.admission)
-        self._validator = JobValidator(self.context)
+        self._validator = JobValidator(
+            self.context, fleet, self.context.hosts, quotas, collector, check_environment, checkers
+        )
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
         self.completions = Completions(self.context, self._validator, self.jobs.pinned)
         self._slots = TrainerSlots(fleet, settings, clock, quotas.weights)
@@ -451,9 +451,10 @@ class Controller:
             runner = self.jobs.runners.get(job)
             if runner is not None:
                 await asyncio.wait([runner.task])
-            lines: list[str] = []
-            for policy in await self.context.store.policies(tenant, job):
-                lines += await PolicyVersions(self.context, policy).load_intact(absent=True)
+            lines, context = list[str](), self.context
+            for policy in await context.store.policies(tenant, job):
+                versions = PolicyVersions(context, context.training, context.collector, policy)
+                lines += await versions.load_intact(absent=True)
             if not lines:
                 raise Conflict(f"the newest version of job {job} is there: resume it")
             for line in lines:

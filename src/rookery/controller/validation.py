@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from rookery import protocol
-from rookery.controller.context import ControllerContext
-from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
-from rookery.controller.quotas import ROWS, as_jsonl, job_problems, row_problems
-from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
+from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentHosts, EnvironmentRef
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.quotas import ROWS, Quotas, as_jsonl, job_problems, row_problems
+from rookery.controller.services import Services
 from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER
+from rookery.controller.weights.checkpoints import SCHEME, find_checkpoint
 from rookery.controller.weights.distribution import adapter_ref
+from rookery.controller.weights.gc import ArtifactCollector
 from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import find
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
@@ -29,7 +31,7 @@ from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_c
 from rookery.spec.policy import TARGETS
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
-from rookery.storage.store import Store
+from rookery.storage.store import Store, Writer
 from rookery.tokenization.registry import CATALOGUE, is_other_base, projections, resolve, status, usable
 
 DATASET = "rows.jsonl"
@@ -61,16 +63,34 @@ class Target:
 
 
 class JobValidator:
-    def __init__(self, context: ControllerContext) -> None:
-        self._context = context
+    def __init__(
+        self,
+        services: Services,
+        fleet: Fleet,
+        hosts: EnvironmentHosts,
+        quotas: Quotas,
+        collector: ArtifactCollector,
+        check_environment: Callable[[str, dict[str, Any]], SplitSizes | None],
+        checkers: Writer,
+    ) -> None:
+        """``check_environment(id, options)`` raises :class:`~rookery.errors.UserError` for a built-in environment that
+        cannot be made with such options, and returns the sizes of its splits where they are known; ``checkers`` runs
+        checks of environments and datasets, which wait for processes of their own."""
+        self._services = services
+        self._fleet = fleet
+        self._hosts = hosts
+        self._quotas = quotas
+        self._collector = collector
+        self._check_environment = check_environment
+        self._checkers = checkers
 
     async def check(self, tenant: str, data: Any) -> tuple[JobSpec, list[PolicyRow], list[str]]:
         """The job spec in ``data`` with its model's canonical name, its policies, whose ``job`` is set once it has an
         id, and what the job's owner should know before it runs, a line each. Raises :class:`SpecError`, or
         :class:`TooManyRequests` where the tenant may store no more."""
-        context = self._context
-        await context.quotas.check_stored(tenant)
-        spec = await self._context.threads(parse_job, data)
+        services = self._services
+        await self._quotas.check_stored(tenant)
+        spec = await self._services.threads(parse_job, data)
         problems = []
         model = spec.base_model
         try:
@@ -78,15 +98,15 @@ class JobValidator:
         except UserError as error:
             problems.append(str(error))
         for name, policy in spec.policies.items():
-            if policy.lora_rank > context.settings.engine.max_rank:
+            if policy.lora_rank > services.settings.engine.max_rank:
                 problems.append(
-                    f"policies.{name}.rank: given {policy.rank}, allowed: at most {context.settings.engine.max_rank}"
+                    f"policies.{name}.rank: given {policy.rank}, allowed: at most {services.settings.engine.max_rank}"
                     " (the service's ROOKERY_MAX_RANK)"
                 )
-            reason = await self._context.threads(self._not_native, model) if policy.full else ""
+            reason = await self._services.threads(self._not_native, model) if policy.full else ""
             if reason:
                 problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
-            if policy.trainers > 1 and context.settings.training.trainer_processes > 1:
+            if policy.trainers > 1 and services.settings.training.trainer_processes > 1:
                 problems.append(
                     f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group"
                     " of processes (the service's ROOKERY_TRAINER_PROCESSES)"
@@ -97,13 +117,13 @@ class JobValidator:
                     f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
                     " it) and give warm_start.upload"
                 )
-        problems += job_problems(spec, context.settings.limits, context.refused)
-        problems += await context.threads(row_problems, spec, context.settings.limits)
+        problems += job_problems(spec, services.settings.limits, services.refused)
+        problems += await services.threads(row_problems, spec, services.settings.limits)
         sizes = None
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
-                sizes = await context.checkers(context.check_environment, spec.environment.id, options)
+                sizes = await self._checkers(self._check_environment, spec.environment.id, options)
             problems += split_problems(spec, sizes)
             if sizes is not None and not problems:
                 problems += await self._form_problems(model, sizes)
@@ -118,8 +138,8 @@ class JobValidator:
             if policy.base:
                 continue
             new = PolicyRow(
-                id=context.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank, alpha=policy.scale_alpha,
-                targets=[] if policy.full else list(policy.targets),
+                id=services.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank,
+                alpha=policy.scale_alpha, targets=[] if policy.full else list(policy.targets),
             )  # fmt: skip
             await self.warm_start(tenant, spec.of_policy(name), new)
             rows.append(new)
@@ -128,10 +148,10 @@ class JobValidator:
 
     async def _form_problems(self, model: str, sizes: SplitSizes) -> list[str]:
         """The rows whose roles the chat template of a prepared base model refuses, a line each."""
-        context = self._context
-        if (await context.threads(status, context.settings.cache, model)).state != "prepared":
+        services = self._services
+        if (await services.threads(status, services.settings.cache, model)).state != "prepared":
             return []  # a dry run prepares it and renders the first prompts
-        chat = await context.chat(model)
+        chat = await services.chat(model)
 
         def refused() -> list[str]:
             lines = []
@@ -142,30 +162,30 @@ class JobValidator:
                     lines.append(f"environment: {place}: {str(error)[:300]}; give messages that it takes")
             return lines[:FORMS_SHOWN]
 
-        return await context.threads(refused)
+        return await services.threads(refused)
 
     async def model(self, tenant: str, name: str) -> str:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
-        owner = await self._context.store.get_tenant(tenant)
+        owner = await self._services.store.get_tenant(tenant)
         model = resolve(name, folders=owner.admin)  # only administrators may name folders of the service
-        settings = self._context.settings
+        settings = self._services.settings
         listed = f"{settings.limits.allowed_models},{settings.server.models}"
         allowed = owner.admin or {"*", model.name} & {one.strip() for one in listed.split(",")}
         if model.kind == "hub" and not allowed:
-            self._context.refused["allowed_models"] += 1
+            self._services.refused["allowed_models"] += 1
             raise UserError(
                 f"base_model: the hub id {short(model.name)} is not allowed to tenants; give one of"
                 f" {', '.join(CATALOGUE)}, or ask the administrator to add it to the service's ROOKERY_ALLOWED_MODELS"
             )
         engines = (settings.engine.inference_engine, settings.training.trainer)
-        if self._context.fleet.expects("rollout", model.name):
+        if self._fleet.expects("rollout", model.name):
             engines = ("auto", "auto")  # its workers may have other settings than the service
-        await self._context.threads(usable, settings.cache, model.name, *engines)
+        await self._services.threads(usable, settings.cache, model.name, *engines)
         return model.name
 
     def _not_native(self, model: str) -> str:
         """Why the native decoder does not compute a base model; empty if it does, or that is not known yet."""
-        found = status(self._context.settings.cache, model).inspected
+        found = status(self._services.settings.cache, model).inspected
         return found.not_native if found is not None else ""
 
     async def store_rows(self, tenant: str, spec: JobSpec) -> JobSpec:
@@ -176,7 +196,7 @@ class JobValidator:
             return spec
         fields = environment.model_dump(exclude=set(ROWS))
         for name, rows in inline.items():
-            content = await self._context.threads(as_jsonl, rows)
+            content = await self._services.threads(as_jsonl, rows)
             async with self._received(DATASET, _whole(content)) as staging:
                 fields[ROWS[name]] = await self._keep(tenant, "dataset", staging)
         return spec.model_copy(update={"environment": EnvironmentSpec.model_validate(fields)})
@@ -188,7 +208,7 @@ class JobValidator:
 
     async def options(self, tenant: str, spec: JobSpec) -> dict[str, Any]:
         """The environment's options as its host gets them: uploads replaced by the paths of their files."""
-        context = self._context
+        services = self._services
         options = spec.environment.options
         if spec.environment.id != "jsonl":
             return options
@@ -201,7 +221,7 @@ class JobValidator:
             if field in options:
                 digest = str(options.pop(field))
                 try:
-                    await context.store.get_upload(tenant, "dataset", digest)
+                    await services.store.get_upload(tenant, "dataset", digest)
                 except NotFound:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
                 options[path] = str(await self._stored(field, digest, DATASET))
@@ -209,7 +229,7 @@ class JobValidator:
 
     async def warm_start(self, tenant: str, spec: JobSpec, policy: PolicyRow) -> protocol.AdapterRef | None:
         """The reference to the weights to start from, None for a new adapter. Raises :class:`SpecError`."""
-        context = self._context
+        services = self._services
         name, asked = spec.policy
         start = asked.warm_start
         if start is None:
@@ -217,16 +237,16 @@ class JobValidator:
         where = f"policies.{name}.warm_start"
         try:
             if start.upload is not None:
-                digest = (await context.store.get_upload(tenant, "adapter", start.upload)).hash
+                digest = (await services.store.get_upload(tenant, "adapter", start.upload)).hash
             else:
                 assert start.job is not None
-                row = await context.store.find_job(tenant, start.job)
+                row = await services.store.find_job(tenant, start.job)
                 if row.spec["base_model"] != spec.base_model:
                     raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
-                _, found = await find_version(context.store, tenant, row.id, start.policy, start.version)
+                _, found = await find_version(services.store, tenant, row.id, start.policy, start.version)
                 digest = found.hash
             config = await self._stored(where, digest, CONFIG_FILE)
-            problems = await self._context.threads(self._unfit, config, spec, start.upload is not None)
+            problems = await self._services.threads(self._unfit, config, spec, start.upload is not None)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
         if problems:
@@ -236,7 +256,7 @@ class JobValidator:
     async def _stored(self, field: str, digest: str, file: str) -> Path:
         """A local path of a file of an artifact that the database names. Raises :class:`ArtifactMissing`."""
         try:
-            return await self._context.store.transfer(self._context.artifacts.path, digest, file)
+            return await self._services.store.transfer(self._services.artifacts.path, digest, file)
         except (NotFound, IncompleteArtifact) as error:
             raise ArtifactMissing(f"{field}: its bytes are missing ({error}); restore them from a backup") from None
 
@@ -257,7 +277,7 @@ class JobValidator:
                 adapted = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
         except UserError as error:
             return [f"{where}: {error}"]
-        cache, recorded = self._context.settings.cache, about.get("base_model_name_or_path")
+        cache, recorded = self._services.settings.cache, about.get("base_model_name_or_path")
         if recorded and is_other_base(cache, recorded, model):
             return [
                 f"{where}: the adapter was trained on {short(recorded)}, this job trains {model}; give that base_model,"
@@ -282,10 +302,10 @@ class JobValidator:
         prompts, without any on the first training prompts, and notes about the splits. Raises
         :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed` for an environment without prompts, also without
         held-out ones for a job that evaluates."""
-        context, hosts = self._context, self._context.hosts
-        environment = await self.environment(tenant, context.ids.new("preview"), spec)
+        services, hosts = self._services, self._hosts
+        environment = await self.environment(tenant, services.ids.new("preview"), spec)
         evaluation = spec.evaluation
-        chat = await context.chat(spec.base_model)
+        chat = await services.chat(spec.base_model)
         split = await hosts.split(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
         notes = [split.note]
         if evaluation.prompts:  # raises if there are none
@@ -315,15 +335,15 @@ class JobValidator:
         ``tinker://…`` names; ``JOB`` is a job's id or name, or ``NAME~1`` for the one before. A base model's name means
         the model, whatever jobs are called so. Raises :class:`NotFound`, :class:`UserError`, or
         :class:`Unavailable`."""
-        context = self._context
+        services = self._services
         if target.startswith(SCHEME):
-            checkpoint, run, policy = await find_checkpoint(context, tenant, target)
+            checkpoint, run, policy = await find_checkpoint(services, tenant, target)
             return Target(checkpoint.path, run.base_model, adapter_ref(policy, checkpoint))
         job, at, version = target.removesuffix(":latest").partition("@")
         job, _, chosen = job.partition("/")
         try:
-            row = await context.store.find_job(tenant, job)
-            policies = {policy.name: policy for policy in await context.store.policies(tenant, row.id)}
+            row = await services.store.find_job(tenant, job)
+            policies = {policy.name: policy for policy in await services.store.policies(tenant, row.id)}
             if chosen and chosen not in policies:
                 raise NotFound(target)
             if target == row.name and target in CATALOGUE:
@@ -335,8 +355,8 @@ class JobValidator:
                 raise NotFound(
                     f"no job and no base model {target!r}; give a model's name, JOB or JOB@VERSION"
                 ) from None
-            if not context.fleet.expects("rollout", model):
-                if model not in CATALOGUE and status(context.settings.cache, model).state != "prepared":
+            if not self._fleet.expects("rollout", model):
+                if model not in CATALOGUE and status(services.settings.cache, model).state != "prepared":
                     raise NotFound(
                         f"no base model {target!r} here: no worker has it and it was never prepared; rookery models"
                         " lists the base models"
@@ -347,7 +367,7 @@ class JobValidator:
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
         policy = policies[chosen or next(name for name in row.spec["policies"] if name in policies)]
         number = int(version) if NUMBER.fullmatch(version) else None
-        policy, found = await find_version(context.store, tenant, row.id, policy.name, number)
+        policy, found = await find_version(services.store, tenant, row.id, policy.name, number)
         name = f"{row.id}/{chosen}" if chosen else row.id
         return Target(f"{name}@{found.version}", row.spec["base_model"], adapter_ref(policy, found))
 
@@ -356,46 +376,46 @@ class JobValidator:
     ) -> tuple[str, int]:
         """Store a dataset that arrives in pieces, never held whole; returns its hash and the number of its rows, which
         ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
-        await self._context.quotas.check_stored(tenant)
+        await self._quotas.check_stored(tenant)
         async with self._received(DATASET, chunks) as staging:
-            rows = await self._context.checkers(count, staging.path(DATASET))
+            rows = await self._checkers(count, staging.path(DATASET))
             return await self._keep(tenant, "dataset", staging), rows
 
     async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:
         """Store the files of an archive that arrives in pieces, never held whole; returns their hash. Raises what
         ``unpack(path)`` raises; then nothing of it stays."""
-        context = self._context
-        await context.quotas.check_stored(tenant)
+        services = self._services
+        await self._quotas.check_stored(tenant)
         async with self._received(ARCHIVE, chunks) as received:
-            with await context.store.run(context.artifacts.begin) as staging:
+            with await services.store.run(services.artifacts.begin) as staging:
 
                 def write() -> None:
                     with unpack(received.path(ARCHIVE)) as files:
                         for name, content in files.items():
                             staging.write(name, content)
 
-                await self._context.threads(write)
+                await self._services.threads(write)
                 return await self._keep(tenant, "adapter", staging)
 
     @asynccontextmanager
     async def _received(self, name: str, chunks: AsyncIterable[bytes]) -> AsyncIterator[Staging]:
         """The file ``name`` with the content of ``chunks``, written as they arrive; without a commit it is removed."""
-        with await self._context.store.run(self._context.artifacts.begin) as staging:
+        with await self._services.store.run(self._services.artifacts.begin) as staging:
             with staging.begin(name) as writer:
                 async for chunk in chunks:
-                    await self._context.threads(writer.write, chunk)
-                await self._context.threads(writer.finish)
+                    await self._services.threads(writer.write, chunk)
+                await self._services.threads(writer.finish)
             yield staging
 
     async def _keep(self, tenant: str, kind: UploadKind, staging: Staging) -> str:
         """Commit an upload of the tenant; returns its hash."""
-        context = self._context
-        manifest = await context.store.transfer(context.collector.commit, staging)
+        services = self._services
+        manifest = await services.store.transfer(self._collector.commit, staging)
         try:
             size = sum(shard.size for shard in manifest.shards)
-            await context.store.add_upload(tenant, kind, manifest.hash, size, context.clock.time())
+            await services.store.add_upload(tenant, kind, manifest.hash, size, services.clock.time())
         finally:
-            context.collector.named(manifest.hash)
+            self._collector.named(manifest.hash)
         return manifest.hash
 
 

@@ -27,7 +27,7 @@ from rookery.bounds import (
     Text,
     Token,
 )
-from rookery.controller.rollout.completions import PreparedPrompt
+from rookery.controller.completions import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import UserError, short
 from rookery.server.auth import ServiceContext

@@ -13,7 +13,6 @@ from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.policy_loop import PolicyLoop, prepare
 from rookery.controller.quotas import groups_at_once
-from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
 
 
@@ -94,7 +93,7 @@ class TrainingJob:
 
     async def _prepare_frozen(self, policy: JobPolicy, versions: PolicyVersions) -> None:
         """Have the only version of a policy that does not train."""
-        run = PolicyRun(self._controller, versions.row, self.spec.base_model, versions)
+        run = self._job.policy_run(versions)
         write = partial(
             self._controller.store.commit_step, job=self._job.row.id, groups=[], metrics=[], rng=self.rng(),
             counters=dict(self.progress.counters),

@@ -19,6 +19,7 @@ from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentRef
 from rookery.controller.jobs.no_signal import NO_SIGNAL_STEPS, no_signal_line, without_signal
+from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import JobSpec
 from rookery.spec.policy import PolicySpec
@@ -236,6 +237,14 @@ class JobContext:
     """Its policies by name, in the order of its spec."""
     progress: Progress
     """Its counters, metrics and rewards."""
+
+    def policy_run(self, versions: PolicyVersions, trainers: int = 1) -> PolicyRun:
+        """The training of one of its policies. A batch is divided among at most ``trainers`` workers."""
+        controller = self.controller
+        return PolicyRun(
+            controller.training, controller.residency, controller.store.next_lease, versions.row, self.spec.base_model,
+            versions, trainers,
+        )  # fmt: skip
 
     @property
     def first(self) -> JobPolicy:

@@ -70,9 +70,7 @@ class PolicyLoop:
         self.versions = policy.versions
         self.buffer = GroupBuffer(job, policy, changed)
         self.step = 0
-        self._run = PolicyRun(
-            job.controller, policy.versions.row, self.spec.base_model, policy.versions, policy.about.trainers
-        )
+        self._run = job.policy_run(policy.versions, policy.about.trainers)
         self._several = len(job.trained) > 1
         self._next = StepAccumulator(self.spec, 0)
         """The step whose groups are being collected."""
@@ -221,7 +219,7 @@ class PolicyLoop:
         """Make the committed steps visible and their version the one that new groups run on, and running ones if the
         job says so; delete versions and texts that are not kept."""
         row, progress = self._job.row, self._job.progress
-        ref = self._run.publish(row.id, self.spec.algorithm.in_flight)
+        ref = self._run.publish(row.id, self.spec.algorithm.in_flight, self._controller.rollouts.switch)
         for step in self._uncommitted:
             await asyncio.gather(  # in one transaction
                 self._controller.store.save_train_logprobs(step.logprobs),

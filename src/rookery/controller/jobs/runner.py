@@ -159,7 +159,10 @@ class JobRunner:
         if row.head_version is None:
             start = await self._validator.warm_start(row.tenant, part, row)
         reference = 0 if part.compares_with_start else None
-        versions = PolicyVersions(self._context, row, spec.checkpoints, reference=reference)
+        context = self._context
+        versions = PolicyVersions(
+            context, context.training, context.collector, row, spec.checkpoints, reference=reference
+        )
         return JobPolicy(name, spec.policies[name], part, versions, start)
 
     async def _chat(self, model: str) -> Chat:

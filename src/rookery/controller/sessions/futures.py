@@ -20,7 +20,7 @@ import msgspec
 from cachetools import LRUCache
 
 from rookery.aio import wait_event
-from rookery.controller.context import ControllerContext
+from rookery.controller.services import Services
 from rookery.controller.sessions.operations import (
     AnyOperation,
     AnyResult,
@@ -72,8 +72,8 @@ class Future:
 
 
 class Futures:
-    def __init__(self, context: ControllerContext) -> None:
-        self._context = context
+    def __init__(self, services: Services) -> None:
+        self._services = services
         self._open: dict[str, Future] = {}
         """Futures without a result that this process executes, or is about to."""
         self._kept: LRUCache[str, Future] = LRUCache(KEPT_BYTES, getsizeof=lambda future: future.size)
@@ -91,7 +91,7 @@ class Futures:
     ) -> tuple[Future, bool]:
         """The future of ``operation``, durable, and whether the caller must start it. Raises :class:`UserError` if the
         id was used for another operation."""
-        context, digest = self._context, _digest(operation)
+        services, digest = self._services, _digest(operation)
         known = self._open.get(id) or self._kept.get(id)
         if known is None:
             future = Future(id, tenant, digest, seq)
@@ -99,10 +99,10 @@ class Futures:
             self._open[id] = future
             row = FutureRow(
                 id=id, tenant=tenant, model=run, seq=seq, digest=digest, call=encode(operation), outcome=None,
-                created=context.clock.time(), finished=None,
+                created=services.clock.time(), finished=None,
             )  # fmt: skip
             try:
-                row, _ = await context.store.open_future(row)
+                row, _ = await services.store.open_future(row)
             except BaseException as error:
                 del self._open[id]
                 future.stored.set_exception(error)
@@ -127,18 +127,18 @@ class Futures:
     async def finish(self, future: Future, result: AnyResult, *, trace: bool = True) -> None:
         """Store ``result``, again and again until the database accepts it, and deliver it. Without ``trace`` in the
         training run's state the operation need not be replayed."""
-        context, content, refused = self._context, encode(result), False
+        services, content, refused = self._services, encode(result), False
         while True:
             try:
-                now = context.clock.time()
-                await context.store.finish_future(future.id, content, now, trace=trace)
+                now = services.clock.time()
+                await services.store.finish_future(future.id, content, now, trace=trace)
             except (StorageFull, Unavailable) as error:
                 reason = f"finished, but the result is not stored yet: {error}"
                 if not refused:
                     log.error("operation %s: %s", future.id, reason, extra={"tenant": future.tenant})
                 refused = True
                 future.status = partial(QueueStatus, reason=reason)
-                await context.clock.sleep(context.settings.worker.heartbeat_seconds)
+                await services.clock.sleep(services.settings.worker.heartbeat_seconds)
             else:
                 break
         self.deliver(future, result, len(content))
@@ -157,14 +157,14 @@ class Futures:
         future = self._open.get(id) or self._kept.get(id)
         if future is None:
             try:
-                row = await self._context.store.get_future(tenant, id)
+                row = await self._services.store.get_future(tenant, id)
                 future = self._open.get(id) or self._kept.get(id) or self._from_row(row)
             except NotFound:
                 pass
         if future is None or future.tenant != tenant:
             raise FutureExpired(f"no request {id}: its result has expired, or was fetched long ago")
         if future.result is None and not await wait_event(
-            future.done, self._context.settings.sessions.session_poll_seconds
+            future.done, self._services.settings.sessions.session_poll_seconds
         ):
             return future.status()
         assert future.result is not None

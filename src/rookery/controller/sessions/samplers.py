@@ -22,32 +22,17 @@ from rookery.controller.outages import storage_outage
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
+from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import NotFound, RookeryError, UserError
+from rookery.errors import RookeryError, UserError
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 
 log = logging.getLogger("rookery.controller.sessions.samplers")
-
-SCHEME = "tinker://"
 
 CANCELLED = "cancelled by its client"
 
 USED_SECONDS = 60.0
 """A sampler's use is stored this often: far below ``sampler_idle_seconds``."""
-
-
-async def find_checkpoint(
-    context: ControllerContext, tenant: str, path: str
-) -> tuple[CheckpointRow, ModelRow, PolicyRow]:
-    """The checkpoint ``tinker://<run>/<kind>/<name>``, its training run and policy. Raises :class:`NotFound`, also for
-    an expired checkpoint."""
-    parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
-        raise UserError(f"{path!r} is no checkpoint; one is {SCHEME}<run>/<weights|sampler_weights>/<name>")
-    row = await context.store.get_checkpoint(tenant, *parts)
-    if row.expires is not None and row.expires < context.clock.time():
-        raise NotFound(f"{path} has expired")
-    return row, *await context.store.get_model(tenant, row.model)
 
 
 def sampler_row(

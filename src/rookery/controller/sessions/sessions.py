@@ -29,10 +29,11 @@ from rookery.controller.sessions.operations import (
     SaveSampler,
     SaveState,
 )
-from rookery.controller.sessions.samplers import Samplers, find_checkpoint
+from rookery.controller.sessions.samplers import Samplers
 from rookery.controller.sessions.training_run import TrainingRun
 from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.validation import JobValidator
+from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, RookeryError, UserError
 from rookery.spec.policy import TARGETS
 from rookery.storage.models import ModelRow, PolicyRow, SamplerRow, SessionRow

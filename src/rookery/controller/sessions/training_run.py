@@ -27,12 +27,13 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.outages import storage_outage
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
-from rookery.controller.sessions.samplers import derive_seed, find_checkpoint, sampler_row
+from rookery.controller.sessions.samplers import derive_seed, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
+from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import CorruptArtifact, RookeryError, StorageFull, Unavailable, UserError
 from rookery.scheduling.queues import ReorderBuffer
@@ -55,8 +56,10 @@ class TrainingRun:
         """Operations that will not be executed; their futures get an error in their turn."""
         self._arrived = asyncio.Event()
         self._gap_since: float | None = None
-        self._versions = PolicyVersions(context, policy, inflight=row.inflight)
-        self._policy_run = PolicyRun(context, policy, row.base_model, self._versions)
+        self._versions = PolicyVersions(context, context.training, context.collector, policy, inflight=row.inflight)
+        self._policy_run = PolicyRun(
+            context.training, context.residency, context.store.next_lease, policy, row.base_model, self._versions
+        )
         self._trainer = self._policy_run.trainer
         self._corrupt = ""
         """Why no operation can build on the head."""

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from rookery import protocol
-from rookery.controller.context import ControllerContext
+from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import UserError
 from rookery.spec.policy import InFlight
 from rookery.storage.models import PolicyRow, VersionRow
@@ -27,18 +28,20 @@ from rookery.storage.models import PolicyRow, VersionRow
 class PolicyRun:
     def __init__(
         self,
-        context: ControllerContext,
+        training: TrainingDispatcher,
+        residency: AdapterResidency,
+        next_lease: Callable[[str], Awaitable[int]],
         row: PolicyRow,
         model: str,
         versions: PolicyVersions,
         trainers: int = 1,
     ) -> None:
         """``model``: the base model. A batch is divided among at most ``trainers`` workers."""
-        self._context = context
+        self._residency = residency
         self._model = model
         self.row = row
         self.versions = versions
-        self.trainer = PolicyTrainer(context.training, row, model, context.store.next_lease, trainers)
+        self.trainer = PolicyTrainer(training, row, model, next_lease, trainers)
         self._missing = ""
         """Why the present gradient lacks an operation; empty if it does not."""
 
@@ -123,12 +126,12 @@ class PolicyRun:
         self.trainer.forget()
         return ref
 
-    def publish(self, job: str, in_flight: InFlight) -> protocol.AdapterRef:
+    def publish(self, job: str, in_flight: InFlight, switch: Callable[..., None]) -> protocol.AdapterRef:
         """Make the newest version the one on which new requests of ``job`` run, and running ones unless they finish on
-        theirs."""
-        self._context.residency.announce(self._model, self.parent)
+        theirs: ``switch`` is :meth:`rookery.controller.rollout.scheduler.RolloutScheduler.switch`."""
+        self._residency.announce(self._model, self.parent)
         if in_flight != "finish":
-            self._context.rollouts.switch(job, self.parent, recompute=in_flight == "recompute")
+            switch(job, self.parent, recompute=in_flight == "recompute")
         return self.parent
 
     def forget(self) -> None:

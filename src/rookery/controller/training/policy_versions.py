@@ -16,8 +16,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from rookery import protocol
-from rookery.controller.context import ControllerContext
+from rookery.controller.services import Services
+from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.weights.distribution import adapter_ref
+from rookery.controller.weights.gc import ArtifactCollector
 from rookery.errors import ArtifactMissing, Conflict, CorruptArtifact, IncompleteArtifact, NotFound
 from rookery.scheduling.job_rules import training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec
@@ -29,7 +31,9 @@ log = logging.getLogger("rookery.controller.training.policy_versions")
 class PolicyVersions:
     def __init__(
         self,
-        world: ControllerContext,
+        services: Services,
+        training: TrainingDispatcher,
+        collector: ArtifactCollector,
         row: PolicyRow,
         checkpoints: CheckpointSpec | None = None,
         inflight: int | None = None,
@@ -37,7 +41,9 @@ class PolicyVersions:
     ) -> None:
         """Without ``checkpoints`` only the head is kept. ``inflight`` is the version published in flight, ``reference``
         the one that training compares with, if any: retention keeps both."""
-        self._world = world
+        self._services = services
+        self._training = training
+        self._collector = collector
         self._checkpoints = checkpoints
         self._inflight = inflight
         self.reference = reference
@@ -49,19 +55,19 @@ class PolicyVersions:
     async def load(self) -> None:
         """Read the history. Raises :class:`CorruptArtifact` if the head's bytes are there and do not match their hash,
         :class:`ArtifactMissing` if they are absent, :class:`Unavailable`; ``head`` is set all the same."""
-        world, row = self._world, self.row
-        versions = await world.store.versions(row.tenant, row.id)
+        services, row = self._services, self.row
+        versions = await services.store.versions(row.tenant, row.id)
         self._versions = {version.version: version for version in versions}
-        self.row = await world.store.get_policy(row.tenant, row.job, row.name)
+        self.row = await services.store.get_policy(row.tenant, row.job, row.name)
         self.head = self._versions[self.row.head_version] if self.row.head_version is not None else None
         await self.verify()
 
     async def verify(self) -> None:
         """Read the head's bytes. Raises as :meth:`load` does."""
-        world, head = self._world, self.head
+        services, head = self._services, self.head
         if head is not None:
             try:
-                await world.store.transfer(world.artifacts.verify, head.hash)
+                await services.store.transfer(services.artifacts.verify, head.hash)
             except (NotFound, IncompleteArtifact) as error:
                 raise ArtifactMissing(f"version {head.version} of {self.row.name} is missing: {error}") from None
 
@@ -85,11 +91,11 @@ class PolicyVersions:
     async def rollback(self, fault: str, reason: str) -> str:
         """Mark the head, which has this ``fault``, as lost for ``reason``; the newest kept version before it becomes
         the head in the database. Returns a line for the user. Raises :class:`ArtifactMissing` when there is none."""
-        world, row = self._world, self.row
+        services, row = self._services, self.row
         assert self.head is not None
         bad = self.head.version
         try:
-            head = await world.store.rollback(row.id, bad, reason)
+            head = await services.store.rollback(row.id, bad, reason)
         except Conflict as none_left:
             raise ArtifactMissing(
                 f"version {bad} of {row.name} is {fault} ({reason}), and {none_left}; the job resumes when a backup of"
@@ -165,11 +171,11 @@ class PolicyVersions:
         """Commit the next version in one transaction, which ``write`` runs with the arguments ``policy``, ``lease``,
         ``parent``, ``manifest``, ``step`` and ``time`` added; then it is the head. ``uploaded`` is False
         for an artifact that a version or a checkpoint names already."""
-        world, parent = self._world, self.head.version if self.head is not None else None
-        async with world.training.with_ticket(self.row.id, manifest.hash) if uploaded else nullcontext():
+        services, parent = self._services, self.head.version if self.head is not None else None
+        async with self._training.with_ticket(self.row.id, manifest.hash) if uploaded else nullcontext():
             row = await write(
                 policy=self.row.id, lease=lease, parent=parent, manifest=manifest, step=step,
-                time=world.clock.time(),
+                time=services.clock.time(),
             )  # fmt: skip
         self._versions[row.version] = self.head = row
         return self.ref(row.version)
@@ -177,7 +183,7 @@ class PolicyVersions:
     async def publish_inflight(self, run: str) -> None:
         """Make the head the version that the in-flight samplers of the training run ``run`` use."""
         assert self.head is not None
-        await self._world.store.publish_inflight(run, self.head.version)
+        await self._services.store.publish_inflight(run, self.head.version)
         self._inflight = self.head.version
         await self.retire()
 
@@ -187,7 +193,7 @@ class PolicyVersions:
 
     async def retire(self) -> None:
         """Delete the versions that retention does not keep."""
-        world, checkpoints = self._world, self._checkpoints
+        services, checkpoints = self._services, self._checkpoints
         kept = [row for row in self._versions.values() if row.kept]
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
@@ -201,7 +207,7 @@ class PolicyVersions:
             in_use=in_use,
         )
         for version in going:
-            await world.collector.delete_unnamed(world.store.database.retire_version, self.row.id, version)
+            await self._collector.delete_unnamed(services.store.database.retire_version, self.row.id, version)
             self._versions[version] = replace(self._versions[version], kept=False)
         if checkpoints is None:
             self._versions = {version: row for version, row in self._versions.items() if row.kept}

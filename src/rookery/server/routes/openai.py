@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rookery.aio import cancel_all, unless
-from rookery.controller.rollout.completions import PreparedPrompt, PromptTooLong
+from rookery.controller.completions import PreparedPrompt, PromptTooLong
 from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, shortage
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext

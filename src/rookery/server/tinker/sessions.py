@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from rookery.controller.sessions.samplers import find_checkpoint
+from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
