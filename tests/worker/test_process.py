@@ -727,8 +727,8 @@ def test_worker_pulls_the_version_that_a_kl_penalty_compares_with(service: Diall
         lease = number + 2
         link.send(
             forward("base", trained, batch(service), lease=lease, kl_weight=0.1),
-            forward("start", trained, batch(service), lease=lease, kl_weight=0.1, reference=zero),
-            forward("itself", trained, batch(service), lease=lease, kl_weight=0.1, reference=trained),
+            forward("start", trained, batch(service), lease=lease, operations=1, kl_weight=0.1, reference=zero),
+            forward("itself", trained, batch(service), lease=lease, operations=2, kl_weight=0.1, reference=trained),
         )
         done = [link.done(op) for op in ("base", "start", "itself")]
         assert [answer.error for answer in done] == [""] * 3
