@@ -536,9 +536,10 @@ def test_a_corrupt_head_is_replaced_by_the_newest_kept_version(database: Databas
 
 _NOT_FOUND = """revoke_key get_upload get_job find_job get_policy version get_session get_model get_sampler
 get_checkpoint expire_checkpoint delete_checkpoint get_future delete_job delete_upload""".split()
-_EMPTY = """keys events list_jobs unfinished_job_ids policies all_policies recent_episodes versions evaluations
-list_sessions list_models list_samplers list_checkpoints steps recent_rewards tenant_usage job_usage stored
-uploads metadata_bytes last_step""".split()
+_EMPTY = """keys events list_jobs unfinished_job_ids policies recent_episodes versions evaluations
+list_sessions list_models list_checkpoints newest_checkpoints steps recent_rewards tenant_usage job_usage stored
+uploads metadata_bytes last_step state_times policies_of count_models count_checkpoints ids_of_session kept_versions
+steps_of_versions""".split()
 _NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups".split()
 """The reply of each method that takes a tenant when bob names alice's rows."""
 
@@ -551,7 +552,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     commit(database, database.next_lease("job-main"), None, [group], 0)
     database.add_evaluation(policy="job-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={}, created=0.0)
     database.add_upload("alice", "dataset", "d" * 64, 1, 0.0)
-    database.add_event("alice", "job", 0.0, "kind", "text")
+    database.add_event("alice", "job", 0.0, "state", "text")
     database.save_usage({("alice", "job"): {"reserved": {}}}, {}, (0, {}))
     visit(database)
     database.open_future(future_row("one/0", "alice", None))
@@ -575,6 +576,9 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
         "time": 1.0,
         "split": "train",
         "count": 10,
+        "jobs": ["job"],
+        "models": ["one"],
+        "versions": [0],
     }
     scoped = {
         name: inspect.signature(method)
@@ -594,7 +598,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
             with pytest.raises(NotFound):
                 method(tenant="bob", **arguments)
         else:
-            assert method(tenant="bob", **arguments) in ([], {}, set(), (0, 0), 0, -1), name
+            assert method(tenant="bob", **arguments) in ([], {}, set(), (0, 0), ([], []), 0, -1), name
         if name not in ("revoke_key", "expire_checkpoint", "delete_checkpoint", "delete_job", "delete_upload"):
             shown = method(tenant="alice", **arguments)
             assert shown or (name == "last_step" and shown == 0), f"{name} shows them to their owner"

@@ -185,12 +185,12 @@ class Client:
         return [self._job(view) for view in self.views()]
 
     def views(self) -> list[Record]:
-        """The current state of all jobs, in one request."""
-        return self._connection.call("GET", "/api/v1/jobs")
+        """The current state of all jobs, newest first."""
+        return list(self._connection.rows("/api/v1/jobs"))
 
     def uploads(self) -> list[Record]:
         """The datasets (inline rows of jobs too) and adapters that this key's tenant stores, oldest first."""
-        return self._connection.call("GET", "/api/v1/uploads")
+        return list(self._connection.rows("/api/v1/uploads"))
 
     def delete_upload(self, hash: str) -> None:
         """Delete a dataset or an adapter. Raises :class:`~rookery.errors.Conflict` where a job that has not ended uses
@@ -213,7 +213,7 @@ class Client:
 
     def tenants(self) -> list[Record]:
         """Every tenant; for the administrator's key, as are the methods below."""
-        return self._connection.call("GET", "/api/v1/tenants")
+        return list(self._connection.rows("/api/v1/tenants"))
 
     def add_tenant(self, name: str) -> Record:
         """Create a tenant. Raises :class:`~rookery.errors.Conflict` where another one has the name."""
@@ -237,7 +237,7 @@ class Client:
 
     def keys(self, tenant: str) -> list[Record]:
         """A tenant's keys: ids and labels, never their texts. ``tenant``: its id or name."""
-        return self._connection.call("GET", f"/api/v1/tenants/{self._tenant(tenant)}/keys")
+        return list(self._connection.rows(f"/api/v1/tenants/{self._tenant(tenant)}/keys"))
 
     def add_key(
         self, tenant: str, label: str = "", *, role: str | None = None, lifetime_seconds: float | None = None

@@ -67,6 +67,10 @@ def record(value: Any) -> Any:
     return [record(inner) for inner in value] if isinstance(value, list) else value
 
 
+NEXT_PAGE = "X-Next-Page"
+"""The header of a list's page with the place of the next one."""
+
+
 class HttpConnection:
     """Requests to the service at ``url`` with ``key``. They raise :class:`ConnectionBroken` if it cannot be reached,
     else :class:`RequestRefused` or the error of :mod:`rookery.errors` for the response's status. No error shows the
@@ -113,6 +117,20 @@ class HttpConnection:
             return record(response.json()) if response.status_code != 204 else None
         except ValueError:
             raise errors.Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL") from None
+
+    def rows(self, path: str, **params: Any) -> Iterator[Record]:
+        """The rows of a list, page by page as they are read."""
+        while True:
+            response = self._send("GET", path, self._seconds or READ_SECONDS, params=params)
+            try:
+                yield from record(response.json())
+            except ValueError:
+                raise errors.Unavailable(
+                    f"the server at {self.url} is not a Rookery service; set ROOKERY_URL"
+                ) from None
+            if not (place := response.headers.get(NEXT_PAGE)):
+                return
+            params["after"] = place
 
     def download(self, path: str, file: IO[bytes]) -> None:
         """Write the response's content to ``file`` as it arrives."""

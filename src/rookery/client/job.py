@@ -64,7 +64,7 @@ class Job:
         """One row per optimizer step, as they arrive, until the job has ended; without ``follow`` only the present
         rows."""
         if not follow:
-            yield from self._connection.call("GET", f"{self._path}/metrics", params={"after": after})
+            yield from self._connection.rows(f"{self._path}/metrics", after=after)
             return
         for kind, data in self.follow(after):
             if kind == "metrics":
@@ -184,11 +184,11 @@ class Job:
 
     def versions(self, policy: str = "main") -> list[Record]:
         """A policy's versions, oldest first."""
-        return self._rows(f"policies/{policy}/versions")
+        return list(self._connection.rows(f"{self._path}/policies/{policy}/versions"))
 
     def evaluations(self) -> list[Record]:
         """Evaluations on held-out prompts, by version."""
-        return self._rows("evaluations")
+        return list(self._connection.rows(f"{self._path}/evaluations"))
 
     def adapter(self, version: int | None = None, policy: str = "main") -> AdapterFolder:
         """A version's PEFT folder, the newest by default; ``download`` fetches it."""

@@ -179,16 +179,13 @@ class Completions:
         }
         owner = await context.store.get_tenant(tenant)
         rows: list[dict[str, Any]] = [{"name": name, "created": 0.0, "owner": "rookery"} for name in sorted(loaded)]
-        for job in await context.store.list_jobs(tenant):
-            policies = await context.store.policies(tenant, job.id)
-            for policy in policies:
-                name = job.id if len(policies) == 1 else f"{job.id}/{policy.name}"
-                kept = [v for v in await context.store.versions(tenant, policy.id) if v.kept]
-                if kept:
-                    rows.append({"name": f"{name}:latest", "created": kept[-1].created, "owner": owner.name})
-                rows += [
-                    {"name": f"{name}@{v.version}", "created": v.created, "owner": owner.name} for v in reversed(kept)
-                ]
+        last = ""
+        for job, policy, policies, version, created in await context.store.kept_versions(tenant):
+            name = job if policies == 1 else f"{job}/{policy}"
+            if name != last:
+                rows.append({"name": f"{name}:latest", "created": created, "owner": owner.name})
+                last = name
+            rows.append({"name": f"{name}@{version}", "created": created, "owner": owner.name})
         now = context.clock.time()
         rows += [
             {"name": saved.path, "created": saved.created, "owner": owner.name}

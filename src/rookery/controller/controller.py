@@ -74,7 +74,7 @@ from rookery.scheduling import crashes
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
-from rookery.storage.store import Store, Writer
+from rookery.storage.store import Store, Writer, every
 from rookery.tokenization.chat import Chat
 from rookery.turns import in_thread
 
@@ -379,16 +379,16 @@ class Controller:
     async def _clear_tenant(self, tenant: str) -> None:
         """Delete what a deleted tenant stored."""
         store = self.context.store
-        for session in await store.list_sessions(tenant):
+        async for session in every(partial(store.list_sessions, tenant), lambda row: (row.created, row.id)):
             if session.finished is None:
                 await self.sessions.finish(tenant, session.id, "deleted")
-        for row in await store.list_jobs(tenant):
+        async for row in every(partial(store.list_jobs, tenant), lambda row: (row.created, row.id)):
             if row.finished is None:
                 await self.cancel(tenant, row.id)
             await self.delete_job(tenant, row.id)
-        for upload in await store.uploads(tenant):
+        async for upload in every(partial(store.uploads, tenant), lambda row: (row.created, row.hash, row.kind)):
             await self.delete_upload(tenant, upload.hash)
-        for saved in await store.list_checkpoints(tenant):
+        for saved in await store.list_checkpoints(tenant):  # a tenant may have a few thousand
             await self.sessions.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
         log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
 

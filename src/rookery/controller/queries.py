@@ -33,7 +33,8 @@ from rookery.controller.views import BY_OWNER, JobView, PolicyView
 from rookery.protocol.gauges import over_workers
 from rookery.scheduling.health import JobHealth, advice, alarms
 from rookery.scheduling.usage import Usage
-from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
+from rookery.storage.columns import Page
+from rookery.storage.models import FINAL_JOB_STATES, EvaluationRow, JobRow, PolicyRow, TenantRow
 from rookery.storage.repositories.runs import RunChoice
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
@@ -56,14 +57,16 @@ class JobQueries:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    async def list(self, tenant: str) -> Sequence[JobView]:
-        rows, owner, policies, usage, rewards, since = await asyncio.gather(
-            self._store.list_jobs(tenant),
+    async def list(self, tenant: str, page: Page = Page()) -> Sequence[JobView]:  # noqa: B008 (frozen)
+        """A page of the tenant's jobs, newest first."""
+        rows = await self._store.list_jobs(tenant, page)
+        jobs = [row.id for row in rows]
+        owner, policies, usage, rewards, since = await asyncio.gather(
             self._store.get_tenant(tenant),
-            self._store.all_policies(tenant),
-            self._store.tenant_usage(tenant),
-            self._store.recent_rewards(tenant, SHOWN_REWARDS),
-            self._store.state_times(tenant),
+            self._store.policies_of(tenant, jobs),
+            self._store.usage_of(jobs),
+            self._store.rewards_of(jobs, SHOWN_REWARDS),
+            self._store.state_times(None, jobs),
         )
         current = self._context.usage.current
         return [
@@ -140,8 +143,19 @@ class JobQueries:
 
     async def events(self, tenant: str, job: str, limit: int = 100) -> Sequence[dict[str, Any]]:
         await self._store.get_job(tenant, job)
-        rows = await self._store.events(tenant, job, min(limit, EVENTS_SHOWN))
-        return [{"time": row.time, "kind": row.kind, "text": row.text} for row in rows]
+        found, _ = await self.events_before(tenant, job, limit)
+        return found
+
+    async def events_before(
+        self, tenant: str, job: str, limit: int, before: int | None = None
+    ) -> tuple[Sequence[dict[str, Any]], int | None]:
+        """The newest events older than the event ``before``, oldest first; and the first of them, if there are older
+        ones."""
+        limit = min(limit, EVENTS_SHOWN)
+        rows = await self._store.events(tenant, job, limit + 1, before)
+        shown = rows[-limit:]
+        view = [{"time": row.time, "kind": row.kind, "text": row.text} for row in shown]
+        return view, shown[0].id if len(rows) > limit else None
 
     async def trajectories(
         self, tenant: str, job: str, limit: int, version: int | None = None
@@ -164,11 +178,12 @@ class JobQueries:
             rows.append(row)
         return rows
 
-    async def versions(self, tenant: str, job: str, policy: str) -> Sequence[dict[str, Any]]:
+    async def versions(self, tenant: str, job: str, policy: str, page: Page | None = None) -> Sequence[dict[str, Any]]:
+        """The versions of a policy, oldest first, each with the metrics of its last step."""
         row = await self._store.get_policy(tenant, job, policy)
-        versions = await self._store.versions(tenant, row.id)
-        steps = [step for step in await self.metrics(tenant, job) if step.get("policy", policy) == policy]
-        metrics = {step["version"]: step for step in steps}  # of the last step of each
+        versions = await self._store.versions(tenant, row.id, page)
+        found = await self._store.steps_of_versions(tenant, job, policy, [version.version for version in versions])
+        metrics = {number: finite(step) for number, step in found.items()}
         shown = ("version", "parent", "hash", "step", "created", "kept", "lost", "evaluation")
         return [
             {**{name: getattr(version, name) for name in shown}, "metrics": metrics.get(version.version, {})}
@@ -176,8 +191,9 @@ class JobQueries:
         ]
 
     async def evaluations(self, tenant: str, job: str) -> Sequence[dict[str, Any]]:
-        await self._store.get_job(tenant, job)
-        rows = await self._store.evaluations(tenant, job)
+        return await self.evaluation_views(tenant, job, await self.evaluation_rows(tenant, job))
+
+    async def evaluation_views(self, tenant: str, job: str, rows: Sequence[EvaluationRow]) -> Sequence[dict[str, Any]]:
         names = {policy.id: policy.name for policy in await self._store.policies(tenant, job)}
         return [
             {
@@ -207,6 +223,11 @@ class JobQueries:
         )
         found = alarms(known)
         return {"alarms": found, "advice": [] if found else list(advice(rows, view.spec).values())}
+
+    async def evaluation_rows(self, tenant: str, job: str, page: Page | None = None) -> Sequence[EvaluationRow]:
+        """The evaluations of a job, by policy and version."""
+        await self._store.get_job(tenant, job)
+        return await self._store.evaluations(tenant, job, page)
 
     async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> protocol.Manifest:
         """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,

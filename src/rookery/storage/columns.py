@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -28,10 +29,12 @@ from sqlalchemy import (
     Text,
     bindparam,
     insert,
+    literal,
     select,
+    tuple_,
 )
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass
+from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, MappedAsDataclass
 from sqlalchemy.types import TypeDecorator
 
 from rookery.errors import NotFound
@@ -89,6 +92,19 @@ class Base(MappedAsDataclass, DeclarativeBase, kw_only=True):
 
 Row = TypeVar("Row", bound=Base)
 
+PAGE, LONGEST_PAGE = 100, 1000
+"""Rows of one page of a list, unless a request asks for another number, and at most."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a list: the first ``limit`` rows behind the one whose values in the list's order are ``after``. Reading
+    it costs the same wherever it lies. ``offset`` rows are left out before it, for a protocol that counts rows."""
+
+    limit: int = PAGE
+    after: tuple[str | float, ...] = ()
+    offset: int = 0
+
 
 def columns(row: Base) -> dict[str, Any]:
     """The values of ``row`` by column."""
@@ -134,6 +150,28 @@ def rows(
 ) -> list[Row]:
     """The rows of ``kind`` for which all of ``where`` hold and whose columns have the values of ``key``."""
     return fetch_all(connection, kind, select(kind).where(*where).filter_by(**key).order_by(*order_by))
+
+
+def page_of(
+    connection: Connection,
+    kind: type[Row],
+    order: Sequence[InstrumentedAttribute[Any]],
+    page: Page | None,
+    /,
+    *where: ColumnElement[bool],
+    descending: bool = False,
+    **key: Any,
+) -> list[Row]:
+    """A page of the rows of ``kind`` for which all of ``where`` hold and whose columns have the values of ``key``, all
+    of them for None. ``order`` identifies a row."""
+    query = select(kind).where(*where).filter_by(**key)
+    query = query.order_by(*(column.desc() if descending else column for column in order))
+    if page is not None:
+        query = query.limit(page.limit).offset(page.offset or None)
+        if page.after:
+            place, found = tuple_(*order), tuple_(*map(literal, page.after, (column.type for column in order)))
+            query = query.where(place < found if descending else place > found)
+    return fetch_all(connection, kind, query)
 
 
 def fetch_one(

@@ -168,6 +168,21 @@ def _several_policies(op: Operations) -> None:
     op.add_column("steps", sa.Column("policy", sa.Text, nullable=False, server_default=""))
 
 
+def _lists_by_time(op: Operations) -> None:
+    """Indexes in the order of the lists that are read by the page."""
+    for name, columns in LISTS.items():
+        op.create_index(f"{name}_by_time", name, ["tenant", "created", *columns])
+
+
+LISTS = {
+    "jobs": ["id"],
+    "uploads": ["hash", "kind"],
+    "sessions": ["id"],
+    "models": ["id"],
+    "checkpoints": ["model", "kind", "name"],
+}
+
+
 REVISIONS = {
     "0002": _steps_and_usage,
     "0003": _job_starts,
@@ -178,6 +193,7 @@ REVISIONS = {
     "0008": _job_crashes,
     "0009": _trainer_logprobs,
     "0010": _several_policies,
+    "0011": _lists_by_time,
 }
 """The change that leads to each revision, in order."""
 

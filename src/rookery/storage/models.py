@@ -94,7 +94,10 @@ class KeyRow(OwnedRow):
 
 class JobRow(OwnedRow, kw_only=True):
     __tablename__ = "jobs"
-    __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
+    __table_args__ = (
+        UniqueConstraint("tenant", "idempotency_key"),
+        Index("jobs_by_time", "tenant", "created", "id"),
+    )
 
     id: Mapped[Id]
     name: Mapped[str]
@@ -245,6 +248,7 @@ class UploadRow(Base):
     """Bytes that a tenant uploaded; ``hash`` names an artifact."""
 
     __tablename__ = "uploads"
+    __table_args__ = (Index("uploads_by_time", "tenant", "created", "hash", "kind"),)
 
     hash: Mapped[Id]
     tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
@@ -257,7 +261,10 @@ class SessionRow(OwnedRow, kw_only=True):
     """A client's session; the things that it creates belong to it."""
 
     __tablename__ = "sessions"
-    __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
+    __table_args__ = (
+        UniqueConstraint("tenant", "idempotency_key"),
+        Index("sessions_by_time", "tenant", "created", "id"),
+    )
 
     id: Mapped[Id]
     idempotency_key: Mapped[str | None]
@@ -277,7 +284,7 @@ class ModelRow(OwnedRow):
     """A policy that a client drives call by call."""
 
     __tablename__ = "models"
-    __table_args__ = (Index("models_by_session", "session"),)
+    __table_args__ = (Index("models_by_session", "session"), Index("models_by_time", "tenant", "created", "id"))
 
     id: Mapped[Id]
     session: Mapped[OfSession]
@@ -325,7 +332,10 @@ class CheckpointRow(OwnedRow):
     """A version under a name that its owner chose."""
 
     __tablename__ = "checkpoints"
-    __table_args__ = (Index("checkpoints_by_hash", "hash"),)
+    __table_args__ = (
+        Index("checkpoints_by_hash", "hash"),
+        Index("checkpoints_by_time", "tenant", "created", "model", "kind", "name"),
+    )
 
     model: Mapped[str] = mapped_column(ForeignKey("models.id"), primary_key=True)
     kind: Mapped[CheckpointKind] = mapped_column(Words, primary_key=True)

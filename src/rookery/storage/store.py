@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,23 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from rookery.errors import StorageFull
+from rookery.storage.columns import LONGEST_PAGE, Page
 from rookery.storage.db import Database
 from rookery.storage.transactions import AsyncCalls, Transactions
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+async def every(
+    fetch: Callable[[Page], Coroutine[Any, Any, list[T]]], place: Callable[[T], tuple[str | float, ...]]
+) -> AsyncIterator[T]:
+    """All rows of a list, read page by page; ``place(row)`` has the values of the list's order."""
+    page = Page(LONGEST_PAGE)
+    while found := await fetch(page):
+        for row in found:
+            yield row
+        page = Page(LONGEST_PAGE, place(found[-1]))
 
 
 class Writer(Protocol):

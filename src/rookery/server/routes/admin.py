@@ -6,6 +6,7 @@ its hash, which authorizes nothing.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -13,6 +14,7 @@ from fastapi import APIRouter, Query
 from rookery.controller.views import WorkerEventView
 from rookery.errors import Conflict, NotFound, UserError
 from rookery.server.auth import Administrator, AuthenticatedRoute, Service, ServiceContext
+from rookery.server.paging import Paged
 from rookery.server.responses import ERRORS
 from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantLimits, TenantView, WorkerView
 from rookery.storage.data_dir import hash_key, new_key
@@ -59,8 +61,11 @@ async def worker_events(
 
 
 @routes.get("/tenants")
-async def tenants(service: Service, owner: Administrator) -> list[TenantView]:
-    return [_tenant_view(service, row) for row in await service.context.store.list_tenants()]
+async def tenants(service: Service, owner: Administrator, page: Paged) -> list[TenantView]:
+    """A page of the tenants, oldest first."""
+    fetch = partial(service.context.store.list_tenants, False)
+    found = await page.read(fetch, lambda row: (row.created, row.id), float, str)
+    return [_tenant_view(service, row) for row in found]
 
 
 @routes.post("/tenants", status_code=201)
@@ -108,10 +113,12 @@ async def new_tenant_key(service: Service, owner: Administrator, tenant: str, re
 
 
 @routes.get("/tenants/{tenant}/keys")
-async def keys(service: Service, owner: Administrator, tenant: str) -> list[KeyView]:
-    """A tenant's keys, oldest first, revoked ones included."""
+async def keys(service: Service, owner: Administrator, tenant: str, page: Paged) -> list[KeyView]:
+    """A page of a tenant's keys, oldest first, revoked ones included."""
     row = await service.context.store.get_tenant(tenant)
-    return [_key_view(key, key.revoked) for key in await service.context.store.keys(row.id)]
+    fetch = partial(service.context.store.keys, row.id)
+    found = await page.read(fetch, lambda key: (key.created, key.hash), float, str)
+    return [_key_view(key, key.revoked) for key in found]
 
 
 @routes.delete("/tenants/{tenant}/keys/{key}")

@@ -23,6 +23,7 @@ from rookery.controller.feeds import FeedRow
 from rookery.controller.views import NUMBER, Completion, JobState, JobView
 from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
+from rookery.server.paging import Limit, Paged, mark_next
 from rookery.server.peft_archive import pack, unpack
 from rookery.server.responses import ERRORS, event_data
 from rookery.server.schemas import (
@@ -40,13 +41,17 @@ from rookery.server.schemas import (
     UploadView,
     VersionView,
 )
+from rookery.storage.columns import PAGE
 from rookery.storage.repositories.runs import RunChoice, RunOrder
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS)
 
 JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSpec")]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
-Limit = Annotated[int, Query(ge=1, le=1000)]
+STEPS, MOST_STEPS = 1000, 100_000
+"""Rows of one page of a job's metrics, unless a request asks for another number, and at most: they are small."""
+
+StepLimit = Annotated[int, Query(ge=1, le=MOST_STEPS)]
 OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 
 
@@ -98,8 +103,10 @@ async def dry_run(service: Service, owner: Owner, data: JobData) -> Any:
 
 
 @routes.get("/jobs", response_model=list[JobView], tags=["jobs"])
-async def list_jobs(service: Service, owner: Owner) -> Any:
-    return await service.controller.queries.list(owner.id)
+async def list_jobs(service: Service, owner: Owner, page: Paged) -> Any:
+    """A page of the tenant's jobs, newest first. Where more follow, the header ``X-Next-Page`` has their ``after``."""
+    queries = service.controller.queries
+    return await page.read(partial(queries.list, owner.id), lambda view: (view.created, view.id), float, str)
 
 
 @routes.get("/runs", response_model=RunPage, tags=["jobs"])
@@ -143,11 +150,13 @@ async def act(service: Service, job: OfJob, action: Literal["pause", "resume", "
 
 
 @routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], response_model_exclude_unset=True, tags=["results"])
-async def metrics(
-    service: Service, job: OfJob, after: After = -1, limit: Annotated[int | None, Query(ge=1, le=100_000)] = None
-) -> Any:
-    """One row per optimizer step, the first ``limit``."""
-    return await service.controller.queries.metrics(job.tenant, job.id, after, limit)
+async def metrics(service: Service, job: OfJob, response: Response, after: After = -1, limit: StepLimit = STEPS) -> Any:
+    """One row per optimizer step, the first ``limit``. Where more follow, the header ``X-Next-Page`` has their
+    ``after``."""
+    rows = await service.controller.queries.metrics(job.tenant, job.id, after, limit + 1)
+    if len(rows) > limit:
+        mark_next(response, rows[limit - 1]["step"])
+    return rows[:limit]
 
 
 @routes.get("/jobs/{job}/metrics/stream", response_class=StreamingResponse, tags=["results"])
@@ -166,9 +175,19 @@ async def metrics_stream(
 
 
 @routes.get("/jobs/{job}/events", response_model=list[JobEvent], tags=["results"])
-async def events(service: Service, job: OfJob, limit: Limit = 100) -> Any:
-    """The job's event log, newest last."""
-    return await service.controller.queries.events(job.tenant, job.id, limit)
+async def events(
+    service: Service,
+    job: OfJob,
+    response: Response,
+    limit: Limit = PAGE,
+    after: Annotated[int | None, Query(ge=0, lt=2**63, description="The X-Next-Page header of the page before")] = None,
+) -> Any:
+    """The newest events of the job's log, newest last. Where there are older ones, the header ``X-Next-Page`` has their
+    ``after``."""
+    found, older = await service.controller.queries.events_before(job.tenant, job.id, limit, after)
+    if older is not None:
+        mark_next(response, older)
+    return found
 
 
 @routes.get(
@@ -180,14 +199,20 @@ async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version:
 
 
 @routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], tags=["results"])
-async def evaluations(service: Service, job: OfJob) -> Any:
-    """Evaluations on held-out prompts, by version."""
-    return await service.controller.queries.evaluations(job.tenant, job.id)
+async def evaluations(service: Service, job: OfJob, page: Paged) -> Any:
+    """A page of the evaluations on held-out prompts, by version."""
+    found = await page.read(
+        partial(service.controller.queries.evaluation_rows, job.tenant, job.id),
+        lambda row: (row.policy, row.version), str, float,
+    )  # fmt: skip
+    return await service.controller.queries.evaluation_views(job.tenant, job.id, found)
 
 
 @routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], tags=["results"])
-async def versions(service: Service, job: OfJob, policy: str) -> Any:
-    return await service.controller.queries.versions(job.tenant, job.id, policy)
+async def versions(service: Service, job: OfJob, policy: str, page: Paged) -> Any:
+    """A page of a policy's versions, oldest first."""
+    fetch = partial(service.controller.queries.versions, job.tenant, job.id, policy)
+    return await page.read(fetch, lambda row: (row["version"],), float)
 
 
 @routes.get(
@@ -240,9 +265,10 @@ async def add_adapter(service: Service, owner: Owner, request: Request) -> Uploa
 
 
 @routes.get("/uploads", tags=["uploads"])
-async def uploads(service: Service, owner: Owner) -> list[UploadView]:
-    """The datasets (inline rows of jobs too) and adapters that this tenant stores, oldest first."""
-    found = await service.threads(service.context.store.database.uploads, owner.id)
+async def uploads(service: Service, owner: Owner, page: Paged) -> list[UploadView]:
+    """A page of the datasets (inline rows of jobs too) and adapters that this tenant stores, oldest first."""
+    fetch = partial(service.context.store.uploads, owner.id)
+    found = await page.read(fetch, lambda row: (row.created, row.hash, row.kind), float, str, str)
     return [UploadView(hash=row.hash, kind=row.kind, size=row.size, created=row.created) for row in found]
 
 

@@ -3,6 +3,7 @@ training runs and checkpoints, and what can be done with a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -12,11 +13,13 @@ from fastapi.responses import StreamingResponse
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
+from rookery.server.paging import Limit
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
 from rookery.server.responses import json_response
 from rookery.server.tinker import schemas
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, older_than_supported, supported
-from rookery.storage.models import CheckpointRow, ModelRow
+from rookery.storage.columns import Page
+from rookery.storage.models import CheckpointKind, CheckpointRow, ModelRow
 from rookery.tokenization.registry import inspect, status
 
 routes = APIRouter()
@@ -26,7 +29,6 @@ FLAGS = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
 default, which leaves its feature off."""
 
 Key = Annotated[str | None, Header(alias="X-Idempotency-Key")]
-Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 
 ARCHIVE = "adapter.tar"
@@ -108,16 +110,17 @@ async def telemetry(owner: Owner) -> Response:
 
 @routes.get("/sessions")
 async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.context.store.list_sessions(owner.id)
-    return json_response({"sessions": [row.id for row in rows[offset : offset + limit]]})
+    rows = await service.context.store.list_sessions(owner.id, Page(limit, offset=offset))
+    return json_response({"sessions": [row.id for row in rows]})
 
 
 @routes.get("/sessions/{session}")
 async def session(service: Service, owner: Owner, session: str) -> Response:
-    row, store = await service.controller.sessions.get(owner.id, session), service.context.store
+    row = await service.controller.sessions.get(owner.id, session)
+    models, samplers = await service.context.store.ids_of_session(owner.id, session)
     return json_response({
-        "training_run_ids": [run.id for run in await store.list_models(owner.id, session)],
-        "sampler_ids": [sampler.id for sampler in await store.list_samplers(owner.id, session)],
+        "training_run_ids": models,
+        "sampler_ids": samplers,
         "user_metadata": row.about.get("user_metadata"),
         "display_name": row.name or None,
     })  # fmt: skip
@@ -125,15 +128,19 @@ async def session(service: Service, owner: Owner, session: str) -> Response:
 
 @routes.get("/training_runs")
 async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.context.store.list_models(owner.id)
-    shown = [await _run(service, owner, row) for row in rows[offset : offset + limit]]
-    return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, len(rows))})
+    store = service.context.store
+    rows = await store.list_models(owner.id, Page(limit, offset=offset))
+    newest = await store.newest_checkpoints(owner.id, [row.id for row in rows])
+    shown = [_run(owner, row, newest) for row in rows]
+    total = await store.count_models(owner.id)
+    return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, total)})
 
 
 @routes.get("/training_runs/{run}")
 async def training_run(service: Service, owner: Owner, run: str) -> Response:
     row, _ = await service.context.store.get_model(owner.id, run)
-    return json_response(await _run(service, owner, row))
+    newest = await service.context.store.newest_checkpoints(owner.id, [row.id])
+    return json_response(_run(owner, row, newest))
 
 
 @routes.get("/training_runs/{run}/checkpoints")
@@ -148,9 +155,10 @@ async def checkpoints_of(service: Service, owner: Owner, run: str, sdk: SdkVersi
 async def checkpoints(
     service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0, sdk: SdkVersion = None
 ) -> Response:
-    rows = await service.context.store.list_checkpoints(owner.id)
-    shown = [_checkpoint(row, sdk) for row in rows[offset : offset + limit]]
-    return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, len(rows))})
+    store = service.context.store
+    rows = await store.list_checkpoints(owner.id, None, Page(limit, offset=offset))
+    shown, total = [_checkpoint(row, sdk) for row in rows], await store.count_checkpoints(owner.id)
+    return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, total)})
 
 
 @routes.delete("/training_runs/{run}/checkpoints/{kind}/{name}", status_code=204)
@@ -228,9 +236,15 @@ def _checkpoint(row: CheckpointRow, sdk: str | None = None) -> dict[str, Any]:
     }
 
 
-async def _run(service: Service, owner: Owner, row: ModelRow) -> dict[str, Any]:
-    found = await service.context.store.list_checkpoints(owner.id, row.id)
-    newest = {kind: next((_checkpoint(c) for c in found if c.kind == kind), None) for kind in KINDS}
+def _run(
+    owner: Owner, row: ModelRow, checkpoints: Mapping[tuple[str, CheckpointKind], CheckpointRow]
+) -> dict[str, Any]:
+    """A training run, with its newest of these ``checkpoints``."""
+
+    def newest(kind: CheckpointKind) -> dict[str, Any] | None:
+        found = checkpoints.get((row.id, kind))
+        return None if found is None else _checkpoint(found)
+
     return {
         "training_run_id": row.id,
         "base_model": row.asked_model,
@@ -239,8 +253,8 @@ async def _run(service: Service, owner: Owner, row: ModelRow) -> dict[str, Any]:
         "corrupted": False,
         "lora_rank": row.lora.get("rank"),
         "last_request_time": _time(row.used),
-        "last_checkpoint": newest["weights"],
-        "last_sampler_checkpoint": newest["sampler_weights"],
+        "last_checkpoint": newest("weights"),
+        "last_sampler_checkpoint": newest("sampler_weights"),
         "user_metadata": row.about or None,
     }
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Update, bindparam, case, delete, exists, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_or_find, fetch_all, find, get, rows
+from rookery.storage.columns import Page, add, add_or_find, fetch_all, find, get, page_of, rows
 from rookery.storage.models import (
     FINAL_JOB_STATES,
     EpisodeRow,
@@ -109,9 +109,9 @@ def find_job(connection: Connection, tenant: str, job: str) -> JobRow:
     raise NotFound(f"no job {job}")
 
 
-def list_jobs(connection: Connection, tenant: str) -> list[JobRow]:
+def list_jobs(connection: Connection, tenant: str, page: Page | None = None) -> list[JobRow]:
     """Newest first."""
-    return rows(connection, JobRow, tenant=tenant, order_by=(JobRow.created.desc(), JobRow.id))
+    return page_of(connection, JobRow, (JobRow.created, JobRow.id), page, descending=True, tenant=tenant)
 
 
 def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
@@ -177,10 +177,10 @@ def policies(connection: Connection, tenant: str, job: str) -> list[PolicyRow]:
     return fetch_all(connection, PolicyRow, _POLICIES, {"job": job, "tenant": tenant})
 
 
-def all_policies(connection: Connection, tenant: str) -> dict[str, list[PolicyRow]]:
-    """Of all jobs of this tenant, by job, each job's by name."""
+def policies_of(connection: Connection, tenant: str, jobs: Sequence[str]) -> dict[str, list[PolicyRow]]:
+    """Of these jobs of this tenant, by job, each job's by name."""
     found: dict[str, list[PolicyRow]] = {}
-    for row in rows(connection, PolicyRow, PolicyRow.job.is_not(None), tenant=tenant, order_by=(PolicyRow.name,)):
+    for row in rows(connection, PolicyRow, PolicyRow.job.in_(jobs), tenant=tenant, order_by=(PolicyRow.name,)):
         found.setdefault(str(row.job), []).append(row)
     return found
 

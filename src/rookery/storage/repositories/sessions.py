@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, bindparam, delete, exists, not_, or_, select, update
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, bindparam, delete, exists, func, not_, or_, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.protocol import Manifest
-from rookery.storage.columns import add, add_new, add_or_find, find, get, rows
+from rookery.storage.columns import Page, add, add_new, add_or_find, fetch_all, find, get, page_of, rows
 from rookery.storage.models import (
+    CheckpointKind,
     CheckpointRow,
     FutureRow,
     ModelRow,
@@ -42,9 +45,10 @@ def get_session(connection: Connection, tenant: str, id: str) -> SessionRow:
     return get(connection, SessionRow, f"session {id}", id=id, tenant=tenant)
 
 
-def list_sessions(connection: Connection, tenant: str) -> list[SessionRow]:
+def list_sessions(connection: Connection, tenant: str, page: Page | None = None) -> list[SessionRow]:
     """Newest first."""
-    return rows(connection, SessionRow, tenant=tenant, order_by=(SessionRow.created.desc(), SessionRow.id))
+    order = (SessionRow.created, SessionRow.id)
+    return page_of(connection, SessionRow, order, page, descending=True, tenant=tenant)
 
 
 def seen_session(connection: Connection, id: str, time: float) -> None:
@@ -78,10 +82,23 @@ def get_model(connection: Connection, tenant: str, id: str) -> tuple[ModelRow, P
     return row, get(connection, PolicyRow, f"policy {row.policy}", id=row.policy)
 
 
-def list_models(connection: Connection, tenant: str, session: str | None = None) -> list[ModelRow]:
-    """Newest first; those of one session where it is given."""
-    key = {"tenant": tenant} | ({} if session is None else {"session": session})
-    return rows(connection, ModelRow, order_by=(ModelRow.created.desc(), ModelRow.id), **key)
+def list_models(connection: Connection, tenant: str, page: Page | None = None) -> list[ModelRow]:
+    """Newest first."""
+    return page_of(connection, ModelRow, (ModelRow.created, ModelRow.id), page, descending=True, tenant=tenant)
+
+
+def count_models(connection: Connection, tenant: str) -> int:
+    return connection.execute(select(func.count()).select_from(ModelRow).filter_by(tenant=tenant)).scalar_one()
+
+
+def ids_of_session(connection: Connection, tenant: str, session: str) -> tuple[list[str], list[str]]:
+    """The models of a session, newest first, and its samplers, oldest first."""
+    models = select(ModelRow.id).filter_by(tenant=tenant, session=session)
+    samplers = select(SamplerRow.id).filter_by(tenant=tenant, session=session)
+    return (
+        [*connection.execute(models.order_by(ModelRow.created.desc(), ModelRow.id)).scalars()],
+        [*connection.execute(samplers.order_by(SamplerRow.created, SamplerRow.id)).scalars()],
+    )
 
 
 def publish_inflight(connection: Connection, model: str, version: int) -> None:
@@ -153,12 +170,6 @@ def get_sampler(connection: Connection, tenant: str, id: str) -> SamplerRow:
     return get(connection, SamplerRow, f"sampler {id}", id=id, tenant=tenant)
 
 
-def list_samplers(connection: Connection, tenant: str, session: str) -> list[SamplerRow]:
-    """Oldest first."""
-    order = (SamplerRow.created, SamplerRow.id)
-    return rows(connection, SamplerRow, tenant=tenant, session=session, order_by=order)
-
-
 def used_sampler(connection: Connection, id: str, time: float) -> None:
     """A client used it."""
     connection.execute(update(SamplerRow).where(SamplerRow.id == id).values(used=time))
@@ -207,11 +218,33 @@ def get_checkpoint(connection: Connection, tenant: str, model: str, kind: str, n
     return get(connection, CheckpointRow, f"checkpoint tinker://{model}/{kind}/{name}", **key)
 
 
-def list_checkpoints(connection: Connection, tenant: str, model: str | None = None) -> list[CheckpointRow]:
+def list_checkpoints(
+    connection: Connection, tenant: str, model: str | None = None, page: Page | None = None
+) -> list[CheckpointRow]:
     """Newest first; those of one model where it is given."""
     key = {"tenant": tenant} | ({} if model is None else {"model": model})
-    order = (CheckpointRow.created.desc(), CheckpointRow.model, CheckpointRow.name)
-    return rows(connection, CheckpointRow, order_by=order, **key)
+    order = (CheckpointRow.created, CheckpointRow.model, CheckpointRow.kind, CheckpointRow.name)
+    return page_of(connection, CheckpointRow, order, page, descending=True, **key)
+
+
+def count_checkpoints(connection: Connection, tenant: str) -> int:
+    return connection.execute(select(func.count()).select_from(CheckpointRow).filter_by(tenant=tenant)).scalar_one()
+
+
+def newest_checkpoints(
+    connection: Connection, tenant: str, models: Sequence[str]
+) -> dict[tuple[str, CheckpointKind], CheckpointRow]:
+    """The newest checkpoint of each kind of these models."""
+    mine = (CheckpointRow.tenant == tenant) & CheckpointRow.model.in_(models)
+    place = func.row_number().over(
+        partition_by=(CheckpointRow.model, CheckpointRow.kind),
+        order_by=(CheckpointRow.created.desc(), CheckpointRow.name.desc()),
+    )
+    ranked = select(CheckpointRow.model, CheckpointRow.kind, CheckpointRow.name, place.label("place")).where(mine)
+    first = ranked.subquery()
+    key = (CheckpointRow.model == first.c.model) & (CheckpointRow.kind == first.c.kind)
+    query = select(CheckpointRow).join(first, key & (CheckpointRow.name == first.c.name)).where(first.c.place == 1)
+    return {(row.model, row.kind): row for row in fetch_all(connection, CheckpointRow, query)}
 
 
 def expire_checkpoint(

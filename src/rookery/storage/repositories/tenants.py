@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_new, fetch_all, find, get, rows
+from rookery.storage.columns import Page, add, add_new, find, get, page_of, rows
 from rookery.storage.models import (
     CheckpointRow,
     EventRow,
@@ -131,10 +131,10 @@ def metadata_bytes(connection: Connection, tenant: str) -> int:
     return int(total)
 
 
-def list_tenants(connection: Connection, deleted: bool = False) -> list[TenantRow]:
+def list_tenants(connection: Connection, deleted: bool = False, page: Page | None = None) -> list[TenantRow]:
     """Oldest first, with or without those that were deleted."""
     which = [] if deleted else [TenantRow.deleted.is_(None)]
-    return rows(connection, TenantRow, *which, order_by=(TenantRow.created, TenantRow.id))
+    return page_of(connection, TenantRow, (TenantRow.created, TenantRow.id), page, *which)
 
 
 def add_key(
@@ -153,9 +153,9 @@ def add_key(
     return row
 
 
-def keys(connection: Connection, tenant: str) -> list[KeyRow]:
+def keys(connection: Connection, tenant: str, page: Page | None = None) -> list[KeyRow]:
     """Oldest first."""
-    return rows(connection, KeyRow, tenant=tenant, order_by=(KeyRow.created,))
+    return page_of(connection, KeyRow, (KeyRow.created, KeyRow.hash), page, tenant=tenant)
 
 
 def revoke_key(connection: Connection, tenant: str, key_hash: str, time: float) -> None:
@@ -188,9 +188,10 @@ def get_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str)
     return get(connection, UploadRow, f"{kind} {hash}", hash=hash, tenant=tenant, kind=kind)
 
 
-def uploads(connection: Connection, tenant: str) -> list[UploadRow]:
+def uploads(connection: Connection, tenant: str, page: Page | None = None) -> list[UploadRow]:
     """Oldest first."""
-    return rows(connection, UploadRow, tenant=tenant, order_by=(UploadRow.created, UploadRow.hash))
+    order = (UploadRow.created, UploadRow.hash, UploadRow.kind)
+    return page_of(connection, UploadRow, order, page, tenant=tenant)
 
 
 def delete_upload(connection: Connection, tenant: str, hash: str) -> str | None:
@@ -210,12 +211,13 @@ def add_event(connection: Connection, tenant: str, job: str | None, time: float,
     connection.execute(insert(EventRow), {"tenant": tenant, "job": job, "time": time, "kind": kind, "text": text})
 
 
-def events(connection: Connection, tenant: str, job: str | None, limit: int) -> list[EventRow]:
-    """The newest ``limit`` events of one job, or of the whole tenant, oldest first."""
-    query = select(EventRow).filter_by(tenant=tenant).order_by(EventRow.id.desc()).limit(limit)
-    if job is not None:
-        query = query.where(EventRow.job == job)
-    return fetch_all(connection, EventRow, query)[::-1]
+def events(
+    connection: Connection, tenant: str, job: str | None, limit: int, before: int | None = None
+) -> list[EventRow]:
+    """The newest ``limit`` events of one job, or of the whole tenant, older than the event ``before``; oldest first."""
+    key = {"tenant": tenant} | ({} if job is None else {"job": job})
+    page = Page(limit, () if before is None else (before,))
+    return page_of(connection, EventRow, (EventRow.id,), page, descending=True, **key)[::-1]
 
 
 def save_usage(

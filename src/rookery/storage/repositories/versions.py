@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, func, select, update
+from sqlalchemy.orm import aliased
 
 from rookery.errors import Conflict
 from rookery.protocol import Manifest
-from rookery.storage.columns import add, fetch_all, fetch_one, get, rows
+from rookery.storage.columns import Page, add, fetch_all, fetch_one, get, page_of
 from rookery.storage.models import (
     CheckpointRow,
     EvaluationRow,
@@ -153,9 +154,34 @@ def recent_rewards(connection: Connection, tenant: str, count: int, job: str | N
     return found
 
 
-def versions(connection: Connection, tenant: str, policy: str) -> list[VersionRow]:
+def steps_of_versions(
+    connection: Connection, tenant: str, job: str, policy: str, versions: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """The metrics of the last step of each of these versions of the policy of this name."""
+    if not versions:
+        return {}
+    query = select(StepRow).filter_by(tenant=tenant, job=job).order_by(StepRow.step)
+    query = query.where(StepRow.version.between(min(versions), max(versions)))
+    found = fetch_all(connection, StepRow, query)
+    rows = [row for row in found if row.metrics.get("policy", policy) == policy]
+    return {row.version: {**row.metrics, "version": row.version} for row in rows}
+
+
+def kept_versions(connection: Connection, tenant: str) -> list[tuple[str, str, int, int, float]]:
+    """The kept versions of the tenant's jobs, the newest job first, of each policy the newest version first: job,
+    policy's name, number of the job's policies, version, when it was made."""
+    other = aliased(PolicyRow)
+    count = select(func.count()).where(other.job == JobRow.id).scalar_subquery()
+    query = select(JobRow.id, PolicyRow.name, count, VersionRow.version, VersionRow.created)
+    query = query.join(PolicyRow, PolicyRow.job == JobRow.id).join(VersionRow, VersionRow.policy == PolicyRow.id)
+    query = query.where(JobRow.tenant == tenant, VersionRow.kept.is_(True))
+    query = query.order_by(JobRow.created.desc(), JobRow.id.desc(), PolicyRow.name, VersionRow.version.desc())
+    return [tuple(row) for row in connection.execute(query)]
+
+
+def versions(connection: Connection, tenant: str, policy: str, page: Page | None = None) -> list[VersionRow]:
     """Oldest first; empty for a policy that is not this tenant's."""
-    return rows(connection, VersionRow, policy=policy, tenant=tenant, order_by=(VersionRow.version,))
+    return page_of(connection, VersionRow, (VersionRow.version,), page, policy=policy, tenant=tenant)
 
 
 def version(connection: Connection, tenant: str, policy: str, version: int) -> VersionRow:
@@ -243,10 +269,10 @@ def add_evaluation(
     return row
 
 
-def evaluations(connection: Connection, tenant: str, job: str) -> list[EvaluationRow]:
+def evaluations(connection: Connection, tenant: str, job: str, page: Page | None = None) -> list[EvaluationRow]:
     """By policy and version; empty for a job that is not this tenant's."""
     order = (EvaluationRow.policy, EvaluationRow.version)
-    return rows(connection, EvaluationRow, tenant=tenant, job=job, order_by=order)
+    return page_of(connection, EvaluationRow, order, page, tenant=tenant, job=job)
 
 
 _NAMING = (

@@ -1,0 +1,87 @@
+"""Lists by the page.
+
+A list's route takes ``limit`` and ``after`` and returns the first rows behind the place ``after``. Where more follow,
+the response's header :data:`NEXT` is the ``after`` of the next page. The place is that of the last row of the page in
+the list's order, so a row that is added or deleted meanwhile moves no other into or out of the next page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Query, Response
+
+from rookery.errors import UserError
+from rookery.storage.columns import LONGEST_PAGE, PAGE, Page
+
+T = TypeVar("T")
+
+NEXT = "X-Next-Page"
+"""The header with the place of the next page."""
+
+Limit = Annotated[int, Query(ge=1, le=LONGEST_PAGE, description="Rows of the page")]
+Place = Annotated[str, Query(max_length=2000, description=f"The {NEXT} header of the page before")]
+
+
+class Paging:
+    """The page that a request asks for."""
+
+    def __init__(self, response: Response, limit: int, after: str) -> None:
+        self._response = response
+        self._limit = limit
+        self._after = after
+
+    async def read(
+        self,
+        fetch: Callable[[Page], Awaitable[Sequence[T]]],
+        place: Callable[[T], tuple[str | float, ...]],
+        *kinds: type,
+    ) -> Sequence[T]:
+        """The rows of the page, which ``fetch`` reads; ``place(row)`` has the values of the list's order, which are of
+        these ``kinds``, texts (``str``) or numbers (``float``). Raises :class:`UserError`."""
+        found = await fetch(Page(self._limit + 1, _decoded(self._after, kinds)))
+        if len(found) > self._limit:
+            found = found[: self._limit]
+            mark_next(self._response, encoded(place(found[-1])))
+        return found
+
+
+async def paging(response: Response, limit: Limit = PAGE, after: Place = "") -> Paging:
+    return Paging(response, limit, after)
+
+
+Paged = Annotated[Paging, Depends(paging)]
+
+
+def mark_next(response: Response, place: object) -> None:
+    """More rows follow behind ``place``."""
+    response.headers[NEXT] = str(place)
+
+
+def encoded(place: tuple[str | float, ...]) -> str:
+    """A place as the header :data:`NEXT` has it."""
+    return urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+
+
+def _decoded(text: str, kinds: Sequence[type]) -> tuple[str | float, ...]:
+    if not text:
+        return ()
+    try:
+        place = json.loads(urlsafe_b64decode(text.encode() + b"=" * (-len(text) % 4)))
+    except (ValueError, RecursionError):
+        place = None
+    if isinstance(place, list) and len(place) == len(kinds) and all(map(_fits, place, kinds)):
+        return tuple(place)
+    raise UserError(f"after: given no place in this list; give the header {NEXT} of the page before")
+
+
+def _fits(value: object, kind: type) -> bool:
+    if kind is str:
+        return isinstance(value, str) and value.isprintable() and value.isascii()
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 2**63
+    )
