@@ -73,7 +73,7 @@ export function Chat({ query, account }) {
 /** A base model, or a run and one of its versions. */
 function Target({ value, label, models, runs, onChange }) {
   const [job, version] = value.split("@"), run = runs.find((one) => one.id === job);
-  const { data: versions } = useData(run ? jobPath(job, "policies/main/versions") : null);
+  const { data: versions } = useData(run ? `${jobPath(job, "policies/main/versions")}?limit=1000` : null);
   return html`<select aria-label=${label} value=${job} onChange=${(event) => onChange(event.target.value)}><option value="">nothing</option>
       <optgroup label="Base models">${models.map((one) => html`<option value=${one.name}>${one.name}</option>`)}</optgroup>
       <optgroup label="Runs">${runs.map((one) => html`<option value=${one.id}>${one.name} (${one.step} steps)</option>`)}</optgroup></select>

@@ -49,7 +49,7 @@ export function Run({ path, query, account }) {
 
 function Overview({ job, view, stream }) {
   const [weight, setWeight] = useState(0), [zoom, setZoom] = useState(null);
-  const { data: evaluations } = useData(jobPath(job, "evaluations"), view.finished ? 0 : 10000);
+  const { data: evaluations } = useData(`${jobPath(job, "evaluations")}?limit=1000`, view.finished ? 0 : 10000);
   const rows = stream.rows, steps = rows.map((row) => row.step);
   if (!stream.loaded) return html`<p class="muted">Loading …</p>`;
   if (rows.length === 0) return html`<${Problem} error=${stream.error} /><${Empty}>No step is committed yet. ${view.waits_for && `The run waits for: ${view.waits_for}.`}<//>`;

@@ -7,7 +7,7 @@ import { Problem, Scroll, html } from "./parts.js";
 const SHOWN = ["jobs", "requests", "tokens_per_day", "adapters", "models", "weight"];
 
 export function Tenants() {
-  const { data, error, reload } = useData("/api/v1/tenants", 5000);
+  const { data, error, reload } = useData("/api/v1/tenants?limit=1000", 5000);
   const [name, setName] = useState(""), [open, setOpen] = useState(""), [problem, setProblem] = useState(null);
   const add = async (event) => {
     event.preventDefault();
@@ -26,7 +26,7 @@ export function Tenants() {
 
 function Tenant({ tenant, reload }) {
   const path = `/api/v1/tenants/${encodeURIComponent(tenant.id)}`;
-  const { data: keys, reload: again } = useData(`${path}/keys`);
+  const { data: keys, reload: again } = useData(`${path}/keys?limit=1000`);
   const [label, setLabel] = useState(""), [made, setMade] = useState(null), [problem, setProblem] = useState(null), [limit, setLimit] = useState("jobs"), [value, setValue] = useState("");
   const act = async (work) => { try { await work(); setProblem(null); again(); reload(); } catch (one) { setProblem(one); } };
   return html`<section class="panel"><h2>${tenant.name}</h2><${Problem} error=${problem} />
