@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,82 @@ def test_searched_markup_is_shown_as_text(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.fill("[type=search]", MARKUP)
     page.wait_for_selector("text=No run is like that.")
+
+
+# --- for everyone -----------------------------------------------------------------------------------------------------
+
+AXE = """async () => (await axe.run()).violations.map((one) => [one.id, one.nodes.map((node) => node.html)])"""
+"""Every rule of axe-core: WCAG 2 A and AA, and good practice."""
+
+
+def views(town: Town) -> list[str]:
+    job, group = town.done.id, town.done.groups()[0].group
+    of_run = ["", "/steps", "/step/3", f"/group/{group}", f"/episode/{group}-0", "/episodes?text=fiv", "/events"]
+    others = ["runs", "new", "chat", "usage", "fleet", "tenants", f"compare/{job}"]
+    return [*others, *(f"run/{job}{one}" for one in of_run)]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_passes_the_accessibility_rules(chromium: Any, town: Town, scheme: str) -> None:
+    source = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
+    context = chromium.new_context(viewport={"width": 1360, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    page.goto(town.service.url)
+    page.wait_for_selector("#key")
+    page.evaluate(source)
+    assert page.evaluate(AXE) == []
+    town.keys["admin"] = town.service.key
+    sign_in(page, town, "admin")
+    page.evaluate(source)
+    found = {}
+    for view in views(town):
+        page.goto(f"{town.service.url}/#/{view}")
+        page.wait_for_function("() => !document.querySelector('main').textContent.includes('Loading …')")
+        page.wait_for_timeout(300)
+        if problems := page.evaluate(AXE):
+            found[view] = problems
+    context.close()
+    assert found == {}
+
+
+def test_phone_needs_no_sideways_scrolling(chromium: Any, town: Town) -> None:
+    context = chromium.new_context(viewport={"width": 390, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    town.keys["admin"] = town.service.key
+    sign_in(page, town, "admin")
+    for view in views(town):
+        page.goto(f"{town.service.url}/#/{view}")
+        page.wait_for_function("() => !document.querySelector('main').textContent.includes('Loading …')")
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
+    context.close()
+
+
+def test_keyboard_alone_reaches_a_token(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episode/{town.done.groups()[0].group}-0")
+    page.wait_for_selector(".tokens")
+    page.focus(".tokens")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".token.at")
+    page.goto(f"{town.service.url}/#/runs")
+    page.wait_for_selector("tbody a")
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.matches('tbody a')"):
+            break
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".facts")
+
+
+def test_prompts_errors_and_warnings_with_markup_are_text_everywhere(page: Any, town: Town) -> None:
+    """Whatever stands in a job, no view makes an element of it."""
+    sign_in(page, town, "ada")
+    for view in views(town):
+        page.goto(f"{town.service.url}/#/{view}")
+        page.wait_for_function("() => !document.querySelector('main').textContent.includes('Loading …')")
+        page.wait_for_timeout(200)
+        assert page.locator("main img, main script, main b:text-is('b')").count() == 0, view

@@ -182,7 +182,8 @@ def conversation_lines(one: Mapping[str, Any]) -> list[str]:
     lines = [f"{one['episode']}: {'failed' if one['state'] == 'failed' else 'reward ' + format(one['reward'], '.4g')}"]
     if one["error"]:
         lines.append(f"error: {printable(one['error'])}")
-    turns = iter(one["turns"])
+    replies = sum(message["role"] == "assistant" for message in one["messages"] or [])
+    turns = iter([None] * (replies - len(one["turns"])) + one["turns"])  # environments may begin with examples
     for message in one["messages"] or []:
         lines += [f"{message['role']}:", *(f"  {printable(line)}" for line in message["content"].splitlines() or [""])]
         if message["role"] == "assistant" and (turn := next(turns, None)) is not None:

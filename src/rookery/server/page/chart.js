@@ -17,7 +17,7 @@ function rangeOf(low, high) {
 }
 
 /** `lines`: [{label, values, dashed, dots, raw}] with a value for each of `steps`; `zoom` is [from, to] or null. */
-export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom, onStep, digits = 3 }) {
+export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom, onStep, digits = 3, show = (value) => number(value, digits) }) {
   const box = useRef(null), plot = useRef(null), hooks = useRef({});
   const [at, setAt] = useState(null);
   hooks.current = { onZoom, onStep, steps };
@@ -70,12 +70,12 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
 
   const last = (values) => values.findLast(isNumber);
   const value = (values) => (at === null ? last(values) : values[at]);
-  const summary = lines.map((line, place) => `${line.label} ${number(last(shown[place]), digits)}`).join(", ");
+  const summary = lines.map((line, place) => `${line.label} ${show(last(shown[place]))}`).join(", ");
   return html`<section class="panel chart">
-    <h3>${title} ${unit && html`<span class="unit">${unit}</span>`}</h3>
+    <h2 class="sub">${title} ${unit && html`<span class="unit">${unit}</span>`}</h2>
     <div class="plot" ref=${box} role="img" aria-label=${`${title} over ${steps.length} steps; newest: ${summary}`}></div>
     <div class="legend"><span>step <b>${at === null ? steps[steps.length - 1] : steps[at]}</b></span>
-      ${lines.map((line, place) => html`<span><i class=${`swatch s${place % 6}`}></i>${line.label} <b>${number(value(line.raw ? line.values : shown[place]), digits)}</b></span>`)}
+      ${lines.map((line, place) => html`<span><i class=${`swatch s${place % 6}`}></i>${line.label} <b>${show(value(line.raw ? line.values : shown[place]))}</b></span>`)}
     </div>
   </section>`;
 }

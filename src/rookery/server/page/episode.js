@@ -9,7 +9,9 @@ import { gapStep, stripTokens, surprise } from "./text.js";
 export function Episode({ job, path }) {
   const { data, error } = useData(jobPath(job, "episodes", encodeURIComponent(path[3])));
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
-  let turn = -1;
+  // Environments may begin with examples: the turns belong to the last replies.
+  const replies = (data.messages ?? []).filter((message) => message.role === "assistant").length;
+  let turn = data.turns.length ? data.turns.length - replies - 1 : -1;
   return html`
     <div class="bar"><h2>Answer ${data.member + 1} of <a href=${route(["run", job, "group", data.group])}>group ${data.ordinal}</a></h2><${Badge} state=${data.state} />
       <nav class="right" aria-label="Answers of the group">${data.members.map((one) => html` <a class=${`button small ${one.episode === data.episode ? "chosen" : ""}`} aria-current=${one.episode === data.episode ? "true" : undefined} href=${route(["run", job, "episode", one.episode])}>${one.member + 1}: ${isNumber(one.reward) ? number(one.reward, 2) : one.state}</a>`)}</nav></div>
@@ -20,15 +22,15 @@ export function Episode({ job, path }) {
       ["queue", data.seconds ? duration(data.seconds.queue ?? 0) : ""], ["generation", data.seconds ? duration(data.seconds.generation ?? 0) : ""], ["environment", data.seconds ? duration(data.seconds.environment ?? 0) : ""],
       ...Object.entries(data.metrics ?? {}).map(([name, value]) => [name, number(value)]),
     ]} />
-    <div class="conversation">${data.messages === null && !data.error ? html`<section class="panel"><h3>Prompt</h3><pre>${prompts(data.prompt)}</pre></section><${Empty}>The text of this episode is not kept any more. Its reward and metrics are.<//>` : (data.messages ?? []).map((message, at) => {
+    <div class="conversation">${data.messages === null && !data.error ? html`<section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section><${Empty}>The text of this episode is not kept any more. Its reward and metrics are.<//>` : (data.messages ?? []).map((message, at) => {
       if (message.role === "assistant") turn += 1;
       return html`<${Message} key=${at} message=${message} number=${turn} turn=${message.role === "assistant" ? data.turns[turn] : null} />`;
     })}</div>
-    ${data.trajectories.map((one, at) => html`<${TokenStrip} key=${at} trajectory=${one} title=${data.trajectories.length > 1 ? `Tokens, sequence ${at + 1}` : "Tokens"} />`)}`;
+    ${data.trajectories.map((one, at) => html`<${TokenStrip} key=${at} trajectory=${one} trained=${data.consumed_by !== null} title=${data.trajectories.length > 1 ? `Tokens, sequence ${at + 1}` : "Tokens"} />`)}`;
 }
 
 function Message({ message, turn, number: at }) {
-  return html`<article class=${`message ${message.role}`}><header><b>${message.role}</b>${message.role === "assistant" && html` <span class="muted small">turn ${at + 1}</span>`}
+  return html`<article class=${`message ${message.role}`}><header><b>${message.role}</b>${message.role === "assistant" && html` <span class="muted small">${at < 0 ? "example of the prompt" : `turn ${at + 1}`}</span>`}
       ${turn && html`<span class="right small muted">reward <b class=${turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : ""}>${signed(turn.reward)}</b> · ${turn.tokens} tokens, ended by ${turn.finish} · queue ${duration(turn.queue_seconds)}, generation ${duration(turn.generation_seconds)}, environment ${duration(turn.environment_seconds)}</span>`}</header>
     ${message.role === "assistant" ? html`<${Reply} text=${message.content} />` : html`<pre>${message.content}</pre>`}
     ${turn && Object.keys(turn.metrics).length > 0 && html`<p class="small muted metrics">${Object.entries(turn.metrics).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</p>`}</article>`;
@@ -37,7 +39,7 @@ function Message({ message, turn, number: at }) {
 const COLORED = { logprob: "log-probability", gap: "trainer − engine", version: "version" };
 
 /** The tokens as the engine sampled them. Those of the environment or the template are dimmed. */
-export function TokenStrip({ trajectory, title }) {
+export function TokenStrip({ trajectory, title, trained }) {
   const [by, setBy] = useState("logprob"), [at, setAt] = useState(null);
   const tokens = stripTokens(trajectory), sampled = tokens.filter((one) => one.sampled);
   const gaps = sampled.map((one) => one.gap).filter(isNumber);
@@ -51,9 +53,9 @@ export function TokenStrip({ trajectory, title }) {
   };
   const one = at === null ? null : tokens[at];
   const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
-  return html`<section class="panel strip"><div class="bar"><h3>${title}</h3>
-      <span class="muted small">${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(Math.max(...gaps.map(Math.abs)), 4)} nats` : ", the trainer computed no gradient of them"}</span>
+  return html`<section class="panel strip"><div class="bar"><h2 class="sub">${title}</h2>
+      <span class="muted small">${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(Math.max(...gaps.map(Math.abs)), 4)} nats` : trained ? ", the trainer computed no gradient of them" : ", not trained on yet"}</span>
       <span class="right">${choices.map(([name, label]) => html`<button key=${name} class="small" aria-pressed=${by === name} onClick=${() => setBy(name)}>${label}</button>`)}</span></div>
     <div class="tokens mono" tabindex="0" role="group" aria-label="Tokens; the arrow keys move from one to the next" onKeyDown=${(event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); setAt(Math.max(0, Math.min(tokens.length - 1, (at ?? tokens.length - sampled.length) + by))); } }} onMouseOver=${(event) => { const found = event.target.dataset?.at; if (found !== undefined) setAt(Number(found)); }}>${tokens.map((token, place) => html`${token.worker && html`<span class="mark worker">▸ ${token.worker} </span>`}${token.changed && html`<span class="mark version">▸ version ${token.version} </span>`}<span key=${place} data-at=${place} class=${`token ${shade(token)} ${place === at ? "at" : ""}`}>${token.text}</span>`)}</div>
-    <p class="small mono about" aria-live="polite">${one ? html`<b>${JSON.stringify(one.text)}</b> token ${one.id}${one.sampled ? ` · log-probability ${number(one.logprob, 4)} (engine)${isNumber(one.trainer) ? `, ${number(one.trainer, 4)} (trainer), gap ${signed(one.gap, 4)} nats` : ""} · version ${one.version}` : " · of the prompt, the environment or the template: not trained on"}` : html`<span class="muted">Point at a token for its numbers. ${by === "logprob" ? "The darker, the less likely." : by === "gap" ? "Orange: the trainer finds it likelier; blue: less likely." : "A color for each version."}</span>`}</p></section>`;
+    <p class="small mono about" aria-live="polite">${one ? html`<b>${JSON.stringify(one.text)}</b> token ${one.id}${one.sampled ? ` · log-probability ${number(one.logprob, 4)} (engine)${isNumber(one.trainer) ? `, ${number(one.trainer, 4)} (trainer), gap ${signed(one.gap, 4)} nats` : ""} · version ${one.version}` : " · of the prompt, the environment or the template: not trained on"}` : html`<span class="muted">Point at a token for its numbers. ${by === "logprob" ? "The stronger the color, the less likely." : by === "gap" ? "Orange: the trainer finds it likelier; blue: less likely." : "A color for each version."}</span>`}</p></section>`;
 }

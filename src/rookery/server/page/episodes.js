@@ -35,7 +35,7 @@ export function Episodes({ job, query }) {
       <label>to <input type="number" step="any" class="short" value=${query.max_reward ?? ""} onChange=${(event) => go({ max_reward: event.target.value })} /></label>
     </form>
     <${Problem} error=${error ?? problem} />
-    ${failures?.length > 0 && html`<div class="panel"><h3>Why episodes failed</h3><table><tbody>${failures.map((one) => html`<tr><td class="number">${one.episodes}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
+    ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${one.episodes}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
     ${data && shown.length === 0 && html`<${Empty}>No episode is like that.<//>`}
     ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>
       <${Answer} job=${job} one=${one} /></section>`)}

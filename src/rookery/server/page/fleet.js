@@ -3,7 +3,7 @@ import { useData } from "./api.js";
 import { bytes, count, duration, number, percent, time } from "./format.js";
 import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
 
-const REFRESH = 2000, EVENTS = 200;
+const REFRESH = 2000, EVENTS = 40;
 
 export function Fleet() {
   const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health } = useData("/api/v1/health", REFRESH);

@@ -20,7 +20,7 @@ export const prompts = (prompt) => {
 export function Histogram({ rewards, bin, onBin }) {
   const bins = histogram(rewards), most = Math.max(1, ...bins.map((one) => one.count));
   if (bins.length === 0) return null;
-  return html`<div class="panel histogram"><h3>Rewards <span class="unit muted small">${rewards.length} episodes; a bar filters</span></h3>
+  return html`<div class="panel histogram"><h2 class="sub">Rewards <span class="unit muted small">${rewards.length} episodes; a bar filters</span></h2>
     <div class="bars">${bins.map((one, at) => {
       const from = number(one.from, 2), to = number(one.to, 2), name = one.from === one.to ? from : `${from} to ${to}`;
       return html`<button key=${at} aria-pressed=${bin === at} onClick=${() => onBin(bin === at ? null : at)} aria-label=${`${one.count} episodes with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
@@ -80,7 +80,7 @@ export function Group({ job, path }) {
       ${data.zero_variance && html`<span class="badge warn">no variance: no gradient</span>`}
       ${data.consumed_by !== null && html`<span class="muted small">trained into version ${data.consumed_by}</span>`}</div>
     ${data.reason && html`<div class="notice warn">${data.reason}</div>`}
-    <section class="panel"><h3>Prompt</h3><pre>${prompts(data.prompt)}</pre></section>
+    <section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section>
     <h2>${data.members.length} answers</h2>
     <div class="answers">${data.members.map((one) => html`<${Answer} key=${one.episode} job=${job} one=${one} />`)}</div>`;
 }

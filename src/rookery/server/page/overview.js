@@ -1,5 +1,5 @@
 // The charts of a run: which there are, from which fields. Pure functions: tests run them without a browser.
-import { isNumber } from "./format.js";
+import { duration, isNumber } from "./format.js";
 
 const FIRST = "reward/"; // a metric of the environment is reward/<name>
 
@@ -17,7 +17,7 @@ export function chartsOf(rows, evaluations = []) {
     { title: "Log-prob gap, engine − trainer", unit: "nats per token", lines: [line("mean", "logp_diff_mean")] },
     { title: "Groups without variance", unit: "% of groups", lines: [line("share", "zero_variance_share", { factor: 100 })], digits: 0 },
     { title: "Staleness", unit: "optimizer steps", lines: [line("mean", "staleness_mean"), line("oldest", "staleness_max")], digits: 2 },
-    { title: "Seconds by stage", unit: "s", lines: stages.map(([label, name]) => line(label, name)), digits: 2 },
+    { title: "Seconds by stage", unit: "s", lines: stages.map(([label, name]) => line(label, name)), show: duration },
     { title: "Gradient norm", unit: "", lines: [line("norm", "grad_norm")] },
     ...metrics.map((name) => ({ title: name.slice(FIRST.length), unit: "metric of the environment", environment: true, lines: [line("mean", name)] })),
   ];

@@ -28,7 +28,7 @@ export function Submit({ query }) {
     <div class="two"><section class="panel form" aria-label="Settings">${fields.map((field) => field.name === "base_model"
       ? html`<label class="field" key="base_model">base_model<select value=${spec.base_model} onChange=${(event) => change(["base_model"], event.target.value)}>${[...new Set([spec.base_model, ...(models ?? []).filter((one) => one.state !== "refused").map((one) => one.name)])].map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`
       : field.name === "policies" || field.name === "environment" ? html`<${JsonField} key=${field.name} field=${field} spec=${spec} change=${change} rows=${field.name === "environment" ? 9 : 4} />` : html`<${Field} key=${field.name} field=${field} spec=${spec} change=${change} />`)}</section>
-      <section class="panel" aria-label="As YAML"><h3>job.yaml</h3><p class="muted small">The same for <code>rookery run job.yaml</code>.</p><pre class="yaml">${toYaml(spec)}</pre></section></div>`;
+      <section class="panel" aria-label="As YAML"><h2 class="sub">job.yaml</h2><p class="muted small">The same for <code>rookery run job.yaml</code>.</p><pre class="yaml">${toYaml(spec)}</pre></section></div>`;
 }
 
 function Field({ field, spec, change }) {
@@ -53,7 +53,7 @@ function JsonField({ field, spec, change, rows }) {
     ${wrong && html`<span class="bad small" role="alert">${wrong}</span>`}</label>`;
 }
 
-const DryRun = ({ tried }) => html`<section class="panel dry"><h3>Dry run: this job would be accepted</h3>
+const DryRun = ({ tried }) => html`<section class="panel dry"><h2 class="sub">Dry run: this job would be accepted</h2>
   ${tried.warnings.map((line) => html`<p class="warn">${line}</p>`)}
   ${tried.constant && html`<p>The best constant reply on ${tried.constant.prompts} prompts earns <b>${number(tried.constant.reward)}</b>: <code>${tried.constant.reply}</code></p>`}
   <div class="answers">${tried.prompts.map((one, at) => html`<article class="panel answer"><b>Prompt ${at + 1}</b> <span class="muted small">${one.tokens} tokens, as the policy reads it</span><pre>${one.text}</pre></article>`)}</div>
