@@ -55,7 +55,7 @@ def test_unknown_variables_are_named_with_the_closest_setting() -> None:
 
 WRONG = {
     "ROOKERY_RAY_CPUS": "many", "ROOKERY_MAX_ROWS": "-1", "ROOKERY_TRAINER": "none", "ROOKERY_LOG_LEVEL": "LOUD",
-    "ROOKERY_PORT": "http", "ROOKERY_SEED_ETA": "x", "ROOKERY_JSON_BYTES": "1 MB",
+    "ROOKERY_PORT": "http", "ROOKERY_SEED_INITIAL_SECONDS": "x", "ROOKERY_JSON_BYTES": "1 MB",
 }  # fmt: skip
 """A wrong value in every part of the settings."""
 

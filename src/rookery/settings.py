@@ -121,13 +121,8 @@ class EdgeSettings(Section):
     """Bodies of one tenant's requests in memory at once, in bytes; more get status 429. One alone has its own limit."""
     json_items: int = Field(200_000, ge=100)
     """Most values in one JSON body, counted before it is parsed. Each token id of a prompt is one."""
-    json_depth: int = Field(64, ge=8, le=256)
-    """Deepest nesting of a JSON body."""
-    characters_per_token: int = Field(32, ge=4)
-    """A prompt with more characters than this times the model's context is too long, and is refused before it is
-    tokenized. Ordinary text has three to five characters per token."""
     connections: int = Field(4096, ge=8)
-    """Most open connections; fewer where the limit of file descriptors, less `reserved_descriptors`, allows fewer. For
+    """Most open connections; fewer where the limit of file descriptors, less 256, allows fewer. For
     a connection above it, the oldest one that waits for a request is closed; without one the new one is."""
     connections_per_address: int = Field(2048, ge=4)
     """Most open connections of one address, apart from connected workers and environment hosts; never more than three
@@ -142,15 +137,8 @@ class EdgeSettings(Section):
     """Bytes per second."""
     stall_seconds: float = Field(60.0, gt=0)
     """A client that takes none of a response for so long, while 64 kB of it wait, is disconnected."""
-    reserved_descriptors: int = Field(256, ge=0)
-    """File descriptors that connections leave free for workers, running jobs and the database."""
     head_seconds: float = Field(15.0, gt=0)
     """Time that a connection has to send the head of a request."""
-    head_bytes: int = Field(64 << 10, ge=1 << 10)
-    """Largest head of a request: its address and headers. The connection is closed for a larger one."""
-    hello_bytes: int = Field(1 << 20, ge=1 << 10)
-    """Largest message of a worker or environment host that is not welcomed yet. A hello lists the worker's cached
-    adapters, 70 bytes each."""
     host_bytes: int = Field(8 << 20, ge=1 << 16)
     """Largest message of a tenant's environment host: prompts, or the answer of an environment."""
     hello_sockets: int = Field(128, ge=1)
@@ -169,8 +157,6 @@ class LimitSettings(Section):
     once, as a dataset."""
     row_bytes: int = Field(256 << 10, ge=1 << 10)
     """Largest row of an uploaded dataset: a row travels with each of its episodes."""
-    dataset_rows: int = Field(5_000_000, ge=1)
-    """Rows of one uploaded dataset."""
     job_tokens: int = Field(1 << 25, ge=1)
     """Sampled tokens that the groups of one job may hold in memory: `groups_per_step` x (`max_staleness` + 1) x
     `group_size` x `max_tokens` x turns. A token takes about 80 bytes of the service. A tenant's running jobs together
@@ -188,8 +174,6 @@ class LimitSettings(Section):
     """Hub ids (`organisation/model`), comma-separated, that tenants may name in addition to the catalogue's models, by
     their names or hub ids, and those of `models`; `*` allows every hub id. The administrator may name any hub id, and
     alone may name folders."""
-    models_prepared_at_once: int = Field(1, ge=1)
-    """Base models that are downloaded and converted at the same time; others wait."""
     prepare_seconds: float = Field(3600.0, gt=0)
     """Time limit of preparing one base model."""
     model_idle_seconds: float = Field(1800.0, gt=0)
@@ -256,8 +240,6 @@ class ClusterSettings(Section):
     Ray's autoscaler sees them."""
     ray_spot_label: str = Field("pool=spot", pattern="^[^=]+=[^=]+$")
     """Label of nodes that may vanish. Reserved workers (`workers` per model) and the environment host avoid them."""
-    ray_start_seconds: float = Field(60.0, gt=0)
-    """A worker that has waited this long for a node is reported in the log, each time again. It keeps waiting."""
 
 
 class WorkerSettings(Section):
@@ -339,9 +321,6 @@ class EngineSettings(Section):
     """On a CPU, verify draft tokens (what a request's own text or its group's went on with in such a place) in decode
     steps where measured times and acceptance promise more tokens per second. Texts and log-probabilities stay the
     same."""
-    engine_gap_alarm: float = Field(0.1, gt=0)
-    """Mean difference, in nats per token, between the log-probabilities of vLLM and of the trainer on a version's
-    canary text above which a worker logs a warning."""
     engine_gap_limit: float = Field(0.5, gt=0)
     """The same above which a worker refuses the version, so that its job pauses with that reason."""
     dispatch_ahead: int = Field(16, ge=0)
@@ -350,8 +329,6 @@ class EngineSettings(Section):
     tenant_turn_share: float = Field(0.5, ge=0, le=1)
     """Share of a worker's rows that one tenant's requests take before the next tenant's turn. Rows that share an
     adapter decode faster; a lower share lets a single request wait less."""
-    starvation_seconds: float = Field(30.0, gt=0)
-    """A tenant from whose waiting requests no worker took one for this long is next, whatever it was served before."""
     context_order: bool = True
     """Of a job whose step waits for all of its groups, begin one member of each group first, then the members of the
     groups whose finished members were the longest, so that no long reply begins last."""
@@ -373,9 +350,6 @@ class EngineSettings(Section):
     slo_overrides: str = ""
     """Other objectives, comma-separated `NAME=TTFT/TPOT` in milliseconds. NAME is a base model or a class of requests:
     `chat`, `completion` (OpenAI API), `sample` (`rookery sample`); a class goes before a model."""
-    kv_headroom: float = Field(0.2, ge=0, lt=1)
-    """Share of the KV cache that rollouts leave while interactive requests are there. When those need more, the cache
-    of rollouts is halved, once until a job's next step, and the rollouts beyond it move to other workers."""
 
 
 class TrainingSettings(Section):
@@ -410,8 +384,6 @@ class SessionSettings(Section):
 
     session_commit_every: int = Field(1, ge=1)
     """Optimizer steps of a client per durable version. Above 1 an answer says whether its step is durable."""
-    session_lora_alpha: float = Field(32.0, gt=0)
-    """Clients' adapters are scaled by this over their rank; the API has no field for it."""
     session_poll_seconds: float = Field(30.0, gt=0, lt=45)
     """Long-poll timeout of a result request; must stay below the client's 45 s."""
     session_result_seconds: float = Field(86400.0, gt=0)
@@ -437,9 +409,6 @@ class OffloadSettings(Section):
     seed_initial_seconds: float = Field(10.0, ge=0)
     """First value of T_seed: seconds that a training worker generates before it trains, until its first cycle was
     measured."""
-    seed_eta: float = Field(3.0, ge=1)
-    """Divisor of a cycle's difference of waits in the update of T_seed (eta; 3 in the authors' code). A smaller value
-    learns faster and oscillates where training workers generate much faster than remote ones."""
 
 
 class Settings(Section):

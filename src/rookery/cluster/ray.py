@@ -56,6 +56,9 @@ SCALE_SECONDS = 20.0
 """Interval at which a request to Ray's autoscaler is repeated, and learns of those of other base models."""
 FORGOTTEN_SECONDS = 3 * SCALE_SECONDS
 """A request that was not repeated for so long is of a process that was killed."""
+START_SECONDS = 60.0
+"""A worker that has waited this long for a node is reported in the log, each time again. It keeps waiting."""
+
 END_SECONDS = 2.0
 """Without the service, Ray has so long to take the end of the request: a worker's process ends with this one."""
 REQUESTS = b"rookery-workers/"
@@ -252,7 +255,7 @@ class RayActors:
             while not starting.done():
                 await asyncio.wait(
                     {starting, stopping},
-                    timeout=self._settings.ray_start_seconds,
+                    timeout=START_SECONDS,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if stopping.done():

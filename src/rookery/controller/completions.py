@@ -20,7 +20,7 @@ from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
 from rookery.errors import UserError
 from rookery.scheduling.slo import parse_objectives
-from rookery.tokenization.chat import Chat
+from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
 
 Message = Mapping[str, str]
 
@@ -69,7 +69,7 @@ class Completions:
         """``source`` is a conversation, a text to complete, or its token ids. Raises :class:`UserError`, for a text
         that is far too long before it is tokenized."""
         texts = [source] if isinstance(source, str) else [m["content"] for m in source if isinstance(m, Mapping)]
-        letters, most = sum(map(len, texts)), chat.context * self._context.settings.edge.characters_per_token
+        letters, most = sum(map(len, texts)), chat.context * CHARACTERS_PER_TOKEN
         if letters > most:
             raise PromptTooLong(
                 f"this model's maximum context length is {chat.context} tokens, at most {most} characters; the prompt"

@@ -16,6 +16,9 @@ from rookery.tokenization.registry import PREPARED, model_folder
 
 log = logging.getLogger("rookery.server")
 
+PREPARED_AT_ONCE = 1
+"""Base models that are downloaded and converted at the same time: each conversion holds a whole model in memory."""
+
 
 class BaseModels:
     """Chat templates with tokenizers by base model; concurrent calls load each once."""
@@ -23,7 +26,7 @@ class BaseModels:
     def __init__(self, settings: Settings) -> None:
         self._cache = settings.cache
         self._limits = settings.limits
-        self._places = asyncio.Semaphore(settings.limits.models_prepared_at_once)
+        self._places = asyncio.Semaphore(PREPARED_AT_ONCE)
         self._loading: dict[str, asyncio.Task[Chat]] = {}
 
     async def chat(self, model: str) -> Chat:

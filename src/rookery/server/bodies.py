@@ -3,7 +3,7 @@
 * No request makes the service hold more bytes than its route's limit: reading stops at the chunk that exceeds it, with
   status 413. Uploads of workers with a ticket have no limit here; they are written to the disk in chunks.
 * JSON is measured before it is parsed: a body with more items than ``json_items`` gets 413, one nested deeper than
-  ``json_depth`` 422. The measuring functions run at the speed of a memory copy.
+  ``JSON_DEPTH`` 422. The measuring functions run at the speed of a memory copy.
 * A body above :data:`INLINE_BYTES` is measured and parsed in a thread, one at a time of a tenant.
 """
 
@@ -58,6 +58,9 @@ INLINE_BYTES = 32 << 10
 
 MEASURED_BYTES = 256 << 10
 """Of a body measured at once."""
+
+JSON_DEPTH = 64
+"""Deepest nesting of a JSON body."""
 
 DIGITS = 100
 """Digits of one number: converting a longer integer takes a time that grows with their square."""
@@ -236,7 +239,7 @@ async def read_json(request: Request) -> Any:
         with refused_shortages():
             body = await request.body()
             decode = values.decode if request.url.path.startswith(JOB_ROUTES) else msgspec.json.decode
-            work = partial(parse, body, edge.json_items, edge.json_depth, decode)
+            work = partial(parse, body, edge.json_items, JSON_DEPTH, decode)
             return await off_loop(service.threads, len(body), work)
     except BodyRefused:
         service.refusals["bodies_refused"] += 1
@@ -275,7 +278,7 @@ def _measure(body: bytes, items: int, depth: int) -> None:
         for bracket in bare.translate(None, _OUTSIDE):
             level += 1 if bracket in b"[{" else -1
             if level > depth:
-                raise BodyRefused(422, f"the body is nested more than {depth} deep; the limit is ROOKERY_JSON_DEPTH")
+                raise BodyRefused(422, f"the body is nested more than {depth} deep; give a flatter one")
 
 
 def parse(body: bytes, items: int, depth: int, decode: Callable[[bytes], Any] = msgspec.json.decode) -> Any:

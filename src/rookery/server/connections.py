@@ -5,7 +5,7 @@
   closed.
 * A connected worker or environment host is never closed for another connection and does not count for its address.
 * A WebSocket reads only small messages until its hello was accepted.
-* ``reserved_descriptors`` file descriptors stay free for workers, running jobs and the database.
+* :data:`RESERVED_DESCRIPTORS` file descriptors stay free for workers, running jobs and the database.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ from rookery.settings import EdgeSettings
 
 DESCRIPTORS = 65536
 """Limit of open files that the service asks for; the system may allow fewer."""
+
+RESERVED_DESCRIPTORS = 256
+"""File descriptors that connections leave free."""
+
+HEAD_BYTES = 64 << 10
+"""Largest head of a request: its address and headers. The connection is closed for a larger one."""
+
+HELLO_BYTES = 1 << 20
+"""Largest message of a worker or environment host that is not welcomed yet. A hello lists the worker's cached adapters,
+70 bytes each."""
 
 ACCEPTED_AT_ONCE = 64
 """Connections taken from the listening socket before the first of them is counted; far fewer than the reserve."""
@@ -69,7 +79,7 @@ class Connections:
         self.settings = settings
         self.tls = tls
         self._refusals = refusals
-        descriptors = raise_descriptor_limit() - settings.reserved_descriptors
+        descriptors = raise_descriptor_limit() - RESERVED_DESCRIPTORS
         self._limit = max(1, min(settings.connections, descriptors))
         self._per_address = max(1, min(settings.connections_per_address, self._limit * 3 // 4))
         self.per_tenant = max(1, min(settings.tenant_open_requests, self._per_address // 2))
@@ -202,7 +212,7 @@ class BoundedHttp(HttpToolsProtocol):
             return  # in a request, or a WebSocket now
         if self._timer is None and self.timeout_keep_alive_task is None:
             self._await_head()
-        if self._head_bytes > self._bounds.settings.head_bytes:
+        if self._head_bytes > HEAD_BYTES:
             self._bounds.end_flood(self.slot)
 
     def _should_upgrade(self) -> bool:
@@ -294,7 +304,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._bounds: Connections = config.app.state.context.connections
         self._unread: deque[memoryview] = deque()
         self._pings = 0
-        self.conn.max_message_size = self._bounds.settings.hello_bytes
+        self.conn.max_message_size = HELLO_BYTES
 
     def welcomed(self, most: int) -> None:
         """The peer's hello was accepted: messages may have ``most`` bytes, and the connection stays."""

@@ -35,6 +35,10 @@ _SENTINEL = "\ue000reply\ue001"
 """Placeholder for the reply, to find out what a template writes around one: private-use characters, no white space."""
 
 
+CHARACTERS_PER_TOKEN = 32
+"""A text with more characters than this times the model's context is too long, and is refused before it is tokenized.
+Ordinary text has three to five characters per token."""
+
 LONG_TEXT = 10_000
 """Characters of a text that is encoded without Python's lock, so that other threads run meanwhile; the library does so
 in its own threads, and only for batches."""

@@ -158,7 +158,7 @@ def load_core(
     dtype = str(models[chosen.trainer].dtype).removeprefix("torch.")
     mapped = (folder / WEIGHTS).stat().st_size  # on a CPU not all of it is in memory yet
     budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
-    gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
+    gate = SloGate(enabled=settings.engine.slo_gate)
     chat, base = Chat.load(folder), base_reference(folder)
     place = _Place(folder, settings, base, chat, inspected.not_native, where, budget, gate, between_layers)
     if chosen.engine == "vllm":

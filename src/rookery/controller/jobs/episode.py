@@ -37,7 +37,7 @@ from rookery.controller.rollout.request import SamplingRequest
 from rookery.errors import RookeryError, short
 from rookery.spec.policy import InFlight
 from rookery.storage.models import EpisodeRow
-from rookery.tokenization.chat import LONG_TEXT, Message
+from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, LONG_TEXT, Message
 
 T = TypeVar("T")
 
@@ -195,7 +195,7 @@ class Episode:
         chat, messages = self.job.chat, [msgspec.structs.asdict(message) for message in conversation]
         sequence = trajectories[-1].sequence if trajectories else []
         letters = sum(len(message["role"]) + len(message["content"]) for message in messages)
-        most = chat.context * self.job.controller.settings.edge.characters_per_token
+        most = chat.context * CHARACTERS_PER_TOKEN
         if letters > most:  # far too long: tokenizing it would take seconds
             if turn == 0:
                 raise EpisodeFailed(f"the prompt has {letters} characters, the model's context holds at most {most}")

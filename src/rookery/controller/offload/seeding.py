@@ -37,6 +37,10 @@ from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.offload.seeding")
 
+ETA = 3.0
+"""Divisor of a cycle's difference of waits in the update of T_seed (3 in the authors' code). A smaller value learns
+faster and oscillates where training workers generate much faster than remote ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class CycleSample:
@@ -208,7 +212,7 @@ class Seeding:
         if worker.name not in self.planners:
             settings, reserved = self._settings, 1 + len(self._cycling(worker.hello.model))
             self.planners[worker.name] = self.planner(
-                initial=settings.offload.seed_initial_seconds, eta=settings.offload.seed_eta, reserved=reserved
+                initial=settings.offload.seed_initial_seconds, eta=ETA, reserved=reserved
             )
         return self.planners[worker.name]
 

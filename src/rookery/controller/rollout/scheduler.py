@@ -42,6 +42,9 @@ from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 
+STARVATION_SECONDS = 30.0
+"""A tenant from whose waiting requests no worker took one for this long is next, whatever it was served before."""
+
 
 class TokensReceived(WorkerEvent, frozen=True):
     """New tokens of a rollout request arrived."""
@@ -68,7 +71,7 @@ class RolloutScheduler:
         self._clock = clock
         self.pool = WorkerPool(settings, clock, weights or {})
         engine = settings.engine
-        self.queues = RequestQueues(clock, engine.starvation_seconds, weights or {}, context_order=engine.context_order)
+        self.queues = RequestQueues(clock, STARVATION_SECONDS, weights or {}, context_order=engine.context_order)
         self.inflight: dict[str, InflightRequest] = {}
         """By the request's id."""
         self._assigned: dict[str, InflightRequest] = {}

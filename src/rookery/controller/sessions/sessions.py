@@ -46,6 +46,9 @@ SEEN_SECONDS = 60.0
 SWEEP_SECONDS = 60.0
 """How often expired rows are looked for: their lifetimes are hours."""
 
+LORA_ALPHA = 32.0
+"""Clients' adapters are scaled by this over their rank; the API has no field for it."""
+
 ATTENTION = ("q", "k", "v", "o")
 """The layers that ``train_attn`` selects; ``train_mlp`` selects the others."""
 
@@ -265,7 +268,7 @@ class Sessions:
             raise UserError(f"rank {rank} is not served; allowed: 1 to {limit}")
         context.quotas.check_model(tenant, name)
         await context.quotas.check_stored(tenant)
-        id, policy, alpha = f"{session}:train:{number}", context.ids.new("policy"), settings.sessions.session_lora_alpha
+        id, policy, alpha = f"{session}:train:{number}", context.ids.new("policy"), LORA_ALPHA
         targets = [target for target in TARGETS if lora["train_attn" if target in ATTENTION else "train_mlp"]]
         row = ModelRow(
             id=id, tenant=tenant, session=session, base_model=name, asked_model=base_model or "", policy=policy,

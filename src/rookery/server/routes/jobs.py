@@ -44,6 +44,9 @@ from rookery.server.schemas import (
 from rookery.storage.columns import PAGE
 from rookery.storage.repositories.runs import RunChoice, RunOrder
 
+DATASET_ROWS = 5_000_000
+"""Rows of one uploaded dataset: the service holds an offset of each."""
+
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS)
 
 JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSpec")]
@@ -251,7 +254,7 @@ def _upload(media_type: str, **schema: str) -> dict[str, Any]:
 async def add_dataset(service: Service, owner: Owner, request: Request) -> UploadedDataset:
     """Upload the rows of a ``jsonl`` environment: one JSON object per line."""
     limits = service.context.settings.limits
-    count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=limits.dataset_rows)
+    count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
     dataset, rows = await service.controller.add_dataset(owner.id, request.stream(), count)
     return UploadedDataset(dataset=dataset, rows=rows)
 

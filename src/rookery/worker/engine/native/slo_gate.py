@@ -25,6 +25,10 @@ from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.runner import Runner
 from rookery.worker.engine.request import EngineRequest
 
+KV_HEADROOM = 0.2
+"""Share of the KV cache that rollouts leave while interactive requests are there. When those need more, the cache of
+rollouts is halved, once until a job's next step, and the rollouts beyond it move to other workers."""
+
 LEAST_PREFILL = 16
 """Prompt tokens for which a slice of rollouts is worth its fixed cost."""
 
@@ -78,7 +82,7 @@ class SloGate:
     """See the module. ``costs`` is corrected by every slice."""
 
     def __init__(
-        self, *, enabled: bool = True, headroom: float = 0.2, clock: Callable[[], float] = time.monotonic
+        self, *, enabled: bool = True, headroom: float = KV_HEADROOM, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """``headroom``: the share of the KV cache that rollouts leave to interactive requests."""
         self.costs = CostTable()

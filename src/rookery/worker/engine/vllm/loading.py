@@ -27,6 +27,10 @@ from rookery.worker.transfer.cache import ADAPTERS
 
 log = logging.getLogger("rookery.engine")
 
+GAP_ALARM_NATS = 0.1
+"""Mean difference per token between the log-probabilities of vLLM and of the trainer on a version's canary text above
+which a worker logs a warning: twice what bfloat16 alone makes (``engine_gap_limit`` refuses the version)."""
+
 
 def load_vllm(folder: Path, settings: Settings, dtype: str, cache_bytes: int | None) -> VllmEngine:
     """An engine for the base model in the prepared ``folder``. Raises ``UserError`` for a setting, a model or a server
@@ -46,7 +50,7 @@ def load_vllm(folder: Path, settings: Settings, dtype: str, cache_bytes: int | N
         vocabulary,
         Chat.load(folder),
         projections,
-        gap_alarm=settings.engine.engine_gap_alarm,
+        gap_alarm=GAP_ALARM_NATS,
         gap_limit=settings.engine.engine_gap_limit,
     )
     if settings.engine.vllm_url and projections is not None:
