@@ -48,7 +48,6 @@ HIDDEN = {
 
 AGAIN = {
     "chaos in virtual time: 1,000 workers, 200 jobs, 100,000 preemptions": "make chaos-at-scale",
-    "mistakes made on purpose, and the test that notices each": "python -m benchmarks.scale.chaos_mutations",
     "the controller's time per event as workers and jobs grow": "make controller-scaling",
     "lost workers, restarts, joining workers, seeding": "make bench-preemption",
     "Tinker calls compared with SkyRL's server; log-probabilities of sampling and training": "make bench-tinker",
