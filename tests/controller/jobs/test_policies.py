@@ -168,6 +168,15 @@ async def test_a_policy_without_replies_gets_no_group(service: Service) -> None:
         assert row["ordinal"] % 2 == 0 or verifier not in row["uses"]
 
 
+async def test_a_job_pauses_that_a_policy_has_no_part_in(service: Service) -> None:
+    await service.join(script=lambda message: None)
+    job = await submit(service, algorithm={"group_size": 2, "groups_per_step": 2}, stop__steps=2)
+    view = await service.ends(job, "paused")
+    assert view.reason.startswith("the policy verifier had fewer than 2 episodes with a reply in each of the last 64")
+    assert len(chain(service, job, "solver")) == 3, "the other went on to its end"
+    assert all(row["state"] != "ready" for row in service.groups(job)), "nothing waits for a policy that trains no more"
+
+
 def contents(service: Service, job: str) -> list[str]:
     """The newest version of each policy: a chain of everything that it was trained on."""
     return [service.artifacts.path(chain(service, job, name)[-1].hash, ADAPTER).read_text() for name in PAIR]

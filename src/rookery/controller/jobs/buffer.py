@@ -27,6 +27,10 @@ class GroupBuffer:
         assert policy.versions is not None
         self.ready: list[CompleteGroup] = []
         """In order of arrival."""
+        self.closed = False
+        """The policy takes no more groups."""
+        self.silent = 0
+        """The newest groups in a row that were too small for the policy."""
         self.policy = policy
         self._job = job
         self._versions = policy.versions
@@ -52,6 +56,18 @@ class GroupBuffer:
             steps[versions.step_of(version)] += count
         oldest = min(sampled, default=0)
         return CompleteGroup(group.id, group.ordinal, versions.step_of(oldest), oldest, spoken, steps, names)
+
+    async def add(self, part: CompleteGroup) -> None:
+        """Take the policy's part of a stored group."""
+        self.ready.append(part)
+        if self.closed:
+            await self.close()
+
+    async def close(self) -> None:
+        """The policy trains no more: its groups wait for the others only."""
+        self.closed = True
+        if self.ready:
+            await self._remove(self.ready, "its policy trains no more")
 
     async def restore(self, groups: Iterable[tuple[GroupRow, Mapping[str, EpisodeResult]]]) -> None:
         """Take the complete groups of an earlier run."""
@@ -86,8 +102,11 @@ class GroupBuffer:
             await self._drop([known[group.group] for group in stale], f"too old for step {step}")
 
     async def _drop(self, groups: Sequence[CompleteGroup], reason: str) -> None:
+        self._job.progress.counters["groups_dropped_stale"] += len(groups)
+        await self._remove(groups, reason)
+
+    async def _remove(self, groups: Sequence[CompleteGroup], reason: str) -> None:
         names, progress, controller = [group.id for group in groups], self._job.progress, self._job.controller
-        progress.counters["groups_dropped_stale"] += len(groups)
         await progress.store(controller.store.drop_groups, names, reason, controller.clock.time(), policy=self.id)
         self.ready = [group for group in self.ready if group.id not in names]
         self._changed.notify()

@@ -32,6 +32,10 @@ from rookery.storage.models import EpisodeRow, GroupRow
 
 log = logging.getLogger("rookery.controller.jobs.groups")
 
+SILENT_GROUPS = 64
+"""Groups in a row from which a policy cannot learn before the job pauses: an environment names it in some groups, or
+never."""
+
 Refs = Mapping[str, protocol.AdapterRef | None]
 """A version of each policy of a job; None is the base model."""
 
@@ -179,7 +183,8 @@ class Groups:
             runs = [tasks.create_task(self._run_episode(group, row, refs)) for row in group.episodes]
         ended = {row.id: run.result() for row, run in zip(group.episodes, runs, strict=True)}
         episodes = {name: result for name, result in ended.items() if result is not None}
-        parts = [(buffer, part) for buffer in self._buffers if (part := buffer.complete(group, episodes)) is not None]
+        found = [(buffer, buffer.complete(group, episodes)) for buffer in self._buffers if not buffer.closed]
+        parts = [(buffer, part) for buffer, part in found if part is not None]
         if len(episodes) >= LEAST_EPISODES:
             oldest = min((part.min_version for _, part in parts), default=None)
             policies = [buffer.id for buffer, _ in parts] if len(self._buffers) > 1 else []
@@ -187,14 +192,22 @@ class Groups:
                 store.finish_group, group.id, "ready" if parts else "dropped", self._clock.time(), min_version=oldest,
                 policies=policies, reason="" if parts else "no policy that trains has two episodes in it",
             )  # fmt: skip
+            for buffer, part in found:
+                buffer.silent = 0 if part is not None else buffer.silent + 1
             for buffer, part in parts:
-                buffer.ready.append(part)
+                await buffer.add(part)
         else:
             reason = f"{len(episodes)} of {len(group.episodes)} episodes survived"
             self._progress.counters["groups_failed"] += 1
             await write(store.finish_group, group.id, "failed", self._clock.time(), reason=reason)
         if (reason_to_pause := self._failures.pause_reason) is not None:
             raise JobPaused(reason_to_pause)
+        for buffer in self._buffers:
+            if buffer.silent >= SILENT_GROUPS and not buffer.closed:
+                raise JobPaused(
+                    f"the policy {buffer.policy.name} had fewer than {LEAST_EPISODES} episodes with a reply in each of"
+                    f" the last {buffer.silent} groups; name it in a Step of the environment, or give it train: false"
+                )
 
     async def _run_episode(self, group: GroupRow, row: EpisodeRow, refs: Refs) -> EpisodeResult | None:
         """Run one episode and store its end; None when it failed."""

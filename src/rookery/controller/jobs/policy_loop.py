@@ -128,6 +128,8 @@ class PolicyLoop:
                     await self._publish()
                 self._evaluate_if_due(tasks)
         self.over = True
+        if self._several:
+            await self.buffer.close()
         self._changed.notify()
         return reason
 
