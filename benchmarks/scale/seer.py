@@ -59,7 +59,7 @@ from rookery.simulation.clock import InlineWriter, VirtualClock, run
 from rookery.simulation.fakes.connection import connection_pair
 from rookery.simulation.fakes.service import MEMORY, MODEL
 from rookery.simulation.fakes.worker import FakeWorker, worker_hello
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 from rookery.storage.artifacts import Artifacts
 
 GROUPS, SIZE, WORKERS, CACHE = 64, 8, 8, 4096

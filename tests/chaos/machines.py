@@ -25,7 +25,7 @@ from rookery.simulation.fakes.engine import Row
 from rookery.simulation.fakes.host import EpisodeCall, FakeHost, user_message
 from rookery.simulation.fakes.trainer import ADAPTER, FakeTrainer
 from rookery.simulation.fakes.worker import FakeWorker, worker_hello
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 from rookery.storage.artifacts import Artifacts, Staging
 
 MODEL = "smollm2-135m-instruct"

@@ -30,10 +30,11 @@ from rookery.simulation.fakes.engine import FakeEngine, Row
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
 from rookery.simulation.fakes.text import LongTailed, chat, logprobs_of, tokens_of
 from rookery.simulation.fakes.trainer import FakeTrainer
-from rookery.simulation.profiles import Machine, Profile, load_profile, packaged
+from rookery.simulation.profiles import Profile, load_profile, packaged
 from rookery.simulation.replay import MODES, ReplayResult, Scenario, balanced, parse_modes, replay
 from rookery.simulation.report import as_json
 from rookery.simulation.traces import HOUR, Trace, load_trace, parse
+from rookery.spec.machine import Machine
 
 # --- clock ------------------------------------------------------------------------------------------------------------
 

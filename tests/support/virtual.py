@@ -17,7 +17,7 @@ from rookery.aio import cancel_all
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 
 # What a two-core machine takes for the model of 135M parameters, in seconds.
 DECODE_STEP, DECODE_ROW = 0.012, 0.0008

@@ -73,20 +73,27 @@ _JobLoader.add_constructor(_TAG + "float", _JobLoader.number)
 
 def read_job(path: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON job file. Raises :class:`UserError` for anything else."""
+    return read_mapping(path, "job", "name, base_model, environment and stop")
+
+
+def read_mapping(path: Path, kind: str, needed: str) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file. Raises :class:`UserError` for anything else. ``kind``: of file, ``needed``:
+    the fields that each has, for its line."""
     try:
         data = _load(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a {kind} file") from None
     except (UserError, values.ValueRefused) as error:
         raise UserError(f"{path}: {error}") from None
     except RecursionError:
-        raise UserError(f"{path}: is nested too deep; a job has a few levels") from None
+        raise UserError(f"{path}: is nested too deep; a {kind} has a few levels") from None
     except (yaml.YAMLError, ValueError) as error:  # a ValueError is text that is not UTF-8, or an endless number
         raise UserError(f"{path}: is neither YAML nor JSON ({' '.join(str(error).split())})") from None
     if data is None:
-        raise UserError(f"{path}: the file is empty; a job needs at least name, base_model, environment and stop")
+        raise UserError(f"{path}: the file is empty; a {kind} needs at least {needed}")
     if not isinstance(data, dict):
-        raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of fields (name, base_model, …)")
+        first = ", ".join(needed.replace(" and", ",").split(", ")[:2])
+        raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of fields ({first}, …)")
     return data
 
 

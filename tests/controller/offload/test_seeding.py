@@ -24,7 +24,7 @@ from rookery.simulation.clock import run
 from rookery.simulation.fakes.connection import connection_pair
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
 from rookery.simulation.fakes.worker import FakeWorker
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 
 # --- the equations ----------------------------------------------------------------------------------------------------
 

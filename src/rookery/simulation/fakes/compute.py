@@ -18,7 +18,7 @@ from rookery.scheduling.queues import TokenCounters
 from rookery.simulation.fakes.engine import FakeEngine
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer, Operation, batch_size
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 
 TOLERANCE = 1e-6
 """Share of a slice: a wake-up that close to its end does not begin the next one."""

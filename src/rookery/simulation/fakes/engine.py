@@ -22,7 +22,7 @@ from typing import Literal
 
 from rookery import protocol
 from rookery.simulation.fakes.text import Length, logprobs_of, tokens_of
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 
 WATERMARK = 100
 """The part of the KV cache, one in so many tokens, that a request which begins leaves free for those that run."""

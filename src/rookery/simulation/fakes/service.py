@@ -29,7 +29,7 @@ from rookery.simulation.fakes.connection import MemoryConnection, connection_pai
 from rookery.simulation.fakes.host import FakeHost, fixed_turns, uniform_reward
 from rookery.simulation.fakes.text import Length, chat
 from rookery.simulation.fakes.worker import FakeWorker, worker_hello
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
 from rookery.storage.store import Store

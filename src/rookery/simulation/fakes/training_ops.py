@@ -22,7 +22,7 @@ from rookery.simulation.fakes.trainer import (
     PolicyOperation,
     stale,
 )
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 
 
 class TrainingProcess(FaultyProcess, Protocol):

@@ -26,7 +26,7 @@ from rookery.simulation.fakes.connection import Faults, MemoryConnection, Ticket
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer
 from rookery.simulation.fakes.training_ops import FakeTrainingOps
-from rookery.simulation.profiles import Machine
+from rookery.spec.machine import Machine
 
 REDIAL_SECONDS = 1.0
 """Between the end of a connection and the next attempt."""

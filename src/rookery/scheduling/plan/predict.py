@@ -1,0 +1,426 @@
+"""Predicted seconds of a round, in which every job does one optimizer step, on unlike machines with given roles. Pure.
+
+The problem is HetRL's (arXiv 2512.12476): a graph of tasks (generate, train, publish) on a graph of machines. Here a
+task runs on one machine at a time or is divided by data alone, so a plan is a role for each machine.
+
+A round takes the longer of
+
+* the pool: the seconds in which all workers with the role ``rollout`` generate the episodes of all jobs, beside the
+  training that workers with both roles do, shared so that all end together. Jobs that are on-policy fall into step, for
+  they share the workers fairly: they generate together and then train together, and nothing of it overlaps. With
+  ``max_staleness`` s, 1 / (s + 1) of what could overlap does not (HetRL's Φ with η = s / (s + 1)), and
+* the chain of each job: its own rollouts with their tail, the training that is left after them, the optimizer step,
+  and the way of the new version to the workers, divided by ``max_staleness`` + 1 steps that may overlap.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Literal
+
+from rookery.spec.fleet import Fleet, FleetMachine
+from rookery.spec.machine import decode_seconds
+
+Role = Literal["off", "rollout", "train", "both"]
+
+ROLES: tuple[Role, ...] = ("off", "rollout", "train", "both")
+
+QUANTILES = 64
+"""Reply lengths that stand for all replies of a job: a length is then known to about 2% of the distribution."""
+
+SEARCH_STEPS = 20
+"""Halvings of the interval in which the end of a round is searched: relative 1e-6 of its upper end."""
+
+INFINITE = math.inf
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The work of one job's optimizer step."""
+
+    name: str
+    group_size: int
+    groups: int
+    prompt_tokens: int
+    median_tokens: float
+    """Of a reply, whose length is log-normal …"""
+    sigma: float
+    """… with this standard deviation of its logarithm …"""
+    max_tokens: int
+    """… and is cut here."""
+    environment: float = 0.0
+    """Seconds that the environment needs for an episode."""
+    staleness: int = 0
+    micro_batch: int = 0
+    """Episodes with which training begins; 0: with all of the step's."""
+    trainers: int = 1
+    """Most workers that compute one gradient together."""
+    steps: int = 1
+    """Optimizer steps that are left."""
+
+    @property
+    def episodes(self) -> int:
+        """Episodes of a step."""
+        return self.group_size * self.groups
+
+    def lengths(self) -> tuple[float, ...]:
+        """:data:`QUANTILES` reply lengths in tokens, ascending, each as likely as the others."""
+        return _lengths(self.median_tokens, self.sigma, self.max_tokens)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a reply."""
+        return sum(self.lengths()) / QUANTILES
+
+    @property
+    def train_tokens(self) -> float:
+        """Of a step: each reply, and each group's prompt once."""
+        return self.episodes * self.mean_tokens + self.groups * self.prompt_tokens
+
+
+@lru_cache(maxsize=256)
+def _lengths(median: float, sigma: float, most: int) -> tuple[float, ...]:
+    normal = NormalDist()
+    drawn = (median * math.exp(sigma * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES))
+    return tuple(min(max(1.0, length), float(most)) for length in drawn)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One machine of a fleet."""
+
+    name: str
+    machine: FleetMachine
+
+
+def devices_of(fleet: Fleet) -> list[Device]:
+    """Every machine of the fleet under its name, in the file's order."""
+    return [Device(f"{kind.name}-{i}", kind) for kind in fleet.machines for i in range(kind.count)]
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What a plan makes of one machine."""
+
+    role: Role
+    rows: int
+    """Sequences that decode together at most; 0 without the role ``rollout``."""
+    episodes: float
+    """Of a round, of all jobs."""
+    policies: tuple[str, ...]
+    """Jobs that it trains, with others where a job is divided."""
+    rollout_seconds: float
+    """Of a round."""
+    train_seconds: float
+    """Of a round."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    seconds: float
+    """Of a round; infinite where the plan cannot be run."""
+    uses: tuple[DeviceUse, ...] = ()
+    """By the fleet's devices."""
+    problem: str = ""
+    """Why the plan cannot be run."""
+
+    def busy(self, device: int) -> float:
+        """Share of a round in which a machine computes."""
+        use = self.uses[device]
+        return (use.rollout_seconds + use.train_seconds) / self.seconds
+
+
+def impossible(problem: str) -> Prediction:
+    return Prediction(INFINITE, (), problem)
+
+
+def predict(
+    fleet: Fleet, devices: Sequence[Device], demands: Sequence[Demand], roles: Sequence[Role], *, balanced: bool = True
+) -> Prediction:
+    """The seconds of a round with these ``roles``, one for each of ``devices``. ``balanced``: each worker takes as many
+    episodes as it can do until the others end, as the shipped placement does; else all take equally many."""
+    rolling = [i for i, role in enumerate(roles) if role in ("rollout", "both")]
+    training = [i for i, role in enumerate(roles) if role in ("train", "both")]
+    if not rolling or not training:
+        return impossible("no machine generates" if not rolling else "no machine trains")
+    if taken := [devices[i].name for i in training if devices[i].machine.preemptible]:
+        return impossible(f"{taken[0]} may vanish, so it cannot train")
+    trainers = _assign_trainers(devices, demands, training)
+    train = _train_seconds(fleet, devices, demands, trainers)
+    policies = {i: tuple(demands[j].name for j, at in enumerate(trainers) if i in at) for i in training}
+    rows = {}
+    for i in rolling:
+        states = len(policies.get(i, ()))
+        rows[i] = fitting_rows(devices[i].machine, demands, states, trains=i in training)
+        if rows[i] < 1:
+            return impossible(f"{devices[i].name} has no memory for one sequence beside what it holds")
+    for i in training:
+        if i not in rows and not _trains_in_memory(devices[i].machine, len(policies[i])):
+            return impossible(f"{devices[i].name} has no memory for the states of {len(policies[i])} policies")
+    pool = _pool(devices, demands, rolling, rows, train, balanced)
+    apart = _pool(devices, demands, rolling, rows, {}, balanced).seconds + max(train.values())
+    overlap = max(pool.seconds, max(train.values()))
+    lockstep = sum((apart - overlap) * d.episodes / (d.staleness + 1) for d in demands) / sum(d.episodes for d in demands)
+    chains = [
+        _chain(fleet, devices, demands, j, rolling, rows, trainers[j], train, balanced) for j in range(len(demands))
+    ]
+    seconds = max(overlap + max(0.0, lockstep), *chains)
+    if not math.isfinite(seconds):
+        return impossible("no machine ends an episode before its group is too old to train on")
+    uses = []
+    for i, role in enumerate(roles):
+        share = pool.episodes.get(i, 0.0)
+        uses.append(
+            DeviceUse(
+                role, rows.get(i, 0), share, policies.get(i, ()), pool.busy.get(i, 0.0), train.get(i, 0.0)
+            )
+        )  # fmt: skip
+    return Prediction(seconds, tuple(uses))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def fitting_rows(machine: FleetMachine, demands: Sequence[Demand], states: int, *, trains: bool) -> int:
+    """Sequences of the longest kind that decode together within the machine's memory, ``states`` training states and
+    the activations of a training slice aside; 0 where none fits."""
+    longest = max(demand.prompt_tokens + demand.max_tokens for demand in demands)
+    tokens = machine.cache_tokens
+    if (memory := machine.memory) is not None:
+        free = memory.total - memory.base - states * machine.state_bytes
+        free -= memory.train_token * machine.train_slice * trains
+        tokens = min(tokens, free // memory.cache_token if memory.cache_token else tokens) if free > 0 else 0
+    if longest > machine.context:
+        longest = machine.context
+    return max(0, min(machine.rows, tokens // longest))
+
+
+def _trains_in_memory(machine: FleetMachine, states: int) -> bool:
+    memory = machine.memory
+    if memory is None:
+        return True
+    return memory.total >= memory.base + states * machine.state_bytes + memory.train_token * machine.train_slice
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def _assign_trainers(
+    devices: Sequence[Device], demands: Sequence[Demand], training: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The machines that train each job, the one that holds the policy first: the largest job first, each where it ends
+    earliest; helpers are those that end earliest then. The shipped dispatcher goes by load, which is the same order on
+    equal machines."""
+    ends = dict.fromkeys(training, 0.0)
+    found: list[tuple[int, ...]] = [()] * len(demands)
+    for j in sorted(range(len(demands)), key=lambda j: -demands[j].train_tokens):
+        demand = demands[j]
+
+        def end(i: int, tokens: float = demand.train_tokens) -> float:
+            machine = devices[i].machine
+            return ends[i] + tokens * machine.train_token + machine.optimizer
+
+        best = sorted(training, key=lambda i: (end(i), i))
+        chosen = best[:1]
+        for helper in best[1 : demand.trainers]:  # a helper must shorten the step: shares are equal
+            share = demand.train_tokens / (len(chosen) + 1)
+            longest = max(end(i, share) for i in [*chosen, helper])
+            if longest < max(end(i, demand.train_tokens / len(chosen)) for i in chosen):
+                chosen.append(helper)
+        found[j] = tuple(chosen)
+        for i in chosen:
+            ends[i] = end(i, demand.train_tokens / len(chosen))
+    return found
+
+
+def _train_seconds(
+    fleet: Fleet, devices: Sequence[Device], demands: Sequence[Demand], trainers: Sequence[tuple[int, ...]]
+) -> dict[int, float]:
+    """Seconds of training of each machine in a round."""
+    found: dict[int, float] = {}
+    for demand, at in zip(demands, trainers, strict=True):
+        for i in at:
+            machine = devices[i].machine
+            own = demand.train_tokens / len(at) * machine.train_token
+            found[i] = found.get(i, 0.0) + own + (machine.optimizer if i == at[0] else 0.0)
+    return found
+
+
+def _transfer(fleet: Fleet, one: Device, other_site: str, size: float, bandwidth: float) -> float:
+    """Seconds of ``size`` bytes between a machine and a site."""
+    link = fleet.link(one.machine.site, other_site)
+    latency = one.machine.latency + (link.latency if link else 0.0)
+    return latency + size / (min(bandwidth, link.bandwidth) if link else bandwidth)
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pool:
+    seconds: float
+    episodes: dict[int, float]
+    busy: dict[int, float]
+
+
+def _pool(
+    devices: Sequence[Device],
+    demands: Sequence[Demand],
+    rolling: Sequence[int],
+    rows: dict[int, int],
+    train: dict[int, float],
+    balanced: bool,
+) -> _Pool:
+    """All jobs' rollouts in a round at full batches: jobs fill each other's tails."""
+    total = sum(demand.episodes for demand in demands)
+    mean = sum(demand.episodes * demand.mean_tokens for demand in demands) / total
+    prefill = sum(demand.groups * demand.prompt_tokens for demand in demands) / total
+    per_episode = {}
+    for i in rolling:
+        machine = devices[i].machine
+        batch = min(rows[i], total)
+        per_episode[i] = mean * machine.decode_step(batch) / batch + prefill * machine.prefill_token
+    if balanced:  # all end at the same time: seconds = (total + Σ train_i / per_i) / Σ 1 / per_i over those that take any
+        taking = list(rolling)
+        while True:
+            rate = sum(1 / per_episode[i] for i in taking)
+            seconds = (total + sum(train.get(i, 0.0) / per_episode[i] for i in taking)) / rate
+            late = [i for i in taking if train.get(i, 0.0) >= seconds]
+            if not late or len(late) == len(taking):
+                break
+            taking = [i for i in taking if i not in late]
+        share = {i: max(0.0, seconds - train.get(i, 0.0)) / per_episode[i] for i in taking}
+    else:
+        share = {i: total / len(rolling) for i in rolling}
+    busy = {i: share.get(i, 0.0) * per_episode[i] for i in rolling}
+    return _Pool(max(busy[i] + train.get(i, 0.0) for i in rolling), share, busy)
+
+
+def _chain(
+    fleet: Fleet,
+    devices: Sequence[Device],
+    demands: Sequence[Demand],
+    j: int,
+    rolling: Sequence[int],
+    rows: dict[int, int],
+    trainers: tuple[int, ...],
+    train: dict[int, float],
+    balanced: bool,
+) -> float:
+    """Seconds of one job's step by itself, divided by the steps that may overlap."""
+    demand = demands[j]
+    holder = devices[trainers[0]]
+    machine = holder.machine
+    alone = max(demand.train_tokens / len(trainers) * devices[i].machine.train_token for i in trainers)
+    early = 0.0
+    if 0 < demand.micro_batch < demand.episodes:  # the rest is trained on while episodes still run
+        early = alone * (1 - demand.micro_batch / demand.episodes)
+    offsets = {i: early for i in trainers if i in rolling}
+    ends = [
+        _Finish(devices[i].machine, rows[i], demand, offsets.get(i, 0.0)) for i in rolling
+    ]
+    rollout = _finish_together(ends, demand.episodes) if balanced else max(
+        end.seconds(demand.episodes / len(ends)) for end in ends
+    )  # fmt: skip
+    pull = max(
+        _transfer(fleet, devices[i], fleet.service, devices[i].machine.adapter_bytes, devices[i].machine.download)
+        for i in rolling
+    )
+    written = machine.adapter_bytes + machine.state_bytes
+    publish = _transfer(fleet, holder, fleet.service, written, machine.upload) + pull
+    gradient = 0.0
+    for i in trainers[1:]:  # each helper sends its share's gradient, in float32 as the state's masters
+        helper = devices[i]
+        gradient = max(gradient, _transfer(fleet, helper, fleet.service, machine.state_bytes / 3, helper.machine.upload))
+    left = alone if early == 0.0 else alone - early
+    trained = max(rollout, early) + left
+    return (demand.environment + trained + gradient + machine.optimizer + publish) / (demand.staleness + 1)
+
+
+class _Finish:
+    """When a machine ends some episodes of one job."""
+
+    def __init__(self, machine: FleetMachine, rows: int, demand: Demand, offset: float) -> None:
+        self._offset = offset
+        self._prefill = demand.prompt_tokens * machine.prefill_token / demand.group_size
+        self._counts, self._seconds = _curve(
+            tuple(machine.decode), min(rows, demand.episodes), demand.lengths(), demand.episodes
+        )
+
+    def seconds(self, episodes: float) -> float:
+        """Until so many have ended."""
+        if episodes <= 0:
+            return self._offset
+        return self._offset + episodes * self._prefill + interpolate(self._counts, self._seconds, episodes)
+
+    def episodes(self, seconds: float) -> float:
+        """That have ended by then."""
+        low, high = 0.0, float(self._counts[-1])
+        if self.seconds(high) <= seconds:
+            return high
+        if self.seconds(1.0) > seconds:
+            return 0.0
+        for _ in range(SEARCH_STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.seconds(middle) <= seconds else (low, middle)
+        return low
+
+
+def _finish_together(ends: Sequence[_Finish], episodes: int) -> float:
+    """The seconds after which all machines together have ended ``episodes``."""
+    low, high = 0.0, max(end.seconds(episodes) for end in ends)
+    for _ in range(SEARCH_STEPS):
+        middle = (low + high) / 2
+        if sum(end.episodes(middle) for end in ends) >= episodes:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """On the lines that join the points; beyond the last one in proportion."""
+    if x >= xs[-1]:
+        return ys[-1] * x / xs[-1]
+    at = next(i for i, known in enumerate(xs) if known >= x)
+    if at == 0:
+        return ys[0]
+    share = (x - xs[at - 1]) / (xs[at] - xs[at - 1])
+    return ys[at - 1] + share * (ys[at] - ys[at - 1])
+
+
+@lru_cache(maxsize=4096)
+def _curve(
+    decode: tuple[tuple[int, float], ...], rows: int, lengths: tuple[float, ...], most: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(episodes, seconds until the last of them ends), for powers of two up to ``most`` and ``most``."""
+    counts = sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
+    return tuple(map(float, counts)), tuple(_decode_seconds(decode, rows, lengths, count) for count in counts)
+
+
+def _decode_seconds(
+    decode: tuple[tuple[int, float], ...], rows: int, lengths: tuple[float, ...], count: int
+) -> float:
+    """Seconds until ``count`` replies have ended that decode at most ``rows`` at a time, each next one when a row is
+    free. The lengths are spread over the distribution, the longest ones first, as the shipped order tries to."""
+    step = [decode_seconds(decode, active) for active in range(min(rows, count) + 1)]
+    drawn = [lengths[int((i + 0.5) * len(lengths) / count)] for i in range(count)][::-1]
+    ends: list[float] = []
+    position = seconds = 0.0
+    for length in drawn:
+        if len(ends) == rows:
+            end = heapq.heappop(ends)
+            seconds += (end - position) * step[rows]
+            position = end
+        heapq.heappush(ends, position + length)
+    while ends:
+        active = len(ends)
+        end = heapq.heappop(ends)
+        seconds += (end - position) * step[active]
+        position = end
+    return seconds

@@ -1,0 +1,103 @@
+"""How fast a machine is with one base model: what a simulation models and a plan predicts with."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class FrozenModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class MachineMemory(FrozenModel):
+    """Bytes of a machine's memory and of what lies in it."""
+
+    total: int = Field(ge=1)
+    """What a worker may use."""
+    base: int = Field(ge=0)
+    """The base model."""
+    cache_token: int = Field(ge=0)
+    """One token in the KV cache."""
+    train_token: int = Field(ge=0)
+    """Activations of one token of a training slice."""
+
+
+class Machine(FrozenModel):
+    """One kind of machine with one base model. Times are seconds, sizes bytes."""
+
+    price: float = Field(1.0, gt=0)
+    """Of an hour of it, reserved, in any unit that is the same for all machines of a profile."""
+    rows: int = Field(ge=1)
+    """Sequences that decode together at most."""
+    cache_tokens: int = Field(1 << 40, ge=1)
+    """Tokens that its KV cache holds."""
+    context: int = Field(ge=2)
+    """The longest sequence, in tokens."""
+    decode: list[tuple[Annotated[int, Field(ge=1)], Positive]] = Field(min_length=1)
+    """(rows, seconds of one decode step with so many rows), ascending; between two points on the line that joins
+    them, beyond the last on the last line prolonged."""
+    prefill_token: float = Field(ge=0)
+    """Seconds per prompt token."""
+    prefill_slice: int = Field(ge=1)
+    """Prompt tokens computed in one slice, between two decode steps."""
+    train_token: float = Field(ge=0)
+    """Seconds per token of a training batch, forward and backward; a group's prompt counts once."""
+    train_slice: int = Field(ge=1)
+    """Tokens of one slice of training, between two decode steps."""
+    optimizer: float = Field(ge=0)
+    """An optimizer step, or the making of a new adapter."""
+    adapter_bytes: int = Field(ge=0)
+    """Bytes that a rollout worker pulls for a version."""
+    state_bytes: int = Field(ge=0)
+    """Bytes that the optimizer state adds when a version is committed, or loaded for training."""
+    download: Positive
+    """Bytes per second from the service, per worker."""
+    upload: Positive
+    """Bytes per second to the service."""
+    load: float = Field(ge=0)
+    """From the machine's start to a loaded base model."""
+    latency: float = Field(ge=0)
+    """Seconds of a transfer before its first byte."""
+    memory: MachineMemory | None = None
+    """None: ``rows`` and ``cache_tokens`` say all that fits."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        rows = [rows for rows, _ in self.decode]
+        if rows != sorted(set(rows)):
+            raise ValueError("decode: rows ascend")
+        return self
+
+    def decode_step(self, rows: int) -> float:
+        """Seconds of one decode step of ``rows`` sequences."""
+        return decode_seconds(self.decode, rows)
+
+    @cached_property
+    def costs(self) -> dict[Literal["prefill", "decode", "train"], list[tuple[float, float]]]:
+        """As a worker reports them."""
+        prefill = [(1.0, self.prefill_token), (float(self.prefill_slice), self.prefill_slice * self.prefill_token)]
+        return {"decode": [(float(rows), seconds) for rows, seconds in self.decode], "prefill": prefill}
+
+    def pull(self, *, state: bool = False) -> float:
+        """Seconds until a version is here, ``state`` and all where it is to be trained on."""
+        return self.latency + (self.adapter_bytes + self.state_bytes * state) / self.download
+
+    def push(self) -> float:
+        """Seconds until a committed version is at the service."""
+        return self.latency + (self.adapter_bytes + self.state_bytes) / self.upload
+
+
+def decode_seconds(points: Sequence[tuple[int, float]], rows: int) -> float:
+    """Seconds of one decode step of ``rows`` sequences, by ``points`` as :attr:`Machine.decode` has them."""
+    if rows <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    at = min(max(bisect_left(points, (rows, 0.0)), 1), len(points) - 1)
+    (low, first), (high, second) = points[at - 1], points[at]
+    return first + (second - first) * (rows - low) / (high - low)
