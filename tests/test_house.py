@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "spec": {"errors", "bounds"},
     "protocol": {"errors", "aio", "clock", "bounds", "network"},
     "algorithms": set(),
-    "scheduling": {"errors"},
+    "scheduling": {"errors", "spec"},
     "telemetry": {"errors", "settings"},
     "tokenization": {"errors"},
     "storage": {"errors", "folders", "protocol", "spec"},

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli import admin, demo, doctor, jobs, models, page, run, serve, simulate
+from rookery.cli import admin, demo, doctor, jobs, models, page, plan, run, serve, simulate
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.cli.output import flush_output, prepare_streams, show
 from rookery.errors import RookeryError
@@ -35,6 +35,8 @@ app.command("worker")(serve.worker)
 app.command("workers")(admin.workers)
 app.add_typer(admin.app, name="tenants")
 app.command("simulate")(simulate.simulate)
+app.command("plan")(plan.plan)
+app.command("profile")(plan.profile)
 app.command("costs")(admin.costs)
 app.command("backup")(admin.backup)
 app.command("restore")(admin.restore)

@@ -7,7 +7,7 @@ unknown one is refused, never guessed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -44,7 +44,7 @@ class Link(FrozenModel):
 
 class Fleet(FrozenModel):
     machines: Annotated[list[FleetMachine], Field(min_length=1, max_length=MAX_MACHINES)]
-    links: Annotated[list[Link], Field(max_length=MAX_MACHINES**2)] = []
+    links: Annotated[list[Link], Field(max_length=MAX_MACHINES**2)] = Field(default_factory=list)
     service: Name = ""
     """The site of the service, which stores every version."""
 
@@ -58,7 +58,8 @@ class Fleet(FrozenModel):
         sites = {self.service, *(machine.site for machine in self.machines)}
         for link in self.links:
             if unknown := set(link.between) - sites:
-                raise ValueError(f"links: no machine is at the site {min(unknown)!r}; sites: {', '.join(sorted(sites))}")
+                known = ", ".join(sorted(sites))
+                raise ValueError(f"links: no machine is at the site {min(unknown)!r}; sites: {known}")
         pairs = [frozenset(link.between) for link in self.links]
         if len(set(pairs)) < len(pairs):
             raise ValueError("links: two links between the same sites; give one, it is for both directions")
@@ -72,9 +73,41 @@ class Fleet(FrozenModel):
 
 def read_fleet(path: Path) -> Fleet:
     """The fleet in a YAML or JSON file. Raises :class:`UserError` of one line."""
-    data = read_mapping(path, "fleet", "machines")
+    return _parsed(Fleet, path, read_mapping(path, "fleet", "machines"))
+
+
+class PlannedWorker(FrozenModel):
+    """One worker of a plan."""
+
+    name: Name
+    machine: Name
+    """The kind in the fleet file."""
+    roles: Annotated[list[Literal["rollout", "train"]], Field(min_length=1, max_length=2)]
+    max_rows: int = Field(ge=1)
+    """Sequences that decode together."""
+    slice_tokens: int = Field(ge=1)
+    """Tokens of a training slice."""
+
+
+class Plan(FrozenModel):
+    """A plan file: the workers with their roles, as ``rookery plan --out`` writes it."""
+
+    step_seconds: Positive
+    """Predicted seconds of a round, in which every job does one optimizer step."""
+    workers: Annotated[list[PlannedWorker], Field(min_length=1, max_length=MAX_MACHINES)]
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a YAML or JSON file. Raises :class:`UserError` of one line."""
+    return _parsed(Plan, path, read_mapping(path, "plan", "step_seconds and workers"))
+
+
+Parsed = TypeVar("Parsed", bound=FrozenModel)
+
+
+def _parsed(model: type[Parsed], path: Path, data: dict[str, Any]) -> Parsed:
     try:
-        return Fleet.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

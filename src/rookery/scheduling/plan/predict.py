@@ -165,7 +165,8 @@ def predict(
     pool = _pool(devices, demands, rolling, rows, train, balanced)
     apart = _pool(devices, demands, rolling, rows, {}, balanced).seconds + max(train.values())
     overlap = max(pool.seconds, max(train.values()))
-    lockstep = sum((apart - overlap) * d.episodes / (d.staleness + 1) for d in demands) / sum(d.episodes for d in demands)
+    total = sum(demand.episodes for demand in demands)
+    lockstep = sum((apart - overlap) * demand.episodes / total / (demand.staleness + 1) for demand in demands)
     chains = [
         _chain(fleet, devices, demands, j, rolling, rows, trainers[j], train, balanced) for j in range(len(demands))
     ]
@@ -285,7 +286,7 @@ def _pool(
         machine = devices[i].machine
         batch = min(rows[i], total)
         per_episode[i] = mean * machine.decode_step(batch) / batch + prefill * machine.prefill_token
-    if balanced:  # all end at the same time: seconds = (total + Σ train_i / per_i) / Σ 1 / per_i over those that take any
+    if balanced:  # all that take any end at the same time: (total + Σ train_i / per_i) / Σ 1 / per_i
         taking = list(rolling)
         while True:
             rate = sum(1 / per_episode[i] for i in taking)
@@ -321,9 +322,7 @@ def _chain(
     if 0 < demand.micro_batch < demand.episodes:  # the rest is trained on while episodes still run
         early = alone * (1 - demand.micro_batch / demand.episodes)
     offsets = {i: early for i in trainers if i in rolling}
-    ends = [
-        _Finish(devices[i].machine, rows[i], demand, offsets.get(i, 0.0)) for i in rolling
-    ]
+    ends = [_Finish(devices[i].machine, rows[i], demand, offsets.get(i, 0.0)) for i in rolling]
     rollout = _finish_together(ends, demand.episodes) if balanced else max(
         end.seconds(demand.episodes / len(ends)) for end in ends
     )  # fmt: skip
@@ -336,7 +335,8 @@ def _chain(
     gradient = 0.0
     for i in trainers[1:]:  # each helper sends its share's gradient, in float32 as the state's masters
         helper = devices[i]
-        gradient = max(gradient, _transfer(fleet, helper, fleet.service, machine.state_bytes / 3, helper.machine.upload))
+        sent = _transfer(fleet, helper, fleet.service, machine.state_bytes / 3, helper.machine.upload)
+        gradient = max(gradient, sent)
     left = alone if early == 0.0 else alone - early
     trained = max(rollout, early) + left
     return (demand.environment + trained + gradient + machine.optimizer + publish) / (demand.staleness + 1)
@@ -403,9 +403,7 @@ def _curve(
     return tuple(map(float, counts)), tuple(_decode_seconds(decode, rows, lengths, count) for count in counts)
 
 
-def _decode_seconds(
-    decode: tuple[tuple[int, float], ...], rows: int, lengths: tuple[float, ...], count: int
-) -> float:
+def _decode_seconds(decode: tuple[tuple[int, float], ...], rows: int, lengths: tuple[float, ...], count: int) -> float:
     """Seconds until ``count`` replies have ended that decode at most ``rows`` at a time, each next one when a row is
     free. The lengths are spread over the distribution, the longest ones first, as the shipped order tries to."""
     step = [decode_seconds(decode, active) for active in range(min(rows, count) + 1)]

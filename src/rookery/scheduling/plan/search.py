@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from rookery.scheduling.plan.predict import Demand, Device, Prediction, Role, predict
+from rookery.scheduling.plan.predict import Demand, Device, Prediction, Role, devices_of, predict
 from rookery.spec.fleet import Fleet
 
 Sharing = Literal["apart", "shared", "mixed"]
@@ -40,6 +40,7 @@ WORTH_USING = 0.01
 
 SIZES_TRIED = 12
 """Numbers of training machines that are arms; of larger fleets they are spread geometrically."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -68,6 +69,22 @@ def search(
     return _trimmed(evaluate)
 
 
+def gains(
+    fleet: Fleet, demands: Sequence[Demand], found: Found, *, budget: int = BUDGET, seed: int = 0
+) -> dict[str, float]:
+    """By kind of machine, the share of the round that one more of it would save."""
+    saved = {}
+    for kind in fleet.machines:
+        more = kind.model_copy(update={"count": kind.count + 1})
+        larger = fleet.model_copy(update={"machines": [more if m.name == kind.name else m for m in fleet.machines]})
+        devices = devices_of(larger)
+        at = next(i for i, device in enumerate(devices) if device.name == f"{kind.name}-{kind.count}")
+        start: tuple[Role, ...] = (*found.roles[:at], "off", *found.roles[at:])
+        best = search(larger, devices, demands, budget=budget, seed=seed, start=start)
+        saved[kind.name] = max(0.0, 1 - best.prediction.seconds / found.prediction.seconds)
+    return saved
+
+
 def homogeneous(devices: Sequence[Device]) -> Iterable[tuple[Role, ...]]:
     """Plans that treat machines alike but for the number that train: those that train fastest do."""
     order = _by_training(devices)
@@ -84,7 +101,8 @@ class _Evaluator:
     ) -> None:
         self.devices = devices
         self.budget = budget
-        self.best: tuple[float, int, tuple[Role, ...]] = (math.inf, 0, ("off",) * len(devices))
+        nothing: Role = "off"
+        self.best: tuple[float, int, tuple[Role, ...]] = (math.inf, 0, (nothing,) * len(devices))
         self.known: dict[tuple[tuple[str, Role, int], ...], Prediction] = {}
         self.predict = lambda roles: predict(fleet, devices, demands, roles, balanced=balanced)
 

@@ -1,0 +1,201 @@
+"""``rookery plan``: roles for described machines; ``rookery profile``: the description of this machine."""
+
+from __future__ import annotations
+
+import json as jsons
+import math
+import socket
+import subprocess
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from rookery.children import interpreter
+from rookery.cli.options import JsonOption
+from rookery.cli.output import print_json, show
+from rookery.errors import UserError
+from rookery.scheduling.plan.predict import Demand, Device, devices_of
+from rookery.scheduling.plan.search import BUDGET, Found, gains, search
+from rookery.spec.files import read_job
+from rookery.spec.fleet import Fleet, FleetMachine, Plan, PlannedWorker, read_fleet
+from rookery.spec.job import JobSpec
+from rookery.spec.parsing import parse_job
+from rookery.telemetry.rows import Rows, columns
+
+TYPICAL_ERROR = 0.15
+"""Median difference between predicted and simulated seconds of a round (``benchmarks/scale/planning.py``)."""
+
+
+def plan(
+    workers: Annotated[Path, typer.Option(help="The fleet file: machines, their speeds, links.")],
+    jobs: Annotated[list[Path], typer.Option(help="A job file; give the option once for each job.")],
+    reply_tokens: Annotated[
+        float | None, typer.Option(min=1, help="Median tokens of a reply; by default half of max_tokens.")
+    ] = None,
+    sigma: Annotated[
+        float, typer.Option(min=0, max=3, help="Spread of reply lengths: the deviation of their logarithm.")
+    ] = 0.6,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
+    environment: Annotated[float, typer.Option(min=0, help="Seconds of the environment for an episode.")] = 0.0,
+    budget: Annotated[int, typer.Option(min=1, max=100_000, help="Plans that are predicted.")] = BUDGET,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Also simulate the plan with the real controller.")] = (
+        False
+    ),
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file, for rookery serve --plan.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Choose roles for unlike machines: which generate, which train, and which are not needed."""
+    fleet = read_fleet(workers)
+    devices = devices_of(fleet)
+    demands = [demand_of(parse_job(read_job(path)), reply_tokens, sigma, prompt_tokens, environment) for path in jobs]
+    found = search(fleet, devices, demands, budget=budget, seed=seed)
+    if math.isinf(found.prediction.seconds):
+        raise UserError(f"{workers}: no plan can run these jobs: {found.prediction.problem}")
+    more = gains(fleet, demands, found, budget=budget, seed=seed)
+    planned = plan_of(devices, found)
+    report = as_json(devices, found, more)
+    if simulate:
+        from rookery.simulation.planned import simulate_plan
+
+        rows = [use.rows for use in found.prediction.uses]
+        report["simulated_seconds"] = simulate_plan(devices, demands, found.roles, rows)
+    if out is not None:
+        out.write_text(yaml.safe_dump(planned.model_dump(), sort_keys=False), encoding="utf-8")
+    if json:
+        print_json(report)
+        return
+    show(_table(devices, found))
+    low, high = (found.prediction.seconds * (1 + sign * TYPICAL_ERROR) for sign in (-1, 1))
+    show(
+        f"One optimizer step of every job: {found.prediction.seconds:.1f} s predicted, typically {low:.1f} to "
+        f"{high:.1f} s ({found.evaluations} plans predicted)"
+    )
+    if simulate:
+        show(f"Simulated with the real controller: {report['simulated_seconds']:.1f} s")
+    for name, gain in more.items():
+        show(f"One more {name}: {gain:.0%} less time" if gain >= 0.005 else f"One more {name}: no gain")
+    show("\nCommands, each on its machine:")
+    for worker in planned.workers:
+        show(f"  {command(worker, fleet)}")
+
+
+def profile(
+    name: Annotated[str | None, typer.Option(help="The machine's name; by default its host name.")] = None,
+    model: Annotated[str, typer.Option(help="The base model.")] = "smollm2-135m-instruct",
+    price: Annotated[float, typer.Option(min=0.001, help="Price of an hour, in any unit.")] = 1.0,
+    site: Annotated[str, typer.Option(help="Where the machine is.")] = "",
+    bandwidth: Annotated[float, typer.Option(min=1, help="Bytes per second between this machine and the service.")] = (
+        125e6
+    ),
+    latency: Annotated[float, typer.Option(min=0, help="Seconds of a transfer before its first byte.")] = 0.001,
+    out: Annotated[Path | None, typer.Option(help="A fleet file: the entry is added, or replaced.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure this machine in under two minutes: its entry of a fleet file."""
+    named = name or socket.gethostname().split(".")[0]
+    run = subprocess.run(
+        interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False
+    )
+    if run.returncode:
+        raise typer.Exit(run.returncode)
+    measured = jsons.loads(run.stdout)
+    entry = FleetMachine.model_validate(
+        measured | {"price": price, "site": site, "download": bandwidth, "upload": bandwidth, "latency": latency}
+    ).model_dump(exclude_none=True)
+    if out is not None:
+        add_entry(out, entry)
+    if json:
+        print_json(entry)
+    else:
+        show(yaml.safe_dump({"machines": [entry]}, sort_keys=False, default_flow_style=None))
+
+
+def add_entry(path: Path, entry: dict[str, Any]) -> None:
+    """Write the entry into a fleet file, in the place of one with its name. Raises :class:`UserError`."""
+    fleet = read_fleet(path) if path.exists() else None
+    others = [] if fleet is None else [machine for machine in fleet.machines if machine.name != entry["name"]]
+    written = {} if fleet is None else fleet.model_dump(exclude_none=True)
+    written["machines"] = [machine.model_dump(exclude_none=True) for machine in others] + [entry]
+    Fleet.model_validate(written)
+    path.write_text(yaml.safe_dump(_plain(written), sort_keys=False), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples, which YAML would tag."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def demand_of(
+    spec: JobSpec, reply_tokens: float | None, sigma: float, prompt_tokens: int, environment: float
+) -> Demand:
+    """The work of a step of the job; its file does not say how long replies are."""
+    algorithm, (_, policy) = spec.algorithm, spec.policy
+    return Demand(
+        name=spec.name,
+        group_size=algorithm.group_size,
+        groups=algorithm.groups_per_step,
+        prompt_tokens=prompt_tokens,
+        median_tokens=reply_tokens if reply_tokens is not None else max(1.0, spec.sampling.max_tokens / 2),
+        sigma=sigma,
+        max_tokens=spec.sampling.max_tokens,
+        environment=environment,
+        staleness=algorithm.max_staleness,
+        micro_batch=algorithm.micro_batch,
+        trainers=policy.trainers,
+        steps=spec.stop.steps or 1,
+    )
+
+
+def plan_of(devices: list[Device], found: Found) -> Plan:
+    """The plan that a file holds."""
+    workers = []
+    for device, use in zip(devices, found.prediction.uses, strict=True):
+        roles = {"off": [], "rollout": ["rollout"], "train": ["train"], "both": ["rollout", "train"]}[use.role]
+        if roles:
+            machine = device.machine
+            workers.append(
+                PlannedWorker.model_validate(
+                    {"name": device.name, "machine": machine.name, "roles": roles,
+                     "max_rows": use.rows or machine.rows, "slice_tokens": machine.train_slice}
+                )
+            )  # fmt: skip
+    return Plan(step_seconds=found.prediction.seconds, workers=workers)
+
+
+def command(worker: PlannedWorker, fleet: Fleet) -> str:
+    """The command that starts a worker of the plan."""
+    machine = next(machine for machine in fleet.machines if machine.name == worker.machine)
+    words = ["rookery worker --connect URL", f"--name {worker.name}", f"--roles {','.join(worker.roles)}"]
+    words.append(f"--max-rows {worker.max_rows}")
+    words += ["--preemptible"] * machine.preemptible + [f"--price {machine.price:g}"]
+    return " ".join(words)
+
+
+def as_json(devices: list[Device], found: Found, more: dict[str, float]) -> dict[str, Any]:
+    uses = zip(devices, found.prediction.uses, strict=True)
+    return {
+        "step_seconds": found.prediction.seconds,
+        "evaluations": found.evaluations,
+        "workers": [
+            {"name": device.name, "machine": device.machine.name, "role": use.role, "rows": use.rows,
+             "episodes": use.episodes, "policies": list(use.policies), "busy": found.prediction.busy(i)}
+            for i, (device, use) in enumerate(uses)
+        ],
+        "one_more": more,
+    }  # fmt: skip
+
+
+def _table(devices: list[Device], found: Found) -> Rows:
+    rows = Rows(columns(("machine", "role"), ("rows", "episodes a step", "busy"), ("trains",)))
+    for i, (device, use) in enumerate(zip(devices, found.prediction.uses, strict=True)):
+        rows.add(
+            device.name, {"off": "not needed", "both": "rollout, train"}.get(use.role, use.role),
+            str(use.rows or ""), f"{use.episodes:.0f}" if use.episodes else "", f"{found.prediction.busy(i):.0%}",
+            ", ".join(use.policies),
+        )  # fmt: skip
+    return rows
