@@ -68,6 +68,9 @@ class ServerSettings(Section):
     """Base models, comma-separated, for which the service starts local workers at once."""
     workers: int = Field(1, ge=0, le=64)
     """Local worker processes per model. Each holds the base model once and has both roles."""
+    plan: str = ""
+    """Plan file of `rookery plan --out`: its workers get the roles that it gives them, and roles are planned again when
+    workers join or leave. Empty: each worker has the roles with which it is started."""
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
     """Largest body of an uploaded dataset or adapter, which is written to the disk as it arrives. Other bodies have the
     lower limits `json_bytes` and `training_bytes`."""

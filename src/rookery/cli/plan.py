@@ -16,10 +16,10 @@ from rookery.children import interpreter
 from rookery.cli.options import JsonOption
 from rookery.cli.output import print_json, show
 from rookery.errors import UserError
-from rookery.scheduling.plan.predict import Demand, Device, devices_of
+from rookery.scheduling.plan.predict import Device, devices_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.spec.files import read_job
-from rookery.spec.fleet import Fleet, FleetMachine, Plan, PlannedWorker, read_fleet
+from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, read_fleet
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.telemetry.rows import Rows, columns
@@ -55,7 +55,7 @@ def plan(
     if math.isinf(found.prediction.seconds):
         raise UserError(f"{workers}: no plan can run these jobs: {found.prediction.problem}")
     more = gains(fleet, demands, found, budget=budget, seed=seed)
-    planned = plan_of(devices, found)
+    planned = plan_of(fleet, devices, demands, found)
     report = as_json(devices, found, more)
     if simulate:
         from rookery.simulation.planned import simulate_plan
@@ -63,7 +63,7 @@ def plan(
         rows = [use.rows for use in found.prediction.uses]
         report["simulated_seconds"] = simulate_plan(devices, demands, found.roles, rows)
     if out is not None:
-        out.write_text(yaml.safe_dump(planned.model_dump(), sort_keys=False), encoding="utf-8")
+        out.write_text(yaml.safe_dump(_plain(planned.model_dump(exclude_none=True)), sort_keys=False), encoding="utf-8")
     if json:
         print_json(report)
         return
@@ -119,7 +119,7 @@ def add_entry(path: Path, entry: dict[str, Any]) -> None:
     others = [] if fleet is None else [machine for machine in fleet.machines if machine.name != entry["name"]]
     written = {} if fleet is None else fleet.model_dump(exclude_none=True)
     written["machines"] = [machine.model_dump(exclude_none=True) for machine in others] + [entry]
-    Fleet.model_validate(written)
+    FleetSpec.model_validate(written)
     path.write_text(yaml.safe_dump(_plain(written), sort_keys=False), encoding="utf-8")
 
 
@@ -132,10 +132,10 @@ def _plain(value: Any) -> Any:
 
 def demand_of(
     spec: JobSpec, reply_tokens: float | None, sigma: float, prompt_tokens: int, environment: float
-) -> Demand:
+) -> JobDemand:
     """The work of a step of the job; its file does not say how long replies are."""
     algorithm, (_, policy) = spec.algorithm, spec.policy
-    return Demand(
+    return JobDemand(
         name=spec.name,
         group_size=algorithm.group_size,
         groups=algorithm.groups_per_step,
@@ -151,7 +151,7 @@ def demand_of(
     )
 
 
-def plan_of(devices: list[Device], found: Found) -> Plan:
+def plan_of(fleet: FleetSpec, devices: list[Device], demands: list[JobDemand], found: Found) -> Plan:
     """The plan that a file holds."""
     workers = []
     for device, use in zip(devices, found.prediction.uses, strict=True):
@@ -164,10 +164,10 @@ def plan_of(devices: list[Device], found: Found) -> Plan:
                      "max_rows": use.rows or machine.rows, "slice_tokens": machine.train_slice}
                 )
             )  # fmt: skip
-    return Plan(step_seconds=found.prediction.seconds, workers=workers)
+    return Plan(step_seconds=found.prediction.seconds, workers=workers, fleet=fleet, jobs=demands)
 
 
-def command(worker: PlannedWorker, fleet: Fleet) -> str:
+def command(worker: PlannedWorker, fleet: FleetSpec) -> str:
     """The command that starts a worker of the plan."""
     machine = next(machine for machine in fleet.machines if machine.name == worker.machine)
     words = ["rookery worker --connect URL", f"--name {worker.name}", f"--roles {','.join(worker.roles)}"]

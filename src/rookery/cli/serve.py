@@ -28,6 +28,7 @@ def serve(
     address: Annotated[str | None, typer.Option(help="HOST:PORT of the Ray cluster's head.")] = None,
     tls_cert: Annotated[str | None, typer.Option(help="Serve https with this certificate chain, a PEM file.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="The PEM file of its key, if that is another one.")] = None,
+    plan: Annotated[str | None, typer.Option(help="A plan file, which gives workers their roles.")] = None,
 ) -> None:
     """Run the service until Ctrl-C: unfinished jobs resume, workers and environment hosts connect."""
     from rookery.server.launcher import serve as run_service
@@ -42,6 +43,7 @@ def serve(
         ray_address=address,
         tls_cert=tls_cert,
         tls_key=tls_key,
+        plan=plan,
     )
     asyncio.run(run_service(settings))
 

@@ -34,6 +34,7 @@ from rookery.controller.fleet.events import (
     AdaptersChanged,
     HeartbeatReceived,
     MessageReceived,
+    RolesChanged,
     WorkerCatchingUp,
     WorkerDraining,
     WorkerEvent,
@@ -53,6 +54,7 @@ from rookery.controller.jobs.run_record import RunRecord
 from rookery.controller.jobs.runner import JobRunner
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.outages import Outages, outage_of
+from rookery.controller.planned import PlanFollower
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
@@ -72,6 +74,7 @@ from rookery.environments.base import SplitSizes
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
 from rookery.scheduling import crashes
 from rookery.settings import Settings
+from rookery.spec.fleet import Plan
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.store import Store, Writer, every
@@ -107,13 +110,14 @@ class Controller:
         checkers: Writer = in_thread,
         scheduler: type[RolloutScheduler] = RolloutScheduler,
         seeding: type[Seeding] = Seeding,
+        plan: Plan | None = None,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
         ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it;
         ``threads`` runs blocking calls of a tenant's work, ``checkers`` those that wait for a check;
-        an experiment may replace the ``scheduler`` and ``seeding`` classes;
+        an experiment may replace the ``scheduler`` and ``seeding`` classes; ``plan``: roles that workers are given;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
         self.timeline = WorkerTimeline(clock)
@@ -163,6 +167,7 @@ class Controller:
         self.completions = Completions(self.context, self._validator, self.jobs.pinned)
         self._slots = TrainerSlots(fleet, settings, clock, quotas.weights)
         self.sessions = Sessions(self.context, self._validator, self._slots)
+        self.plan = PlanFollower(plan, fleet, clock, threads, self.jobs.steps_left) if plan is not None else None
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -180,6 +185,8 @@ class Controller:
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
                       self.sessions.watch, context.usage.watch, self._watch_jobs, watch_models):  # fmt: skip
             self._tasks.append(asyncio.create_task(restarting(watch, context.clock)))
+        if self.plan is not None:
+            self._tasks.append(asyncio.create_task(restarting(self.plan.watch, context.clock)))
         await self.sessions.start()
         blamed = await self._hold_suspects()
         for row in sorted(await store.all_unfinished_jobs(), key=lambda row: row.state != "running"):
@@ -249,12 +256,14 @@ class Controller:
                 seeding.on_operation(worker, event.operation, event.done)
                 usage.on_operation(worker, event.operation, event.done)
             case WorkerJoined():
+                if self.plan is not None:
+                    self.plan.on_worker_joined(worker)
                 seeding.on_worker_joined(worker)
                 usage.on_worker_joined(worker)
             case WorkerLoaded():
                 context.residency.on_worker_loaded(worker, self.jobs.versions_in_use(worker.hello.model))
                 context.fleet.admit(worker)
-            case WorkerReady() | WorkerCatchingUp() | AdaptersChanged():
+            case WorkerReady() | WorkerCatchingUp() | AdaptersChanged() | RolesChanged():
                 rollouts.on_worker_changed(worker)
                 training.on_worker_changed(worker)
                 seeding.on_worker_changed(worker)
@@ -270,6 +279,8 @@ class Controller:
                 training.on_worker_lost(worker)
                 if not isinstance(event, WorkerDraining):  # it is paid for until its connection ends
                     usage.on_worker_lost(worker)
+                if self.plan is not None:
+                    self.plan.on_worker_lost()
 
     def _on_message(self, worker: Worker, message: protocol.WorkMessage) -> None:
         context = self.context

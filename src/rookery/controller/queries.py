@@ -315,7 +315,7 @@ class JobQueries:
             hello, beat = worker.hello, worker.beat
             rows.append({
                 "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": hello.model,
-                "roles": hello.roles, "kind": hello.kind, "price": hello.price, "address": hello.address,
+                "roles": worker.roles, "kind": hello.kind, "price": hello.price, "address": hello.address,
                 "engine": hello.engine, "device": hello.device, "host": hello.host, "pid": hello.pid,
                 "adapters": len(worker.cached),
                 "requests": context.rollouts.pool.outstanding(worker),

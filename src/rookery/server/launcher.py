@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,6 +47,7 @@ from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWeb
 from rookery.server.readiness import Readiness
 from rookery.server.signin import SignIns
 from rookery.settings import ServerSettings, Settings, variable_notes
+from rookery.spec.fleet import read_plan
 from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database, DatabaseInUse
@@ -155,6 +157,7 @@ class Service:
         settings = self.settings.replace(models=",".join(models))
         for model in models:
             usable(settings.cache, model, settings.engine.inference_engine, settings.training.trainer)
+        plan = read_plan(Path(settings.server.plan)) if settings.server.plan else None
         opened = self._stack
         folder = opened.enter_context(DataFolder(settings.data))
         handlers = [*self._handlers, file_handler(folder.logs / "service.jsonl")]
@@ -205,6 +208,7 @@ class Service:
             jobs_folder=folder.jobs,
             threads=threads,
             checkers=checkers,
+            plan=plan,
         )
         readers.spent = threads.spent = controller.context.quotas.service_time.spend
         opened.enter_context(controller.record.sampled())

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rookery.scheduling.plan.predict import Demand, Device, Role
+from rookery.scheduling.plan.predict import Device, Role
 from rookery.simulation.clock import run
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
 from rookery.simulation.fakes.text import LongTailed
+from rookery.simulation.fakes.worker import FakeWorker
+from rookery.spec.fleet import JobDemand, Plan
 
 ENVIRONMENT = "planned"
 
@@ -23,7 +27,7 @@ WARM_UP = 3
 
 
 def simulate_plan(
-    devices: Sequence[Device], demands: Sequence[Demand], roles: Sequence[Role], rows: Sequence[int], *,
+    devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], rows: Sequence[int], *,
     steps: int = 6, seed: int = 0,
 ) -> float:  # fmt: skip
     """Simulated seconds of a round, in which every job does one optimizer step: the mean over the rounds after
@@ -33,9 +37,38 @@ def simulate_plan(
 
 
 async def _play(
-    devices: Sequence[Device], demands: Sequence[Demand], roles: Sequence[Role], rows: Sequence[int], steps: int,
+    devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], rows: Sequence[int], steps: int,
     seed: int, folder: Path,
 ) -> float:  # fmt: skip
+    used = [(device, role, most) for device, role, most in zip(devices, roles, rows, strict=True) if role != "off"]
+    machines = [device.machine.model_copy(update={"rows": most or device.machine.rows}) for device, _, most in used]
+    started = [Device(device.name, machine) for (device, _, _), machine in zip(used, machines, strict=True)]
+    times: list[list[float]] = []
+    async with planned_service(folder, started, demands, [role for _, role, _ in used], steps, seed) as service:
+        queries = service.site.controller.queries
+        await asyncio.gather(*(queries.wait(tenant, job) for tenant, job in service.jobs))
+        for tenant, job in service.jobs:
+            view = await queries.show(tenant, job)
+            if view.state != "completed":
+                raise RuntimeError(f"job {view.name} is {view.state}: {view.reason}")
+            times.append([row["time"] for row in await queries.metrics(tenant, job)])
+    return max((of[-1] - of[WARM_UP - 1]) / steps for of in times)
+
+
+@dataclass(frozen=True)
+class PlannedService:
+    site: SimulatedService
+    workers: list[FakeWorker]
+    jobs: list[tuple[str, str]]
+    """(tenant, id)."""
+
+
+@asynccontextmanager
+async def planned_service(
+    folder: Path, devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], steps: int,
+    seed: int = 0, plan: Plan | None = None,
+) -> AsyncIterator[PlannedService]:  # fmt: skip
+    """A simulated service with a worker for each of ``devices``, in these roles, and a job for each of ``demands``."""
     first = demands[0]
     tenants = [f"tenant-{number}" for number in range(len(demands))]
     site = SimulatedService(
@@ -45,39 +78,34 @@ async def _play(
         seed=seed,
         tenants=tenants,
         settings={"flush_seconds": FLUSH_SECONDS},
+        plan=plan,
     )
     await site.controller.start()
     host = site.host({f"builtin:{ENVIRONMENT}": first.environment}, prompt_tokens=first.prompt_tokens)
     await host.join()
     workers = []
-    for device, role, most in zip(devices, roles, rows, strict=True):
-        if role == "off":
-            continue
-        machine = device.machine.model_copy(update={"rows": most or device.machine.rows})
-        plays: list[Literal["rollout", "train"]] = ["rollout", "train"] if role == "both" else [role]
+    for device, role in zip(devices, roles, strict=True):
+        plays: list[Literal["rollout", "train"]] = ["rollout", "train"]
+        if role == "rollout" or role == "train":
+            plays = [role]
         kind: Literal["reserved", "preemptible"] = "preemptible" if device.machine.preemptible else "reserved"
-        workers.append(site.worker(device.name, machine, roles=plays, kind=kind))
+        workers.append(site.worker(device.name, device.machine, roles=plays, kind=kind))
     for worker in workers:
         worker.start()
     jobs = []
     for number, (tenant, demand) in enumerate(zip(tenants, demands, strict=True)):
         view, _ = await site.controller.submit(tenant, _job(demand, number, steps, seed))
         jobs.append((tenant, view.id))
-    await asyncio.gather(*(site.controller.queries.wait(tenant, job) for tenant, job in jobs))
-    times: list[list[float]] = []
-    for tenant, job in jobs:
-        view = await site.controller.queries.show(tenant, job)
-        if view.state != "completed":
-            raise RuntimeError(f"job {view.name} is {view.state}: {view.reason}")
-        times.append([row["time"] for row in await site.controller.queries.metrics(tenant, job)])
-    for worker in workers:
-        await worker.kill()
-    await host.leave()
-    await site.close()
-    return max((of[-1] - of[WARM_UP - 1]) / steps for of in times)
+    try:
+        yield PlannedService(site, workers, jobs)
+    finally:
+        for worker in workers:
+            await worker.kill()
+        await host.leave()
+        await site.close()
 
 
-def _job(demand: Demand, number: int, steps: int, seed: int) -> dict[str, Any]:
+def _job(demand: JobDemand, number: int, steps: int, seed: int) -> dict[str, Any]:
     return {
         "name": f"job-{number}",
         "base_model": MODEL,

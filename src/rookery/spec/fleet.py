@@ -6,7 +6,10 @@ unknown one is refused, never guessed.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -16,8 +19,15 @@ from rookery.errors import UserError
 from rookery.spec.files import read_mapping
 from rookery.spec.machine import FrozenModel, Machine, Positive
 
+QUANTILES = 64
+"""Reply lengths that stand for all replies of a job: a length is then known to about 2% of the distribution."""
+
 MAX_MACHINES = 64
 """Machines of one plan: the search is meant for what one team runs."""
+
+
+MAX_JOBS = 256
+"""Jobs of one plan."""
 
 
 class FleetMachine(Machine):
@@ -42,7 +52,7 @@ class Link(FrozenModel):
     """Seconds."""
 
 
-class Fleet(FrozenModel):
+class FleetSpec(FrozenModel):
     machines: Annotated[list[FleetMachine], Field(min_length=1, max_length=MAX_MACHINES)]
     links: Annotated[list[Link], Field(max_length=MAX_MACHINES**2)] = Field(default_factory=list)
     service: Name = ""
@@ -71,9 +81,59 @@ class Fleet(FrozenModel):
         return next(found, None) if one != other else None
 
 
-def read_fleet(path: Path) -> Fleet:
+def read_fleet(path: Path) -> FleetSpec:
     """The fleet in a YAML or JSON file. Raises :class:`UserError` of one line."""
-    return _parsed(Fleet, path, read_mapping(path, "fleet", "machines"))
+    return _parsed(FleetSpec, path, read_mapping(path, "fleet", "machines"))
+
+
+class JobDemand(FrozenModel):
+    """The work of one job's optimizer step."""
+
+    name: Name
+    group_size: int = Field(ge=1)
+    groups: int = Field(ge=1)
+    prompt_tokens: int = Field(ge=1)
+    median_tokens: Positive
+    """Of a reply, whose length is log-normal …"""
+    sigma: float = Field(ge=0, le=3)
+    """… with this standard deviation of its logarithm …"""
+    max_tokens: int = Field(ge=1)
+    """… and is cut here."""
+    environment: float = Field(0.0, ge=0)
+    """Seconds that the environment needs for an episode."""
+    staleness: int = Field(0, ge=0)
+    micro_batch: int = Field(0, ge=0)
+    """Episodes with which training begins; 0: with all of the step's."""
+    trainers: int = Field(1, ge=1)
+    """Most workers that compute one gradient together."""
+    steps: int = Field(1, ge=1)
+    """Optimizer steps that are left."""
+
+    @property
+    def episodes(self) -> int:
+        """Episodes of a step."""
+        return self.group_size * self.groups
+
+    def lengths(self) -> tuple[float, ...]:
+        """:data:`QUANTILES` reply lengths in tokens, ascending, each as likely as the others."""
+        return _lengths(self.median_tokens, self.sigma, self.max_tokens)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a reply."""
+        return sum(self.lengths()) / QUANTILES
+
+    @property
+    def train_tokens(self) -> float:
+        """Of a step: each reply, and each group's prompt once."""
+        return self.episodes * self.mean_tokens + self.groups * self.prompt_tokens
+
+
+@lru_cache(maxsize=256)
+def _lengths(median: float, sigma: float, most: int) -> tuple[float, ...]:
+    normal = NormalDist()
+    drawn = (median * math.exp(sigma * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES))
+    return tuple(min(max(1.0, length), float(most)) for length in drawn)
 
 
 class PlannedWorker(FrozenModel):
@@ -95,6 +155,19 @@ class Plan(FrozenModel):
     step_seconds: Positive
     """Predicted seconds of a round, in which every job does one optimizer step."""
     workers: Annotated[list[PlannedWorker], Field(min_length=1, max_length=MAX_MACHINES)]
+    fleet: FleetSpec
+    """The machines that were planned for, to plan again when some join or leave."""
+    jobs: Annotated[list[JobDemand], Field(min_length=1, max_length=MAX_JOBS)]
+
+    @model_validator(mode="after")
+    def _machines_there(self) -> Self:
+        there = {f"{kind.name}-{i}" for kind in self.fleet.machines for i in range(kind.count)}
+        names = [worker.name for worker in self.workers]
+        if unknown := set(names) - there:
+            raise ValueError(f"workers: {min(unknown)} is no machine of the plan's fleet")
+        if len(set(names)) < len(names):
+            raise ValueError("workers: a name is there twice; give each machine one entry")
+        return self
 
 
 def read_plan(path: Path) -> Plan:

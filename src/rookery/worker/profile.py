@@ -65,12 +65,13 @@ def _generation(core: WorkerCore, settings: Settings) -> dict[str, Any]:
     curve.append((most, _decode_step(core, most)))
     for i in range(1, len(curve)):  # noise must not make a larger batch look faster
         curve[i] = curve[i][0], max(curve[i][1], curve[i - 1][1])
-    prefill = _prefill(core, PREFILL_TOKENS)
+    slice_tokens = min(PREFILL_TOKENS, core.engine.limits.max_context // 2)
+    prefill = _prefill(core, slice_tokens)
     return {
         "rows": most,
         "decode": [[count, round(seconds, 6)] for count, seconds in curve],
-        "prefill_token": round(prefill / PREFILL_TOKENS, 8),
-        "prefill_slice": PREFILL_TOKENS,
+        "prefill_token": round(prefill / slice_tokens, 8),
+        "prefill_slice": slice_tokens,
         "cache_tokens": core.engine.free_tokens,
         "context": core.engine.limits.max_context,
     }

@@ -160,6 +160,16 @@ class WorkerGone(WorkerEvent, frozen=True):
 # --- its adapters -----------------------------------------------------------------------------------------------------
 
 
+class RolesChanged(WorkerEvent, frozen=True):
+    """A plan gave it other roles."""
+
+    kind: ClassVar[str] = "roles"
+
+    @property
+    def text(self) -> str:
+        return " and ".join(self.worker.roles) or "not needed"
+
+
 class AdaptersChanged(WorkerEvent, frozen=True):
     """The adapters that it :meth:`accepts <rookery.controller.fleet.worker.Worker.accepts>` have changed."""
 

@@ -25,6 +25,7 @@ from rookery.controller.fleet.events import (
     AdaptersChanged,
     HeartbeatReceived,
     MessageReceived,
+    RolesChanged,
     WorkerCatchingUp,
     WorkerDraining,
     WorkerEvent,
@@ -89,7 +90,7 @@ class Fleet:
     def expects(self, role: str, model: str) -> bool:
         """Whether a worker has the role or may soon: it loads the model, or may reconnect."""
         there = (worker for worker in self._workers.values() if worker.state not in ("draining", "gone"))
-        return any(role in worker.hello.roles and worker.hello.model == model for worker in there)
+        return any(role in worker.roles and worker.hello.model == model for worker in there)
 
     def failure(self, model: str) -> str:
         """Why no worker will serve ``model``; empty while one trains it, or may come."""
@@ -130,7 +131,7 @@ class Fleet:
 
     def _serve(self, worker: Worker) -> None:
         self._transition(worker, "ready")
-        roles = ", ".join(worker.hello.roles)
+        roles = ", ".join(worker.roles) or "no role: its plan does not need it"
         log.info("worker %s serves %s (%s)", worker.name, worker.hello.model, roles, extra=_extra(worker))
         self.emit(WorkerReady(self._clock.time(), worker))
 
@@ -141,11 +142,23 @@ class Fleet:
             return False
         worker.state = state
         worker.since = self._clock.monotonic()
+        self._file(worker)
+        return True
+
+    def set_roles(self, worker: Worker, roles: frozenset[str] | None) -> None:
+        """``worker`` plays these of its roles from now on; None: all of them. What runs goes on."""
+        if roles == worker.planned_roles:
+            return
+        worker.planned_roles = roles
+        self._file(worker)
+        self.emit(RolesChanged(self._clock.time(), worker))
+
+    def _file(self, worker: Worker) -> None:
+        """Under the roles that it has now."""
         for role in worker.hello.roles:
             key = (role, worker.hello.model)
             others = [other for other in self._able.get(key, ()) if other is not worker]
             self._able[key] = [*others, worker] if worker.has_role(*key) else others
-        return True
 
     # --- a connection -----------------------------------------------------------------------------------------------
 

@@ -71,6 +71,8 @@ class Worker:
     """Those of them that keep it catching up."""
     slow: bool = False
     """Whether it takes much longer than others to cache a version."""
+    planned_roles: frozenset[str] | None = None
+    """The roles that a plan leaves it (:mod:`rookery.controller.planned`); None: all of its own."""
     status_message: str = ""
     """Note for the operator next to the state, such as the reason why it gets no work."""
     generated: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_HEARTBEATS))
@@ -79,6 +81,12 @@ class Worker:
     @property
     def name(self) -> str:
         return self.hello.name
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that it plays: its own, as far as a plan leaves them."""
+        planned = self.planned_roles
+        return [role for role in self.hello.roles if planned is None or role in planned]
 
     @property
     def epoch(self) -> int:
@@ -102,7 +110,7 @@ class Worker:
     def has_role(self, role: str, model: str) -> bool:
         """Whether it may be given work of ``role``: while it catches up, rollouts that it :meth:`accepts`."""
         able = self.working if role == "rollout" else self.state == "serving"
-        return able and role in self.hello.roles and self.hello.model == model
+        return able and role in self.roles and self.hello.model == model
 
     @property
     def missing_adapters(self) -> frozenset[str]:

@@ -12,6 +12,9 @@ from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.runner import JobRunner
 from rookery.storage.models import JobRow
 
+STEPS_UNKNOWN = 100
+"""Steps that a job without a number of steps is taken to have left: some hours of most jobs."""
+
 
 class JobRegistry:
     """The jobs of this process: their tasks, counts, and the signals that wake their followers."""
@@ -30,6 +33,15 @@ class JobRegistry:
     def running(self) -> list[TrainingJob]:
         """The jobs that are assembled and run."""
         return [runner.job for runner in self.runners.values() if runner.job is not None]
+
+    def steps_left(self) -> int:
+        """The most optimizer steps that a running job has still to do; one that ends by other conditions counts as
+        :data:`STEPS_UNKNOWN`, and so does a service without jobs."""
+        left = [
+            stop.steps - job.step if (stop := job.spec.stop).steps is not None else STEPS_UNKNOWN
+            for job in self.running()
+        ]
+        return max(left, default=STEPS_UNKNOWN)
 
     def tenants(self) -> set[str]:
         """The tenants whose jobs have a task."""

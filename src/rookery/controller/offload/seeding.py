@@ -165,7 +165,7 @@ class Seeding:
 
     def on_worker_changed(self, worker: Worker) -> None:
         trainer = self._trainers.get(worker)
-        if trainer is not None and not worker.working:
+        if trainer is not None and not (worker.working and "train" in worker.roles):
             for policy in sorted(trainer.policies):
                 self._move(policy, None)
         self._update_pool(worker)
@@ -219,7 +219,7 @@ class Seeding:
     def _review(self, trainer: _Trainer) -> None:
         """Begin or end its cycles."""
         overlaps = len(trainer.policies) > 1 or any(self._jobs[policy] for policy in trainer.policies)
-        cycles = overlaps and len(self._remotes[trainer.model]) > 0 and "rollout" in trainer.worker.hello.roles
+        cycles = overlaps and len(self._remotes[trainer.model]) > 0 and "rollout" in trainer.worker.roles
         if cycles and trainer.cycle is None:
             self._begin(trainer)
             self._limit(trainer.model)
@@ -353,5 +353,5 @@ class Seeding:
 
 def _remote(worker: Worker) -> bool:
     """Whether it generates and need not train: it is preemptible, or has no training role."""
-    hello = worker.hello
-    return "rollout" in hello.roles and (hello.kind == "preemptible" or "train" not in hello.roles)
+    roles = worker.roles
+    return "rollout" in roles and (worker.hello.kind == "preemptible" or "train" not in roles)

@@ -97,7 +97,7 @@ class AdapterResidency:
     def on_worker_loaded(self, worker: Worker, in_use: Sequence[protocol.AdapterRef]) -> None:
         """``in_use``: the versions of its base model that running jobs sample from."""
         self._peers.add(worker, worker.cached)
-        if "rollout" in worker.hello.roles:
+        if "rollout" in worker.roles:
             missing = [ref for ref in in_use if ref.hash not in worker.cached]
             if missing:
                 worker.lagging = {ref.hash for ref in missing}

@@ -20,74 +20,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
 from typing import Literal
 
-from rookery.spec.fleet import Fleet, FleetMachine
+from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand
 from rookery.spec.machine import decode_seconds
 
 Role = Literal["off", "rollout", "train", "both"]
 
 ROLES: tuple[Role, ...] = ("off", "rollout", "train", "both")
 
-QUANTILES = 64
-"""Reply lengths that stand for all replies of a job: a length is then known to about 2% of the distribution."""
-
 SEARCH_STEPS = 20
 """Halvings of the interval in which the end of a round is searched: relative 1e-6 of its upper end."""
 
 INFINITE = math.inf
-
-
-@dataclass(frozen=True)
-class Demand:
-    """The work of one job's optimizer step."""
-
-    name: str
-    group_size: int
-    groups: int
-    prompt_tokens: int
-    median_tokens: float
-    """Of a reply, whose length is log-normal …"""
-    sigma: float
-    """… with this standard deviation of its logarithm …"""
-    max_tokens: int
-    """… and is cut here."""
-    environment: float = 0.0
-    """Seconds that the environment needs for an episode."""
-    staleness: int = 0
-    micro_batch: int = 0
-    """Episodes with which training begins; 0: with all of the step's."""
-    trainers: int = 1
-    """Most workers that compute one gradient together."""
-    steps: int = 1
-    """Optimizer steps that are left."""
-
-    @property
-    def episodes(self) -> int:
-        """Episodes of a step."""
-        return self.group_size * self.groups
-
-    def lengths(self) -> tuple[float, ...]:
-        """:data:`QUANTILES` reply lengths in tokens, ascending, each as likely as the others."""
-        return _lengths(self.median_tokens, self.sigma, self.max_tokens)
-
-    @property
-    def mean_tokens(self) -> float:
-        """Of a reply."""
-        return sum(self.lengths()) / QUANTILES
-
-    @property
-    def train_tokens(self) -> float:
-        """Of a step: each reply, and each group's prompt once."""
-        return self.episodes * self.mean_tokens + self.groups * self.prompt_tokens
-
-
-@lru_cache(maxsize=256)
-def _lengths(median: float, sigma: float, most: int) -> tuple[float, ...]:
-    normal = NormalDist()
-    drawn = (median * math.exp(sigma * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES))
-    return tuple(min(max(1.0, length), float(most)) for length in drawn)
 
 
 @dataclass(frozen=True)
@@ -98,7 +43,7 @@ class Device:
     machine: FleetMachine
 
 
-def devices_of(fleet: Fleet) -> list[Device]:
+def devices_of(fleet: FleetSpec) -> list[Device]:
     """Every machine of the fleet under its name, in the file's order."""
     return [Device(f"{kind.name}-{i}", kind) for kind in fleet.machines for i in range(kind.count)]
 
@@ -140,7 +85,12 @@ def impossible(problem: str) -> Prediction:
 
 
 def predict(
-    fleet: Fleet, devices: Sequence[Device], demands: Sequence[Demand], roles: Sequence[Role], *, balanced: bool = True
+    fleet: FleetSpec,
+    devices: Sequence[Device],
+    demands: Sequence[JobDemand],
+    roles: Sequence[Role],
+    *,
+    balanced: bool = True,
 ) -> Prediction:
     """The seconds of a round with these ``roles``, one for each of ``devices``. ``balanced``: each worker takes as many
     episodes as it can do until the others end, as the shipped placement does; else all take equally many."""
@@ -187,7 +137,7 @@ def predict(
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def fitting_rows(machine: FleetMachine, demands: Sequence[Demand], states: int, *, trains: bool) -> int:
+def fitting_rows(machine: FleetMachine, demands: Sequence[JobDemand], states: int, *, trains: bool) -> int:
     """Sequences of the longest kind that decode together within the machine's memory, ``states`` training states and
     the activations of a training slice aside; 0 where none fits."""
     longest = max(demand.prompt_tokens + demand.max_tokens for demand in demands)
@@ -212,7 +162,7 @@ def _trains_in_memory(machine: FleetMachine, states: int) -> bool:
 
 
 def _assign_trainers(
-    devices: Sequence[Device], demands: Sequence[Demand], training: Sequence[int]
+    devices: Sequence[Device], demands: Sequence[JobDemand], training: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """The machines that train each job, the one that holds the policy first: the largest job first, each where it ends
     earliest; helpers are those that end earliest then. The shipped dispatcher goes by load, which is the same order on
@@ -240,7 +190,7 @@ def _assign_trainers(
 
 
 def _train_seconds(
-    fleet: Fleet, devices: Sequence[Device], demands: Sequence[Demand], trainers: Sequence[tuple[int, ...]]
+    fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], trainers: Sequence[tuple[int, ...]]
 ) -> dict[int, float]:
     """Seconds of training of each machine in a round."""
     found: dict[int, float] = {}
@@ -252,7 +202,7 @@ def _train_seconds(
     return found
 
 
-def _transfer(fleet: Fleet, one: Device, other_site: str, size: float, bandwidth: float) -> float:
+def _transfer(fleet: FleetSpec, one: Device, other_site: str, size: float, bandwidth: float) -> float:
     """Seconds of ``size`` bytes between a machine and a site."""
     link = fleet.link(one.machine.site, other_site)
     latency = one.machine.latency + (link.latency if link else 0.0)
@@ -271,7 +221,7 @@ class _Pool:
 
 def _pool(
     devices: Sequence[Device],
-    demands: Sequence[Demand],
+    demands: Sequence[JobDemand],
     rolling: Sequence[int],
     rows: dict[int, int],
     train: dict[int, float],
@@ -303,9 +253,9 @@ def _pool(
 
 
 def _chain(
-    fleet: Fleet,
+    fleet: FleetSpec,
     devices: Sequence[Device],
-    demands: Sequence[Demand],
+    demands: Sequence[JobDemand],
     j: int,
     rolling: Sequence[int],
     rows: dict[int, int],
@@ -345,7 +295,7 @@ def _chain(
 class _Finish:
     """When a machine ends some episodes of one job."""
 
-    def __init__(self, machine: FleetMachine, rows: int, demand: Demand, offset: float) -> None:
+    def __init__(self, machine: FleetMachine, rows: int, demand: JobDemand, offset: float) -> None:
         self._offset = offset
         self._prefill = demand.prompt_tokens * machine.prefill_token / demand.group_size
         self._counts, self._seconds = _curve(

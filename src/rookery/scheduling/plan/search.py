@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from rookery.scheduling.plan.predict import Demand, Device, Prediction, Role, devices_of, predict
-from rookery.spec.fleet import Fleet
+from rookery.scheduling.plan.predict import Device, Prediction, Role, devices_of, predict
+from rookery.spec.fleet import FleetSpec, JobDemand
 
 Sharing = Literal["apart", "shared", "mixed"]
 
@@ -53,7 +53,7 @@ class Found:
 
 
 def search(
-    fleet: Fleet, devices: Sequence[Device], demands: Sequence[Demand], *, budget: int = BUDGET, seed: int = 0,
+    fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], *, budget: int = BUDGET, seed: int = 0,
     start: Sequence[Role] | None = None, halving: bool = True, swaps: bool = True, balanced: bool = True,
 ) -> Found:  # fmt: skip
     """The plan with the shortest predicted round within ``budget`` evaluations. ``halving`` and ``swaps`` switch off
@@ -70,7 +70,7 @@ def search(
 
 
 def gains(
-    fleet: Fleet, demands: Sequence[Demand], found: Found, *, budget: int = BUDGET, seed: int = 0
+    fleet: FleetSpec, demands: Sequence[JobDemand], found: Found, *, budget: int = BUDGET, seed: int = 0
 ) -> dict[str, float]:
     """By kind of machine, the share of the round that one more of it would save."""
     saved = {}
@@ -97,7 +97,7 @@ class _Evaluator:
     """Predicts each different plan once, up to a number of them, and keeps the best."""
 
     def __init__(
-        self, fleet: Fleet, devices: Sequence[Device], demands: Sequence[Demand], budget: int, balanced: bool
+        self, fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], budget: int, balanced: bool
     ) -> None:
         self.devices = devices
         self.budget = budget
@@ -209,7 +209,8 @@ def _trimmed(evaluate: _Evaluator) -> Found:
     predictions for each machine, which no budget counts."""
     best, _, roles = evaluate.best
     if math.isinf(best):
-        return Found(roles, evaluate.predict(roles), len(evaluate.known))
+        whole: Role = "both"
+        return Found(roles, evaluate.predict([whole] * len(roles)), len(evaluate.known))
     for i in sorted(range(len(roles)), key=lambda i: -evaluate.devices[i].machine.train_token):
         for less in _LESSER[roles[i]]:
             tried = (*roles[:i], less, *roles[i + 1 :])

@@ -29,6 +29,7 @@ from rookery.simulation.fakes.connection import MemoryConnection, connection_pai
 from rookery.simulation.fakes.host import FakeHost, fixed_turns, uniform_reward
 from rookery.simulation.fakes.text import Length, chat
 from rookery.simulation.fakes.worker import FakeWorker, worker_hello
+from rookery.spec.fleet import Plan
 from rookery.spec.machine import Machine
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
@@ -59,6 +60,7 @@ class SimulatedService:
         scheduler: type[RolloutScheduler] = RolloutScheduler,
         seeding: type[Seeding] = Seeding,
         settings: dict[str, Any] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """``folder`` is this run's alone; ``length`` is what the model's replies are like, ``context`` its longest
         sequence in tokens."""
@@ -88,6 +90,7 @@ class SimulatedService:
             jobs_folder=folder / "jobs",
             scheduler=scheduler,
             seeding=seeding,
+            plan=plan,
             random_bytes=source.randbytes,
         )
 

@@ -1,0 +1,156 @@
+"""Plans for unlike machines (HetRL's idea): the search against enumeration and against simpler searches, and predicted
+seconds against simulated ones of the shipped controller. Simulated: no model runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import product
+from random import Random
+from typing import Any
+
+from benchmarks.lib.harness import Result, command
+
+from rookery.scheduling.plan.predict import ROLES, Device, Role, devices_of, predict
+from rookery.scheduling.plan.search import search
+from rookery.simulation.planned import simulate_plan
+from rookery.spec.fleet import FleetSpec, JobDemand
+
+SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0)
+BUDGET_SHARE = 0.1
+"""Of an enumeration's evaluations, for the search that is compared with it."""
+
+ABLATION_BUDGET = 60
+ABLATION_MACHINES = 24
+RANK_CORRELATION = 0.8
+WITHIN = 1.05
+
+
+def machine(name: str, decode: float, train: float, preemptible: bool = False) -> dict[str, Any]:
+    """So many times as fast as two cores with SmolLM2-135M (simulation/data/two-core-cpu-135m.json)."""
+    return {
+        "name": name, "preemptible": preemptible, "rows": 64, "cache_tokens": 140_000, "context": 2048,
+        "decode": [[1, 0.0299 / decode], [8, 0.0348 / decode], [32, 0.0517 / decode], [64, 0.077 / decode]],
+        "prefill_token": 0.00033 / decode, "prefill_slice": 512, "train_token": 0.00179 / train, "train_slice": 512,
+        "optimizer": 0.1, "adapter_bytes": 10_000_000, "state_bytes": 59_000_000, "download": 1.1e8, "upload": 1.1e8,
+        "load": 10, "latency": 0.01,
+    }  # fmt: skip
+
+
+def fleet(random: Random, count: int) -> FleetSpec:
+    return FleetSpec.model_validate(
+        {
+            "machines": [
+                machine(f"m{i}", random.choice(SPEEDS), random.choice(SPEEDS), i > 0 and random.random() < 0.2)
+                for i in range(count)
+            ]
+        }
+    )
+
+
+def jobs(random: Random) -> list[JobDemand]:
+    """One to three, all alike in their texts, as the simulation wants them."""
+    groups, micro = random.choice((2, 4)), random.choice((0, 8))
+    return [
+        JobDemand(
+            name=f"job-{i}", group_size=8, groups=groups, prompt_tokens=48, median_tokens=90, sigma=0.6,
+            max_tokens=384, environment=0.05, staleness=random.choice((0, 1, 2)), micro_batch=micro,
+        )
+        for i in range(random.choice((1, 2, 3)))
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=200, help="fleets of five machines that are enumerated")
+    parser.add_argument("--plans", type=int, default=50, help="plans that are simulated")
+    parser.add_argument("--seeds", type=int, default=30, help="seeds of the ablation")
+    given = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    result = Result("planning", "Plans for unlike machines, simulated", command())
+    _optimum(result, given.cases)
+    _ablation(result, given.seeds)
+    _correlation(result, given.plans)
+    result.save()
+
+
+def _optimum(result: Result, cases: int) -> None:
+    random, ratios, spent, seconds = Random(1), [], [], []
+    for case in range(cases):
+        described, demands = fleet(random, 5), jobs(random)
+        devices = devices_of(described)
+        plans = [*product(ROLES, repeat=len(devices))]
+        best = min(predict(described, devices, demands, roles).seconds for roles in plans)
+        began = time.perf_counter()
+        found = search(described, devices, demands, budget=int(BUDGET_SHARE * len(plans)), seed=case)
+        seconds.append(time.perf_counter() - began)
+        ratios.append(found.prediction.seconds / best)
+        spent.append(found.evaluations / len(plans))
+    near = sum(ratio <= WITHIN for ratio in ratios) / cases
+    result.add("five machines: seconds of the plan over the optimum's", ratios, "x")
+    result.add("evaluations over those of the enumeration", spent, "x")
+    result.add("seconds of a search", seconds, "s")
+    result.judge("within 5% of the optimum in >= 95% of cases", f"{near:.1%}", near >= 0.95, f"{cases} fleets")
+
+
+def _ablation(result: Result, seeds: int) -> None:
+    arms: dict[str, dict[str, bool]] = {
+        "genetic search with halving": {},
+        "without halving": {"halving": False},
+        "without exchanges (random choices, halving)": {"swaps": False},
+        "random choices": {"halving": False, "swaps": False},
+    }
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for seed in range(seeds):
+        random = Random(1000 + seed)
+        described, demands = fleet(random, ABLATION_MACHINES), jobs(random)
+        devices = devices_of(described)
+        reached = {
+            name: search(described, devices, demands, budget=ABLATION_BUDGET + 3 * len(devices), seed=seed, **arm)
+            for name, arm in arms.items()
+        }
+        best = min(one.prediction.seconds for one in reached.values())
+        for name, one in reached.items():
+            found[name].append(one.prediction.seconds / best)
+    for name, ratios in found.items():
+        result.add(f"{ABLATION_MACHINES} machines, {name}: seconds over the best arm's", ratios, "x")
+    whole, chance = (statistics.median(found[name]) for name in ("genetic search with halving", "random choices"))
+    result.judge("the search is at least as good as random choices", f"{chance / whole:.3f} x", whole <= chance)
+
+
+def _correlation(result: Result, plans: int) -> None:
+    random, predicted, simulated = Random(3), [], []
+    while len(predicted) < plans:
+        described, demands = fleet(random, random.choice((2, 3, 4))), jobs(random)
+        devices = devices_of(described)
+        roles: list[Role] = [random.choice(ROLES) for _ in devices]
+        expected = predict(described, devices, demands, roles)
+        if expected.problem:
+            continue
+        predicted.append(expected.seconds)
+        simulated.append(_simulated(devices, demands, roles, [use.rows for use in expected.uses]))
+    errors = [abs(p / s - 1) for p, s in zip(predicted, simulated, strict=True)]
+    rho = statistics.correlation(_ranks(predicted), _ranks(simulated))
+    result.add("error of the predicted seconds against the simulated ones", errors, "of 1")
+    result.judge("rank correlation (Spearman) >= 0.8", f"{rho:.2f}", rho >= RANK_CORRELATION, f"{plans} random plans")
+
+
+def _simulated(
+    devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], rows: Sequence[int]
+) -> float:
+    return simulate_plan(devices, demands, roles, rows, steps=6)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ranks = [0.0] * len(values)
+    for rank, i in enumerate(order):
+        ranks[i] = float(rank)
+    return ranks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The service follows a plan: each worker that the plan names plays the roles that it has there.
+
+While some of the plan's workers are missing, the roles of those that are there are planned again, and changed where the
+predicted gain over the steps that are left exceeds the cost of moving (:mod:`rookery.scheduling.plan.replan`). A worker
+that the plan's fleet does not name keeps the roles with which it was started.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from rookery.aio import Signal
+from rookery.clock import Clock
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.fleet.worker import Worker
+from rookery.scheduling.plan.predict import Role, devices_of
+from rookery.scheduling.plan.replan import replan
+from rookery.spec.fleet import Plan
+from rookery.storage.store import Writer
+
+log = logging.getLogger("rookery.controller")
+
+SETTLE_SECONDS = 5.0
+"""Between a worker's coming or leaving and the next plan: machines tend to come and leave together."""
+
+ROLES: dict[Role, frozenset[str]] = {
+    "off": frozenset(),
+    "rollout": frozenset({"rollout"}),
+    "train": frozenset({"train"}),
+    "both": frozenset({"rollout", "train"}),
+}
+
+
+class PlanFollower:
+    def __init__(self, plan: Plan, fleet: Fleet, clock: Clock, threads: Writer, steps_left: Callable[[], int]) -> None:
+        """``steps_left()``: the most optimizer steps that a running job has still to do."""
+        self._plan = plan
+        self._fleet = fleet
+        self._clock = clock
+        self._threads = threads
+        self._steps_left = steps_left
+        self._devices = {device.name: device for device in devices_of(plan.fleet)}
+        self._planned = {worker.name: _role(frozenset(worker.roles)) for worker in plan.workers}
+        self._roles: dict[str, Role] = {name: self._planned.get(name, "off") for name in self._devices}
+        self._changed = Signal()
+        self.moves = 0
+        """Roles that were changed since the start."""
+
+    def on_worker_joined(self, worker: Worker) -> None:
+        """Before it is given any work."""
+        role = self._roles.get(worker.name)
+        if role is not None:
+            self._fleet.set_roles(worker, ROLES[role])
+            if role == "off":
+                worker.status_message = "the plan does not need it"
+        self._changed.notify()
+
+    def on_worker_lost(self) -> None:
+        self._changed.notify()
+
+    async def watch(self) -> None:
+        """Plan again after each change."""
+        change = self._changed.next
+        while True:
+            await change.wait()
+            await self._clock.sleep(SETTLE_SECONDS)
+            change = self._changed.next
+            await self.review()
+
+    async def review(self) -> None:
+        """Follow the plan if all of its workers are there, else plan for those that are."""
+        there = [worker for worker in self._fleet.all() if worker.state not in ("draining", "gone")]
+        workers = {worker.name: worker for worker in there if worker.name in self._devices}
+        names = [name for name in self._devices if name in workers]
+        if not names:
+            return
+        if self._planned.keys() <= workers.keys():
+            self._apply({name: self._planned.get(name, "off") for name in names})
+            return
+        devices = [self._devices[name] for name in names]
+        roles = [self._roles[name] for name in names]
+        call = partial(replan, self._plan.fleet, devices, self._plan.jobs, roles, self._steps_left())
+        if (found := await self._threads(call)) is None:
+            return
+        log.warning(
+            "the roles of %d workers change: a step is predicted to take %.1f s instead of %.1f s",
+            found.changed, found.after, found.before,
+        )  # fmt: skip
+        self._apply(dict(zip(names, found.roles, strict=True)))
+
+    def _apply(self, roles: dict[str, Role]) -> None:
+        for name, role in roles.items():
+            self.moves += self._roles[name] != role
+            self._roles[name] = role
+            if (worker := self._fleet.get(name)) is not None:
+                worker.status_message = "the plan does not need it" if role == "off" else ""
+                self._fleet.set_roles(worker, ROLES[role])
+
+
+def _role(roles: frozenset[str]) -> Role:
+    return next(role for role, played in ROLES.items() if played == roles)

@@ -1,0 +1,89 @@
+"""``rookery plan`` and ``rookery profile``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.scheduling.test_plan import machine
+from tests.support.small_model import save_small_model
+
+from rookery.cli import main
+from rookery.cli.plan import add_entry
+from rookery.spec.fleet import FleetSpec, read_fleet, read_plan
+
+JOB = {
+    "name": "sums", "base_model": "smollm2-135m-instruct", "environment": {"id": "calculator"},
+    "algorithm": {"group_size": 4, "groups_per_step": 4}, "sampling": {"max_tokens": 64}, "stop": {"steps": 20},
+}  # fmt: skip
+
+
+def code(arguments: list[str]) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    fleet = FleetSpec(machines=[machine("slow", 0.5, count=2), machine("fast", 2.0, 2.0)])
+    (tmp_path / "fleet.yaml").write_text(json.dumps(fleet.model_dump(mode="json", exclude_none=True)))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    return str(tmp_path / "fleet.yaml"), str(tmp_path / "job.yaml")
+
+
+def test_plan_prints_roles_and_writes_a_file_that_the_service_reads(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, job = files
+    out = tmp_path / "plan.yaml"
+    assert code(["plan", "--workers", fleet, "--jobs", job, "--jobs", job, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "s predicted" in text and "One more slow" in text and "rookery worker --connect URL --name fast-0" in text
+    plan = read_plan(out)
+    assert {worker.name for worker in plan.workers} <= {"slow-0", "slow-1", "fast-0"}
+    assert len(plan.jobs) == 2
+    assert code(["plan", "--workers", fleet, "--jobs", job, "--simulate", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["step_seconds"] == pytest.approx(report["simulated_seconds"], rel=0.6)
+    assert sum(worker["episodes"] for worker in report["workers"]) == pytest.approx(16)
+
+
+def test_plan_refuses_what_it_cannot_plan_in_one_line(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, job = files
+    only = tmp_path / "spot.yaml"
+    only.write_text(json.dumps({"machines": [machine("spot", preemptible=True).model_dump(exclude_none=True)]}))
+    assert code(["plan", "--workers", str(only), "--jobs", job]) == 2
+    assert "no plan can run these jobs" in capsys.readouterr().err
+    assert code(["plan", "--workers", str(tmp_path / "none.yaml"), "--jobs", job]) == 2
+    assert "give the path of a fleet file" in capsys.readouterr().err
+
+
+def test_an_entry_is_added_to_a_fleet_file_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    for decode in (1.0, 2.0):
+        add_entry(path, machine("a", decode).model_dump(exclude_none=True))
+    add_entry(path, machine("b").model_dump(exclude_none=True))
+    fleet = read_fleet(path)
+    assert [kind.name for kind in fleet.machines] == ["a", "b"]
+    assert fleet.machines[0] == machine("a", 2.0)
+
+
+@pytest.mark.heavy
+def test_profile_measures_this_machine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_small_model(tmp_path / "small")
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "fleet.yaml"
+    command = ["profile", "--name", "here", "--model", str(tmp_path / "small"), "--out", str(out), "--json"]
+    assert code(command) == 0
+    (measured,) = read_fleet(out).machines
+    assert measured.name == "here" and measured.train_token > 0 and measured.adapter_bytes > 0
+    rows = [rows for rows, _ in measured.decode]
+    assert rows == sorted(rows) and len(rows) >= 3

@@ -1,0 +1,54 @@
+"""A service that follows a plan, in virtual time with the shipped controller."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from tests.scheduling.test_plan import machine
+
+from rookery.scheduling.plan.predict import devices_of
+from rookery.simulation.clock import run
+from rookery.simulation.planned import planned_service
+from rookery.spec.fleet import FleetSpec, JobDemand, Plan, PlannedWorker
+
+DEMAND = JobDemand(
+    name="a", group_size=4, groups=2, prompt_tokens=16, median_tokens=40, sigma=0.5, max_tokens=96, staleness=1
+)
+
+
+def planned(fleet: FleetSpec, **roles: list[str]) -> Plan:
+    workers = [
+        PlannedWorker.model_validate(
+            {"name": name.replace("_", "-"), "machine": name.split("_")[0], "roles": played,
+             "max_rows": 64, "slice_tokens": 512}
+        )
+        for name, played in roles.items()
+    ]  # fmt: skip
+    return Plan(step_seconds=1.0, workers=workers, fleet=fleet, jobs=[DEMAND])
+
+
+def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves() -> None:
+    fleet = FleetSpec(machines=[machine("a"), machine("b"), machine("c")])
+    plan = planned(fleet, a_0=["train"], b_0=["rollout"])
+
+    async def play() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with planned_service(
+                Path(folder), devices_of(fleet), [DEMAND], ["both", "both", "both"], 30, plan=plan
+            ) as service:
+                site, queries = service.site, service.site.controller.queries
+                ((tenant, id),) = service.jobs
+                while (await queries.show(tenant, id)).step < 5:  # noqa: ASYNC110
+                    await asyncio.sleep(1.0)
+                shown = {row["name"]: row["roles"] for row in queries.workers()}
+                assert shown == {"a-0": ["train"], "b-0": ["rollout"], "c-0": []}
+                await service.workers[0].kill()
+                view = await queries.wait(tenant, id)
+                assert view.state == "completed"
+                assert site.controller.plan is not None and site.controller.plan.moves
+                shown = {row["name"]: set(row["roles"]) for row in queries.workers()}
+                assert any("train" in roles for name, roles in shown.items() if name != "a-0")
+
+    run(play())

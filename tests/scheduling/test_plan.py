@@ -1,0 +1,173 @@
+"""Plans for unlike machines: predictions, the search, and when roles are planned again."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from rookery.errors import UserError
+from rookery.scheduling.plan.predict import ROLES, Role, devices_of, predict
+from rookery.scheduling.plan.replan import replan
+from rookery.scheduling.plan.search import SHARINGS, gains, homogeneous, search
+from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Link, read_fleet, read_plan
+from rookery.spec.machine import MachineMemory
+
+DEMAND = JobDemand(
+    name="a", group_size=8, groups=8, prompt_tokens=48, median_tokens=180, sigma=0.6, max_tokens=768, micro_batch=16
+)
+TWO = [DEMAND, DEMAND.model_copy(update={"name": "b", "groups": 4, "staleness": 1})]
+
+
+def machine(name: str, decode: float = 1.0, train: float = 1.0, **fields: Any) -> FleetMachine:
+    """So many times as fast as two cores."""
+    return FleetMachine(
+        **{
+            "name": name, "rows": 64, "cache_tokens": 140_000, "context": 2048,
+            "decode": [(1, 0.03 / decode), (8, 0.035 / decode), (32, 0.052 / decode), (64, 0.077 / decode)],
+            "prefill_token": 0.0003 / decode, "prefill_slice": 512, "train_token": 0.0018 / train, "train_slice": 512,
+            "optimizer": 0.1, "adapter_bytes": 10**7, "state_bytes": 6 * 10**7, "download": 1e8, "upload": 1e8,
+            "load": 10, "latency": 0.01,
+        }
+        | fields
+    )  # fmt: skip
+
+
+def drawn(random: Random, count: int) -> FleetSpec:
+    speeds = (0.3, 0.5, 1.0, 2.0, 4.0)
+    return FleetSpec(
+        machines=[
+            machine(f"m{i}", random.choice(speeds), random.choice(speeds), preemptible=i > 0 and random.random() < 0.2)
+            for i in range(count)
+        ]
+    )
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_search_finds_the_optimum_that_enumeration_finds(case: int) -> None:
+    random = Random(case)
+    fleet = drawn(random, 4)
+    devices = devices_of(fleet)
+    demands = random.choice([[DEMAND], TWO])
+    optimum = min(predict(fleet, devices, demands, roles).seconds for roles in product(ROLES, repeat=len(devices)))
+    found = search(fleet, devices, demands, budget=48, seed=case)
+    assert found.prediction.seconds <= 1.05 * optimum
+    assert found.evaluations <= 48
+
+
+def test_equal_machines_leave_nothing_to_plan() -> None:
+    fleet = FleetSpec(machines=[machine("m", count=6)])
+    devices = devices_of(fleet)
+    found = search(fleet, devices, TWO)
+    best = min(predict(fleet, devices, TWO, roles).seconds for roles in homogeneous(devices))
+    assert found.prediction.seconds <= best * 1.01, "a machine is left out where that costs less than this"
+    assert found.evaluations <= len(SHARINGS) * len(devices), "the search ends when those plans are known"
+    unbalanced = predict(fleet, devices, TWO, found.roles, balanced=False)
+    assert unbalanced.seconds >= found.prediction.seconds
+
+
+@pytest.mark.parametrize("demands", [[DEMAND], [DEMAND.model_copy(update={"staleness": 2})]])
+def test_a_device_that_is_twenty_times_slower_is_left_out(demands: list[JobDemand]) -> None:
+    fleet = FleetSpec(machines=[machine("slow", 0.05, 0.05), machine("fast", count=8)])
+    devices = devices_of(fleet)
+    found = search(fleet, devices, demands)
+    assert found.roles[0] == "off"
+    with_it = predict(fleet, devices, demands, ("rollout", *found.roles[1:]))
+    assert with_it.seconds >= 0.99 * found.prediction.seconds
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_one_more_machine_never_worsens_a_plan_and_a_slower_link_never_improves_one(case: int) -> None:
+    fleet = drawn(Random(100 + case), 3)
+    found = search(fleet, devices_of(fleet), TWO, budget=60)
+    assert all(0 <= saved < 1 for saved in gains(fleet, TWO, found, budget=60).values())
+    links = [Link(between=("", "far"), bandwidth=bandwidth, latency=0.05) for bandwidth in (5e6, 10e6)]
+    away = [kind.model_copy(update={"site": "far"}) for kind in fleet.machines[1:]]
+    slow, fast = (FleetSpec(machines=[fleet.machines[0], *away], links=[link]) for link in links)
+    for roles in product(ROLES, repeat=3):
+        assert (
+            predict(slow, devices_of(slow), TWO, roles).seconds >= predict(fast, devices_of(fast), TWO, roles).seconds
+        )
+
+
+def test_what_does_not_fit_the_memory_is_never_planned() -> None:
+    small = MachineMemory(total=10**9, base=9 * 10**8, cache_token=10**6, train_token=10**5)
+    fleet = FleetSpec(machines=[machine("small", 4.0, 4.0, memory=small), machine("large", count=2)])
+    devices = devices_of(fleet)
+    for roles in product(ROLES, repeat=3):
+        if roles[0] != "off":
+            assert math.isinf(predict(fleet, devices, TWO, roles).seconds)
+    assert search(fleet, devices, TWO).roles[0] == "off"
+    only = FleetSpec(machines=[fleet.machines[0]])
+    found = search(only, devices_of(only), TWO)
+    assert math.isinf(found.prediction.seconds) and "no memory" in found.prediction.problem
+
+
+def test_preemptible_machines_do_not_train() -> None:
+    fleet = FleetSpec(machines=[machine("spot", 4.0, 4.0, preemptible=True, count=3), machine("kept")])
+    found = search(fleet, devices_of(fleet), TWO)
+    assert found.roles[3] in ("train", "both")
+    assert set(found.roles[:3]) <= {"rollout", "off"}
+
+
+def test_sharing_by_speed_helps_on_policy_rollouts() -> None:
+    fleet = FleetSpec(machines=[machine("slow", 0.5, count=2), machine("fast", 2.0, count=2)])
+    devices = devices_of(fleet)
+    roles: list[Role] = ["rollout", "rollout", "both", "rollout"]
+    on_policy = [DEMAND.model_copy(update={"micro_batch": 0})]
+    equal, by_speed = (predict(fleet, devices, on_policy, roles, balanced=b).seconds for b in (False, True))
+    assert by_speed < 0.9 * equal
+
+
+def test_roles_change_only_where_it_pays() -> None:
+    """Three machines, then the one that trains, then three again: no role flaps."""
+    fleet = FleetSpec(machines=[machine("m", count=3)])
+    devices = devices_of(fleet)
+    roles = search(fleet, devices, TWO).roles
+    assert replan(fleet, devices, TWO, roles, 1000) is None
+    trainer = next(i for i, role in enumerate(roles) if role in ("train", "both"))
+    rest = [i for i in range(3) if i != trainer]
+    forced = replan(fleet, [devices[i] for i in rest], TWO, [roles[i] for i in rest], 1)
+    if any(roles[i] in ("train", "both") for i in rest):
+        assert forced is None or math.isfinite(forced.before)
+    else:
+        assert forced is not None and math.isinf(forced.before) and math.isfinite(forced.after)
+    slow = search(fleet, devices, TWO, budget=1).roles
+    assert replan(fleet, devices, TWO, slow, 0) is None, "nothing is left to gain"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"machines": []}, "machines"),
+        ({"machines": [{"name": "a"}]}, "rows"),
+        ({"memory": {"total": -1, "base": 0, "cache_token": 1, "train_token": 1}}, "memory.total"),
+        ({"decode": [[8, 0.1], [1, 0.2]]}, "rows ascend"),
+        ({"count": 65}, "count"),
+        ({"gpu": "big"}, "gpu"),
+        ({"links": [{"between": ["", "moon"], "bandwidth": 1e6, "latency": 1}]}, "no machine is at the site 'moon'"),
+    ],
+)
+def test_a_wrong_fleet_file_is_refused_in_one_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    content = FleetSpec(machines=[machine("a")]).model_dump(mode="json", exclude_none=True)
+    for name, value in change.items():
+        (content if name in content else content["machines"][0])[name] = value
+    path = tmp_path / "fleet.yaml"
+    path.write_text(repr(content).replace("'", '"').replace("False", "false"))
+    with pytest.raises(UserError, match=r"fleet\.yaml: ") as refusal:
+        read_fleet(path)
+    assert says in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_plan_for_machines_that_its_fleet_lacks_is_refused(tmp_path: Path) -> None:
+    fleet = FleetSpec(machines=[machine("a")]).model_dump(mode="json", exclude_none=True)
+    worker = {"name": "b-0", "machine": "b", "roles": ["train"], "max_rows": 1, "slice_tokens": 1}
+    content = {"step_seconds": 1.0, "workers": [worker], "fleet": fleet, "jobs": [DEMAND.model_dump()]}
+    path = tmp_path / "plan.yaml"
+    path.write_text(repr(content).replace("'", '"').replace("False", "false"))
+    with pytest.raises(UserError, match="b-0 is no machine of the plan's fleet"):
+        read_plan(path)
