@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
 CONTROLLER_FLOORS = [
     {"views", "spec_warnings", "service_time", "outages"},
     {"services", "quotas", "fleet", "feeds"},
-    {"weights", "timeline"},
+    {"weights", "timeline", "planned"},
     {"rollout", "training"},
     {"offload", "usage", "validation"},
     {"context"},
