@@ -97,7 +97,7 @@ TRIED = (
     " glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neo gpt_neox gpt_oss granite granitemoe granitemoeshared"
     " hunyuan_v1_dense hunyuan_v1_moe internlm3 jais2 lfm2 llama mellum minicpm3 minimax_m2 ministral"
     " ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi"
-    " phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma"
+    " phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next"
     " seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu"
 ).split()
 """Families whose small models generate and train here as transformers and PEFT compute them. docs/operations.md lists

@@ -29,7 +29,7 @@ from rookery.worker.trainer.hf.trainer import TransformersBackbone
 QUICK = ("mixtral", "deepseek_v2", "qwen3_next", "gemma3_text")
 """A mixture of experts, latent attention, linear attention, windows."""
 
-REFUSED = ("diffllama", "mamba", "llama4_text", "minimax")
+REFUSED = ("diffllama", "mamba", "llama4_text", "minimax", "recurrent_gemma")
 """Families that fail in different ways: other logits, or an exception."""
 
 
@@ -105,6 +105,16 @@ def test_a_refused_model_is_refused_in_one_line_from_then_on(tmp_path: Path, mon
     monkeypatch.setattr("sys.argv", ["convert", str(published), "--cache", str(cache)])
     main()
     assert registry.status(cache, str(published)).state == "prepared"
+
+
+def test_a_model_without_a_context_length_is_refused_when_it_is_prepared(tmp_path: Path) -> None:
+    """A family without attention. Nothing of it stays."""
+    family = "mamba"
+    published = save_small_model(tmp_path / family, 0, tiny_config(family))
+    with pytest.raises(UserError, match=f"states no context length .*; {family} is not supported") as refusal:
+        prepare(str(published), tmp_path / "cache")
+    assert "\n" not in str(refusal.value) and str(tmp_path / "cache") not in str(refusal.value)
+    assert registry.status(tmp_path / "cache", str(published)).state != "prepared"
 
 
 def test_a_model_that_computes_is_loaded_and_named_in_its_adapters(tmp_path: Path) -> None:

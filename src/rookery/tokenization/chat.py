@@ -95,7 +95,7 @@ class Chat:
             ends.append(end)
         context = config.get("max_position_embeddings")
         if not isinstance(context, int) or context <= 0:
-            raise UserError(f"{path} has no max_position_embeddings")
+            raise UserError(f"base_model: {path.name} has no max_position_embeddings")
         return cls(tokenizer, _template_of(folder, settings), special=special, ends=ends, context=context, now=now)
 
     def encode(self, text: str) -> list[int]:

@@ -132,7 +132,15 @@ def _read(source: registry.Source, target: Path, fetched: Path) -> _Published:
     from transformers import AutoConfig  # seconds of import, only needed here
 
     revision = published.name if source.kind == "hub" else ""  # the library names the folder so
-    return _Published(AutoConfig.from_pretrained(published).to_dict(), read_published(published), revision)
+    config = AutoConfig.from_pretrained(published)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)  # also where its family names it so
+    if not isinstance(context, int) or context <= 0:
+        raise UserError(
+            f"base_model: {source.where} states no context length (max_position_embeddings), as families without"
+            f" attention; {config.model_type} is not supported: choose a model of another family"
+        )
+    raw = {"max_position_embeddings": context, **config.to_dict()}
+    return _Published(raw, read_published(published), revision)
 
 
 def _download(hub_id: str, fetched: Path) -> Path:
