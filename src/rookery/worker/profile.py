@@ -118,11 +118,13 @@ def _training(core: WorkerCore, settings: Settings, scratch: Path) -> dict[str, 
         batch = protocol.TrainingBatch(groups=[_sequence(number) for number in range(SEQUENCES)])
         loss = protocol.Loss(name="cross_entropy")
         core.trainer.forward_backward(
-            protocol.ForwardBackward(op="pass", batch_ticket="", loss=loss, temperature=1.0, zero_grad=True, **step),
+            protocol.ForwardBackward(op="pass", batch_ticket="", loss=loss, temperature=1.0, **step),
             batch,
         )
         passes.append(_seconds(core))
-        core.trainer.optim_step(protocol.OptimStep(op="step", adam=protocol.Adam(lr=1e-4, clip=1.0), **step))
+        core.trainer.optim_step(
+            protocol.OptimStep(op="step", operations=1, adam=protocol.Adam(lr=1e-4, clip=1.0), **step)
+        )
         optimizers.append(_seconds(core))
     commit: dict[str, Any] = {"policy": POLICY, "lease": 1, "parent": start, "steps": TRAIN_STEPS + 1, "tenant": ""}
     core.trainer.optim_step(protocol.OptimStep(op="commit", adam=None, commit="commit", **commit))
