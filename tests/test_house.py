@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import graphlib
 import io
 import re
@@ -14,6 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from rookery.controller.context import ControllerContext, Rooms
+from rookery.controller.services import Services
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rookery"
@@ -162,6 +166,15 @@ def test_controller_imports_downwards() -> None:
             ):
                 wrong.add(f"{path.relative_to(SOURCE)} imports {'.'.join(parts)}")
     assert wrong == set()
+
+
+MOST_FIELDS = 10
+"""Of a context that is passed around: beyond it, nobody can say what its user uses."""
+
+
+def test_contexts_of_the_controller_are_small() -> None:
+    fields = {kind: [field.name for field in dataclasses.fields(kind)] for kind in (Services, Rooms, ControllerContext)}
+    assert {kind.__name__: names for kind, names in fields.items() if len(names) > MOST_FIELDS} == {}
 
 
 def module_of(path: Path) -> str:

@@ -84,9 +84,9 @@ class Requests:
         """Whose late frame came, and how things stood."""
         self._over = False
         world = controller.context
-        self._fleet, self._rollouts = world.fleet, world.rollouts
-        self._sample = world.rollouts.sample
-        setattr(world.rollouts, "sample", self.sample)  # noqa: B010 (a method for an instance)
+        self._fleet, self._rollouts = world.rooms.fleet, world.rooms.rollouts
+        self._sample = world.rooms.rollouts.sample
+        setattr(world.rooms.rollouts, "sample", self.sample)  # noqa: B010 (a method for an instance)
 
     def on_event(self, event: WorkerEvent) -> None:
         """Before the reactions of the others."""

@@ -265,7 +265,7 @@ class Run:
         if controller is None:
             return
         self.events.note("controller", "is dead")
-        self._tokens += controller.context.rollouts.sampled_tokens
+        self._tokens += controller.context.rooms.rollouts.sampled_tokens
         if not self._writer.dead:
             self._writer.die(late=late)
         self.requests.end()
@@ -408,16 +408,16 @@ class Run:
             return
         world = controller.context
         left = self.requests.left()
-        holding = [worker.name for worker in world.fleet.all() if world.rollouts.pool.outstanding(worker)]
-        if left or holding or world.rollouts.waiting():
+        holding = [worker.name for worker in world.rooms.fleet.all() if world.rooms.rollouts.pool.outstanding(worker)]
+        if left or holding or world.rooms.rollouts.waiting():
             self.events.fail("once", f"requests {left} are left, workers {holding} hold some", *left[:1])
-        if world.collector.pins:
-            self.events.fail("durable", f"artifacts {dict(world.collector.pins)} were never named")
+        if world.rooms.collector.pins:
+            self.events.fail("durable", f"artifacts {dict(world.rooms.collector.pins)} were never named")
 
     def _outcome(self) -> ChaosResult:
         counts, live = dict(sorted(self.events.counts.items())), self._controller
         faults = {kind: count for kind, count in counts.items() if kind.startswith("fault") or kind == "dies"}
-        tokens = self._tokens + (live.context.rollouts.sampled_tokens if live is not None else 0)
+        tokens = self._tokens + (live.context.rooms.rollouts.sampled_tokens if live is not None else 0)
         return ChaosResult(
             digest=self.events.digest(),
             events=self.events.total,

@@ -67,7 +67,7 @@ async def test_generations_beyond_the_limit_are_refused_until_others_end(service
     assert refused(service) == {"requests": 1}
     worker.generating.set()
     assert isinstance(await alice.outcome(first), operations.SampleResult)
-    await eventually(lambda: service.controller.context.quotas.view("alice")["requests"] == 0)
+    await eventually(lambda: service.controller.context.rooms.quotas.view("alice")["requests"] == 0)
     assert isinstance(await alice.outcome(await alice.sample(sampler, 1, count=2)), operations.SampleResult)
 
 
@@ -110,7 +110,7 @@ async def test_operations_in_memory_are_bounded(service: Service, waiting: bool)
     assert refused(service) == {"queued_bytes": 1}
     assert isinstance(await alice.step(), operations.OptimStepResult)
     await alice.save("all")
-    await eventually(lambda: service.controller.context.quotas.queued["alice"] == 0)
+    await eventually(lambda: service.controller.context.rooms.quotas.queued["alice"] == 0)
 
 
 @pytest.mark.parametrize("settings", [{"tenant_jobs": 1, "tenant_waiting_jobs": 2}])
@@ -154,7 +154,7 @@ async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_nex
     alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
     await service.controller.limit_tenant("alice", {"tokens_per_day": 40})
     job, _ = await service.controller.submit("alice", job_of(stop__steps=1000))
-    await eventually(lambda: service.controller.context.quotas.view("alice")["tokens_today"] >= 40)
+    await eventually(lambda: service.controller.context.rooms.quotas.view("alice")["tokens_today"] >= 40)
     await service.clock.advance(2 * service.settings.worker.heartbeat_seconds)
     await eventually(lambda: service.database.get_job("alice", job.id).state == "paused")
     row = service.database.get_job("alice", job.id)
@@ -247,7 +247,7 @@ async def test_metadata_of_a_tenant_is_bounded(service: Service) -> None:
 
 @pytest.mark.parametrize("settings", [{"tenant_requests_per_second": 2}])
 async def test_requests_of_a_tenant_are_limited_in_their_rate(service: Service) -> None:
-    quotas = service.controller.context.quotas
+    quotas = service.controller.context.rooms.quotas
     for _ in range(10):  # five seconds' worth at once
         quotas.count_request("alice")
     with pytest.raises(TooManyRequests) as refusal:
@@ -265,7 +265,7 @@ async def test_overrides_hold_after_a_restart_and_null_is_the_setting(service: S
     await service.controller.limit_tenant("alice", {"weight": 2.0, "jobs": 3})
     await service.controller.limit_tenant("alice", {"jobs": None, "models": 9})
     for _ in range(2):
-        quotas = service.controller.context.quotas
+        quotas = service.controller.context.rooms.quotas
         assert quotas.view("alice")["overrides"] == {"weight": 2.0, "models": 9}
         assert (quotas.limit("alice", "jobs"), quotas.weights["alice"]) == (16, 2.0)
         await service.crash()

@@ -195,7 +195,7 @@ class Busy:
         """After so many seconds more of each."""
         self.decode += decode
         self.train += train
-        known = self.service.controller.context.fleet.get(self.worker.name)
+        known = self.service.controller.context.rooms.fleet.get(self.worker.name)
         assert known is not None
         before = known.beat
         await self.worker.say(
@@ -261,7 +261,7 @@ async def test_a_job_on_preemptible_workers_shows_its_cost_on_reserved_ones(serv
 
 async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(service: Service) -> None:
     busy = await Busy(service, "worker", 1.0).join()
-    rollouts, training = service.controller.context.rollouts, service.controller.context.training
+    rollouts, training = service.controller.context.rooms.rollouts, service.controller.context.rooms.training
     reply = await rollouts.sample(question())
     assert reply.tokens
     row = PolicyRow(id="policy-of-a-client", tenant="bob", name="run", rank=16, alpha=32.0, targets=["q"])
@@ -279,7 +279,7 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
     )
     service.clock.now += 10.0
     await busy.beat(decode=2.0, train=3.0)
-    usage = service.controller.context.usage
+    usage = service.controller.context.rooms.usage
     assert usage.tenant_view("bob").cost == 5.0 and usage.tenant_view("alice").cost == 0.0
     await usage.save()
     assert list(service.database.tenant_usage("bob")) == [TENANT_TOTAL]
@@ -299,25 +299,25 @@ async def test_counters_survive_a_restart_and_a_crash_loses_only_those_not_store
     await service.close()
     controller = await service.start()
     assert (await controller.queries.show("alice", view.id)).cost.cost == 4.0
-    assert controller.context.usage.tenant_view("alice").cost == 4.0
+    assert controller.context.rooms.usage.tenant_view("alice").cost == 4.0
     (fleet,) = (await controller.queries.costs())["workers"]
     assert (fleet.cost, fleet.used, fleet.idle, fleet.waiting) == (10.0, 4.0, 6.0, 0.0)
     assert controller.queries.health()["totals"]["cost_used"] == 0, "of this process"
 
     busy = await Busy(service, "worker", 1.0).join()
-    await controller.context.rollouts.sample(question("alice", "sample-2"))
+    await controller.context.rooms.rollouts.sample(question("alice", "sample-2"))
     service.clock.now += 10.0
     await busy.beat(decode=3.0)
     stored = lambda: service.database.usage_totals()["alice"]["reserved"]["decode"]["cost"]  # noqa: E731
     await service.clock.advance(2.0)
     await eventually(lambda: stored() == 7)
-    await controller.context.rollouts.sample(question("alice", "sample-3"))
+    await controller.context.rooms.rollouts.sample(question("alice", "sample-3"))
     service.clock.now += 10.0
     await busy.beat(decode=5.0)
-    assert controller.context.usage.tenant_view("alice").cost == 12.0
+    assert controller.context.rooms.usage.tenant_view("alice").cost == 12.0
     await service.crash()
     controller = await service.start()
-    assert controller.context.usage.tenant_view("alice").cost == 7.0
+    assert controller.context.rooms.usage.tenant_view("alice").cost == 7.0
     (fleet,) = (await controller.queries.costs())["workers"]
     assert fleet.waiting == 0.0 and fleet.cost == fleet.used + fleet.idle
     await service.close()
@@ -328,22 +328,22 @@ async def test_a_draining_worker_is_paid_for_until_it_is_gone(service: Service) 
     busy = await Busy(service, "worker", 1.0).join()
     service.clock.now += 10.0
     await busy.worker.say(protocol.Draining(epoch=0))
-    worker = service.controller.context.fleet.get("worker")
+    worker = service.controller.context.rooms.fleet.get("worker")
     assert worker is not None
     await eventually(lambda: worker.state == "draining")
     service.clock.now += 5.0
     await busy.worker.die()
     await eventually(lambda: worker.state == "gone")
-    assert service.controller.context.usage.fleet()[0].cost == 15.0
+    assert service.controller.context.rooms.usage.fleet()[0].cost == 15.0
     service.clock.now += 5.0
-    assert service.controller.context.usage.price() == 0.0
+    assert service.controller.context.rooms.usage.price() == 0.0
 
 
 async def test_an_unavailable_database_delays_only_the_counters(
     service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = await Busy(service, "worker", 1.0).join()
-    await service.controller.context.rollouts.sample(question())
+    await service.controller.context.rooms.rollouts.sample(question())
     service.clock.now += 10.0
     await busy.beat(decode=4.0)
     save = service.database.save_usage
@@ -355,7 +355,7 @@ async def test_an_unavailable_database_delays_only_the_counters(
     await service.clock.advance(40.0)
     await eventually(lambda: "usage is not stored yet" in caplog.text)
     monkeypatch.setattr(service.database, "save_usage", save)
-    await service.controller.context.usage.save()
+    await service.controller.context.rooms.usage.save()
     assert service.database.job_usage("bob", TENANT_TOTAL)["reserved"]["decode"]["cost"] == 4
 
 

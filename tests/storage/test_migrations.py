@@ -147,7 +147,7 @@ async def test_jobs_and_clients_of_an_old_folder_continue(folder: Path) -> None:
     service.check_history(UNFINISHED)
     assert [row["step"] for row in await controller.queries.metrics("alice", UNFINISHED)] == [1, 2, 3, 4, 5, 6]
     assert (await controller.queries.show("alice", FINISHED)).cost.cost == 4.0
-    assert controller.context.usage.tenant_view("bob").cost == 1.0
+    assert controller.context.rooms.usage.tenant_view("bob").cost == 1.0
 
     client = Client(service, "bob")
     client.session, client.model = SESSION, MODEL

@@ -116,7 +116,7 @@ def play(
         began = asyncio.get_running_loop().time()
         requests = [
             asyncio.create_task(
-                controller.context.rollouts.sample(SamplingRequest(flooder, f"flood-{n}", MODEL, generation(n)))
+                controller.context.rooms.rollouts.sample(SamplingRequest(flooder, f"flood-{n}", MODEL, generation(n)))
             )
             for n in range(count)
         ]

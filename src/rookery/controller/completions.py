@@ -126,11 +126,13 @@ class Completions:
             tpot_ms=tpot,
         )
         tokens = len(generate.prompt) + generate.max_tokens
-        context.quotas.check_generation(tenant, target.model, tokens)
-        self._context.models.provide(target.model)
-        async with context.collector.pin(target.adapter):
-            with self._pinned(target.adapter), context.quotas.generating(tenant, target.model, tokens):
-                return await context.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)
+        context.rooms.quotas.check_generation(tenant, target.model, tokens)
+        self._context.rooms.models.provide(target.model)
+        async with context.rooms.collector.pin(target.adapter):
+            with self._pinned(target.adapter), context.rooms.quotas.generating(tenant, target.model, tokens):
+                return await context.rooms.rollouts.sample(
+                    SamplingRequest(tenant, name, target.model, generate), on_tokens
+                )
 
     async def sample(
         self, tenant: str, target: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
@@ -175,7 +177,7 @@ class Completions:
         base models) and ``owner``."""
         context = self._context
         loaded = {
-            worker.hello.model for worker in context.fleet.all() if worker.has_role("rollout", worker.hello.model)
+            worker.hello.model for worker in context.rooms.fleet.all() if worker.has_role("rollout", worker.hello.model)
         }
         owner = await context.store.get_tenant(tenant)
         rows: list[dict[str, Any]] = [{"name": name, "created": 0.0, "owner": "rookery"} for name in sorted(loaded)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
@@ -19,7 +17,9 @@ from rookery.controller.weights.gc import ArtifactCollector
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerContext(Services):
+class Rooms:
+    """The rooms below jobs and sessions. A room itself gets the two or three others that it uses."""
+
     fleet: Fleet
     residency: AdapterResidency
     rollouts: RolloutScheduler
@@ -30,5 +30,10 @@ class ControllerContext(Services):
     models: ModelUse
     quotas: Quotas
     collector: ArtifactCollector
-    on_metrics: Callable[[str, dict[str, Any]], None]
-    """Called with a job's id and the metrics row of each committed step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerContext(Services):
+    """The services, and the rooms."""
+
+    rooms: Rooms

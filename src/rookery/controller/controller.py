@@ -28,7 +28,7 @@ from rookery import protocol
 from rookery.aio import cancel_all, restarting
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.completions import Completions
-from rookery.controller.context import ControllerContext
+from rookery.controller.context import ControllerContext, Rooms
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.events import (
     AdaptersChanged,
@@ -134,12 +134,7 @@ class Controller:
         training = TrainingDispatcher(
             fleet, residency, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
         )
-        self.context = ControllerContext(
-            settings=settings,
-            clock=clock,
-            ids=ids,
-            store=store,
-            artifacts=artifacts,
+        rooms = Rooms(
             fleet=fleet,
             residency=residency,
             rollouts=rollouts,
@@ -150,19 +145,24 @@ class Controller:
             models=ModelUse(settings, clock, provide, release),
             quotas=quotas,
             collector=collector,
+        )
+        self.context = ControllerContext(
+            rooms=rooms,
+            settings=settings,
+            clock=clock,
+            ids=ids,
+            store=store,
+            artifacts=artifacts,
             chat=chat,
             threads=threads,
             refused=refused,
-            on_metrics=self._on_metrics,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )
-        self.serve_worker, self.serve_host = fleet.serve, self.context.hosts.serve
+        self.serve_worker, self.serve_host = fleet.serve, rooms.hosts.serve
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.retries = OutageRetries(settings.limits, clock, quotas)
         self.queries = JobQueries(self.context, self.jobs, self.admission)
-        self._validator = JobValidator(
-            self.context, fleet, self.context.hosts, quotas, collector, check_environment, checkers
-        )
+        self._validator = JobValidator(self.context, fleet, rooms.hosts, quotas, collector, check_environment, checkers)
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
         self.completions = Completions(self.context, self._validator, self.jobs.pinned)
         self._slots = TrainerSlots(fleet, settings, clock, quotas.weights)
@@ -178,12 +178,12 @@ class Controller:
         """Delete what a crash left half-written, resume every unfinished job, start the background tasks."""
         context, store = self.context, self.context.store
         await store.fence()
-        await context.collector.collect_all(context.clock.time(), context.settings.server.orphan_keep_seconds)
-        await context.usage.start()
-        await context.quotas.start()
-        watch_models = partial(self.context.models.watch, self._models_in_use)
-        for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
-                      self.sessions.watch, context.usage.watch, self._watch_jobs, watch_models):  # fmt: skip
+        await context.rooms.collector.collect_all(context.clock.time(), context.settings.server.orphan_keep_seconds)
+        await context.rooms.usage.start()
+        await context.rooms.quotas.start()
+        rooms, watch_models = context.rooms, partial(context.rooms.models.watch, self._models_in_use)
+        for watch in (rooms.fleet.watch, rooms.rollouts.watch, rooms.seeding.watch, rooms.hosts.watch,
+                      self.sessions.watch, rooms.usage.watch, self._watch_jobs, watch_models):  # fmt: skip
             self._tasks.append(asyncio.create_task(restarting(watch, context.clock)))
         if self.plan is not None:
             self._tasks.append(asyncio.create_task(restarting(self.plan.watch, context.clock)))
@@ -199,7 +199,7 @@ class Controller:
                 context.refused["start_crashes"] += 1
                 await self._set_state(row, "paused", START_CRASHES.format(row.crashes))
             else:
-                context.rollouts.expect_resumptions()
+                context.rooms.rollouts.expect_resumptions()
                 self._admit(row)
         for tenant in await store.half_deleted():
             self._tasks.append(asyncio.create_task(self._clear_tenant(tenant)))
@@ -228,16 +228,16 @@ class Controller:
         await cancel_all(*tasks)
         self.record.close()
         await self.sessions.stop()
-        await self.context.residency.close()
-        await self.context.usage.stop()
+        await self.context.rooms.residency.close()
+        await self.context.rooms.usage.stop()
 
     # --- events of workers --------------------------------------------------------------------------------------------
 
     def on_event(self, event: WorkerEvent) -> None:
         """Call those whom an event of a worker concerns, in the written order. What they emit in turn is handled before
         the next one is called."""
-        context, worker = self.context, event.worker
-        rollouts, training, seeding, usage = context.rollouts, context.training, context.seeding, context.usage
+        rooms, worker = self.context.rooms, event.worker
+        rollouts, training, seeding, usage = rooms.rollouts, rooms.training, rooms.seeding, rooms.usage
         if event.shown:
             tenant, job = usage.payer_of(event.policy) if event.policy else ("", "")
             self.timeline.add(event, tenant, job)
@@ -261,8 +261,8 @@ class Controller:
                 seeding.on_worker_joined(worker)
                 usage.on_worker_joined(worker)
             case WorkerLoaded():
-                context.residency.on_worker_loaded(worker, self.jobs.versions_in_use(worker.hello.model))
-                context.fleet.admit(worker)
+                rooms.residency.on_worker_loaded(worker, self.jobs.versions_in_use(worker.hello.model))
+                rooms.fleet.admit(worker)
             case WorkerReady() | WorkerCatchingUp() | AdaptersChanged() | RolesChanged():
                 rollouts.on_worker_changed(worker)
                 training.on_worker_changed(worker)
@@ -272,7 +272,7 @@ class Controller:
                 if event.last:
                     self.model_failed(worker.hello.model, event.reason)
             case WorkerDraining() | WorkerSuspect() | WorkerGone():
-                context.residency.on_worker_lost(worker)
+                rooms.residency.on_worker_lost(worker)
                 rollouts.on_worker_changed(worker)  # before others react: it gets no work any more
                 seeding.on_worker_changed(worker)
                 rollouts.on_worker_lost(worker)
@@ -283,18 +283,18 @@ class Controller:
                     self.plan.on_worker_lost()
 
     def _on_message(self, worker: Worker, message: protocol.WorkMessage) -> None:
-        context = self.context
+        rooms = self.context.rooms
         match message:
             case protocol.Output():
-                context.rollouts.on_output(worker, message)
+                rooms.rollouts.on_output(worker, message)
             case protocol.OperationDone():
-                context.training.on_done(worker, message)
+                rooms.training.on_done(worker, message)
             case protocol.AdaptersCached():
-                context.residency.on_cached(worker, message)
+                rooms.residency.on_cached(worker, message)
             case protocol.TicketRequest():
-                context.residency.on_ticket_request(worker, message)
+                rooms.residency.on_ticket_request(worker, message)
             case protocol.PullFailed():
-                context.residency.on_pull_failed(worker, message)
+                rooms.residency.on_pull_failed(worker, message)
 
     def _models_of(self, tenant: str) -> set[str]:
         """The base models that a tenant's jobs and training runs use now."""
@@ -305,10 +305,10 @@ class Controller:
     async def submit(self, tenant: str, data: Any, key: str | None = None) -> tuple[JobView, bool]:
         """Validate a job, make it durable, start it; returns it and True. A repeated ``key`` returns the first job and
         False."""
-        self.context.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
+        self.context.rooms.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
         spec, policies, warnings = await self._validator.check(tenant, data)
         dumped = spec.model_dump(mode="json")
-        await self.context.quotas.check_metadata(tenant, dumped)
+        await self.context.rooms.quotas.check_metadata(tenant, dumped)
         id, now = self.context.ids.new("job"), self.context.clock.time()
         row, created = await self.context.store.submit_job(
             JobRow(id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key),
@@ -353,22 +353,22 @@ class Controller:
             runner = self.jobs.runners.get(job)
             if runner is not None and (await context.store.get_job(tenant, job)).state in FINAL_JOB_STATES:
                 await asyncio.wait([runner.task])
-            await context.usage.save()  # else the next one would store the job's row again
+            await context.rooms.usage.save()  # else the next one would store the job's row again
             for digest in await context.store.delete_job(tenant, job):
-                await context.collector.delete_unnamed(context.store.database.unnamed, digest)
+                await context.rooms.collector.delete_unnamed(context.store.database.unnamed, digest)
         await asyncio.to_thread(shutil.rmtree, self._jobs_folder / job, ignore_errors=True)
         log.info("job %s is deleted by its owner", job, extra={"tenant": tenant, "job": job})
 
     async def delete_upload(self, tenant: str, digest: str) -> None:
         """Delete a dataset or an adapter that the tenant uploaded. Raises :class:`Conflict` where a job that has not
         ended uses it, :class:`NotFound`."""
-        await self.context.collector.delete_unnamed(self.context.store.database.delete_upload, tenant, digest)
+        await self.context.rooms.collector.delete_unnamed(self.context.store.database.delete_upload, tenant, digest)
 
     async def limit_tenant(self, tenant: str, changes: Mapping[str, float | None]) -> TenantRow:
         """Change limits of a tenant, or its weight; None is the service's setting. Running jobs continue. Raises
         :class:`NotFound`."""
         row = await self.context.store.limit_tenant(tenant, changes)
-        self.context.quotas.override(tenant, row.limits)
+        self.context.rooms.quotas.override(tenant, row.limits)
         self._launch_admitted(tenant)
         return row
 
@@ -406,7 +406,7 @@ class Controller:
     def model_failed(self, model: str, reason: str) -> None:
         """The last worker of a base model does not work. Jobs that have no other one are paused with the reason; like
         other outages, this one may pass."""
-        if failure := self.context.fleet.fail(model, reason):
+        if failure := self.context.rooms.fleet.fail(model, reason):
             log.error("%s", failure)
             for runner in list(self.jobs.runners.values()):
                 if runner.row.spec["base_model"] == model:
@@ -418,7 +418,7 @@ class Controller:
         while True:
             await self.context.clock.sleep(self.context.settings.worker.heartbeat_seconds)
             for runner in list(self.jobs.runners.values()):
-                if reason := self.context.quotas.used_up(runner.row.tenant):
+                if reason := self.context.rooms.quotas.used_up(runner.row.tenant):
                     runner.halt(reason)
             for tenant in {row.tenant for row in self.jobs.waiting.values()}:
                 self._launch_admitted(tenant)
@@ -438,7 +438,7 @@ class Controller:
                 return
             if not by_itself:
                 self.admission.hold(job, 0.0)
-            self.context.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
+            self.context.rooms.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
             runner = self.jobs.runners.get(job)
             if runner is not None and runner.unstored:
                 raise Unavailable(f"job {job} cannot resume: its pause could not be stored yet: {runner.unstored}")
@@ -464,7 +464,7 @@ class Controller:
                 await asyncio.wait([runner.task])
             lines, context = list[str](), self.context
             for policy in await context.store.policies(tenant, job):
-                versions = PolicyVersions(context, context.training, context.collector, policy)
+                versions = PolicyVersions(context, context.rooms.training, context.rooms.collector, policy)
                 lines += await versions.load_intact(absent=True)
             if not lines:
                 raise Conflict(f"the newest version of job {job} is there: resume it")
@@ -514,8 +514,8 @@ class Controller:
         self.jobs.states[state] += 1
         if state in FINAL_JOB_STATES:
             self.retries.progress(row.id)
-            context.rollouts.close_job(row.id)
-            context.hosts.close_job(row.id)
+            context.rooms.rollouts.close_job(row.id)
+            context.rooms.hosts.close_job(row.id)
             with suppress(StorageFull, Unavailable):  # the end of the next job tries again
                 await context.store.drop_old_groups(row.tenant, context.settings.server.finished_jobs_keep)
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
@@ -534,7 +534,9 @@ class Controller:
             self._launch(row)
 
     def _launch(self, row: JobRow) -> None:
-        runner = JobRunner(self.context, self._validator, row, self._jobs_folder / row.id, self.record)
+        runner = JobRunner(
+            self.context, self._validator, row, self._jobs_folder / row.id, self.record, self._on_metrics
+        )
         self.jobs.runners[row.id] = runner
         runner.task = asyncio.create_task(self._run(runner), name=f"job {row.id}")
 
@@ -594,5 +596,5 @@ class Controller:
 
     def _models_in_use(self) -> set[str]:
         """The base models of jobs, of clients that are not idle, and of requests."""
-        requests = {inflight.request.model for inflight in self.context.rollouts.inflight.values()}
+        requests = {inflight.request.model for inflight in self.context.rooms.rollouts.inflight.values()}
         return self.jobs.models() | requests | self.sessions.models_in_use()

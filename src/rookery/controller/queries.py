@@ -68,7 +68,7 @@ class JobQueries:
             self._store.rewards_of(jobs, SHOWN_REWARDS),
             self._store.state_times(None, jobs),
         )
-        current = self._context.usage.current
+        current = self._context.rooms.usage.current
         return [
             self._view(
                 row,
@@ -91,7 +91,7 @@ class JobQueries:
             self._store.rewards_of(jobs, SHOWN_REWARDS),
             self._store.state_times(None, jobs),
         )
-        names, current = {owner.id: owner for owner in owners}, self._context.usage.current
+        names, current = {owner.id: owner for owner in owners}, self._context.rooms.usage.current
         views = [
             self._view(
                 row,
@@ -109,7 +109,7 @@ class JobQueries:
         row = await self._store.get_job(tenant, job)
         policies = await self._store.policies(tenant, job)
         owner = await self._store.get_tenant(tenant)
-        usage = self._context.usage.current(tenant, job, await self._store.job_usage(tenant, job))
+        usage = self._context.rooms.usage.current(tenant, job, await self._store.job_usage(tenant, job))
         rewards = await self._store.recent_rewards(tenant, SHOWN_REWARDS, job)
         since = await self._store.state_times(tenant, [job])
         return self._view(row, owner, policies, usage, rewards.get(job, []), since.get(job))
@@ -278,7 +278,7 @@ class JobQueries:
             rewards=rewards,
             tokens_per_second=job.progress.tokens_per_second() if job is not None else 0.0,
             staleness=job.progress.staleness if job is not None else None,
-            hosted=self._context.hosts.connected(row.tenant, host) if host is not None else None,
+            hosted=self._context.rooms.hosts.connected(row.tenant, host) if host is not None else None,
             groups_in_flight=job.groups.in_flight if job is not None else 0,
             groups_ready=max((len(loop.buffer.ready) for loop in job.loops), default=0) if job is not None else 0,
             tokens=counters.get("tokens", 0),
@@ -295,7 +295,7 @@ class JobQueries:
 
     def models(self) -> Sequence[dict[str, Any]]:
         """Base models: loaded, known (can be prepared), or refused and why."""
-        fleet = self._context.fleet
+        fleet = self._context.rooms.fleet
         loaded = Counter(w.hello.model for w in fleet.all() if w.working)
         rows = []
         settings = self._context.settings
@@ -311,14 +311,14 @@ class JobQueries:
     def workers(self) -> Sequence[dict[str, Any]]:
         """Every connected worker, with its last heartbeat."""
         context, now, rows = self._context, self._context.clock.monotonic(), []
-        for worker in context.fleet.all():
+        for worker in context.rooms.fleet.all():
             hello, beat = worker.hello, worker.beat
             rows.append({
                 "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": hello.model,
                 "roles": worker.roles, "kind": hello.kind, "price": hello.price, "address": hello.address,
                 "engine": hello.engine, "device": hello.device, "host": hello.host, "pid": hello.pid,
                 "adapters": len(worker.cached),
-                "requests": context.rollouts.pool.outstanding(worker),
+                "requests": context.rooms.rollouts.pool.outstanding(worker),
                 "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0,
                 "note": worker.note,
                 "max_flush_tokens": worker.max_flush_tokens,
@@ -329,8 +329,8 @@ class JobQueries:
     async def costs(self) -> dict[str, Any]:
         """The cost of each tenant, of deleted ones where they caused any, and of the workers."""
         tenants = await self._store.list_tenants(deleted=True)
-        usage = self._context.usage
-        seconds = self._context.quotas.service_time.seconds
+        usage = self._context.rooms.usage
+        seconds = self._context.rooms.quotas.service_time.seconds
         bills = [
             {
                 "tenant": row.id,
@@ -346,7 +346,7 @@ class JobQueries:
 
     def health(self) -> dict[str, Any]:
         """Counts of jobs, totals and gauges of the service."""
-        context, fleet, rollouts = self._context, self._context.fleet, self._context.rollouts
+        context, fleet, rollouts = self._context, self._context.rooms.fleet, self._context.rooms.rollouts
         serving = [worker for worker in fleet.all() if worker.working]
         beats = [worker.beat for worker in serving if worker.beat is not None]
         figures = over_workers(beat.gauges for beat in beats)
@@ -362,15 +362,15 @@ class JobQueries:
                 **{f"requests_requeued_{reason}": count for reason, count in rollouts.requeues.items()},
                 "rollout_probes": rollouts.queues.probes,
                 "late_chunks": rollouts.late_chunks,
-                "training_retries": context.training.retries,
+                "training_retries": context.rooms.training.retries,
                 "worker_losses": fleet.losses,
-                "trainer_wait_seconds": context.seeding.waits["trainer"],
-                "remote_wait_seconds": context.seeding.waits["remote"],
-                "failed_pulls": context.residency.failed_pulls,
+                "trainer_wait_seconds": context.rooms.seeding.waits["trainer"],
+                "remote_wait_seconds": context.rooms.seeding.waits["remote"],
+                "failed_pulls": context.rooms.residency.failed_pulls,
                 "frames_ignored": fleet.ignored_frames,
                 "frames_bad": fleet.bad_frames,
                 **{f"refused_{limit}": context.refused[limit] for limit in REFUSED},
-                **context.usage.totals(),
+                **context.rooms.usage.totals(),
                 **{name: counted[name] for name in COUNTED},
             },
             "gauges": {
@@ -379,7 +379,7 @@ class JobQueries:
                 "rollout_orders_active": (active := rollouts.queues.active_orders()),
                 "rollout_orders_inactive": len(rollouts.queues.orders) - active,
                 "requests_running": sum(rollouts.pool.outstanding(worker) for worker in fleet.all()),
-                "environment_hosts": context.hosts.count(),
+                "environment_hosts": context.rooms.hosts.count(),
                 "decoding_rows": sum(beat.active for beat in beats),
                 "training_operations": sum(beat.training for beat in beats),
                 **figures,
@@ -387,9 +387,9 @@ class JobQueries:
                 "slo_slack_seconds": min((beat.slo_slack for beat in beats if beat.interactive), default=0.0),
                 "workers_stalled": sum(bool(beat.stalled) for beat in beats),
                 "flush_seconds": context.settings.worker.flush_seconds,
-                "price_per_hour": context.usage.price(),
+                "price_per_hour": context.rooms.usage.price(),
                 "max_flush_tokens": max((worker.max_flush_tokens for worker in serving), default=0),
-                **context.seeding.gauges(),
+                **context.rooms.seeding.gauges(),
             },
         }
 

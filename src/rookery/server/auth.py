@@ -181,7 +181,7 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
         caller = connection.state.caller = Caller(row.tenant, row.role, key)
         TENANT.set(row.tenant)
         if row.role in API:
-            quotas = service.context.quotas
+            quotas = service.context.rooms.quotas
             quotas.count_request(row.tenant)
             if connection.scope["type"] == "http":
                 _open_request(service, connection, row.tenant)

@@ -144,7 +144,7 @@ class TimeKeeper:
             await self._app(scope, receive, send)
             return
         service = scope["app"].state.context
-        service_time = service.context.quotas.service_time
+        service_time = service.context.rooms.quotas.service_time
         state, early = scope.setdefault("state", {}), 0.0
 
         def spent(seconds: float) -> None:

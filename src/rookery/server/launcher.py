@@ -210,7 +210,7 @@ class Service:
             checkers=checkers,
             plan=plan,
         )
-        readers.spent = threads.spent = controller.context.quotas.service_time.spend
+        readers.spent = threads.spent = controller.context.rooms.quotas.service_time.spend
         opened.enter_context(controller.record.sampled())
         opened.push_async_callback(controller.stop)
         await controller.start()

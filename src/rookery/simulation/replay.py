@@ -194,7 +194,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     most = mode.most(profile, load.group_size * load.groups_per_step * scenario.jobs, scenario.reserved)
 
     def worth() -> int | None:
-        return most if most is not None else controller.context.seeding.worthwhile(MODEL)
+        return most if most is not None else controller.context.rooms.seeding.worthwhile(MODEL)
 
     market = SpotMarket(scenario.trace, make, Random(f"market {scenario.seed}"), notice=scenario.notice, worth=worth)
     renting = asyncio.create_task(market.run())
@@ -214,7 +214,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
             steps.append(ReplayedStep(job, row["time"] - EPOCH, int(row["tokens"]), **waits))
     await cancel_all(renting)
     digest, events = site.log.digest(), site.log.frames
-    rollouts = controller.context.rollouts
+    rollouts = controller.context.rooms.rollouts
     outcome = ReplayResult(
         mode=mode.name,
         seconds=seconds,

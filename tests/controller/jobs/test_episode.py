@@ -267,7 +267,7 @@ TEXT = [protocol.ChatMessage(role="user", content="x")]
 
 async def test_prompts_of_a_tenants_host_are_bounded(service: Service) -> None:
     host = await service.host().join()
-    hosts, most = service.controller.context.hosts, service.settings.limits.row_bytes
+    hosts, most = service.controller.context.rooms.hosts, service.settings.limits.row_bytes
     task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
     sent = [b"1"] * 5000
     host.prompts = lambda message: protocol.Prompts(epoch=host.epoch, call=message.call, prompts=sent)  # type: ignore[method-assign]
@@ -288,7 +288,7 @@ async def test_prompts_of_a_tenants_host_are_bounded(service: Service) -> None:
 async def test_answers_of_a_host_are_bounded(service: Service, answer: dict[str, Any]) -> None:
     """The shipped host refuses such an answer itself; one that sends it loses its connection."""
     await service.host(script=lambda message: answer).join()
-    hosts = service.controller.context.hosts
+    hosts = service.controller.context.rooms.hosts
     task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task", return_timeout=1), {})
     with pytest.raises(HostLost):
         await hosts.observe(await hosts.host_for(task), task, task.reset("one", b"1", 0))
@@ -304,7 +304,7 @@ async def test_text_far_longer_than_the_context_is_not_tokenized(service: Servic
 
 async def test_call_too_large_for_a_frame_fails_alone(service: Service) -> None:
     peer = await service.host().join()
-    hosts = service.controller.context.hosts
+    hosts = service.controller.context.rooms.hosts
     task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
     host = await hosts.host_for(task)
     large = task.reset("large", bytes(protocol.MAX_FRAME), 0)
@@ -317,7 +317,7 @@ async def test_call_too_large_for_a_frame_fails_alone(service: Service) -> None:
 
 async def test_a_host_that_answers_with_another_message_fails_the_episode_alone(service: Service) -> None:
     peer = await service.host().join()
-    hosts = service.controller.context.hosts
+    hosts = service.controller.context.rooms.hosts
     task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
     host, usual = await hosts.host_for(task), peer.observe
     peer.observe = lambda message: protocol.Prompts(epoch=0, call="")  # type: ignore[assignment, method-assign, return-value]
@@ -340,7 +340,7 @@ async def test_hosts_that_stay_away_are_forgotten_whatever_episodes_they_claim(s
     job = await run(service)
     await service.controller.pause("alice", job)
     await first.leave()
-    hosts, most = service.controller.context.hosts, service.settings.limits.tenant_hosts
+    hosts, most = service.controller.context.rooms.hosts, service.settings.limits.tenant_hosts
     for number in range(most + 20):
         host = service.host(instance=f"claims-{number}")
         host.episodes = {f"{job}-g{n}-0": None for n in range(100)}  # type: ignore[assignment]
@@ -369,8 +369,8 @@ async def test_answers_of_an_old_connection_are_ignored(service: Service) -> Non
     _, host = await service.join()
     host.answering.clear()
     job = await run(service, stop__steps=1)
-    await eventually(lambda: any(h.calls for h in service.controller.context.hosts.hosts.values()))
-    (ours,) = service.controller.context.hosts.hosts.values()
+    await eventually(lambda: any(h.calls for h in service.controller.context.rooms.hosts.hosts.values()))
+    (ours,) = service.controller.context.rooms.hosts.hosts.values()
     call = next(iter(ours.calls))
     assert host.link is not None
     stale = protocol.Prompts(epoch=host.epoch - 1, call=call, error="from the past")

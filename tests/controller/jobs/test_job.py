@@ -393,7 +393,7 @@ async def test_losing_workers_while_generating_changes_no_result(
         worker.chunks_left = 3 + number
         await worker.join()
         view = await service.controller.queries.show("alice", job)
-        while view.state != "completed" and service.controller.context.fleet.serving("rollout", MODEL):
+        while view.state != "completed" and service.controller.context.rooms.fleet.serving("rollout", MODEL):
             view = await service.controller.queries.show("alice", job)
         sampled += worker.sampled
     await service.worker("last", shortest=2).join()
@@ -705,7 +705,7 @@ async def test_a_version_stays_until_its_evaluation_is_known(service: Service, m
 def uploads(service: Service) -> tuple[set[str], int, int]:
     """What lies in the artifact store, how much of it is half-written, how much is about to be named."""
     staged = len(list((service.folder / "artifacts" / ".staging").iterdir()))
-    return service.artifacts.hashes(), staged, sum(service.controller.context.collector.pins.values())
+    return service.artifacts.hashes(), staged, sum(service.controller.context.rooms.collector.pins.values())
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -886,7 +886,7 @@ async def test_jobs_of_a_model_whose_worker_does_not_work_are_paused_with_the_re
     await service.controller.resume("alice", job)
     await service.ends(job)
     service.controller.model_failed(MODEL, "one of two")  # another one serves
-    assert service.controller.context.fleet.failure(MODEL) == ""
+    assert service.controller.context.rooms.fleet.failure(MODEL) == ""
 
 
 async def test_warm_starts(service: Service) -> None:
@@ -963,13 +963,13 @@ async def test_warm_start_source_is_kept_until_it_is_read(service: Service) -> N
     job = await run(service, policies={"main": {"warm_start": {"job": source, "version": 1}}}, stop__steps=1)
     await eventually(lambda: len(worker.operations) > before)
     world = service.controller.context
-    await world.collector.delete_unnamed(service.database.retire_version, policy.id, 1)
+    await world.rooms.collector.delete_unnamed(service.database.retire_version, policy.id, 1)
     assert found.hash in service.artifacts.hashes()
     worker.training.set()
     await service.ends(job)
     zero = service.check_history(job)[0]
     assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == content
-    assert not world.collector.pins and not world.collector.deferred
+    assert not world.rooms.collector.pins and not world.rooms.collector.deferred
 
 
 async def test_a_host_serves_its_owner_only(service: Service) -> None:
@@ -980,7 +980,7 @@ async def test_a_host_serves_its_owner_only(service: Service) -> None:
     with pytest.raises(RegistrationRefused, match="names that begin with builtin: belong to the service"):
         await service.host(environments={"builtin:jsonl": True}, instance="fake").join()
     await service.host(owner=SERVICE, environments={"builtin:jsonl": True}, instance="real").join()
-    hosts = service.controller.context.hosts.hosts.values()
+    hosts = service.controller.context.rooms.hosts.hosts.values()
     assert any(host.offers(SERVICE, "builtin:jsonl") for host in hosts)
     del service.peers[1:-1]
 

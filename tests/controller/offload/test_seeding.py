@@ -268,7 +268,7 @@ class SimulatedFleet:
         return rows
 
     def learned(self) -> OffloadPlanner:
-        return self.site.controller.context.seeding.planners["reserved"]
+        return self.site.controller.context.rooms.seeding.planners["reserved"]
 
 
 def step_seconds(rows: list[dict[str, Any]], since: int = 3) -> float:
@@ -392,7 +392,7 @@ def test_unprofitable_workers_stand_by_with_a_note() -> None:
             assert notes[f"spot-{number}"] == left
         generated = [worker.engine.generated for worker in world.preemptible]
         await asyncio.sleep(0.3)
-        assert world.site.controller.context.rollouts.waiting() > 0, "there would be something to do for one more"
+        assert world.site.controller.context.rooms.rollouts.waiting() > 0, "there would be something to do for one more"
         await world.rent(6)
         await world.reach(6)
         assert [worker.engine.generated for worker in world.preemptible[2:]] == [*generated[2:], 0]
@@ -401,7 +401,7 @@ def test_unprofitable_workers_stand_by_with_a_note() -> None:
         assert world.preemptible[1].engine.generated > generated[2], "the next one takes its place"
         await world.site.controller.cancel("alice", world.job)
         assert not any(row["note"] for row in world.site.controller.queries.workers())
-        assert not world.site.controller.context.rollouts.closed
+        assert not world.site.controller.context.rooms.rollouts.closed
 
     play(act, preemptible=5, train_token=0.0013, dispatch_ahead=0)
 
@@ -434,12 +434,12 @@ def test_training_worker_generates_again_without_remote_workers() -> None:
     async def act(world: SimulatedFleet) -> None:
         rows = await world.reach(3)
         for _ in range(200):  # into a train phase
-            if world.site.controller.context.rollouts.closed:
+            if world.site.controller.context.rooms.rollouts.closed:
                 break
             await asyncio.sleep(0.05)
-        assert {worker.name for worker in world.site.controller.context.rollouts.closed} == {"reserved"}
+        assert {worker.name for worker in world.site.controller.context.rooms.rollouts.closed} == {"reserved"}
         await world.rent(0)
-        assert not world.site.controller.context.rollouts.closed
+        assert not world.site.controller.context.rooms.rollouts.closed
         rows = await world.reach(6)
         assert "remote_workers" not in rows[-1]
         assert world.learned().memory, "what was learned stays"

@@ -441,7 +441,7 @@ async def test_worker_that_joins_during_a_step_gets_rollouts_of_it(service: Serv
     await first.join()
     await service.host().join()
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 3}, sampling={"max_tokens": 30}))
-    await eventually(lambda: len(first.active) == 4 and service.controller.context.rollouts.sampled_tokens >= 4)
+    await eventually(lambda: len(first.active) == 4 and service.controller.context.rooms.rollouts.sampled_tokens >= 4)
     first.generating.clear()
     second = service.worker("second", loading=True)
     second.pulling.clear()
@@ -489,7 +489,7 @@ async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(ser
     view, _ = await service.controller.submit(
         "alice", job_of(stop={"steps": 1}, sampling={"max_tokens": 40}, algorithm=algorithm)
     )
-    rollouts = service.controller.context.rollouts
+    rollouts = service.controller.context.rooms.rollouts
     await eventually(lambda: len(first.active) == 4)
     first.generating.set()
     await eventually(lambda: rollouts.sampled_tokens >= 12)
@@ -500,7 +500,7 @@ async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(ser
     assert sum(map(len, had.values())) == rollouts.sampled_tokens
     late = [first.next_chunk(name) for name in list(first.active)]
     second = await service.worker("second", chunk=3, shortest=1 << 20).join()
-    await eventually(lambda: service.controller.context.fleet.serving("train", MODEL) != [])
+    await eventually(lambda: service.controller.context.rooms.fleet.serving("train", MODEL) != [])
     assert first.link is not None
     if how == "killed":
         first.link.cut()
@@ -518,11 +518,11 @@ async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(ser
     for generate in second.generates[:4]:
         assert generate.prefix_tokens[: len(had[generate.request])] == had[generate.request]
     if how == "frozen":  # it wakes, and sends what it had on the connection that was given up
-        ignored = service.controller.context.fleet.ignored_frames
+        ignored = service.controller.context.rooms.fleet.ignored_frames
         for chunk in late:
             with contextlib.suppress(ConnectionClosed):
                 await first.say(protocol.Output(epoch=0, chunks=[chunk]))
-        assert service.controller.context.fleet.ignored_frames >= ignored
+        assert service.controller.context.rooms.fleet.ignored_frames >= ignored
     await service.ends(view.id)
     for row in await service.controller.queries.trajectories("alice", view.id, 100):
         (trajectory,) = row["trajectories"]
@@ -545,7 +545,7 @@ async def test_restarted_controller_resumes_running_requests(service: Service) -
     host = await service.host().join()
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 2}, sampling={"max_tokens": 12}))
     await eventually(lambda: sum(len(worker.active) for worker in workers) >= 4)
-    await eventually(lambda: service.controller.context.rollouts.sampled_tokens >= 6)
+    await eventually(lambda: service.controller.context.rooms.rollouts.sampled_tokens >= 6)
     running = {worker.name: dict(worker.active) for worker in workers}
     service.peers.clear()
     await service.crash()

@@ -165,11 +165,11 @@ async def test_checkpoint_stays_while_it_is_loaded(
         monkeypatch.setattr(PolicyTrainer, name, late(getattr(PolicyTrainer, name)))
     loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
     assert isinstance(loaded, operations.StateLoaded), loaded
-    await eventually(lambda: not service.controller.context.collector.pins)
+    await eventually(lambda: not service.controller.context.rooms.collector.pins)
     await wait(service, 1)  # what nothing names is removed in the writer thread
     checkpoints = {row.hash for row in await visitor.store.list_checkpoints("alice")}
     assert service.artifacts.hashes() == await heads(visitor) | checkpoints
-    assert not service.controller.context.collector.deferred
+    assert not service.controller.context.rooms.collector.deferred
     await visitor.gradient()
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
@@ -420,7 +420,7 @@ async def test_a_sample_waits_for_the_worker_that_has_it(tmp_path: Path) -> None
     await service.crash()
     await service.start()
     empty = await join(service, "empty")
-    await eventually(lambda: service.controller.context.rollouts.waiting() == 1)
+    await eventually(lambda: service.controller.context.rooms.rollouts.waiting() == 1)
     again = await join(service, running=[generate.request for generate in holder.generates])
     assert isinstance(await visitor.outcome(request), operations.SampleResult)
     assert not empty.generates and len(again.generates) == 1
@@ -479,13 +479,13 @@ async def test_queued_operations_of_a_killed_client_wait_and_are_dropped(
     trained = [await killed.send(forward([1, 2, number])) for number in range(3)]
     worker.generating.clear()
     sampled = [await killed.sample(sampler, number) for number in range(120)]
-    await eventually(lambda: service.controller.context.rollouts.waiting() > 0)
+    await eventually(lambda: service.controller.context.rooms.rollouts.waiting() > 0)
     running = len(worker.generates)
     await wait(service, 110.0)
     free.set()
     worker.generating.set()
     await wait(service, 30.0)
-    assert service.controller.context.rollouts.waiting() == 0
+    assert service.controller.context.rooms.rollouts.waiting() == 0
     assert len(worker.generates) == running, "no further request starts"
     computed = sum(isinstance(op, protocol.ForwardBackward) for op in worker.operations)
     assert computed == 1, "the operation that ran ends, and none starts"

@@ -81,7 +81,7 @@ class Episode:
     async def run(self) -> EpisodeResult:
         """Play to the end. Raises :class:`EpisodeFailed`, or :class:`~rookery.errors.Unavailable` without a host or a
         worker."""
-        environment, hosts = self.job.environment, self.job.controller.hosts
+        environment, hosts = self.job.environment, self.job.controller.rooms.hosts
         for _ in range(REPLAY_LIMIT):
             if self.turns and self._instance:
                 host = await hosts.holder(environment, self._instance)
@@ -106,7 +106,7 @@ class Episode:
     def close(self) -> None:
         """Close the environment."""
         if self._host is not None:
-            self.job.controller.hosts.close_episode(self._host, self.id)
+            self.job.controller.rooms.hosts.close_episode(self._host, self.id)
             self._host = None
 
     async def _play(self, host: EnvironmentHost) -> EpisodeResult:
@@ -259,7 +259,7 @@ class Episode:
             algorithm, owner = policy.spec.algorithm, (job.row.tenant, job.row.id)
             waits = not (algorithm.max_staleness or algorithm.micro_batch)
             request = SamplingRequest(*owner, job.spec.base_model, generate, turn > 0, synchronous=waits)
-            result = await job.controller.rollouts.sample(request)
+            result = await job.controller.rooms.rollouts.sample(request)
         generation_seconds = max(0.0, clock.monotonic() - began - result.queue_seconds)
         self.seconds["queue"] += result.queue_seconds
         self.seconds["generation"] += generation_seconds
@@ -292,6 +292,6 @@ class Episode:
         began = controller.clock.monotonic()
         try:
             with self.job.progress.waiting_for("environment"):
-                return await controller.hosts.observe(host, self.job.environment, message)
+                return await controller.rooms.hosts.observe(host, self.job.environment, message)
         finally:
             self.seconds["environment"] += controller.clock.monotonic() - began

@@ -101,7 +101,7 @@ async def held_out_prompts(job: JobContext) -> tuple[list[bytes], BestConstant |
     if earlier:
         known, first = earlier[0].results.get("constant"), earlier[0].results["held_out"]
         return [values.encode(result["prompt"]) for result in first], msgspec.convert(known, BestConstant | None)
-    hosts, count = job.controller.hosts, evaluation.prompts
+    hosts, count = job.controller.rooms.hosts, evaluation.prompts
     answer = await hosts.split(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
     if answer.note:
         await job.progress.add_event("warning", answer.note)

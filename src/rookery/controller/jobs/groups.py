@@ -118,7 +118,7 @@ class Groups:
         """The next prompts in the job's order, stored as open groups with their episodes and the versions that they run
         on: after a restart they continue with the same versions and take up the tokens that workers sampled."""
         spec, job = self._job.spec, self._job.row.id
-        answer = await self._job.controller.hosts.split(
+        answer = await self._job.controller.rooms.hosts.split(
             self._job.environment, "train", self._cursor, count, seed=spec.seed, shuffle=spec.shuffle
         )
         prompts = answer.prompts

@@ -44,7 +44,7 @@ class TrainingJob:
 
     async def run(self) -> str:
         """Train every policy until a stop condition of its holds; returns which."""
-        seeding = self._controller.seeding
+        seeding = self._controller.rooms.seeding
         for loop in self.loops:
             algorithm = loop.spec.algorithm
             seeding.join(loop.versions.row.id, overlaps=algorithm.max_staleness > 0 or algorithm.micro_batch > 0)

@@ -54,7 +54,14 @@ _METRIC_NAMES = {
 
 
 class Progress:
-    def __init__(self, context: ControllerContext, row: JobRow, spec: JobSpec) -> None:
+    def __init__(
+        self,
+        context: ControllerContext,
+        row: JobRow,
+        spec: JobSpec,
+        on_metrics: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        """``on_metrics`` is called with the job's id and the metrics row of each committed step."""
         self.counters: Counter[str] = Counter(row.counters)
         self._stages: Counter[str] = Counter()
         """How many episodes wait for the engine, and how many for their environment."""
@@ -63,6 +70,7 @@ class Progress:
         self._training = 0
         """Policies for which the trainer computes."""
         self._context = context
+        self._on_metrics = on_metrics
         self._row = row
         self._spec = spec
         self.committed = 0
@@ -112,7 +120,7 @@ class Progress:
         flat = self._note_signal(row)
         if len(flat) == NO_SIGNAL_STEPS:
             await self.add_event(NO_SIGNAL, self._no_signal(self._policy_of(row)))
-        self._context.on_metrics(self._row.id, row)
+        self._on_metrics(self._row.id, row)
 
     def _show(self, row: dict[str, Any]) -> None:
         """The job's reward is that of its first trained policy."""
@@ -176,12 +184,12 @@ class Progress:
 
     def waits_for(self) -> str:
         """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
-        fleet, model = self._context.fleet, self._spec.base_model
+        fleet, model = self._context.rooms.fleet, self._spec.base_model
         if not fleet.serving("train", model) or not fleet.serving("rollout", model):
             return "worker: " + fleet.missing("rollout and training", model)
         if self._training:
             return "trainer" + self._sharing()
-        position = self._context.rollouts.position(self._row.tenant, self._row.id)
+        position = self._context.rooms.rollouts.position(self._row.tenant, self._row.id)
         if engine := self._stages["engine"]:
             queue = f", {position} ahead in the queue" if position else ""
             return f"engine ({engine} {'reply' if engine == 1 else 'replies'}{queue})"
@@ -191,7 +199,7 @@ class Progress:
 
     def _sharing(self) -> str:
         """The number of operations that share the trainer, where there are others than this job's."""
-        trainers = self._context.fleet.serving("train", self._spec.base_model)
+        trainers = self._context.rooms.fleet.serving("train", self._spec.base_model)
         operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
         return f" ({operations} operations take turns)" if operations > OPERATIONS_PER_STEP else ""
 
@@ -240,11 +248,10 @@ class JobContext:
 
     def policy_run(self, versions: PolicyVersions, trainers: int = 1) -> PolicyRun:
         """The training of one of its policies. A batch is divided among at most ``trainers`` workers."""
-        controller = self.controller
+        rooms, next_lease = self.controller.rooms, self.controller.store.next_lease
         return PolicyRun(
-            controller.training, controller.residency, controller.store.next_lease, versions.row, self.spec.base_model,
-            versions, trainers,
-        )  # fmt: skip
+            rooms.training, rooms.residency, next_lease, versions.row, self.spec.base_model, versions, trainers
+        )
 
     @property
     def first(self) -> JobPolicy:

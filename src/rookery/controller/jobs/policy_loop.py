@@ -49,9 +49,9 @@ async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, write: Cal
     for line in await versions.load_intact():
         await job.progress.add_event("corrupt", line)
     if versions.head is None:
-        async with job.controller.collector.pin(source):  # the wait for a worker may be long
+        async with job.controller.rooms.collector.pin(source):  # the wait for a worker may be long
             await run.create(write, policy.about.seed, source)
-    job.controller.residency.announce(job.spec.base_model, run.parent)
+    job.controller.rooms.residency.announce(job.spec.base_model, run.parent)
 
 
 class PolicyLoop:
@@ -121,7 +121,7 @@ class PolicyLoop:
                 await self._forward_backward(groups)
             if not self._next.missing:
                 if self.versions.grows:
-                    await self._controller.quotas.check_stored(self._job.row.tenant)
+                    await self._controller.rooms.quotas.check_stored(self._job.row.tenant)
                 manifest = await self._optim_step()
                 if manifest is not None:
                     await self._commit(manifest)
@@ -171,9 +171,9 @@ class PolicyLoop:
             "lr": optimizer.lr,
             "seconds/waiting": step.waiting_seconds,
             "seconds/train": step.training_seconds,
-            **self._controller.seeding.figures(self.versions.row.id),
+            **self._controller.rooms.seeding.figures(self.versions.row.id),
             "tokens_sampled": job.progress.counters["tokens"],
-            "cost": self._controller.usage.cost(job.row.tenant, job.row.id),
+            "cost": self._controller.rooms.usage.cost(job.row.tenant, job.row.id),
         }
         self._uncommitted.append(_UncommittedStep(step.groups, row, step.logprobs))
         self.step += 1
@@ -221,7 +221,7 @@ class PolicyLoop:
         """Make the committed steps visible and their version the one that new groups run on, and running ones if the
         job says so; delete versions and texts that are not kept."""
         row, progress = self._job.row, self._job.progress
-        ref = self._run.publish(row.id, self.spec.algorithm.in_flight, self._controller.rollouts.switch)
+        ref = self._run.publish(row.id, self.spec.algorithm.in_flight, self._controller.rooms.rollouts.switch)
         for step in self._uncommitted:
             await asyncio.gather(  # in one transaction
                 self._controller.store.save_train_logprobs(step.logprobs),

@@ -48,9 +48,16 @@ class JobRunner:
     """Set by the controller."""
 
     def __init__(
-        self, context: ControllerContext, validator: JobValidator, row: JobRow, folder: Path, record: RunRecord
+        self,
+        context: ControllerContext,
+        validator: JobValidator,
+        row: JobRow,
+        folder: Path,
+        record: RunRecord,
+        on_metrics: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        """``folder`` is the job's, for its metrics."""
+        """``folder`` is the job's, for its metrics; ``on_metrics`` is called with its id and the metrics row of each
+        committed step."""
         self._record = record
         self.row = row
         self.job: TrainingJob | None = None
@@ -62,6 +69,7 @@ class JobRunner:
         self.outage: Outage | None = None
         """The kind of the outage that paused it: retrying later can help."""
         self._context = context
+        self._on_metrics = on_metrics
         self._validator = validator
         self._folder = folder
         self._halted = ""
@@ -134,11 +142,11 @@ class JobRunner:
     async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row
         spec = await self._validator.store_rows(row.tenant, stored_job(row.spec))
-        context.models.provide(spec.base_model)
-        if reason := context.fleet.failure(spec.base_model):
+        context.rooms.models.provide(spec.base_model)
+        if reason := context.rooms.fleet.failure(spec.base_model):
             raise Unavailable(f"worker: {reason}")
         policies = await context.store.policies(row.tenant, row.id)
-        await context.usage.open(row.tenant, row.id, [policy.id for policy in policies])
+        await context.rooms.usage.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(context.settings, self._folder, row.id, row.name)
         rows = {policy.name: policy for policy in policies}
         job = JobContext(
@@ -148,7 +156,7 @@ class JobRunner:
             environment=await self._validator.environment(row.tenant, row.id, spec),
             chat=await self._chat(spec.base_model),
             policies={name: await self._policy(spec, name, rows.get(name)) for name in spec.policies},
-            progress=Progress(context, row, spec),
+            progress=Progress(context, row, spec, self._on_metrics),
         )
         return TrainingJob(job)
 
@@ -161,7 +169,7 @@ class JobRunner:
         reference = 0 if part.compares_with_start else None
         context = self._context
         versions = PolicyVersions(
-            context, context.training, context.collector, row, spec.checkpoints, reference=reference
+            context, context.rooms.training, context.rooms.collector, row, spec.checkpoints, reference=reference
         )
         return JobPolicy(name, spec.policies[name], part, versions, start)
 
@@ -188,7 +196,7 @@ class JobRunner:
     async def close(self) -> None:
         """The task ends."""
         self._record.started(self.row.id)
-        self._context.usage.close(self.row.id)
+        self._context.rooms.usage.close(self.row.id)
         if self._sinks is not None and self._sinks.active:
             await asyncio.to_thread(self._sinks.close)
 

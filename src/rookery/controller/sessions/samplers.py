@@ -87,7 +87,7 @@ class Samplers:
     ) -> SamplerRow:
         """A sampler of the checkpoint ``path``, or of the base model."""
         context, now = self._context, self._context.clock.time()
-        await context.quotas.check_metadata(tenant)
+        await context.rooms.quotas.check_metadata(tenant)
         if path is not None:
             checkpoint, run, policy = await find_checkpoint(context, tenant, path)
             if base_model is not None and base_model != run.base_model:
@@ -141,7 +141,7 @@ class Samplers:
         """Take the session's requests that no worker runs yet out of the scheduler, until :meth:`resume`."""
         self._suspended.setdefault(session, asyncio.Event())
         for task, request in list(self._requests.items()):
-            if request.job == session and self._context.rollouts.unstarted(request.id):
+            if request.job == session and self._context.rooms.rollouts.unstarted(request.id):
                 task.cancel()
 
     def resume(self, session: str) -> None:
@@ -156,17 +156,17 @@ class Samplers:
         ):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
-                await context.collector.delete_unnamed(context.store.database.release_sampler, row.id)
+                await context.rooms.collector.delete_unnamed(context.store.database.release_sampler, row.id)
 
     def _status(self, future: Future, row: SamplerRow) -> QueueStatus:
-        fleet, sample = self._context.fleet, self._running.get(future.id)
+        fleet, sample = self._context.rooms.fleet, self._running.get(future.id)
         if sample is not None and sample.outage:
             return QueueStatus(paused=True, reason=sample.outage)
         if row.session in self._suspended:
             return CLIENT_AWAY
         if not fleet.serving("rollout", row.base_model):
             return QueueStatus(paused=True, reason=fleet.missing("rollout", row.base_model))
-        before = self._context.rollouts.position(row.tenant, row.session)
+        before = self._context.rooms.rollouts.position(row.tenant, row.session)
         return QueueStatus(reason="" if before is None else f"{before} requests wait for a worker before this one")
 
     async def _deliver(self, future: Future) -> None:
@@ -198,9 +198,9 @@ class Samplers:
             sample.outage, attempt = "", attempt + 1
 
     async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
-        with self._context.quotas.generating(row.tenant, row.base_model, operation.tokens, operation.count):
+        with self._context.rooms.quotas.generating(row.tenant, row.base_model, operation.tokens, operation.count):
             adapter = await self._adapter(row)
-            async with self._context.collector.pin(adapter):
+            async with self._context.rooms.collector.pin(adapter):
                 return await self._generate_all(future, operation, row, adapter)
 
     async def _generate_all(
@@ -248,7 +248,7 @@ class Samplers:
         while True:
             if (resumed := self._suspended.get(request.job)) is not None:
                 await resumed.wait()
-            task = asyncio.ensure_future(self._context.rollouts.sample(request))
+            task = asyncio.ensure_future(self._context.rooms.rollouts.sample(request))
             self._requests[task] = request
             try:
                 return await task

@@ -80,14 +80,14 @@ class Sessions:
         for row in await store.open_futures():
             if row.model is not None:
                 run = await self.run(row.tenant, row.model)
-                self._context.models.provide(run.row.base_model)
+                self._context.rooms.models.provide(run.row.base_model)
             else:
                 future, operation = self.futures.reopen(row)
                 assert isinstance(operation, Sample)
                 sampler = await store.get_sampler(row.tenant, operation.sampler)
                 await self._row(row.tenant, sampler.session)
-                self._context.models.provide(sampler.base_model)
-                self._context.rollouts.expect_resumptions()
+                self._context.rooms.models.provide(sampler.base_model)
+                self._context.rooms.rollouts.expect_resumptions()
                 self.samplers.start(future, operation, sampler)
 
     async def stop(self) -> None:
@@ -155,7 +155,7 @@ class Sessions:
         for id in await store.over_models(now - settings.sessions.session_result_seconds):
             if id not in self.runs:
                 for digest in await store.end_model(id):
-                    await context.collector.delete_unnamed(store.database.unnamed, digest)
+                    await context.rooms.collector.delete_unnamed(store.database.unnamed, digest)
 
     async def _forget_idle(self) -> None:
         """Remove from memory the idle runs of finished sessions, and the sessions of clients that are away."""
@@ -187,7 +187,7 @@ class Sessions:
             id=self._context.ids.new("session"), tenant=tenant, idempotency_key=key, created=now, seen=now,
             sdk_version=sdk_version, name=name, about=about,
         )  # fmt: skip
-        await self._context.quotas.check_metadata(tenant, about)
+        await self._context.rooms.quotas.check_metadata(tenant, about)
         log.info("session with SDK %s", sdk_version, extra={"tenant": tenant})
         return await self._context.store.add_session(row)
 
@@ -266,8 +266,8 @@ class Sessions:
         rank, limit = lora["rank"], settings.engine.max_rank
         if not 1 <= rank <= limit:
             raise UserError(f"rank {rank} is not served; allowed: 1 to {limit}")
-        context.quotas.check_model(tenant, name)
-        await context.quotas.check_stored(tenant)
+        context.rooms.quotas.check_model(tenant, name)
+        await context.rooms.quotas.check_stored(tenant)
         id, policy, alpha = f"{session}:train:{number}", context.ids.new("policy"), LORA_ALPHA
         targets = [target for target in TARGETS if lora["train_attn" if target in ATTENTION else "train_mlp"]]
         row = ModelRow(
@@ -277,10 +277,10 @@ class Sessions:
         try:
             await context.store.get_model(tenant, id)
         except NotFound:
-            await context.quotas.check_metadata(tenant, about)
+            await context.rooms.quotas.check_metadata(tenant, about)
             new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)
             await context.store.add_model(row, new)
-        self._context.models.provide(name)
+        self._context.rooms.models.provide(name)
         return await self.submit(tenant, id, 0, operation)
 
     def models_in_use(self, tenant: str | None = None) -> set[str]:
@@ -314,13 +314,13 @@ class Sessions:
                 raise UserError(f"a datum has {longest} tokens; the model's context is {chat.context}")
         await self._require_open(tenant, run.row.session)
         if isinstance(operation, ForwardBackwardOperation):
-            self._context.quotas.check_tokens(tenant)
+            self._context.rooms.quotas.check_tokens(tenant)
         elif isinstance(operation, SaveState | SaveSampler):
-            await self._context.quotas.check_stored(tenant)
-            await self._context.quotas.check_metadata(tenant, getattr(operation, "about", ""))
-        self._context.models.provide(run.row.base_model)
+            await self._context.rooms.quotas.check_stored(tenant)
+            await self._context.rooms.quotas.check_metadata(tenant, getattr(operation, "about", ""))
+        self._context.rooms.models.provide(run.row.base_model)
         number = run.last_seq + 1 if seq is None else seq
-        name, size, quotas = f"{id}/{number}", operation.size, self._context.quotas
+        name, size, quotas = f"{id}/{number}", operation.size, self._context.rooms.quotas
         if self.futures.find(tenant, name) is None:
             quotas.check_queued(tenant, size, data=isinstance(operation, ForwardBackwardOperation))
         quotas.count_queued(tenant, size)  # until it is in the queue, which counts it
@@ -343,15 +343,15 @@ class Sessions:
         name = await self._validator.model(tenant, base_model) if base_model is not None else None
         id = f"{session}:sample:{number}"
         row = await self.samplers.create(tenant, session, id, base_model=name, asked_model=base_model, path=path)
-        self._context.models.provide(row.base_model)
+        self._context.rooms.models.provide(row.base_model)
         return row
 
     async def sample(self, tenant: str, number: int, operation: Sample) -> str:
         """Sample ``operation.count`` texts; returns the request's id."""
         row = await self._context.store.get_sampler(tenant, operation.sampler)
         await self._require_open(tenant, row.session)
-        self._context.quotas.check_generation(tenant, row.base_model, operation.tokens, operation.count)
-        self._context.models.provide(row.base_model)
+        self._context.rooms.quotas.check_generation(tenant, row.base_model, operation.tokens, operation.count)
+        self._context.rooms.models.provide(row.base_model)
         future, created = await self.futures.open(tenant, f"{row.id}/{number}", operation, seq=number)
         if created:
             self.samplers.start(future, operation, row)
@@ -359,4 +359,4 @@ class Sessions:
 
     async def delete_checkpoint(self, tenant: str, run: str, kind: str, name: str) -> None:
         delete = self._context.store.database.delete_checkpoint
-        await self._context.collector.delete_unnamed(delete, tenant, run, kind, name)
+        await self._context.rooms.collector.delete_unnamed(delete, tenant, run, kind, name)

@@ -56,9 +56,16 @@ class TrainingRun:
         """Operations that will not be executed; their futures get an error in their turn."""
         self._arrived = asyncio.Event()
         self._gap_since: float | None = None
-        self._versions = PolicyVersions(context, context.training, context.collector, policy, inflight=row.inflight)
+        self._versions = PolicyVersions(
+            context, context.rooms.training, context.rooms.collector, policy, inflight=row.inflight
+        )
         self._policy_run = PolicyRun(
-            context.training, context.residency, context.store.next_lease, policy, row.base_model, self._versions
+            context.rooms.training,
+            context.rooms.residency,
+            context.store.next_lease,
+            policy,
+            row.base_model,
+            self._versions,
         )
         self._trainer = self._policy_run.trainer
         self._corrupt = ""
@@ -187,17 +194,17 @@ class TrainingRun:
             self._queue.put(future.seq, (future, operation))
         except ValueError as error:
             return f"model {self.row.id}: {error}"
-        self._context.quotas.count_queued(self.row.tenant, operation.size)
+        self._context.rooms.quotas.count_queued(self.row.tenant, operation.size)
         self._arrived.set()
         return ""
 
     def _count_bytes(self, queued: int = 0) -> None:
         """The queue has so many bytes more; the trainer's log may have changed."""
         known, self._logged = self._logged, self._trainer.logged_bytes
-        self._context.quotas.count_queued(self.row.tenant, queued + self._logged - known)
+        self._context.rooms.quotas.count_queued(self.row.tenant, queued + self._logged - known)
 
     def _status(self, future: Future) -> QueueStatus:
-        fleet, model, missing = self._context.fleet, self.row.base_model, self._queue.missing
+        fleet, model, missing = self._context.rooms.fleet, self.row.base_model, self._queue.missing
         if self._outage:
             return QueueStatus(paused=True, reason=self._outage)
         if self._suspended:
@@ -393,7 +400,7 @@ class TrainingRun:
         content = operations.encode(saved)
         overwrite = operation.overwrite or operation.kind != "weights"  # the API protects only these
         save = context.store.database.save_checkpoint
-        await context.collector.delete_unnamed(save, row, overwrite, (future.id, content))
+        await context.rooms.collector.delete_unnamed(save, row, overwrite, (future.id, content))
         self._futures.deliver(future, saved, len(content))
 
     async def _save_sampler(self, operation: operations.SaveSampler) -> operations.SamplerSaved:
@@ -412,7 +419,7 @@ class TrainingRun:
         if (run.base_model, policy.rank, list(policy.targets)) != shape:
             raise UserError(f"{operation.path} is of another base model, rank or layers than model {self.row.id}")
         ref = msgspec.structs.replace(adapter_ref(policy, source), policy=self.policy.id, version=0)
-        async with context.collector.pin(ref):  # the checkpoint may expire or be deleted meanwhile
+        async with context.rooms.collector.pin(ref):  # the checkpoint may expire or be deleted meanwhile
             await find_checkpoint(context, tenant, operation.path)
             if operation.optimizer:
                 manifest = source.manifest

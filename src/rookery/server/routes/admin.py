@@ -33,7 +33,7 @@ routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=E
 
 
 def _tenant_view(service: ServiceContext, row: TenantRow) -> TenantView:
-    quotas = service.context.quotas
+    quotas = service.context.rooms.quotas
     return TenantView(id=row.id, name=row.name, created=row.created, **quotas.view(row.id))
 
 

@@ -95,7 +95,7 @@ async def host(socket: WebSocket, service: Service) -> None:
             owner, most = SERVICE, protocol.MAX_FRAME
             if caller.role != "worker":
                 owner, most = caller.id, service.context.settings.edge.host_bytes
-                place.enter_context(service.context.quotas.hosting(owner))
+                place.enter_context(service.context.rooms.quotas.hosting(owner))
         except RookeryError as error:
             await socket.send_denial_response(refusal(error))
             return

@@ -115,8 +115,8 @@ async def account(service: Service, owner: Owner) -> AccountView:
     """The tenant of the key, its limits, and its usage."""
     context = service.context
     row = await context.store.get_tenant(owner.id)
-    view = context.quotas.view(owner.id)
+    view = context.rooms.quotas.view(owner.id)
     return AccountView(
         tenant=row.id, name=row.name, role=owner.role, limits=view["limits"], tokens_today=view["tokens_today"],
-        cost=context.usage.tenant_view(owner.id),
+        cost=context.rooms.usage.tenant_view(owner.id),
     )  # fmt: skip
