@@ -398,7 +398,7 @@ def _steps(spec: Mapping[str, Any]) -> int | None:
     """The optimizer steps after which a stored job ends, of all its policies."""
     wanted = [
         (policy.get("stop") or {}).get("steps") or spec["stop"]["steps"]
-        for policy in spec["policies"].values()
+        for policy in spec.get("policies", {"main": {}}).values()
         if policy.get("train", True)
     ]
     return None if None in wanted else sum(wanted)

@@ -365,7 +365,7 @@ class JobValidator:
             return Target(model, model, None)
         if at and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
-        policy = policies[chosen or next(name for name in row.spec["policies"] if name in policies)]
+        policy = policies[chosen or next(name for name in row.spec.get("policies", policies) if name in policies)]
         number = int(version) if NUMBER.fullmatch(version) else None
         policy, found = await find_version(services.store, tenant, row.id, policy.name, number)
         name = f"{row.id}/{chosen}" if chosen else row.id
