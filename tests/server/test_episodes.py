@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +14,7 @@ from tests.support.faces import ScriptedWorker, job, served
 import rookery
 from rookery.cli import main
 from rookery.client import Client, Job
+from rookery.client.report import HEIGHT, WIDTH, chart
 from rookery.errors import NotFound
 from rookery.server.launcher import EmbeddedService
 
@@ -152,6 +155,28 @@ def test_command_prints_what_the_page_shows(recorded: Recorded, capsys: pytest.C
     assert code == 0 and "no episode is like that" in printed
     code, printed = main_result("--step", "1", "--json")
     assert code == 0 and printed.startswith("[")
+
+
+def test_exported_file_is_complete_escaped_and_needs_no_service(recorded: Recorded, tmp_path: Path) -> None:
+    target = tmp_path / "out.html"
+    where = ["--url", recorded.service.url, "--key", recorded.service.key]
+    assert run_command(["jobs", "export", recorded.job.id, str(target), *where]) == 0
+    written = target.read_text(encoding="utf-8")
+    assert "a broken &lt;b&gt;tool&lt;/b&gt;" in written and "<b>tool</b>" not in written
+    assert "default-src 'none'" in written and "<script" not in written
+    assert not re.search(r"""(?:src|href)=|https?://|url\(""", written), "it loads nothing"
+    elements = re.findall(r"<svg .*?</svg>", written)
+    assert len(elements) >= 5 and all("nan" not in one for one in elements)
+    assert written.count("<article>") == len(recorded.job.episodes(limit=100))
+
+
+SERIES = [[1.0], [None, 2.0, None], [0.0, 0.0], [1.7e308, -1.7e308], [float("nan"), 1.0, 2.0]]
+
+
+@pytest.mark.parametrize("values", SERIES)
+def test_chart_of_any_values_stays_in_its_box(values: list[float | None]) -> None:
+    found = re.findall(r"[ML]([-\d.]+) ([-\d.]+)", chart(list(range(1, len(values) + 1)), values))
+    assert found and all(0 <= float(x) <= WIDTH and 0 <= float(y) <= HEIGHT for x, y in found)
 
 
 def run_command(arguments: list[str]) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,16 +106,18 @@ def compare(task: Task, evaluations: Sequence[Record]) -> Comparison:
 def demo(
     folder: Annotated[Path | None, typer.Option(help="The folder for data and adapters; a new one in runs/.")] = None,
     port: Annotated[int, typer.Option(help="The port of the service; 0 takes a free one.", min=0, max=65535)] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Serve the page afterwards until Ctrl-C.")] = False,
 ) -> None:
     """Train four policies of four tenants at once, and check on held-out prompts that each has learned."""
     from rookery.examples import contacts, phone_book, shopping, slow_clerk
 
     tasks = [module.TASK for module in (contacts, shopping, phone_book, slow_clerk)]
-    raise typer.Exit(run_tasks(tasks, folder, port))
+    raise typer.Exit(run_tasks(tasks, folder, port, keep))
 
 
-def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0) -> int:
-    """Run ``tasks`` at the same time on a service for them alone. Returns the exit code."""
+def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0, keep: bool = False) -> int:
+    """Run ``tasks`` at the same time on a service for them alone. With ``keep`` it serves its page afterwards until the
+    user interrupts it. Returns the exit code."""
     from rookery.server.launcher import EmbeddedService
 
     out = console()
@@ -135,6 +138,8 @@ def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0) 
                 runs.append(TaskRun(task, key, client.train(environment=task.environment, **task.spec())))
             _watch(runs, out, start)
             learned = _report(runs, out, folder)
+            if keep:
+                _serve_page(admin, out)
     except KeyboardInterrupt:
         out.print("\nstopped; nothing is running any more")
         return INTERRUPTED
@@ -145,7 +150,8 @@ def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0) 
     out.print(f"\n{'All have learned' if learned else 'NOT ALL HAVE LEARNED'} in {seconds:.0f} s.", style="bold")
     out.print(
         f"The adapters are PEFT folders: {folder / 'adapters'}\n"
-        f"Next: rookery serve --data {settings.data}   then chat with a policy, with its tenant's key:\n"
+        f"Next: rookery serve --data {settings.data}   then rookery open (the page), or chat with a policy,"
+        f" with its tenant's key:\n"
         + "".join(f"      ROOKERY_KEY={run.key} rookery chat {run.task.name}\n" for run in runs)
         + "      or write a job.yaml (docs/job.md) and: rookery run job.yaml",
         markup=False,
@@ -153,6 +159,17 @@ def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0) 
         soft_wrap=True,  # lines to copy stay lines
     )
     return COMPLETED if learned else FAILED
+
+
+def _serve_page(admin: Client, out: Console) -> None:
+    """Wait until the user interrupts it."""
+    out.print(
+        f"\nThe page of these runs: {admin.url} (Ctrl-C ends it); this opens it, signed in, within a minute:\n"
+        f"      {admin.sign_in_link()}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
 
 
 def _watch(runs: Sequence[TaskRun], out: Console, start: float) -> None:

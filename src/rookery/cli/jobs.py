@@ -12,6 +12,7 @@ from rookery.cli.follow import Follower
 from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, with_options
 from rookery.cli.output import console, fields, is_terminal, print_json, show, time_of
 from rookery.cli.steps import StepLines
+from rookery.client.report import report
 from rookery.errors import UserError, short
 from rookery.telemetry.rows import Rows, columns, printable
 from rookery.telemetry.table import job_line, job_list, sparkline
@@ -194,6 +195,22 @@ def conversation_lines(one: Mapping[str, Any]) -> list[str]:
     if one["messages"] is None:
         lines.append("its text is not kept any more")
     return lines
+
+
+@app.command("export")
+@with_options
+def export(
+    cli: Cli,
+    job: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The HTML file to write.")],
+    limit: Annotated[int, typer.Option("--episodes", help="How many of the newest episodes.", min=0, max=10_000)] = 100,
+) -> None:
+    """Write a job into one HTML file that needs no service: curves, evaluations, episodes, events, settings."""
+    with cli.client() as client:
+        found = client.job(job)
+        written = report(found, limit)
+    file.write_text(written, encoding="utf-8")
+    cli.show({"job": found.id, "file": str(file)}, f"{file} has {found.name} ({len(written.encode()):,} bytes)")
 
 
 @adapters.command("download")

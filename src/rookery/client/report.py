@@ -1,0 +1,129 @@
+"""A job as one HTML file that needs no service: curves, evaluations, newest episodes, events and settings.
+
+It has no script and loads nothing, so it opens anywhere and stays as it is. Every text of the job is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from rookery.client.job import Job
+
+EPISODES = 100
+"""Newest episodes in a report: a reader looks at a few, and a file for a mail has some megabytes at most."""
+
+EVENTS = 1000
+
+WIDTH, HEIGHT = 420, 130
+"""Of a chart, in pixels."""
+
+CHARTS = (
+    ("reward", "Reward", "mean of the step"),
+    ("length_mean", "Reply length", "tokens"),
+    ("entropy", "Entropy", "nats per token"),
+    ("logp_diff_mean", "Log-probability gap, engine − trainer", "nats per token"),
+    ("zero_variance_share", "Groups without variance", "share"),
+    ("staleness_mean", "Staleness", "optimizer steps"),
+    ("seconds/generation", "Generation", "seconds per episode"),
+    ("seconds/train", "Training", "seconds"),
+)
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1300px; margin: 1.5rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; } td, th { padding: .25rem .7rem; text-align: left; border-bottom: 1px solid #8884; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(430px, 1fr)); gap: 1rem; }
+figure { margin: 0; }
+svg path { fill: none; stroke: #3b74e0; stroke-width: 2; } svg text { font-size: 11px; fill: #777; }
+article { border: 1px solid #8886; border-radius: 6px; padding: .5rem .8rem; margin: .6rem 0; }
+.muted { color: #777; }
+"""
+
+
+def report(job: Job, episodes: int = EPISODES) -> str:
+    """The file's text."""
+    return "\n".join(_lines(job, episodes))
+
+
+def _lines(job: Job, episodes: int) -> Iterator[str]:
+    view, rows = job.show(), list(job.metrics(follow=False))
+    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{text(view.name)}</title>"
+    yield "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+    yield f"<style>{STYLE}</style><h1>{text(view.name)}</h1>"
+    yield f"<p>{text(view.state)}{': ' + text(view.reason) if view.reason else ''} · {text(view.base_model)} ·"
+    yield f" step {view.step} · {view.tokens:,} tokens sampled · submitted {_time(view.created)} · {text(view.id)}</p>"
+    yield '<div class="charts">'
+    for metric, title, unit in CHARTS:
+        values = [row.get(metric) for row in rows]
+        if any(_known(value) for value in values):
+            yield f"<figure><figcaption><b>{title}</b> <span class=muted>{unit}</span></figcaption>"
+            yield chart([row["step"] for row in rows], values) + "</figure>"
+    yield "</div>"
+    if evaluations := job.evaluations():
+        yield "<h2>Evaluations</h2>" + _table(
+            ("version", "mean", "± standard error", "prompts", "best constant reply"),
+            [
+                (one.version, f"{one.mean:.3f}", f"{one.stderr:.3f}" if one.stderr is not None else "–", one.prompts,
+                 f"{one.constant.reward:.3f}" if one.get("constant") else "–")
+                for one in evaluations
+            ],
+        )  # fmt: skip
+    if found := job.episodes(limit=episodes):
+        yield f"<h2>The newest {len(found)} episodes</h2>"
+        for one in found:
+            earned = "failed" if one.state == "failed" else f"reward {one.reward:.4g}"
+            yield f"<article><b>{earned}</b> <span class=muted>group {one.ordinal}, version {one.version},"
+            yield f" {one.tokens} tokens</span><pre class=muted>{text(one.prompt)}</pre>"
+            yield from (f"<pre>{text(reply)}</pre>" for reply in one.replies)
+            yield (f"<pre>{text(one.error)}</pre>" if one.error else "") + "</article>"
+    yield "<h2>Events</h2>" + _table(
+        ("time", "kind", "what happened"), [(_time(one.time), one.kind, one.text) for one in job.events(EVENTS)]
+    )
+    yield f"<h2>Settings</h2><pre>{text(view.spec)}</pre></html>"
+
+
+def chart(steps: Sequence[int], values: Sequence[float | None]) -> str:
+    """A line over the steps, with the smallest and the largest value; missing values are gaps."""
+    known = [value for value in values if _known(value)]
+    low, high = min(known), max(known)
+    span, length = (high / 2 - low / 2) or 1.0, (steps[-1] - steps[0]) or 1
+    path, begun = "", False
+    for step, value in zip(steps, values, strict=True):
+        if not _known(value):
+            begun = False
+            continue
+        x, y = WIDTH * (step - steps[0]) / length, HEIGHT - 20 - (HEIGHT - 40) * ((value / 2 - low / 2) / span)
+        path += f"{'L' if begun else 'M'}{x:.1f} {y:.1f}"
+        begun = True
+    label = f"{low:.4g} to {high:.4g} over steps {steps[0]} to {steps[-1]}"
+    return (
+        f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{label}"><path d="{path}"/>'
+        f'<text x="0" y="12">{high:.4g}</text><text x="0" y="{HEIGHT - 4}">{low:.4g}</text>'
+        f'<text x="{WIDTH}" y="{HEIGHT - 4}" text-anchor="end">step {steps[-1]}</text></svg>'
+    )
+
+
+def text(value: Any) -> str:
+    """Any value as escaped text; mappings with a field per line."""
+    if isinstance(value, Mapping):
+        return "\n".join(f"{text(name)}: {text(inner)}" for name, inner in value.items())
+    return html.escape(value if isinstance(value, str) else str(value))
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _known(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "–"
