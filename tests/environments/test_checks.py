@@ -134,7 +134,7 @@ def test_closing_ends_a_check_that_runs(tmp_path: Path) -> None:
 
     running = threading.Thread(target=check)
     running.start()
-    time.sleep(3)
-    checks.close()
+    with fifo.open("wb"):  # once the check has opened it, too
+        checks.close()
     running.join(10)
     assert isinstance(seen[0], Unavailable)

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.support.draws import examples
 from tests.support.processes import runs
+from tests.support.waiting import until
 
 from rookery.environments.verifiers import pool, verifiers
 from rookery.environments.verifiers.texts import folded
@@ -536,8 +537,7 @@ def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[
     same = judge()
     with ThreadPoolExecutor() as threads:
         late = threads.submit(same, RUNS_AWAY, "2")
-        while not ours():
-            time.sleep(0.01)
+        until(ours)
         assert same("2", "2") is True
         assert not late.done(), "the honest reply waited for the other"
         before = ours()
@@ -557,8 +557,7 @@ def test_a_judge_that_nobody_asks_keeps_no_process(
     for wait in (0.0, 0.05):
         assert same("2", "2") is True
         time.sleep(wait)
-    while ours():
-        time.sleep(0.01)
+    until(lambda: not ours())
     with pytest.raises(ValueError, match="math-verify finds no expression"):
         same("2", "?")
 
@@ -582,8 +581,7 @@ sys.stdin.readline()
         (child,) = children(int(process.stdout.readline()))
         (forked,) = children(child)
         process.stdin.write("\n")
-    while any(map(runs, (child, forked))):
-        time.sleep(0.01)
+    until(lambda: not any(map(runs, (child, forked))))
 
 
 def test_math_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

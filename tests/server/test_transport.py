@@ -16,6 +16,7 @@ import httpx
 import pytest
 from tests.support.faces import job, served
 from tests.support.tinkered import place_model, running
+from tests.support.waiting import until
 
 from rookery.client import Client
 from rookery.clock import SystemClock
@@ -73,8 +74,7 @@ def test_no_log_and_no_process_list_has_a_key(secured: EmbeddedService) -> None:
         ]
         with Client(secured.url, keys[1], settings=secured.settings) as ada:
             assert ada.views() == []
-        while not client.workers():
-            time.sleep(0.1)
+        until(client.workers)
     hidden = re.compile("|".join(re.escape(key.removeprefix("tml-")) for key in keys).encode())
     logs = {path: path.read_bytes() for path in (secured.settings.data / "logs").iterdir()}
     assert {path.name.split("-")[0] for path in logs} >= {"service.jsonl", "worker", "environments.log"}

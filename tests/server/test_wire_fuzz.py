@@ -3,7 +3,6 @@ peers keep working."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.faces import MODEL, ScriptedWorker, served
 from tests.support.fuzzing import EPOCH, Failures, frames, fuzzed, of_epoch, tuned
+from tests.support.waiting import until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -76,8 +76,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory, failures: list[str]) -> Iter
         token = (root / "data" / "worker.token").read_text().strip()
         with ScriptedWorker.of(service):
             peers = Peers(service, token)
-            while peers.state("scripted") != "serving":
-                time.sleep(0.05)
+            until(lambda: peers.state("scripted") == "serving")
             yield peers
             peers.http.close()
 
