@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +14,7 @@ from tests.storage.test_standby import Serving
 from tests.support.faces import ScriptedWorker, job, tokenizer, write_model
 
 from rookery.client import Client
+from rookery.errors import RookeryError
 
 KILLS = 14
 LONGEST_LIFE = 2.5
@@ -47,3 +50,66 @@ def test_every_job_goes_on_by_itself_after_random_kills(seed: int, tmp_path: Pat
                 assert all(state != "paused" for state, _ in shown.values()), shown
                 assert time.monotonic() < deadline, shown
                 time.sleep(0.2)
+
+
+FATAL = """
+import sys
+if sys.orig_argv[-1:] == ["serve"]:
+    import os, signal, time
+    from rookery.controller.jobs.runner import JobRunner
+    assemble = JobRunner._assemble
+    async def fatal(self):
+        if self.row.name == "fatal":
+            grown = b"x" * (600 << 20)
+            time.sleep(0.6)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await assemble(self)
+    JobRunner._assemble = fatal
+"""
+"""In the service: the start of one job takes 600 MB, and then the machine, out of memory, kills the service."""
+
+
+@pytest.mark.heavy
+def test_a_job_that_ends_the_service_is_held_and_others_go_on(tmp_path: Path) -> None:
+    """That job waits for a person; nobody resumes the others."""
+    write_model(tmp_path / "cache")
+    (tmp_path / "sitecustomize.py").write_text(FATAL)
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    settings = {"ROOKERY_START_CRASHES": "2", "PYTHONPATH": paths}
+    endless = [job(name=f"job{number}", seed=number, stop={"steps": 1_000_000}) for number in range(JOBS)]
+    ids: list[str] = []
+    fatal, lives, deadline = "", 0, time.monotonic() + PATIENCE
+    while True:
+        lives += 1
+        with ExitStack() as opened:
+            service = Serving(tmp_path, "data", f"sqlite:///{tmp_path}/data/rookery.db", **settings)
+            opened.callback(service.kill)
+            service.until("Rookery serves")
+            key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
+            client = opened.enter_context(Client(service.url, key))
+            opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+            try:
+                if not ids:
+                    ids = [client.submit(one).id for one in endless]
+                    advanced(client, ids, 1, deadline)
+                fatal = fatal or client.submit(job(name="fatal"), key="once").id
+                while client.job(fatal).show().state != "paused":
+                    assert time.monotonic() < deadline, client.job(fatal).show()
+                    time.sleep(0.1)
+            except RookeryError:
+                assert service.process.wait(30) == -signal.SIGKILL
+                continue
+            assert "times in a row while it started this job alone" in client.job(fatal).show().reason
+            advanced(client, ids, 2, deadline)
+            assert lives > 2
+            return
+
+
+def advanced(client: Client, ids: list[str], steps: int, deadline: float) -> None:
+    """Each of the jobs trains so many steps more, and none pauses."""
+    before = {id: client.job(id).show().step for id in ids}
+    while any(client.job(id).show().step < before[id] + steps for id in ids):
+        shown = {id: (client.job(id).show().state, client.job(id).show().reason) for id in ids}
+        assert all(state != "paused" for state, _ in shown.values()), shown
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.1)
