@@ -71,8 +71,8 @@ class WorkerEventView(View):
     time: float
     """Unix seconds."""
     event: str
-    """Its kind: joined, loaded, catching up, ready, stalled, draining, suspect, gone, adapter loaded, pull failed,
-    trained, training moved."""
+    """Its kind: joined, loaded, catching up, ready, roles, stalled, failed, draining, suspect, gone, adapter loaded,
+    pull failed, trained, training moved."""
     worker: str
     model: str
     tenant: str
