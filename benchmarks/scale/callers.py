@@ -451,7 +451,8 @@ def main() -> None:
     parser.add_argument("--niceness", type=int, default=19, help="of the attacks' processes (default: 19)")
     given = parser.parse_args()
     if given.attack:
-        attack(*given.attack, given.niceness)
+        name, url, key = given.attack
+        attack(name, url, key, given.niceness)
     with tempfile.TemporaryDirectory(prefix="callers-") as folder:
         result = run(given, Path(folder))
     for verdict in result.verdicts:
