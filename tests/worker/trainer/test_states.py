@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,24 @@ def test_restored_state_is_equal_bit_for_bit_without_its_gradient(tmp_path: Path
     for name in ("masters", "exp_avg", "exp_avg_sq", "_compute"):
         assert torch.equal(getattr(mine, name), getattr(wanted, name)), name
     assert mine.step == wanted.step == 2
+
+
+def test_policies_of_ended_jobs_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty tiny jobs one after another, with room for all: the newest few states stay, a used one among them."""
+    monkeypatch.setattr(states, "IDLE_STATES", 4)
+    monkeypatch.setattr(states, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(states, "EXPECTED_SECONDS", 0.0)
+    folder = adapter_folder(tmp_path / "p", 4, 3)
+    at = trainer(decoder(), {"p0": folder}, compiled=False)
+    tensors = []
+    for number in range(40):
+        at.load(f"p{number}", 1, ref(f"p{number}", "v0"), folder)
+        at.held["p0"].used = time.monotonic()
+        if number in (9, 39):
+            gc.collect()
+            tensors.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
+    assert set(at.held) == {"p0", *(f"p{number}" for number in range(36, 40))}
+    assert tensors[1] <= tensors[0], tensors
 
 
 def test_untrained_state_is_restored(tmp_path: Path) -> None:

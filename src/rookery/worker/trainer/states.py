@@ -40,6 +40,11 @@ IDLE_SECONDS = 1.0
 IDLE_GRADIENT_SECONDS = 5.0
 """The same for a state with a gradient, which would have to be computed again."""
 
+IDLE_STATES = 128
+"""States that nothing uses are evicted above this number even where there is room, and so are offloaded ones: nothing
+tells a worker that a job has ended, so each job would leave its policy's tensors until the budget is full. More
+policies than this rarely train in turn on one worker, and an evicted state is loaded again from its version."""
+
 EXPORT_BYTES = 12
 """Bytes of a copy per weight: weight and moments in float32."""
 
@@ -172,6 +177,20 @@ class PolicyStates:
         require(f"training states of rank {rank}", size + copy, self._budget)
         largest = max([copy, *(EXPORT_BYTES * held.state.masters.numel() for held in self.held.values())])
         self.make_room(size + largest)
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Evict the least recently used states, of those that may be evicted, above :data:`IDLE_STATES`."""
+        now = time.monotonic()
+        idle = sorted(
+            (held.used, policy)
+            for policy, held in self.held.items()
+            if held.idle(now) and not held.operations and not self._in_use(policy)
+        )
+        for _, policy in idle[: max(0, len(idle) - IDLE_STATES)]:
+            del self.held[policy]
+        while len(self.offloaded) > IDLE_STATES:
+            del self.offloaded[next(iter(self.offloaded))]
 
     def make_room(self, needed: int, keep: str = "") -> None:
         """Evict until ``needed`` bytes fit; not the policy ``keep``. Raises :class:`NoRoom` (and nothing changes) while
