@@ -128,3 +128,16 @@ def test_fields_are_taken_in_any_order_with_a_section_of_the_same_name() -> None
     ):
         cluster = settings.cluster
         assert (cluster.cluster, cluster.ray_spot_workers, cluster.ray_cpus) == ("ray", 2, 3)
+
+
+@pytest.mark.parametrize("space", [" {} ", "{}\n", "\t{}", "{}\r\n"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("url", "http://h:1"), ("host", "::1"), ("port", "7078"), ("data", "/srv/data"), ("log_level", "INFO"),
+        ("inference_engine", "auto"), ("artifacts_url", "s3://b/p"), ("memory_bytes", "1000000000"),
+    ],
+)  # fmt: skip
+def test_white_space_around_a_variable_means_nothing(name: str, value: str, space: str) -> None:
+    variable = f"ROOKERY_{name.upper()}"
+    assert Settings.load({variable: space.format(value)}).flat()[name] == Settings.load({variable: value}).flat()[name]

@@ -470,7 +470,8 @@ class Settings(Section):
     def load(
         cls, environment: Mapping[str, str] = os.environ, *, uses: Collection[str] | None = None, **given: object
     ) -> Self:
-        """Settings from ``ROOKERY_<FIELD>`` variables; ``given`` (None is absent) wins. Raises :class:`UserError`.
+        """Settings from ``ROOKERY_<FIELD>`` variables, without white space around their values; ``given`` (None is
+        absent) wins. Raises :class:`UserError`.
 
         ``uses`` has the fields and sections that the caller uses (None: all): the variables of others are not read, so
         that a wrong one fails only the commands that it concerns. Variables that a platform sets
@@ -481,7 +482,7 @@ class Settings(Section):
         ]
         variables = {name: f"ROOKERY_{name.upper()}" for name in names}
         values: dict[str, object] = {
-            name: environment[variable]
+            name: environment[variable].strip()  # a value from a file ends with a newline
             for name, variable in variables.items()
             if variable in environment and not _ADDRESS.fullmatch(environment[variable])
         } | explicit
