@@ -26,7 +26,7 @@ from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.events import WorkerDraining, WorkerEvent, WorkerGone, WorkerJoined, WorkerSuspect
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.rollout.request import REASSIGNED, GenerationFailed, SamplingRequest, SamplingResult
+from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
 
 
@@ -38,7 +38,7 @@ class Connection:
     epoch: int
     alive: bool = True
     requests: dict[str, Account] = field(default_factory=dict)
-    """With the worker now, by what it calls them."""
+    """With the worker now, by their assignments."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Account:
     """Tokens that the controller has shown to have."""
     holder: Connection | None = None
     name: str = ""
-    """What the holder calls it."""
+    """Its assignment to the holder."""
     asked: bool = False
     """Somebody waits for it."""
     failed: bool = False
@@ -208,11 +208,11 @@ class Requests:
             case protocol.Generate():
                 self._given(connection, message)
             case protocol.Abort(resume=False):
-                account = connection.requests.pop(message.request, None)
+                account = connection.requests.pop(message.assignment, None)
                 if account is not None:
                     account.holder = None
             case protocol.SwitchAdapter():
-                account = connection.requests[message.request]
+                account = connection.requests[message.assignment]
                 account.refs.add((message.adapter.policy, message.adapter.version))
                 named(message.adapter, "Switch")
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
@@ -228,7 +228,10 @@ class Requests:
                     named(ref, "Hold")
 
     def _given(self, connection: Connection, message: protocol.Generate) -> None:
-        account, name = self._accounts[message.request.partition(REASSIGNED)[0]], connection.worker.name
+        account, name = self._accounts[message.request], connection.worker.name
+        if message.assignment in self._lasting.assignments:
+            self._events.fail("once", f"{account.id} got the assignment {message.assignment} again", account.id)
+        self._lasting.assignments.add(message.assignment)
         self._events.note("given", account.id, name, len(message.prefix_tokens))
         if not account.asked or account.failed:
             self._events.fail("once", f"{account.id} is given to {name}, nobody waits for it", account.id)
@@ -244,8 +247,8 @@ class Requests:
         if message.adapter is not None:
             account.refs.add((message.adapter.policy, message.adapter.version))
             self._lasting.named(message.adapter, "Generate")
-        account.holder, account.name = connection, message.request
-        connection.requests[message.request] = account
+        account.holder, account.name = connection, message.assignment
+        connection.requests[message.assignment] = account
         claims = connection.worker.hello.running
         if len(connection.requests) > connection.worker.hello.max_rows + self._ahead + len(claims):
             self._events.fail("room", f"{name} holds {len(connection.requests)} requests", name)
@@ -301,7 +304,7 @@ class Requests:
     def _output(self, connection: Connection, message: protocol.Output) -> None:
         self._events.note("output", connection.worker.name, *[(c.offset, len(c.tokens)) for c in message.chunks])
         for chunk in message.chunks:
-            account = connection.requests.get(chunk.request)
+            account = connection.requests.get(chunk.assignment)
             if account is None:
                 continue
             if chunk.finish == "error":
@@ -310,7 +313,7 @@ class Requests:
                 account.received = max(account.received, chunk.offset + len(chunk.tokens))
                 self._touched.append(account)
             if chunk.finish:
-                del connection.requests[chunk.request]
+                del connection.requests[chunk.assignment]
                 account.holder = None
 
 
@@ -322,6 +325,8 @@ class Lasting:
     """Checks a version that a frame of the named kind tells a worker of."""
     runs: dict[str, int] = field(default_factory=dict)
     """How often each job was taken up."""
+    assignments: set[str] = field(default_factory=set)
+    """All that were given: none is given twice."""
     durable: set[str] = field(default_factory=set)
     """Requests whose reply is stored."""
     epoch: int = 0

@@ -21,6 +21,7 @@ from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.protocol import TokenLog
 from rookery.scheduling.rollout_order import RolloutOrder
 from rookery.storage.repositories import versions as versions_module
 from rookery.worker.engine.native import engine as engine_module
@@ -57,6 +58,9 @@ COMMITTED_EARLY = """head = self.versions.head
     ref = await"""
 """The trainer hears of a version before the database does."""
 
+ANYBODY = "(one := self._find(chunk.request)) and one.assignment and one"
+"""The request of a chunk, under whatever assignment and from whatever worker the chunk came."""
+
 MUTATIONS = [
     _one(
         "skip the epoch check", Fleet, "_deliver", "message.epoch != worker.epoch or ", "", "epochs",
@@ -80,24 +84,26 @@ MUTATIONS = [
         "chain", upload_corrupt=0.2,
     ),
     _one(
-        "forget a token offset", RolloutScheduler, "_on_chunk", "skip = len(result.tokens) - chunk.offset", "skip = 0",
+        "forget a token offset", TokenLog, "receive", "skip = start + len(self.tokens) - chunk.offset", "skip = 0",
         "tokens",
     ),
     _one(
-        "resend without the tokens received", RolloutScheduler, "_assign", "prefix_tokens=inflight.result.tokens",
+        "resend without the tokens received", RolloutScheduler, "_give", "prefix_tokens=inflight.result.tokens",
         "prefix_tokens=[]", "given",
     ),
     _one(
-        "take tokens from whoever sends them", RolloutScheduler, "on_output", " or inflight.worker is not worker", "",
-        "tokens", "epochs", "given", seeding=True, latency=0.5,
+        "take tokens from whoever sends them", RolloutScheduler, "on_output",
+        "self.pool.find(worker, chunk.assignment)", ANYBODY, "tokens", "epochs", "given", "jobs", seeding=True,
+        latency=0.5,
     ),
     _one(
         "forget to requeue what a lost worker had", RolloutScheduler, "on_worker_lost",
-        'self._requeue(inflight, "lost")', "self._release(inflight)", "jobs",
+        'self._requeue(inflight, "lost", "lost")', 'self.apply(inflight, "finish")', "jobs",
     ),
     _one(
         "forget the tokens of a request whose caller left", RolloutScheduler, "sample",
-        "self._retained.setdefault(request.job, {})[request.id]", "retained", "given", database_failures=0.01,
+        "returns = bool(request.generate.episode and inflight.result.tokens)", "returns = False", "given",
+        database_failures=0.01,
     ),
     _one(
         "skip the lease check", versions_module, "_check_head", "owner.lease != lease", "False", "lease", "durable",
@@ -121,7 +127,7 @@ MUTATIONS = [
     ),
     _one(
         "forget the share of a lost trainer", PolicyTrainer, "_divided", "batch=join_batches(lost)",
-        "batch=join_batches([])", "groups", phase_deaths=0.1,
+        "batch=join_batches([])", "groups", phase_deaths=0.3,
     ),
     _one(
         "commit without what was consumed", PolicyLoop, "_commit", "consumed = [group.id for",
@@ -137,16 +143,16 @@ MUTATIONS = [
         "self.ready = [group for group in self.ready if group not in groups]", "pass", "groups", "jobs",
     ),
     _one(
-        "leave a request with the worker that it is taken from", RolloutScheduler, "_withdraw",
-        "inflight.worker.post(protocol.Abort(request=inflight.wire_name))", "pass", "given",
+        "leave a request with the worker that it is taken from", RolloutScheduler, "_abort",
+        "stay.worker.post(", "resume and stay.worker.post(", "given",
     ),
     _one(
-        "lose the offset of a chunk that moves", RolloutScheduler, "_requeue", "self._release(inflight)",
-        "self._release(inflight); reason == 'divided' and inflight.result.tokens.clear()", "given", "tokens",
+        "lose the offset of a chunk that moves", RolloutScheduler, "_requeue", "self.apply(inflight, event)",
+        "reason == 'divided' and inflight.result.clear(); self.apply(inflight, event)", "given", "tokens",
     ),
     _one(
         "move a chunk whose tokens are still on their way", RolloutScheduler, "on_output",
-        "worker.post(protocol.Abort(request=inflight.wire_name, resume=True))", "self._requeue(inflight, 'divided')",
+        'self.apply(inflight, "divide", Details(target))', "self._requeue(inflight, 'return', 'divided')",
         "given", "tokens", "room",
     ),
 ]  # fmt: skip

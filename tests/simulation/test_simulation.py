@@ -200,10 +200,11 @@ def test_every_token_is_sent_once_whatever_comes_and_goes(dice: random.Random, t
             number += 1
         elif chance < 0.25 and (running := running_in(engine)):
             name = dice.choice(running)
-            engine.abort(name)
+            engine.abort(protocol.Abort(request=name))
             aborted.add(name)
         elif chance < 0.35 and (running := running_in(engine)):
-            engine.switch(dice.choice(running), NEWER, recompute=dice.random() < 0.5)
+            name, recompute = dice.choice(running), dice.random() < 0.5
+            engine.switch(protocol.SwitchAdapter(request=name, adapter=NEWER, recompute=recompute))
         if engine.busy:
             _, slices = engine.begin()
             assert slices >= 1

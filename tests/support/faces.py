@@ -131,8 +131,9 @@ class ScriptedWorker:
         match message:
             case protocol.Generate():
                 chunk = protocol.TokenChunk(
-                    request=message.request, offset=0, tokens=[], logprobs=[], version=0, finish="error", error=error
-                )
+                    request=message.request, assignment=message.assignment, offset=0, tokens=[], logprobs=[],
+                    version=0, finish="error", error=error,
+                )  # fmt: skip
                 return protocol.Output(epoch=epoch, chunks=[chunk])
             case protocol.PrefetchAdapters():
                 return protocol.PullFailed(epoch=epoch, hash=message.refs[0].hash, error=error)
@@ -177,8 +178,8 @@ class ScriptedWorker:
         version = message.adapter.version if message.adapter is not None else 0
         policy = message.adapter.policy if message.adapter is not None else ""
         return protocol.TokenChunk(
-            request=message.request, offset=len(message.prefix_tokens), tokens=tokens, logprobs=[-0.5] * len(tokens),
-            version=version, policy=policy, finish="stop",
+            request=message.request, assignment=message.assignment, offset=len(message.prefix_tokens), tokens=tokens,
+            logprobs=[-0.5] * len(tokens), version=version, policy=policy, finish="stop",
         )  # fmt: skip
 
     async def _pull(self, http: httpx.AsyncClient, ref: protocol.AdapterRef) -> None:

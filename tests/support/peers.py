@@ -26,7 +26,6 @@ from tests.support.replies import UniformLength, reply_of
 from rookery import protocol
 from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
-from rookery.controller.rollout.request import REASSIGNED
 from rookery.controller.views import JobView
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
@@ -168,6 +167,8 @@ class ScriptedWorker(Peer):
         self.pulling.set()
         self.active: dict[str, tuple[protocol.Generate, int]] = {}
         self.generates: list[protocol.Generate] = []
+        self.assignments: dict[str, str] = {}
+        """By request, the last one that it was given."""
         self.operations: list[Any] = []
         self.batches: dict[str, protocol.TrainingBatch] = {}
         self.other: list[Any] = []
@@ -206,6 +207,11 @@ class ScriptedWorker(Peer):
 
     async def say(self, message: protocol.Message, epoch: int | None = None) -> None:
         message.epoch = self.epoch if epoch is None else epoch  # type: ignore[attr-defined]
+        if isinstance(message, protocol.Output):
+            chunks = [(chunk, chunk.assignment or self.assignments.get(chunk.request, "")) for chunk in message.chunks]
+            message = protocol.Output(
+                epoch=message.epoch, chunks=[msgspec.structs.replace(chunk, assignment=name) for chunk, name in chunks]
+            )
         assert self.link is not None
         await self.link.send(protocol.encode(message))
 
@@ -219,6 +225,7 @@ class ScriptedWorker(Peer):
         match message:
             case protocol.Generate():
                 self.generates.append(message)
+                self.assignments[message.request] = message.assignment
                 self.active[message.request] = (message, len(message.prefix_tokens))
                 self._work.set()
                 return
@@ -226,8 +233,9 @@ class ScriptedWorker(Peer):
                 generate, at = self.active.pop(message.request, (None, 0))
                 if message.resume and generate is not None:
                     end = protocol.TokenChunk(
-                        request=message.request, offset=at, tokens=[], logprobs=[], version=0, finish="abort"
-                    )
+                        request=message.request, assignment=message.assignment, offset=at, tokens=[], logprobs=[],
+                        version=0, finish="abort",
+                    )  # fmt: skip
                     self._tasks.append(asyncio.create_task(self.say(protocol.Output(epoch=0, chunks=[end]))))
                 return
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
@@ -266,8 +274,9 @@ class ScriptedWorker(Peer):
             del self.active[request]
         adapter = generate.adapter
         return protocol.TokenChunk(
-            request=request, offset=at, tokens=tokens[at:end], logprobs=logprobs[at:end],
-            version=adapter.version if adapter else 0, policy=adapter.policy if adapter else "",
+            request=request, assignment=generate.assignment, offset=at, tokens=tokens[at:end],
+            logprobs=logprobs[at:end], version=adapter.version if adapter else 0,
+            policy=adapter.policy if adapter else "",
             finish=finish if over else "",
         )  # fmt: skip
 
@@ -289,8 +298,7 @@ class ScriptedWorker(Peer):
                         await self.say(protocol.Output(epoch=0, chunks=[chunk]))
                         if self.chunks_left is not None:
                             self.chunks_left -= 1
-                        own = request.partition(REASSIGNED)[0]
-                        self.sampled.update((own, chunk.offset + i) for i in range(len(chunk.tokens)))
+                        self.sampled.update((request, chunk.offset + i) for i in range(len(chunk.tokens)))
                         await asyncio.sleep(0)
 
     # --- training -----------------------------------------------------------------------------------------------------

@@ -596,5 +596,4 @@ class Controller:
 
     def _models_in_use(self) -> set[str]:
         """The base models of jobs, of clients that are not idle, and of requests."""
-        requests = {inflight.request.model for inflight in self.context.rooms.rollouts.inflight.values()}
-        return self.jobs.models() | requests | self.sessions.models_in_use()
+        return self.jobs.models() | self.context.rooms.rollouts.models() | self.sessions.models_in_use()

@@ -7,7 +7,8 @@
 * Adapters, optimizer states and training batches never travel in messages. A message names them by content hash
   and carries a short-lived ticket, with which the bytes are read or written over HTTP (ranges allowed).
 
-Modules: ``common`` (base classes, artifacts, batches), ``worker``, ``envhost``, ``connection``; encoding is here.
+Modules: ``common`` (base classes, artifacts, batches), ``tokens``, ``worker``, ``envhost``, ``connection``; encoding is
+here.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from rookery.protocol.envhost import (
     StepEpisode,
     ToHost,
 )
+from rookery.protocol.tokens import PromptLogprob, TokenChunk, TokenLog
 from rookery.protocol.worker import (
     Abort,
     AdaptersCached,
@@ -67,14 +69,12 @@ from rookery.protocol.worker import (
     OptimStep,
     Output,
     PrefetchAdapters,
-    PromptLogprob,
     PullFailed,
     Ready,
     ServeArtifact,
     SwitchAdapter,
     TicketGrant,
     TicketRequest,
-    TokenChunk,
     ToWorker,
     VersionCommitted,
     Welcome,

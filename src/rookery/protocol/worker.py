@@ -12,9 +12,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from rookery.bounds import ENTRIES, MAX_FRAME, Count, ErrorText, Integer, Line, Name, Token
-from rookery.protocol.common import Adam, AdapterRef, EpochMessage, HelloRejected, Loss, Manifest, Message, Struct
+from rookery.bounds import ENTRIES, MAX_FRAME, Count, ErrorText, Integer, Line, Name
+from rookery.protocol.common import Adam, AdapterRef, EpochMessage, HelloRejected, Loss, Manifest, Message
 from rookery.protocol.gauges import Gauges
+from rookery.protocol.tokens import TokenChunk
 
 # --- worker → controller --------------------------------------------------------------------------------------------
 
@@ -113,33 +114,6 @@ class Heartbeat(EpochMessage, kw_only=True):
     """Figures for the operator, by their names in :data:`rookery.protocol.gauges.GAUGES`."""
 
 
-class PromptLogprob(Struct, kw_only=True):
-    """A prompt token's natural log-probability at temperature 1, and the likeliest tokens in its place with theirs,
-    best first."""
-
-    logprob: float
-    top: Annotated[list[tuple[Token, float]], Meta(max_length=1000)] = msgspec.field(default_factory=list)
-
-
-class TokenChunk(Struct, kw_only=True):
-    """Newly sampled tokens of one request. ``finish`` is empty until the last chunk.
-
-    ``logprobs`` are natural logs under the distribution sampled from (temperature applied). ``version`` is the adapter
-    version that the engine applied to these tokens (0 with ``policy`` empty: the base model)."""
-
-    request: Name
-    offset: Count
-    tokens: Annotated[list[Integer], Meta(max_length=ENTRIES)]
-    """The service checks them, and counts against the request where they cannot be."""
-    logprobs: Annotated[list[float], Meta(max_length=ENTRIES)]
-    version: Count
-    policy: Name = ""
-    finish: Literal["", "stop", "length", "abort", "error"] = ""
-    error: ErrorText = ""
-    prompt_logprobs: Annotated[list[PromptLogprob], Meta(max_length=ENTRIES)] = msgspec.field(default_factory=list)
-    """With the last chunk: of the prompt's last tokens, as many as were requested."""
-
-
 class Output(EpochMessage, kw_only=True):
     """One flush: new tokens of any number of requests."""
 
@@ -199,6 +173,9 @@ class Generate(Message, kw_only=True):
     requests that agree on (adapter, these tokens). ``episode`` names the cache that a later turn may extend."""
 
     request: str
+    assignment: str = ""
+    """Names the request's stay at this worker, and is never given twice. Tokens carry it. A worker that holds the
+    request with this text since an earlier connection continues it under the new name."""
     adapter: AdapterRef | None
     prompt: list[int]
     shared_prefix: int
@@ -238,9 +215,11 @@ class Generate(Message, kw_only=True):
 
 
 class Abort(Message, kw_only=True):
-    """Stops a request, of which nothing more is sent."""
+    """Stops a request, of which nothing more is sent. As with :class:`SwitchAdapter`, a worker that holds the request
+    under another assignment ignores it."""
 
     request: str
+    assignment: str = ""
     resume: bool = False
     """It continues elsewhere: the tokens sampled are sent, the last chunk has ``finish`` ``abort``."""
 
@@ -251,6 +230,7 @@ class SwitchAdapter(Message, kw_only=True):
     keep the version that sampled them: a :class:`TokenChunk` never mixes two."""
 
     request: str
+    assignment: str = ""
     adapter: AdapterRef
     recompute: bool = False
 

@@ -17,8 +17,9 @@ import msgspec
 from rookery.aio import cancel_all
 from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.rollout.assignment import Event
 from rookery.controller.rollout.request import InflightRequest
-from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.rollout.scheduler import NO_DETAILS, Details, RolloutScheduler
 from rookery.errors import UserError
 from rookery.scheduling.offload import OffloadPlanner
 from rookery.settings import Settings
@@ -300,13 +301,12 @@ class RestartingScheduler(RolloutScheduler):
     discarded_tokens = 0
     """Tokens that were received, and are generated again."""
 
-    def _requeue(self, inflight: InflightRequest, reason: str) -> None:
-        if reason in ("lost", "rejected") and not inflight.done.done():
-            reply = inflight.result
-            self.discarded_tokens += len(reply.tokens)
-            for received in (reply.tokens, reply.logprobs, reply.versions):
-                received.clear()
-        super()._requeue(inflight, reason)
+    def apply(self, inflight: InflightRequest, event: Event, details: Details = NO_DETAILS) -> None:
+        """As the shipped one; a worker's loss takes the tokens."""
+        if event == "lost" or (event == "return" and inflight.state != "returning"):
+            self.discarded_tokens += len(inflight.result.tokens)
+            inflight.result.clear()
+        super().apply(inflight, event, details)
 
 
 class _NoSeeding(OffloadPlanner):

@@ -231,7 +231,7 @@ class ServiceConnection:
             case protocol.Generate():
                 self._generation.generate(message)
             case protocol.Abort():
-                (self._generation.release if message.resume else self._generation.abort)(message.request)
+                self._generation.abort(message)
             case protocol.SwitchAdapter():
                 self._generation.switch(message)
             case protocol.TicketGrant():

@@ -19,7 +19,6 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -44,8 +43,9 @@ class HeldRequest:
     """One request. Token numbers count from the first of ``prefix_tokens``; those sampled here begin at ``start``."""
 
     generate: protocol.Generate
+    """As given; under the name of its present assignment."""
     key: str
-    """Name of this attempt in the engine: late tokens of an aborted attempt cannot be taken for its own."""
+    """Its name in the engine, that of its first assignment: tokens of an aborted one cannot be taken for its own."""
     arrived: float = field(default_factory=time.monotonic)
     idle_since: float = 0.0
     """When the present connection was sent the end, or an earlier connection was lost; monotonic time."""
@@ -55,10 +55,7 @@ class HeldRequest:
     """Number of the first token that the present connection has not been sent."""
     end_sent: bool = False
     """Whether the present connection has been sent the end."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """Parallel to ``tokens``."""
+    log: protocol.TokenLog = field(default_factory=protocol.TokenLog)
     version: int = 0
     """Of the last chunk, which may have no token."""
     policy: str = ""
@@ -78,7 +75,7 @@ class HeldRequest:
 
     @property
     def length(self) -> int:
-        return self.start + len(self.tokens)
+        return self.start + len(self.log.tokens)
 
     @property
     def resumable(self) -> bool:
@@ -88,7 +85,7 @@ class HeldRequest:
     def continues(self, claim: protocol.Generate) -> bool:
         """Whether ``claim`` requests this very text and has a prefix of it from which it can resume. The claim may name
         a newer version if the request allows switches: that was published while the connection was lost."""
-        own, prefix = self.generate.prefix_tokens + self.tokens, claim.prefix_tokens
+        own, prefix = self.generate.prefix_tokens + self.log.tokens, claim.prefix_tokens
         return (
             _text_parameters(claim) == _text_parameters(self.generate)
             and (_version_of(claim) == _version_of(self.generate) or self._switches_to(claim))
@@ -103,19 +100,32 @@ class HeldRequest:
             return False
         return new.policy == own.policy and new.version > own.version
 
-    def unsent_runs(self) -> list[tuple[int, int, int]]:
-        """(first token, end, version) of each run of one version that the present connection has not been sent."""
-        runs, at = [], self.sent
-        for version, group in itertools.groupby(self.versions[self.sent - self.start :]):
-            runs.append((at, at := at + len(list(group)), version))
-        return runs or [(at, at, self.version)]
+    def unsent(self) -> list[protocol.TokenChunk]:
+        """Chunks of one version each with what the present connection has not been sent."""
+        log, start = self.log, self.start
+        chunks = [
+            protocol.TokenChunk(
+                request=self.generate.request,
+                assignment=self.generate.assignment,
+                offset=start + begin,
+                tokens=log.tokens[begin:end],
+                logprobs=log.logprobs[begin:end],
+                version=log.versions[begin] if begin < end else self.version,
+                policy=self.policy,
+            )
+            for begin, end in list(log.runs(self.sent - start)) or [(self.sent - start,) * 2]
+        ]
+        last = chunks[-1]
+        last.finish, last.error, last.prompt_logprobs = self.finish, self.error, self.prompt_logprobs
+        return chunks
 
 
 def _text_parameters(generate: protocol.Generate) -> protocol.Generate:
     """The parameters that determine the text, besides the adapter."""
     return msgspec.structs.replace(
-        generate, prefix_tokens=[], adapter=None, interactive=False, tenant="", order=0.0, ttft_ms=0, tpot_ms=0
-    )
+        generate, assignment="", prefix_tokens=[], adapter=None, interactive=False, tenant="", order=0.0, ttft_ms=0,
+        tpot_ms=0,
+    )  # fmt: skip
 
 
 def _version_of(generate: protocol.Generate) -> tuple[str, int, str] | None:
@@ -133,7 +143,6 @@ class GenerationManager:
         self._on_output = on_output
         self.held: dict[str, HeldRequest] = {}
         self._by_key: dict[str, HeldRequest] = {}
-        self._attempts = itertools.count()
         self._adapter_room = MemoryQueue()
         self.failed = 0
         """Requests that ended with an error."""
@@ -151,8 +160,8 @@ class GenerationManager:
             if held.resumable and held.continues(generate):
                 self._resume(held, generate)
                 return
-            self.abort(generate.request)
-        key = f"{generate.request}/{next(self._attempts)}"
+            self._drop(held)
+        key = f"{generate.request}/{generate.assignment}"
         held = HeldRequest(generate, key, sent=len(generate.prefix_tokens))
         self.held[generate.request] = self._by_key[key] = held
         held.submission = asyncio.create_task(self._submit(held, msgspec.structs.replace(generate, request=key)))
@@ -161,36 +170,44 @@ class GenerationManager:
         """Continue a request with a newer version as soon as that is loaded; replaces an earlier pending switch. A
         request that has ended, or is unknown, does not change."""
         self._transfers.set_ticket(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
-        held = self.held.get(switch.request)
+        held = self._find(switch)
         if held is not None and not held.finish:
             self._schedule_switch(held, switch)
 
-    def abort(self, request: str) -> None:
+    def abort(self, abort: protocol.Abort) -> None:
+        """Delete a request and its tokens; one that continues elsewhere ends first: its tokens are sent, and then its
+        end, unless it has ended, or the engine does not have it yet."""
+        held = self._find(abort)
+        if held is not None and not abort.resume:
+            self._drop(held)
+        elif held is not None and held.submitted and not held.finish:
+            self._compute.call(lambda core: core.engine.abort(held.key), engine_only=True)
+
+    def _find(self, message: protocol.Abort | protocol.SwitchAdapter) -> HeldRequest | None:
+        """The request that the message concerns, if it is held under the same assignment."""
+        held = self.held.get(message.request)
+        return held if held is not None and held.generate.assignment == message.assignment else None
+
+    def _drop(self, held: HeldRequest) -> None:
         """Delete a request and its tokens."""
-        held = self.held.pop(request, None)
-        if held is None:
-            return
-        del self._by_key[held.key]
+        del self.held[held.generate.request], self._by_key[held.key]
         for task in (held.submission, held.switching):
             if task is not None:
                 task.cancel()
         if not held.finish:
             self._compute.call(lambda core: core.engine.abort(held.key), engine_only=True)
 
-    def release(self, request: str) -> None:
-        """End a request that continues elsewhere: its tokens are sent, and then its end. One that has ended, or that
-        the engine does not have yet, is not changed."""
-        held = self.held.get(request)
-        if held is not None and held.submitted and not held.finish:
-            self._compute.call(lambda core: core.engine.abort(held.key), engine_only=True)
-
     def _resume(self, held: HeldRequest, claim: protocol.Generate) -> None:
+        held.generate = msgspec.structs.replace(held.generate, assignment=claim.assignment)
         held.claimed, held.end_sent, held.sent = True, False, len(claim.prefix_tokens)
         latest = held.generate.adapter if held.pending_switch is None else held.pending_switch.adapter
         ref = claim.adapter
         if ref is not None and latest is not None and ref.version > latest.version and not held.finish:
             recompute = claim.in_flight == "recompute"
-            self._schedule_switch(held, protocol.SwitchAdapter(request=claim.request, adapter=ref, recompute=recompute))
+            switch = protocol.SwitchAdapter(
+                request=claim.request, assignment=claim.assignment, adapter=ref, recompute=recompute
+            )
+            self._schedule_switch(held, switch)
         log.info("request %s resumes at token %d", held.generate.request, held.sent)
         if held.sent < held.length or held.finish:
             self._on_output(True)
@@ -267,11 +284,9 @@ class GenerationManager:
             held = self._by_key.get(chunk.request)
             if held is None:
                 continue  # aborted
-            assert chunk.offset == held.length, f"{chunk.request}: token {chunk.offset} follows {held.length - 1}"
-            urgent |= held.generate.interactive and not held.tokens  # a client waits for its first token
-            held.tokens += chunk.tokens
-            held.logprobs += chunk.logprobs
-            held.versions += [chunk.version] * len(chunk.tokens)
+            urgent |= held.generate.interactive and not held.log.tokens  # a client waits for its first token
+            received = held.log.receive(chunk, held.start)
+            assert received == len(chunk.tokens), f"{chunk.request}: the engine sampled token {chunk.offset} twice"
             held.version, held.policy = chunk.version, chunk.policy
             held.finish, held.error, held.prompt_logprobs = chunk.finish, chunk.error, chunk.prompt_logprobs
             urgent |= bool(chunk.finish)
@@ -285,23 +300,10 @@ class GenerationManager:
     def take(self, now: float) -> list[protocol.TokenChunk]:
         """Chunks that the present connection has not been sent; they count as sent at ``now``."""
         chunks = []
-        for request, held in self.held.items():
+        for held in self.held.values():
             if not held.claimed or held.end_sent or (held.sent == held.length and not held.finish):
                 continue
-            for begin, end, version in held.unsent_runs():
-                own = slice(begin - held.start, end - held.start)
-                chunks.append(
-                    protocol.TokenChunk(
-                        request=request,
-                        offset=begin,
-                        tokens=held.tokens[own],
-                        logprobs=held.logprobs[own],
-                        version=version,
-                        policy=held.policy,
-                    )
-                )
-            last = chunks[-1]
-            last.finish, last.error, last.prompt_logprobs = held.finish, held.error, held.prompt_logprobs
+            chunks += held.unsent()
             held.sent, held.end_sent, held.idle_since = held.length, bool(held.finish), now
         return chunks
 
@@ -321,12 +323,12 @@ class GenerationManager:
 
     def abort_unclaimed(self) -> None:
         """The controller has had time to claim its requests: abort the others. Finished ones cost nothing."""
-        for request, held in list(self.held.items()):
+        for held in list(self.held.values()):
             if not held.claimed and not held.finish:
-                self.abort(request)
+                self._drop(held)
 
     def expire(self, before: float) -> None:
         """Delete requests that have been unclaimed, or sent to their end, since ``before``."""
-        for request, held in list(self.held.items()):
+        for held in list(self.held.values()):
             if (not held.claimed or held.end_sent) and held.idle_since < before:
-                self.abort(request)
+                self._drop(held)

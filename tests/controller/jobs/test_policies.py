@@ -212,10 +212,10 @@ async def test_a_crash_between_the_commits_of_two_policies_repeats_and_loses_not
 
 
 def test_part_of_a_policy_has_its_tokens_alone() -> None:
-    whole = Trajectory([1, 2])
-    whole.append_action([3, 4], [-1.0, -2.0], [0, 0], "a")
+    whole = Trajectory(prompt=[1, 2])
+    whole.append_action(protocol.TokenLog([3, 4], [-1.0, -2.0], [0, 0]), "a")
     whole.append_observation([5])
-    whole.append_action([6], [-3.0], [7], "b")
+    whole.append_action(protocol.TokenLog([6], [-3.0], [7]), "b")
     part = whole.of("b")
     assert (part.mask, part.logprobs, part.versions) == ([False] * 3 + [True], [0.0] * 3 + [-3.0], [-1] * 3 + [7])
     assert (part.prompt, part.tokens) == (whole.prompt, whole.tokens)

@@ -44,9 +44,9 @@ def episode(
     """Trajectories with so many sampled tokens, which are numbered from ``first``, each with a prompt of its own."""
     trajectories, token = [], first
     for number, length in enumerate(lengths):
-        made = Trajectory([1, number + 1])
+        made = Trajectory(prompt=[1, number + 1])
         for _ in range(length):
-            made.append_action([token], [-1.0], [0])
+            made.append_action(protocol.TokenLog([token], [-1.0], [0]))
             made.append_observation([0])
             token += 1
         trajectories.append(made)

@@ -539,13 +539,14 @@ def full(count: int) -> list[int]:
     return [seed for seed in range(1000) if len(text_of(seed, 12)[0]) == 12][:count]
 
 
-async def send(worker: ScriptedWorker, request: str, finish: str | None = None) -> None:
-    """One chunk of the request; ``finish`` instead of its own."""
+async def send(worker: ScriptedWorker, request: str, finish: str | None = None) -> protocol.TokenChunk:
+    """One chunk of the request; ``finish`` instead of its own. Returns the chunk."""
     chunk = worker.next_chunk(request)
     if finish is not None:
         worker.active.pop(request, None)
         chunk.finish = finish  # type: ignore[assignment]
     await worker.say(protocol.Output(epoch=0, chunks=[chunk]))
+    return chunk
 
 
 @pytest.mark.parametrize("in_flight", ["switch", "recompute"])
@@ -603,7 +604,9 @@ async def test_a_resubmitted_request_with_another_prompt_starts_over(tmp_path: P
     await eventually(lambda: len(worker.generates) == 2)
     again = worker.generates[1]
     assert again.prefix_tokens == []
-    await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (3, 6))))  # said before the worker received of either
+    [late] = parts(seed, (3, 6))  # sampled for the first submission
+    late.assignment = worker.generates[0].assignment
+    await worker.say(protocol.Output(epoch=0, chunks=[late]))
     await settle()
     assert (room.rollouts.sampled_tokens, room.rollouts.late_chunks) == (3, 1)
     worker.generating.set()
@@ -751,8 +754,8 @@ async def test_a_worker_that_catches_up_gets_requests_for_cached_adapters(tmp_pa
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
 def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Path, seed: int) -> None:
-    """Workers come, go, drain, give up, beat, and are closed; requests are moved, handed off, cancelled and taken up
-    again; versions change."""
+    """Workers come, go, return with their requests, drain, reject, send heartbeats, and are closed; requests are moved,
+    divided, cancelled and submitted again; versions change; chunks of earlier assignments arrive again."""
 
     async def run() -> None:
         random = Random(seed)
@@ -761,6 +764,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
         asked: dict[int, dict[str, Any]] = {}
         replies: dict[int, asyncio.Task[SamplingResult]] = {}
         alive: list[ScriptedWorker] = []
+        sent: list[tuple[ScriptedWorker, protocol.TokenChunk]] = []
         head = ADAPTER
 
         def sample(number: int) -> None:
@@ -769,7 +773,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
         async def act() -> None:
             nonlocal head
             running = [(worker, request) for worker in alive for request in worker.active]
-            match random.randrange(12):
+            match random.randrange(15):
                 case 0:
                     number = len(asked)
                     first = random.random() < 0.2
@@ -813,8 +817,23 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
                         sample(number)
                 case 9 if running:
                     await send(*random.choice(running), finish="abort")
+                case 10 if alive and random.random() < 0.5:
+                    worker = random.choice(alive)
+                    held = list(worker.active)
+                    await worker.die()
+                    worker.active.clear()
+                    await worker.join(running=held)
+                case 11 | 12 if sent:
+                    worker, old = random.choice(sent)
+                    now = rollouts.requests.get("job", {}).get(old.request)
+                    over = now is None or now.assignment is None or now.assignment.name != old.assignment
+                    finish = random.choice(["", "stop", "abort", "error"]) if over else ""
+                    if worker in alive:
+                        again = msgspec.structs.replace(old, finish=finish)
+                        await worker.say(protocol.Output(epoch=0, chunks=[again]))
                 case _ if running:
-                    await send(*random.choice(running))
+                    worker, request = random.choice(running)
+                    sent.append((worker, await send(worker, request)))
             if random.random() < 0.5:
                 await settle(3)
 
@@ -832,8 +851,10 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
             assert reply.versions == sorted(reply.versions) and reply.versions[0] >= begun
             if asked[number]["in_flight"] == "finish":
                 assert set(reply.versions) == {begun}
+        names = [generate.assignment for worker in room.workers for generate in worker.generates]
+        assert len(set(names)) == len(names), "no assignment has the name of an earlier one"
         await settle()
-        assert not rollouts.waiting() and not rollouts.inflight and not rollouts.by_job
+        assert not rollouts.waiting() and not rollouts.requests
         assert not any(
             rollouts.pool.outstanding(worker) or rollouts.pool.executing(worker) for worker in room.fleet.all()
         )

@@ -495,8 +495,9 @@ async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(ser
     await eventually(lambda: rollouts.sampled_tokens >= 12)
     first.generating.clear()
     await settle()
-    had = {name: live.result.tokens[:] for name, live in rollouts.inflight.items()}
-    logprobs = {name: live.result.logprobs[:] for name, live in rollouts.inflight.items()}
+    [requests] = rollouts.requests.values()
+    had = {name: live.result.tokens[:] for name, live in requests.items()}
+    logprobs = {name: live.result.logprobs[:] for name, live in requests.items()}
     assert sum(map(len, had.values())) == rollouts.sampled_tokens
     late = [first.next_chunk(name) for name in list(first.active)]
     second = await service.worker("second", chunk=3, shortest=1 << 20).join()

@@ -43,10 +43,10 @@ def group(rng: Random, number: int) -> CompleteGroup:
     prompt = [rng.randrange(173) for _ in range(rng.randint(2, 9))]
 
     def trajectory(prompt: list[int]) -> Trajectory:
-        made = Trajectory(list(prompt))
+        made = Trajectory(prompt=list(prompt))
         for _ in range(rng.randint(1, 3)):
             said = [rng.randrange(173) for _ in range(rng.randint(1, 7))]
-            made.append_action(said, [-4.0 - rng.random() for _ in said], [0] * len(said))
+            made.append_action(protocol.TokenLog(said, [-4.0 - rng.random() for _ in said], [0] * len(said)))
             made.append_observation([rng.randrange(173)])
         return made
 
@@ -95,15 +95,15 @@ def test_gradient_of_each_policy_is_that_of_a_job_split_by_hand(tmp_path: Path) 
     by_hand: dict[str, list[EpisodeResult]] = {"a": [], "b": []}
     prompt = [rng.randrange(173) for _ in range(6)]
     for _ in range(4):
-        whole = Trajectory(list(prompt))
-        split = {name: Trajectory(list(prompt)) for name in names}
+        whole = Trajectory(prompt=list(prompt))
+        split = {name: Trajectory(prompt=list(prompt)) for name in names}
         for speaker in "abab":
             tokens = [rng.randrange(173) for _ in range(rng.randint(1, 6))]
             logprobs = [-4.0 - rng.random() for _ in tokens]
-            whole.append_action(tokens, logprobs, [0] * len(tokens), speaker)
+            whole.append_action(protocol.TokenLog(tokens, logprobs, [0] * len(tokens)), speaker)
             for name, part in split.items():
                 if name == speaker:
-                    part.append_action(tokens, logprobs, [0] * len(tokens))
+                    part.append_action(protocol.TokenLog(tokens, logprobs, [0] * len(tokens)))
                 else:
                     part.append_observation(tokens)
         rewards = {name: rng.gauss(0, 1) for name in names}

@@ -125,7 +125,7 @@ class Episode:
                 break
             speaker = self._policy(observation.policy or job.first.name, turn)
             reply = self.turns[turn] if turn < len(self.turns) else await self._sample(trajectories[-1], turn, speaker)
-            trajectories[-1].append_action(reply.tokens, reply.logprobs, reply.versions, speaker.name)
+            trajectories[-1].append_action(reply, speaker.name)
             speakers.append(speaker.name)
             conversation.append(protocol.ChatMessage(role="assistant", content=reply.text))
             raw, special = job.chat.decode_special(reply.tokens)
@@ -220,7 +220,7 @@ class Episode:
             trajectories[-1].append_observation(tokens[len(sequence) :])
         else:
             self.splits += turn > 0
-            trajectories.append(Trajectory(tokens))
+            trajectories.append(Trajectory(prompt=tokens))
         return True
 
     async def _tokenize(self, messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
@@ -264,8 +264,8 @@ class Episode:
         self.seconds["queue"] += result.queue_seconds
         self.seconds["generation"] += generation_seconds
         reply = AssistantTurn(
-            result.tokens, result.logprobs, result.versions, result.finish, chat.decode(result.tokens),
-            result.workers, result.queue_seconds, generation_seconds,
+            result.tokens, result.logprobs, result.versions, finish=result.finish, text=chat.decode(result.tokens),
+            workers=result.workers, queue_seconds=result.queue_seconds, generation_seconds=generation_seconds,
         )  # fmt: skip
         if len(job.policies) > 1:
             reply.policy = policy.name

@@ -13,7 +13,7 @@ from itertools import chain
 
 import msgspec
 
-from rookery.protocol import ChatMessage
+from rookery.protocol import ChatMessage, TokenLog
 
 
 class ReplySpan(msgspec.Struct, array_like=True):
@@ -25,18 +25,15 @@ class ReplySpan(msgspec.Struct, array_like=True):
     """Its name in the job."""
 
 
-class Trajectory(msgspec.Struct):
-    """One token sequence. ``prompt`` precedes the first reply; the other lists have one entry per token after it.
+class Trajectory(TokenLog, kw_only=True):
+    """One token sequence. ``prompt`` precedes the first reply; the log and ``mask`` have one entry per token after it.
 
     Where ``mask`` is False the token is no policy's, but the environment's (or the template's): no loss, log-prob 0,
     version -1. ``replies`` says which policy sampled the others."""
 
     prompt: list[int]
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    replies: list[ReplySpan] = []
+    mask: list[bool] = msgspec.field(default_factory=list)
+    replies: list[ReplySpan] = msgspec.field(default_factory=list)
 
     @property
     def sequence(self) -> list[int]:
@@ -47,22 +44,16 @@ class Trajectory(msgspec.Struct):
         """Tokens that policies sampled."""
         return sum(self.mask)
 
-    def append_action(
-        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], policy: str = ""
-    ) -> None:
+    def append_action(self, sampled: TokenLog, policy: str = "") -> None:
         """Append tokens that ``policy`` sampled; the name of a job's only policy is not needed."""
-        self.replies.append(ReplySpan(len(self.tokens), len(self.tokens) + len(tokens), policy))
-        self.tokens.extend(tokens)
-        self.mask.extend([True] * len(tokens))
-        self.logprobs.extend(logprobs)
-        self.versions.extend(versions)
+        self.replies.append(ReplySpan(len(self.tokens), len(self.tokens) + len(sampled.tokens), policy))
+        self.extend(sampled.tokens, sampled.logprobs, sampled.versions)
+        self.mask.extend([True] * len(sampled.tokens))
 
     def append_observation(self, tokens: Sequence[int]) -> None:
         """Append tokens of the environment."""
-        self.tokens.extend(tokens)
+        self.extend(tokens, [0.0] * len(tokens), [-1] * len(tokens))
         self.mask.extend([False] * len(tokens))
-        self.logprobs.extend([0.0] * len(tokens))
-        self.versions.extend([-1] * len(tokens))
 
     def of(self, policy: str) -> Trajectory:
         """The trajectory as ``policy`` is trained on it: the tokens of others are as the environment's."""
@@ -71,24 +62,21 @@ class Trajectory(msgspec.Struct):
             if reply.policy == policy:
                 mine[reply.start : reply.stop] = [True] * (reply.stop - reply.start)
         return Trajectory(
-            self.prompt,
             self.tokens,
-            mine,
             [logprob if own else 0.0 for logprob, own in zip(self.logprobs, mine, strict=True)],
             [version if own else -1 for version, own in zip(self.versions, mine, strict=True)],
-            [reply for reply in self.replies if reply.policy == policy],
+            prompt=self.prompt,
+            mask=mine,
+            replies=[reply for reply in self.replies if reply.policy == policy],
         )
 
 
-class AssistantTurn(msgspec.Struct):
+class AssistantTurn(TokenLog, kw_only=True):
     """One completed reply of a policy, stored as soon as it is complete."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
     finish: str
     text: str
-    workers: list[tuple[int, str]] = []
+    workers: list[tuple[int, str]] = msgspec.field(default_factory=list)
     """As in :attr:`SamplingResult.workers <rookery.controller.rollout.request.SamplingResult.workers>`."""
     queue_seconds: float = 0.0
     generation_seconds: float = 0.0

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from rookery import protocol
 from rookery.clock import BusyTime, Clock
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.rollout.assignment import Assignment
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, load, order, select
@@ -52,8 +54,8 @@ class WorkerSlots:
     counters: TokenCounters
     """Order of the requests that wait in the worker: one that comes is put in at its tenant's counter, and tenants are
     lifted to that of the request that decoded last (start-time fair queueing; Goyal and others, 1996)."""
-    requests: dict[InflightRequest, None] = field(default_factory=dict)
-    """In the order of their assignment."""
+    requests: dict[str, InflightRequest] = field(default_factory=dict)
+    """By assignment, in the order in which these were made."""
     decoding: int = 0
     express: int = 0
     tags: frozenset[str] = frozenset()
@@ -130,6 +132,8 @@ class WorkerPool:
         self._express: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
         self._missing: defaultdict[str, Counter[frozenset[str]]] = defaultdict(Counter)
         """By model: the sets of adapters that serving workers miss, and how many workers miss each."""
+        self._numbers = itertools.count(1)
+        """Of assignments."""
         self._saturation: defaultdict[tuple[str, str, str], SaturationEstimator] = defaultdict(SaturationEstimator)
         self._planner = Planner() if settings.engine.merge_tails else None
 
@@ -166,7 +170,7 @@ class WorkerPool:
         self._count_missing(slots, None)
         for index in (self._common, self._express):
             index[worker.hello.model].remove(worker.name)
-        return list(slots.requests)
+        return list(slots.requests.values())
 
     def on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
         slots = self._find(worker)
@@ -205,42 +209,51 @@ class WorkerPool:
         """Seconds for which it has had at least one request, on this connection."""
         return self.slots(worker).busy.seconds
 
-    def assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:
-        slots = self._slots[worker.name]
+    def assign(self, inflight: InflightRequest, worker: Worker, *, express: bool, resumed: bool) -> Assignment:
+        """The request's stay at the worker begins: the one place that makes an assignment."""
+        slots, now = self._slots[worker.name], self._clock.monotonic()
         slots.busy.add(1)
-        inflight.worker, inflight.express, inflight.decoding = worker, express, False
-        inflight.chunk_end = len(inflight.result.tokens) + self._chunk
-        slots.requests[inflight] = None
         tenant = inflight.request.tenant
         slots.counters.lift(tenant)
         tokens = max(1.0, inflight.expected)
         turn = tokens * max(1, int(worker.hello.max_rows * self._turn_share))
-        inflight.order = slots.counters[tenant] // turn * turn  # requests of a turn stay together
+        order = slots.counters[tenant] // turn * turn  # requests of a turn stay together
         slots.counters.charge(tenant, tokens)
         slots.express += express
+        name = f"{worker.epoch}.{next(self._numbers)}"  # an epoch is never used twice, also not by another controller
+        inflight.assignment = assignment = Assignment(worker, name, express, order, now, resumed)
+        assignment.chunk_end = len(inflight.result.tokens) + self._chunk
+        slots.requests[name] = inflight
         self._reindex(slots, express)
+        return assignment
 
-    def mark_decoding(self, inflight: InflightRequest) -> None:
-        """A token of the request has arrived."""
-        if not inflight.decoding and inflight.worker is not None:
-            slots = self._slots[inflight.worker.name]
-            inflight.decoding = True
-            slots.counters.reach(inflight.order)
-            slots.decoding += 1
-            self._reindex(slots)
+    def find(self, worker: Worker, assignment: str) -> InflightRequest | None:
+        """The request that the worker has under this assignment."""
+        slots = self._find(worker)
+        return slots.requests.get(assignment) if slots is not None else None
+
+    def begin(self, inflight: InflightRequest) -> None:
+        """The first token of the request's assignment has arrived: the worker decodes it."""
+        assert inflight.assignment is not None
+        slots = self._slots[inflight.assignment.worker.name]
+        slots.counters.reach(inflight.assignment.order)
+        slots.decoding += 1
+        self._reindex(slots)
 
     def release(self, inflight: InflightRequest) -> None:
-        """Its worker has the request no more."""
-        slots = self._find(inflight.worker) if inflight.worker is not None else None
-        if inflight.target is not None:
-            self._reserve(inflight, inflight.target, -1)
-        inflight.worker = inflight.target = None
+        """The request's stay at its worker, if that is not lost, ends: the one place that drops an assignment."""
+        assignment = inflight.assignment
+        assert assignment is not None
+        if assignment.target is not None:
+            self._reserve(assignment, -1)
+        inflight.assignment = None
+        slots = self._find(assignment.worker)
         if slots is not None:
-            del slots.requests[inflight]
+            del slots.requests[assignment.name]
             slots.busy.add(-1)
-            slots.decoding -= inflight.decoding
-            slots.express -= inflight.express
-            self._reindex(slots, inflight.express)
+            slots.decoding -= assignment.tokens > 0
+            slots.express -= assignment.express
+            self._reindex(slots, assignment.express)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
@@ -252,31 +265,35 @@ class WorkerPool:
         """The worker for a request, in the common room or in that of interactive requests."""
         return self._select(inflight.request.model, express, self._tags_for(inflight))
 
-    def begin_move(self, inflight: InflightRequest, queues: RequestQueues) -> bool:
-        """Whether the request is at the end of a chunk and should continue elsewhere, under the same version: room is
-        reserved there, its worker is to be asked to return it. A worker that has not its adapter is no target."""
-        tokens, request, source = len(inflight.result.tokens), inflight.request, inflight.worker
-        if tokens < inflight.chunk_end or inflight.express or inflight.target is not None:
-            return False
-        inflight.chunk_end = tokens + self._chunk
-        index = self._common[request.model]
+    def find_division(self, inflight: InflightRequest, queues: RequestQueues) -> Worker | None:
+        """The worker where a decoding request, at the end of a chunk, should continue under the same version; None:
+        where it is. A worker that has not its adapter is no target."""
+        assignment, request, tokens = inflight.assignment, inflight.request, len(inflight.result.tokens)
+        if assignment is None or tokens < assignment.chunk_end or assignment.express:
+            return None
+        assignment.chunk_end = tokens + self._chunk
+        index, source = self._common[request.model], assignment.worker
         first = min(index.first(self._tags_for(inflight)), key=order, default=None)
-        if source is None or first is None or first.name == source.name:
-            return False
+        if first is None or first.name == source.name:
+            return None
         target = self._slots[first.name]
         if target.training:  # the request would get half of the time
-            return False
+            return None
         if request.adapter is not None and request.adapter.hash not in target.worker.cached:
-            return False
+            return None
         left = queues.remaining(inflight, int(self._chunk))
         if not moves(self._slots[source.name].site, target.site, len(request.generate.prompt) + tokens, left):
-            return False
-        inflight.target = target.worker
-        self._reserve(inflight, target.worker, 1)
-        return True
+            return None
+        return target.worker
 
-    def _reserve(self, inflight: InflightRequest, target: Worker, count: int) -> None:
-        for worker, leaving in ((inflight.worker, count), (target, 0)):
+    def reserve(self, inflight: InflightRequest, target: Worker) -> None:
+        """Room for the request at its next worker, until :meth:`release`."""
+        assert inflight.assignment is not None
+        inflight.assignment.target = target
+        self._reserve(inflight.assignment, 1)
+
+    def _reserve(self, assignment: Assignment, count: int) -> None:
+        for worker, leaving in ((assignment.worker, count), (assignment.target, 0)):
             if worker is not None and (slots := self._find(worker)) is not None:
                 slots.leaving += leaving
                 slots.arriving += count - leaving
@@ -288,12 +305,12 @@ class WorkerPool:
         index = self._common.get(model)
         if index is None or (move := balance(index.fullest(), index.first((ANY,)))) is None:
             return None
-        requests = self._slots[move.source].requests
-        able = [inflight for inflight in reversed(requests) if not inflight.express and not inflight.done.done()]
+        requests = self._slots[move.source].requests.values()
+        able = [inflight for inflight in reversed(requests) if not _is_express(inflight)]
         if move.executing:
             able.sort(key=lambda inflight: len(inflight.result.tokens))
         else:
-            able = [inflight for inflight in able if not inflight.decoding]
+            able = [inflight for inflight in able if inflight.state == "assigned"]
         for number, inflight in enumerate(able):
             move = balance(index.fullest(), index.first(self._tags_for(inflight)))
             if move is not None:
@@ -308,7 +325,7 @@ class WorkerPool:
         slots, index = self.slots(worker), self._common.get(worker.hello.model)
         if self._planner is None or index is None or not slots.train_seconds or queues.models[worker.hello.model]:
             return None
-        moved, others = list(slots.requests), index.first((UNTRAINING,))
+        moved, others = list(slots.requests.values()), index.first((UNTRAINING,))
         if not moved or not others or slots.serving or slots.leaving:
             return None
         taker = self._slots[others[0].name]
@@ -318,8 +335,8 @@ class WorkerPool:
         return Migration(taker.worker, moved, "merged")
 
     def _tail(self, slots: WorkerSlots, queues: RequestQueues) -> Tail:
-        tokens = sum(len(held.request.generate.prompt) + len(held.result.tokens) for held in slots.requests)
-        left = [queues.remaining(held, 1) for held in slots.requests]
+        tokens = sum(len(held.request.generate.prompt) + len(held.result.tokens) for held in slots.requests.values())
+        left = [queues.remaining(held, 1) for held in slots.requests.values()]
         return Tail(slots.worker.name, slots.site, max(left, default=0), tokens, slots.train_seconds)
 
     def _select(self, model: str, express: bool, tags: Sequence[str]) -> Worker | None:
@@ -367,6 +384,10 @@ class WorkerPool:
     def _find(self, worker: Worker) -> WorkerSlots | None:
         slots = self._slots.get(worker.name)
         return slots if slots is not None and slots.worker is worker else None
+
+
+def _is_express(inflight: InflightRequest) -> bool:
+    return inflight.assignment is not None and inflight.assignment.express
 
 
 def _missing_tag(hashes: Iterable[str]) -> str:

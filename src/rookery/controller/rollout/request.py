@@ -1,13 +1,14 @@
-"""One generation: the request, its result, and its state while it is in flight.
+"""One generation: the request, its result, and the request while it is in flight.
 
 :class:`~rookery.protocol.Generate` is the request, from the episode to the engine. The scheduler adds the tenant, the
-job and the base model, and tracks which worker has the request and which tokens have arrived.
+job and the base model, and the states of :mod:`rookery.controller.rollout.assignment`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.rollout.assignment import STORY, TRANSITIONS, Action, Assignment, Event, InvalidEvent, State
 from rookery.errors import RookeryError
 
 REASONS = ("lost", "rejected", "offloaded", "balanced", "divided", "merged")
@@ -25,9 +27,6 @@ worker trains, and another's batch took it."""
 FAULTS = 3
 """Workers that sent absurd tokens of a request, and lost their connection for it, after which the request fails: it may
 be its fault."""
-
-REASSIGNED = "~"
-"""Separates a request's id from the number of its reassignment, in its name at a worker that had it before."""
 
 
 class GenerationFailed(RookeryError):
@@ -85,63 +84,57 @@ class SamplingRequest:
         return self.tenant, self.job, self.model, generate
 
 
-@dataclass
-class SamplingResult:
-    """The sampled tokens: parallel lists, one entry per token."""
+class SamplingResult(protocol.TokenLog):
+    """The sampled tokens, and how the text ended."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     finish: str = ""
     queue_seconds: float = 0.0
     """Seconds for which the request waited for a worker."""
-    prompt_logprobs: list[protocol.PromptLogprob] = field(default_factory=list)
+    prompt_logprobs: list[protocol.PromptLogprob] = msgspec.field(default_factory=list)
     """Of the prompt's last tokens, where asked for."""
-    workers: list[tuple[int, str]] = field(default_factory=list)
+    workers: list[tuple[int, str]] = msgspec.field(default_factory=list)
     """The workers that sampled the tokens, each with the number of tokens before its first."""
 
 
 @dataclass(eq=False)
 class InflightRequest:
-    """A request from its submission until its caller has the result."""
+    """A request from its submission until its caller has the result, or until nobody may come back for its tokens."""
 
     request: SamplingRequest
     result: SamplingResult
     done: asyncio.Future[SamplingResult]
     on_tokens: Callable[[SamplingResult], None] | None = None
-    worker: Worker | None = None
-    wire_name: str = ""
-    """The request's id at its worker: its own id, or another one where chunks for that may still arrive late."""
-    revoked_epochs: set[int] = field(default_factory=set)
-    """Epochs of the workers from which it was withdrawn: chunks that they sent before they knew may arrive late."""
-    reassignments: int = 0
-    """How often it was assigned again to a worker in ``revoked_epochs``."""
+    state: State = "new"
+    """Changed by :meth:`advance` alone."""
+    assignment: Assignment | None = None
+    """Its stay at the worker that has it."""
+    story: deque[tuple[Event, str, State]] = field(default_factory=lambda: deque(maxlen=STORY))
+    """Its last events: with the worker that had it, and the state that followed. Tokens after the first are no event of
+    their own."""
+    versions: set[int] = field(default_factory=set)
+    """The versions under which it was given to workers: any of them may have sampled its tokens."""
     expected: float = 0.0
     """Tokens that its result will have, as far as can be known before."""
     charged: float = 0.0
     """Tokens that its tenant was charged for it; 0 until it is assigned to a worker."""
-    order: float = 0.0
-    """Among its worker's waiting requests."""
-    express: bool = False
-    """Whether it occupies its worker's room for interactive requests."""
-    decoding: bool = False
-    """Whether tokens have arrived since it was assigned to its worker."""
-    allowed_versions: set[int] = field(default_factory=set)
-    """Versions that its worker was given for it."""
-    chunk_end: float = math.inf
-    """Number of tokens from which it may move to another worker."""
-    target: Worker | None = None
-    """Where it continues when its worker has returned it."""
-    resumed: bool = False
-    """Whether its worker had it before this controller started."""
     faults: int = 0
     """Times that a worker sent wrong tokens of it."""
     waiting_since: float = 0.0
     """Start of the time for which no worker serves its model."""
     queued_at: float = 0.0
     """When it was queued last."""
-    last_activity: float = 0.0
-    """When it was assigned, or its worker last sent tokens of it."""
+
+    def advance(self, event: Event) -> tuple[Action, ...]:
+        """Enter the state that follows ``event``. Returns the actions to be taken, in their order. Raises
+        :class:`InvalidEvent`."""
+        transition = TRANSITIONS.get((self.state, event))
+        if transition is None:
+            raise InvalidEvent(self.request.id, self.state, event, self.story)
+        if event != "tokens" or transition.state != self.state:
+            worker = self.assignment.worker.name if self.assignment is not None else ""
+            self.story.append((event, worker, transition.state))
+        self.state = transition.state
+        return transition.actions
 
     @property
     def policy_version(self) -> tuple[str, int]:
@@ -177,18 +170,18 @@ class InflightRequest:
         return not known or chunk.offset + len(chunk.tokens) > self.request.generate.max_tokens
 
     def accepts_version(self, policy: str, version: int) -> bool:
-        """Whether this version may have sampled tokens of the request: it was given to the worker for it; or it is an
-        older one that the worker had before this controller started, and the request may change its version."""
+        """Whether this version may have sampled tokens of the request: a worker was given it for the request; or it is
+        an older one that the worker had before this controller started, and the request may change its version."""
         wanted, newest = self.policy_version
-        earlier = self.resumed and self.request.generate.in_flight != "finish" and version < newest
-        return policy == wanted and (version in self.allowed_versions or earlier)
+        resumed = self.assignment is not None and self.assignment.resumed
+        earlier = resumed and self.request.generate.in_flight != "finish" and version < newest
+        return policy == wanted and (version in self.versions or earlier)
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A request that a worker still holds from an earlier controller."""
+    """A request that a worker still holds from an earlier connection."""
 
     worker: Worker
-    wire_name: str
     since: float
     """When the worker connected."""

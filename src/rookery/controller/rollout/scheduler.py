@@ -8,17 +8,19 @@
 * Tenants share each base model's workers by the tokens that they are served
   (:mod:`rookery.scheduling.queues`). A worker holds at most its rows and a few more; everything else waits here,
   where it is visible. Interactive requests go first; rollouts go where their objectives leave room.
-* A chunk counts only if it comes from the request's current worker under that worker's current epoch. A request that
-  returns to a worker from which it was withdrawn has another name there, so that late chunks cannot be mistaken for it.
+* A chunk counts only if it names the request's present :class:`~rookery.controller.rollout.assignment.Assignment` and
+  comes from its worker under that worker's present epoch. Each stay at a worker is another assignment.
+* A request changes its state by :meth:`RolloutScheduler.apply` alone, as the table of
+  :mod:`rookery.controller.rollout.assignment` says.
 * The cost of a frame does not grow with the number of workers, jobs or requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -27,10 +29,10 @@ from rookery.clock import Clock
 from rookery.controller.fleet.events import WorkerEvent
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.rollout.assignment import AT_WORKER, Action, Event
 from rookery.controller.rollout.placement import Migration, WorkerPool
 from rookery.controller.rollout.request import (
     REASONS,
-    REASSIGNED,
     GenerationFailed,
     InflightRequest,
     Resumption,
@@ -39,7 +41,7 @@ from rookery.controller.rollout.request import (
 )
 from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.controller.weights.distribution import AdapterResidency
-from rookery.errors import Unavailable
+from rookery.errors import RookeryError, Unavailable
 from rookery.settings import Settings
 
 STARVATION_SECONDS = 30.0
@@ -53,6 +55,20 @@ class TokensReceived(WorkerEvent, frozen=True):
     shown: ClassVar[bool] = False
     request: SamplingRequest
     tokens: int
+
+
+class Details(NamedTuple):
+    """The data of an event, for the actions that need them."""
+
+    worker: Worker | None = None
+    """The worker that gets the request, or will get it."""
+    express: bool = False
+    """Whether the request gets the worker's room for interactive requests."""
+    recompute: bool = False
+    """Whether a newer version computes the attention cache again."""
+
+
+NO_DETAILS = Details()
 
 
 class RolloutScheduler:
@@ -72,13 +88,8 @@ class RolloutScheduler:
         self.pool = WorkerPool(settings, clock, weights or {})
         engine = settings.engine
         self.queues = RequestQueues(clock, STARVATION_SECONDS, weights or {}, context_order=engine.context_order)
-        self.inflight: dict[str, InflightRequest] = {}
-        """By the request's id."""
-        self._assigned: dict[str, InflightRequest] = {}
-        """Requests that a worker has, by their names there."""
-        self.by_job: defaultdict[str, dict[InflightRequest, None]] = defaultdict(dict)
-        self._retained: dict[str, dict[str, InflightRequest]] = {}
-        """By job and id: cancelled requests whose tokens are kept."""
+        self.requests: dict[str, dict[str, InflightRequest]] = {}
+        """By job and the request's id: those in flight, and those whose tokens are retained."""
         self.resumptions: dict[str, Resumption] = {}
         """By the request's id, until it is submitted."""
         self._resume_until = 0.0
@@ -91,45 +102,68 @@ class RolloutScheduler:
         self.requeues: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         """Requests that moved to another worker, by reason."""
         self.late_chunks = 0
-        """Chunks for requests that are no longer with their sender."""
+        """Chunks of assignments that have ended."""
+        self._actions: dict[Action, Callable[[InflightRequest, Details], None]] = {
+            "enqueue": lambda inflight, details: self.queues.put(inflight, first=inflight.request.continues),
+            "requeue": lambda inflight, details: self.queues.put(inflight, first=True),
+            "dequeue": lambda inflight, details: self.queues.remove(inflight),
+            "give": self._give,
+            "begin": lambda inflight, details: self.pool.begin(inflight),
+            "reserve": self._reserve,
+            "ask": lambda inflight, details: self._abort(inflight, resume=True),
+            "abort": lambda inflight, details: self._abort(inflight),
+            "drop": lambda inflight, details: self.pool.release(inflight),
+            "tell": self._tell,
+            "settle": lambda inflight, details: self.queues.on_finished(inflight),
+            "forget": self._forget,
+        }
 
     async def sample(
         self, request: SamplingRequest, on_tokens: Callable[[SamplingResult], None] | None = None
     ) -> SamplingResult:
         """The complete result; ``on_tokens`` is called with it each time that tokens have arrived. Raises
         :class:`GenerationFailed`, or :class:`Unavailable` when no worker came in time."""
-        if request.id in self.inflight:
-            raise RuntimeError(f"request {request.id} is in flight already")
-        earlier = self._retained.get(request.job, {}).pop(request.id, None)
-        kept = earlier if earlier is not None and request.continues_text_of(earlier.request) else None
-        if kept is not None and kept.result.finish:
-            return kept.result
-        now = self._clock.monotonic()
-        done: asyncio.Future[SamplingResult] = asyncio.get_running_loop().create_future()
-        inflight = InflightRequest(request, SamplingResult(), done, on_tokens, waiting_since=now, queued_at=now)
-        if earlier is not None:  # its chunks may still arrive
-            inflight.revoked_epochs, inflight.reassignments = earlier.revoked_epochs, earlier.reassignments
-        if kept is not None:
-            inflight.result, inflight.charged = kept.result, kept.charged
-            if request.superseded_by(kept.request.adapter):
-                inflight.request = request = request.with_adapter(kept.request.adapter)
-        self.inflight[request.id] = inflight
-        self.by_job[request.job][inflight] = None
+        inflight = self._open(request, on_tokens)
+        if inflight.result.finish:
+            self.apply(inflight, "leave")
+            return inflight.result
+        self.apply(inflight, "submit")
+        request = inflight.request
         resumption = self.resumptions.get(request.id)
         if resumption is not None and self._still_held(resumption):
-            self._assign(inflight, resumption.worker, request.generate.interactive)
+            self.apply(inflight, "claim", Details(resumption.worker, request.generate.interactive))
         else:
-            self.queues.put(inflight, first=request.continues)
             self._dispatch(request.model)
+        returns = False
         try:
-            return await done
+            return await inflight.done
         except asyncio.CancelledError:
-            begun = inflight.result.tokens or inflight.revoked_epochs or inflight.worker is not None
-            if request.generate.episode and begun:
-                self._retained.setdefault(request.job, {})[request.id] = inflight
+            returns = bool(request.generate.episode and inflight.result.tokens)
             raise
         finally:
-            self._finish(inflight)
+            at_worker = inflight.state in AT_WORKER
+            self.apply(inflight, "retain" if returns else "leave")
+            if at_worker:
+                self._dispatch(request.model)
+
+    def _open(self, request: SamplingRequest, on_tokens: Callable[[SamplingResult], None] | None) -> InflightRequest:
+        """The retained request of this id, if this one continues its text; else a new one."""
+        now = self._clock.monotonic()
+        done: asyncio.Future[SamplingResult] = asyncio.get_running_loop().create_future()
+        inflight = self.requests.get(request.job, {}).get(request.id)
+        if inflight is not None and inflight.state != "retained":
+            raise RuntimeError(f"request {request.id} is in flight already")
+        if inflight is not None and request.continues_text_of(inflight.request):
+            newest = inflight.request.adapter
+            inflight.request = request.with_adapter(newest) if request.superseded_by(newest) else request
+            inflight.done, inflight.on_tokens = done, on_tokens
+            inflight.waiting_since = inflight.queued_at = now
+            return inflight
+        if inflight is not None:
+            self.apply(inflight, "leave")
+        inflight = InflightRequest(request, SamplingResult(), done, on_tokens, waiting_since=now, queued_at=now)
+        self.requests.setdefault(request.job, {})[request.id] = inflight
+        return inflight
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -142,20 +176,28 @@ class RolloutScheduler:
         """Requests that wait for a worker."""
         return len(self.queues)
 
+    def models(self) -> set[str]:
+        """The base models of its requests."""
+        return {one.request.model for requests in self.requests.values() for one in requests.values()}
+
     def position(self, tenant: str, job: str) -> int | None:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
         return self.queues.position(tenant, job)
 
     def unstarted(self, request: str) -> bool:
         """Whether the request waits for a worker and has no tokens yet."""
-        inflight = self.inflight.get(request)
-        return inflight is not None and inflight.worker is None and not inflight.result.tokens
+        inflight = self._find(request)
+        return inflight is not None and inflight.state == "waiting" and not inflight.result.tokens
+
+    def _find(self, request: str) -> InflightRequest | None:
+        return next((requests[request] for requests in self.requests.values() if request in requests), None)
 
     # --- decisions of other rooms -------------------------------------------------------------------------------------
 
     def close_job(self, job: str) -> None:
         """The job has ended: drop the tokens kept for it and the requests that workers still hold for it."""
-        self._retained.pop(job, None)
+        for inflight in [one for one in self.requests.get(job, {}).values() if one.state == "retained"]:
+            self.apply(inflight, "leave")
         self.queues.close_job(job)
         for request in [name for name in self.resumptions if name.startswith(f"{job}-")]:  # as its episodes' names do
             del self.resumptions[request]
@@ -172,30 +214,20 @@ class RolloutScheduler:
         """Move the job's requests for older versions of the policy to ``ref``: running ones from their next token on,
         with their attention cache kept, or computed again with ``recompute``; waiting and retained ones when they
         begin. Requests that finish on their version are left alone."""
-        for inflight in (*self.by_job.get(job, ()), *self._retained.get(job, {}).values()):
-            if not inflight.request.superseded_by(ref):
-                continue
-            inflight.request = inflight.request.with_adapter(ref)
-            if inflight.worker is not None and not inflight.done.done():
-                inflight.allowed_versions.add(ref.version)
-                adapter = self._residency.adapter_ref(inflight.worker, ref)
-                message = protocol.SwitchAdapter(request=inflight.wire_name, adapter=adapter, recompute=recompute)
-                inflight.worker.post(message)
+        for inflight in self.requests.get(job, {}).values():
+            if inflight.request.superseded_by(ref):
+                inflight.request = inflight.request.with_adapter(ref)
+                self.apply(inflight, "switch", Details(recompute=recompute))
 
     def migrate(self, worker: Worker, limit: int | None = None) -> int:
         """Take up to ``limit`` rollouts from ``worker``; they resume elsewhere, ahead of others, with the tokens
         received. Requests that do not decode yet are taken first, then those with the fewest tokens. Returns how many
         were taken. Close the worker before, or they come back; interactive requests stay."""
-        able = [
-            inflight
-            for inflight in self.pool.slots(worker).requests
-            if not inflight.request.generate.interactive and not inflight.done.done()
-        ]
-        able.sort(key=lambda inflight: (inflight.decoding, len(inflight.result.tokens)))
+        able = [one for one in self.pool.slots(worker).requests.values() if not one.request.generate.interactive]
+        able.sort(key=lambda inflight: (inflight.state != "assigned", len(inflight.result.tokens)))
         taken = able if limit is None else able[: max(0, limit)]
         for inflight in reversed(taken):
-            self._withdraw(inflight)
-            self._requeue(inflight, "offloaded")
+            self._requeue(inflight, "withdraw", "offloaded")
         self._dispatch(worker.hello.model)
         return len(taken)
 
@@ -216,18 +248,25 @@ class RolloutScheduler:
             wait = self._settings.server.worker_wait_seconds
             for model, queue in self.queues.models.items():
                 served = bool(self._fleet.serving("rollout", model))
-                for inflight in queue:
+                for inflight in list(queue):
                     if served:
                         inflight.waiting_since = now
-                    elif now - inflight.waiting_since > wait and not inflight.done.done():
-                        inflight.done.set_exception(Unavailable(self._fleet.missing("rollout", model)))
+                    elif now - inflight.waiting_since > wait:
+                        self._fail(inflight, "expire", Unavailable(self._fleet.missing("rollout", model)))
             limit = self._settings.worker.request_timeout_seconds
-            for inflight in list(self.inflight.values()):
-                if inflight.worker is not None and now - inflight.last_activity > limit:
-                    error = GenerationFailed(f"worker {inflight.worker.name} sent no tokens for {limit:g} s")
-                    self._withdraw(inflight)
-                    inflight.done.set_exception(error)
+            for inflight in [one for requests in self.requests.values() for one in requests.values()]:
+                if (stay := inflight.assignment) is not None and now - stay.last_activity > limit:
+                    error = GenerationFailed(f"worker {stay.worker.name} sent no tokens for {limit:g} s")
+                    self._fail(inflight, "expire", error)
                     self._dispatch(inflight.request.model)
+
+    # --- states -------------------------------------------------------------------------------------------------------
+
+    def apply(self, inflight: InflightRequest, event: Event, details: Details = NO_DETAILS) -> None:
+        """The request enters the state that follows the event, and its actions are taken. Raises
+        :class:`~rookery.controller.rollout.assignment.InvalidEvent`."""
+        for action in inflight.advance(event):
+            self._actions[action](inflight, details)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
@@ -246,42 +285,78 @@ class RolloutScheduler:
             inflight, express = taken
             worker = pool.choose(inflight, express)
             assert worker is not None
-            self._assign(inflight, worker, express)
+            self.apply(inflight, "assign", Details(worker, express))
         while migration := pool.find_migration(model):
             self._move(migration)
 
     def _move(self, migration: Migration) -> None:
         for inflight in migration.requests:
-            self._withdraw(inflight)
             self._count_requeue(inflight, migration.reason)
-            self._assign(inflight, migration.target, False)
+            self.apply(inflight, "move", Details(migration.target))
 
-    def _assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:
-        request = inflight.request
-        adapter = self._residency.adapter_ref(worker, request.adapter) if request.adapter is not None else None
-        inflight.last_activity = self._clock.monotonic()
-        inflight.result.queue_seconds += inflight.last_activity - inflight.queued_at
-        inflight.allowed_versions = {inflight.policy_version[1]}
+    def _requeue(self, inflight: InflightRequest, event: Event, reason: str) -> None:
+        """Its worker does not continue the request: another one must."""
+        self._count_requeue(inflight, reason)
+        self.apply(inflight, event)
+
+    def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
+        self.requeues[reason] += 1
+        inflight.waiting_since = inflight.queued_at = self._clock.monotonic()
+
+    def _fail(self, inflight: InflightRequest, event: Event, error: RookeryError) -> None:
+        self.apply(inflight, event)
+        if not inflight.done.done():  # its caller was cancelled in this moment
+            inflight.done.set_exception(error)
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def _give(self, inflight: InflightRequest, details: Details) -> None:
+        request, worker = inflight.request, details.worker
+        assert worker is not None
+        inflight.result.queue_seconds += self._clock.monotonic() - inflight.queued_at
+        inflight.versions.add(inflight.policy_version[1])
         resumption = self.resumptions.pop(request.id, None)
-        inflight.resumed = resumption is not None and resumption.worker is worker
-        inflight.wire_name = resumption.wire_name if resumption is not None and inflight.resumed else request.id
-        if not inflight.resumed and worker.epoch in inflight.revoked_epochs:
-            inflight.reassignments += 1
-            inflight.wire_name = f"{request.id}{REASSIGNED}{inflight.reassignments}"
+        resumed = resumption is not None and resumption.worker is worker
         self.queues.on_assigned(inflight)
-        self._assigned[inflight.wire_name] = inflight
-        self.pool.assign(inflight, worker, express)
+        assignment = self.pool.assign(inflight, worker, express=details.express, resumed=resumed)
         generate = msgspec.structs.replace(
             request.generate,
-            request=inflight.wire_name,
-            adapter=adapter,
+            assignment=assignment.name,
+            adapter=self._residency.adapter_ref(worker, request.adapter) if request.adapter is not None else None,
             prefix_tokens=inflight.result.tokens,
-            interactive=express,
+            interactive=details.express,
             tenant=request.tenant,
-            order=inflight.order,
+            order=assignment.order,
             ttft_ms=inflight.ttft_ms,
         )
         worker.post(generate)
+
+    def _reserve(self, inflight: InflightRequest, details: Details) -> None:
+        assert details.worker is not None
+        self.pool.reserve(inflight, details.worker)
+
+    def _abort(self, inflight: InflightRequest, *, resume: bool = False) -> None:
+        stay = inflight.assignment
+        assert stay is not None
+        stay.worker.post(protocol.Abort(request=inflight.request.id, assignment=stay.name, resume=resume))
+
+    def _tell(self, inflight: InflightRequest, details: Details) -> None:
+        stay, ref = inflight.assignment, inflight.request.adapter
+        assert stay is not None and ref is not None
+        inflight.versions.add(ref.version)
+        switch = protocol.SwitchAdapter(
+            request=inflight.request.id,
+            assignment=stay.name,
+            adapter=self._residency.adapter_ref(stay.worker, ref),
+            recompute=details.recompute,
+        )
+        stay.worker.post(switch)
+
+    def _forget(self, inflight: InflightRequest, details: Details) -> None:
+        request = inflight.request
+        del self.requests[request.job][request.id]
+        if not self.requests[request.job]:
+            del self.requests[request.job]
 
     # --- events of workers --------------------------------------------------------------------------------------------
 
@@ -290,18 +365,14 @@ class RolloutScheduler:
         self.pool.update(worker, worker not in self.closed)
         if not worker.has_role("rollout", worker.hello.model):
             return
-        for wire_name in sorted(worker.active_requests):  # resumptions need no room: they run already
-            request = wire_name.partition(REASSIGNED)[0]
-            inflight = self.inflight.get(request)
-            other = self.resumptions.get(request)
-            resumption = Resumption(worker, wire_name, self._clock.monotonic())
-            if inflight is None:
+        for request in sorted(worker.active_requests):  # resumptions need no room: they run already
+            inflight, other = self._find(request), self.resumptions.get(request)
+            if inflight is None or inflight.state == "retained":
                 if other is None or not self._still_held(other):
-                    self.resumptions[request] = resumption
-            elif inflight.worker is None and not inflight.done.done():
-                self.resumptions[request] = resumption
-                self.queues.remove(inflight)
-                self._assign(inflight, worker, inflight.request.generate.interactive)
+                    self.resumptions[request] = Resumption(worker, self._clock.monotonic())
+            elif inflight.state == "waiting":
+                self.resumptions[request] = Resumption(worker, self._clock.monotonic())
+                self.apply(inflight, "claim", Details(worker, inflight.request.generate.interactive))
         worker.active_requests.clear()
         rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
         self.queues.models[worker.hello.model].common.turn = max(1, int(rows * self._settings.engine.tenant_turn_share))
@@ -320,95 +391,52 @@ class RolloutScheduler:
     def on_output(self, worker: Worker, message: protocol.Output) -> None:
         worker.max_flush_tokens = max(worker.max_flush_tokens, sum(len(chunk.tokens) for chunk in message.chunks))
         for chunk in message.chunks:
-            inflight = self._assigned.get(chunk.request)
-            if inflight is None or inflight.worker is not worker or inflight.done.done():
+            inflight = self.pool.find(worker, chunk.assignment)
+            if inflight is None or inflight.done.done():  # done here: its caller was cancelled in this moment
                 self.late_chunks += 1
-                continue
-            self._on_chunk(inflight, worker, chunk)
+            else:
+                self._on_chunk(inflight, worker, chunk)
         self._dispatch(worker.hello.model)
         for chunk in message.chunks:
-            inflight = self._assigned.get(chunk.request)
-            if inflight is not None and inflight.worker is worker and self.pool.begin_move(inflight, self.queues):
-                worker.post(protocol.Abort(request=inflight.wire_name, resume=True))
+            inflight = self.pool.find(worker, chunk.assignment)
+            if inflight is not None and inflight.state == "decoding":
+                target = self.pool.find_division(inflight, self.queues)
+                if target is not None:
+                    self.apply(inflight, "divide", Details(target))
 
     def _on_chunk(self, inflight: InflightRequest, worker: Worker, chunk: protocol.TokenChunk) -> None:
-        result = inflight.result
+        result, stay = inflight.result, inflight.assignment
+        assert stay is not None
         if chunk.finish == "error":
-            self._fail(inflight, chunk.error or "the engine gave no reason")
+            self._fail(inflight, "error", GenerationFailed(chunk.error or "the engine gave no reason"))
             return
         if problem := inflight.problem(chunk):
             if inflight.retries(chunk):
-                raise protocol.BadFrame(f"request {inflight.wire_name}: {problem}")
-            self._fail(inflight, problem)
+                raise protocol.BadFrame(f"request {chunk.request}: {problem}")
+            self._fail(inflight, "error", GenerationFailed(problem))
             return
-        skip = len(result.tokens) - chunk.offset
-        tokens = chunk.tokens[skip:]
-        inflight.last_activity = self._clock.monotonic()
+        tokens = result.receive(chunk)
+        stay.last_activity = self._clock.monotonic()
         if tokens and (not result.workers or result.workers[-1][1] != worker.name):
-            result.workers.append((len(result.tokens), worker.name))
-        result.tokens.extend(tokens)
-        result.logprobs.extend(chunk.logprobs[skip:])
-        result.versions.extend([chunk.version] * len(tokens))
-        self.sampled_tokens += len(tokens)
+            result.workers.append((len(result.tokens) - tokens, worker.name))
         if tokens:
-            self.pool.mark_decoding(inflight)
+            stay.tokens += tokens
+            self.sampled_tokens += tokens
+            self.apply(inflight, "tokens")
             self.queues.on_tokens(inflight)
-            self._fleet.emit(TokensReceived(self._clock.time(), worker, inflight.request, len(tokens)))
-        if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
-            self._requeue(inflight, "rejected" if inflight.target is None else "divided")
+            self._fleet.emit(TokensReceived(self._clock.time(), worker, inflight.request, tokens))
+        if chunk.finish == "abort":  # the worker's decision: a request that this side aborts has no assignment any more
+            self._requeue(inflight, "return", "divided" if inflight.state == "returning" else "rejected")
         elif chunk.finish:
             result.finish, result.prompt_logprobs = chunk.finish, chunk.prompt_logprobs
+            self.apply(inflight, "finish")
             inflight.done.set_result(result)
-            self._release(inflight)
         if tokens and inflight.on_tokens is not None:
             inflight.on_tokens(result)
-
-    def _fail(self, inflight: InflightRequest, problem: str) -> None:
-        inflight.done.set_exception(GenerationFailed(problem))
-        self._release(inflight)
 
     def on_worker_lost(self, worker: Worker) -> None:
         for request in [request for request, held in self.resumptions.items() if held.worker is worker]:
             del self.resumptions[request]
         for inflight in reversed(self.pool.remove(worker)):
-            self._requeue(inflight, "lost")
+            self._requeue(inflight, "lost", "lost")
         self._dispatch(worker.hello.model)
-
-    def _requeue(self, inflight: InflightRequest, reason: str) -> None:
-        """Its worker does not continue the request: another one must."""
-        self._release(inflight)
-        if not inflight.done.done():
-            self._count_requeue(inflight, reason)
-            self.queues.put(inflight, first=True)
-
-    def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
-        self.requeues[reason] += 1
-        inflight.waiting_since = inflight.queued_at = self._clock.monotonic()
-
-    def _withdraw(self, inflight: InflightRequest) -> None:
-        """Abort the request at its worker."""
-        assert inflight.worker is not None
-        inflight.worker.post(protocol.Abort(request=inflight.wire_name))
-        inflight.revoked_epochs.add(inflight.worker.epoch)
-        self._release(inflight)
-
-    def _release(self, inflight: InflightRequest) -> None:
-        """Its worker has the request no more."""
-        if inflight.worker is not None:
-            del self._assigned[inflight.wire_name]
-            self.pool.release(inflight)
-
-    def _finish(self, inflight: InflightRequest) -> None:
-        """The caller has the result, or gave up."""
-        request, worker = inflight.request, inflight.worker
-        self.inflight.pop(request.id, None)
-        del self.by_job[request.job][inflight]
-        if not self.by_job[request.job]:
-            del self.by_job[request.job]
-        if worker is None:
-            self.queues.remove(inflight)
-        else:
-            self._withdraw(inflight)
-        self.queues.on_finished(inflight)
-        if worker is not None:
-            self._dispatch(request.model)

@@ -177,9 +177,7 @@ class StateLoaded(OperationResult, tag="Loaded", rename={"model_id": "model"}):
     model_id: str
 
 
-class SampledSequence(msgspec.Struct, omit_defaults=True, kw_only=True):
-    tokens: list[int]
-    logprobs: list[float]
+class SampledSequence(protocol.TokenLog, omit_defaults=True, kw_only=True):
     finish: str
 
 

@@ -239,7 +239,7 @@ class Samplers:
         replies = [task.result() for task in tasks]
         scores, unscored = replies[0].prompt_logprobs, len(prompt) - len(replies[0].prompt_logprobs)
         return SampleResult(
-            texts=[SampledSequence(tokens=r.tokens, logprobs=r.logprobs, finish=r.finish) for r in replies],
+            texts=[SampledSequence(r.tokens, r.logprobs, r.versions, finish=r.finish) for r in replies],
             prompt_logprobs=[*[nan] * unscored, *(s.logprob for s in scores)] if operation.prompt_logprobs else None,
             topk=[*[[]] * unscored, *(s.top for s in scores)] if operation.topk else None,
         )

@@ -60,7 +60,7 @@ class FakeCompute:
         self._loop = asyncio.get_running_loop()
         self._woken: asyncio.Future[None] = self._loop.create_future()
         self._switches: list[protocol.SwitchAdapter] = []
-        self._releases: list[str] = []
+        self._releases: list[protocol.Abort] = []
         self._queues: dict[str, deque[QueuedOperation]] = {}
         """Operations by tenant, whose shares are those of the native trainer, in seconds instead of tokens."""
         self._weights: dict[str, float] = {}
@@ -79,9 +79,9 @@ class FakeCompute:
         self._switches.append(message)
         self.wake()
 
-    def release(self, request: str) -> None:
+    def release(self, message: protocol.Abort) -> None:
         """Between two slices the request ends, to continue elsewhere."""
-        self._releases.append(request)
+        self._releases.append(message)
         self.wake()
 
     def stop(self) -> None:
@@ -149,10 +149,10 @@ class FakeCompute:
                 await self._woken
                 continue
             for switch in self._switches:
-                self.engine.switch(switch.request, switch.adapter, recompute=switch.recompute)
+                self.engine.switch(switch)
             self._switches.clear()
-            for request in self._releases:
-                self.engine.release(request)
+            for release in self._releases:
+                self.engine.release(release)
             self._releases.clear()
             if self.engine.finished or self._loop.time() - self._flushed >= self.flush_seconds:
                 self._flushed = self._loop.time()

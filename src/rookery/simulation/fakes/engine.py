@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+import msgspec
+
 from rookery import protocol
 from rookery.simulation.fakes.text import Length, logprobs_of, tokens_of
 from rookery.spec.machine import Machine
@@ -133,8 +135,10 @@ class FakeEngine:
             elif not row.claimed and not row.finish:
                 self._queue(row)
             row.claimed = True
+            row.request = msgspec.structs.replace(row.request, assignment=request.assignment)
             return row
-        self.abort(request.request)
+        if row is not None:
+            self._drop(row)
         length = self._length(request.seed, request.max_tokens)
         given = len(request.prefix_tokens)
         row = Row(request, length, given, given, given, [(given, request.adapter)])
@@ -142,16 +146,24 @@ class FakeEngine:
         self._queue(row)
         return row
 
-    def abort(self, request: str) -> None:
-        row = self._requests.pop(request, None)
-        if row is not None:
-            self._stop(row)
-            if row in self._finished:
-                self._finished.remove(row)
+    def abort(self, abort: protocol.Abort) -> None:
+        """Delete the request, if it is held under the same assignment."""
+        if (row := self._find(abort)) is not None:
+            self._drop(row)
 
-    def release(self, request: str) -> None:
+    def _find(self, message: protocol.Abort | protocol.SwitchAdapter) -> Row | None:
+        row = self._requests.get(message.request)
+        return row if row is not None and row.request.assignment == message.assignment else None
+
+    def _drop(self, row: Row) -> None:
+        del self._requests[row.request.request]
+        self._stop(row)
+        if row in self._finished:
+            self._finished.remove(row)
+
+    def release(self, abort: protocol.Abort) -> None:
         """The request ends here: its tokens are sent with ``finish`` ``abort``. One that is not claimed stays held."""
-        row = self._requests.get(request)
+        row = self._find(abort)
         if row is not None and row.claimed and not row.finish:
             self._stop(row)
             row.finish = "abort"
@@ -172,9 +184,9 @@ class FakeEngine:
             if (row.reported or not row.claimed) and row.idle_since < before:
                 del self._requests[name]
 
-    def switch(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> None:
-        """The request continues with ``ref`` from its next token."""
-        row = self._requests.get(request)
+    def switch(self, switch: protocol.SwitchAdapter) -> None:
+        """The request continues with the adapter from its next token."""
+        row, ref, recompute = self._find(switch), switch.adapter, switch.recompute
         if row is None or row.finish or row.adapter is None or row.adapter.hash == ref.hash:
             return
         running = row.since is not None or row in self._prefilling
@@ -349,7 +361,8 @@ class FakeEngine:
         ref = next((ref for at, ref in reversed(row.spans) if at <= first), row.spans[0][1])
         request = row.request
         return protocol.TokenChunk(
-            request=request.request, offset=first, logprobs=logprobs_of(request.seed, first, last),
+            request=request.request, assignment=request.assignment, offset=first,
+            logprobs=logprobs_of(request.seed, first, last),
             tokens=tokens_of(request.seed, first, last, row.length, request.max_tokens),
             version=ref.version if ref is not None else 0, policy=ref.policy if ref is not None else "",
             finish=finish, error=row.error if finish == "error" else "",

@@ -253,9 +253,9 @@ class FakeWorker:
             case protocol.Generate():
                 self._generate(message)
             case protocol.Abort(resume=True):
-                self.compute.release(message.request)
+                self.compute.release(message)
             case protocol.Abort():
-                self._abort(message.request)
+                self._abort(message)
             case protocol.SwitchAdapter():
                 self.spawn(self._switch(message))
             case protocol.PrefetchAdapters():
@@ -310,14 +310,16 @@ class FakeWorker:
         if pulled:
             self._submit(request)
             return
-        name, offset = request.request, len(request.prefix_tokens)
-        aborted = protocol.TokenChunk(request=name, offset=offset, tokens=[], logprobs=[], version=0, finish="abort")
+        aborted = protocol.TokenChunk(
+            request=request.request, assignment=request.assignment, offset=len(request.prefix_tokens), tokens=[],
+            logprobs=[], version=0, finish="abort",
+        )  # fmt: skip
         await self.send(protocol.Output(epoch=0, chunks=[aborted]))
 
-    def _abort(self, request: str) -> None:
-        if (waiting := self._pulling.pop(request, None)) is not None:
+    def _abort(self, abort: protocol.Abort) -> None:
+        if (waiting := self._pulling.pop(abort.request, None)) is not None:
             waiting.cancel()
-        self.engine.abort(request)
+        self.engine.abort(abort)
         self.compute.wake()
 
     async def _switch(self, message: protocol.SwitchAdapter) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, Literal
 
 import msgspec
@@ -71,16 +71,15 @@ class SharedPrefix:
 
 @dataclass(eq=False)
 class EngineRequest:
-    """``tokens`` are the answer so far, ``prefix_tokens`` included; ``logprobs`` those of the sampled ones. The cache
-    holds ``filled`` tokens of the private tail, which is ``prompt[shared_prefix:] + tokens``."""
+    """``log`` is the answer so far with ``prefix_tokens``, whose log-probabilities and versions are not known here.
+    The cache holds ``filled`` tokens of the private tail, which is ``prompt[shared_prefix:] + tokens``."""
 
     params: protocol.Generate
     """As submitted, except for the adapter: that of the next token."""
     key: str
     """Hash of the adapter of the next token; empty for the base model."""
     stops: StopStrings
-    tokens: list[int]
-    logprobs: list[float] = field(default_factory=list)
+    log: protocol.TokenLog
     finish: Finish = ""
     error: str = ""
     num_drained: int = 0
@@ -93,25 +92,33 @@ class EngineRequest:
     """The adapters that computed the cached tail, oldest first."""
     keeps_cache: bool = field(init=False)
     """Whether it may continue from a cache that an older version of its policy computed."""
-    versions: list[tuple[int, protocol.AdapterRef | None]] = field(init=False)
-    """(number of the first answer token, version that samples from there on), oldest first."""
     prompt_logprobs: dict[int, protocol.PromptLogprob] = field(default_factory=dict)
     """By position in the prompt."""
 
     def __post_init__(self) -> None:
         self.keeps_cache = self.params.in_flight == "switch"
-        self.versions = [(len(self.tokens), self.params.adapter)]
 
     @classmethod
     def begin(cls, order: protocol.Generate, decode: Callable[[list[int]], str]) -> EngineRequest:
         """A submitted request. ``decode`` turns token ids into text, for stop strings."""
+        given = len(order.prefix_tokens)
         return cls(
             params=order,
             key=order.adapter.hash if order.adapter is not None else "",
             stops=StopStrings(order.stop, decode),
-            tokens=list(order.prefix_tokens),
-            num_drained=len(order.prefix_tokens),
+            log=protocol.TokenLog(list(order.prefix_tokens), [nan] * given, [-1] * given),
+            num_drained=given,
         )
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer so far."""
+        return self.log.tokens
+
+    @property
+    def version(self) -> int:
+        """The version that samples the next token; 0 for the base model."""
+        return self.params.adapter.version if self.params.adapter is not None else 0
 
     @property
     def scored_positions(self) -> range:
@@ -174,12 +181,10 @@ class EngineRequest:
         """Samples with ``ref`` from the next token on."""
         self.params = msgspec.structs.replace(self.params, adapter=ref)
         self.key = ref.hash
-        self.versions.append((len(self.tokens), ref))
 
     def append(self, token: int, logprob: float, max_context: int) -> None:
         """Appends a sampled token and sets ``finish`` if it ends the text."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
+        self.log.append(token, logprob, self.version)
         self.check_finished(max_context)
 
     def check_finished(self, max_context: int) -> None:
@@ -196,10 +201,11 @@ class EngineRequest:
 
     def chunks(self) -> list[protocol.TokenChunk]:
         """Tokens since the last call, one chunk per version that sampled them; the last chunk has ``finish``."""
-        sent = self.num_drained
-        begins = [sent, *(begin for begin, _ in self.versions if sent < begin < len(self.tokens))]
-        self.num_drained = len(self.tokens)
-        chunks = [self._chunk(*part) for part in zip(begins, [*begins[1:], self.num_drained], strict=True)]
+        log, sent = self.log, self.num_drained
+        self.num_drained = end = len(log.tokens)
+        chunks = [self._chunk(*run, log.versions[run[0]]) for run in log.runs(sent)]
+        if not chunks:
+            chunks = [self._chunk(end, end, self.version)]
         last = chunks[-1]
         last.finish, last.error = self.finish, self.error
         if self.finish:
@@ -207,17 +213,16 @@ class EngineRequest:
             last.prompt_logprobs = [scored[at] for at in self.scored_positions if at in scored]
         return chunks
 
-    def _chunk(self, begin: int, end: int) -> protocol.TokenChunk:
+    def _chunk(self, begin: int, end: int, version: int) -> protocol.TokenChunk:
         """Answer tokens of one version."""
-        given = len(self.tokens) - len(self.logprobs)
-        ref = next(ref for since, ref in reversed(self.versions) if since <= begin)
+        adapter = self.params.adapter
         return protocol.TokenChunk(
             request=self.params.request,
             offset=begin,
-            tokens=self.tokens[begin:end],
-            logprobs=self.logprobs[begin - given : end - given],
-            version=ref.version if ref else 0,
-            policy=ref.policy if ref else "",
+            tokens=self.log.tokens[begin:end],
+            logprobs=self.log.logprobs[begin:end],
+            version=version,
+            policy=adapter.policy if adapter is not None else "",
         )
 
 

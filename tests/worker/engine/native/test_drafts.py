@@ -291,7 +291,9 @@ def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, idle: int,
     speculator, text = Speculator(Free()), 2 * (20 + 100)
 
     def draft(name: str, group: str, seed: int) -> None:
-        request = EngineRequest(order(name, group=group), "", StopStrings([], str), prompt(seed, 100))
+        request = EngineRequest(
+            order(name, group=group), "", StopStrings([], str), protocol.TokenLog(prompt(seed, 100))
+        )
         speculator.begin(request)
         speculator.observe(1, 1, 1e3)
         speculator.propose([request], [8])
@@ -310,7 +312,10 @@ def test_texts_that_nobody_indexes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     """While drafts do not pay, texts of a group that goes on were kept until its end."""
     monkeypatch.setattr(drafts_module, "MAX_STATES", 500)
     speculator = Speculator(Free())
-    requests = [EngineRequest(order(str(i), group="g"), "", StopStrings([], str), prompt(i, 100)) for i in range(20)]
+    requests = [
+        EngineRequest(order(str(i), group="g"), "", StopStrings([], str), protocol.TokenLog(prompt(i, 100)))
+        for i in range(20)
+    ]
     for request in requests:
         speculator.begin(request)
     for request in requests[:-1]:
