@@ -552,6 +552,26 @@ async def test_what_is_no_claim_of_it_begins_anew(tmp_path: Path, number: int, i
     await bench.compute("r", 5)
     bench.take()
     bench.requests.on_disconnect(1.0)
-    bench.requests.generate(order(number=number, in_flight=in_flight))
+    bench.requests.generate(order(number=number, in_flight=in_flight, assignment="again"))
     await bench.compute("r", 16)
     assert bench.take() == chain((number, 16))
+
+
+async def test_messages_of_an_earlier_assignment_change_nothing(tmp_path: Path) -> None:
+    """The request continues under the name of its present assignment; its chunks carry that."""
+    bench = Bench(tmp_path, 0, 1)
+    bench.requests.generate(order(in_flight="recompute", assignment="1"))
+    await bench.compute("r", 5)
+    received = bench.take()
+    bench.requests.on_disconnect(1.0)
+    bench.requests.generate(order(in_flight="recompute", assignment="2", prefix_tokens=received.tokens[:3]))
+    bench.requests.abort(protocol.Abort(request="r", assignment="1"))
+    bench.requests.abort(protocol.Abort(request="r", assignment="1", resume=True))
+    bench.requests.switch(protocol.SwitchAdapter(request="r", assignment="1", adapter=version(1)))
+    await bench.compute("r", 16)
+    rest = bench.take()
+    assert received.tokens[:3] + rest.tokens == chain((0, 16)).tokens and set(rest.versions) == {0}
+    assert [chunk.assignment for chunk in bench.sent] == ["1"] + ["2"] * (len(bench.sent) - 1)
+    assert bench.core.engine.generated == 16, "nothing is sampled twice"
+    bench.requests.abort(protocol.Abort(request="r", assignment="2"))
+    assert not bench.requests.held
