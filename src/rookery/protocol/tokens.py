@@ -75,8 +75,9 @@ class TokenLog(msgspec.Struct):
         if skip < 0:
             raise ValueError(f"tokens from number {chunk.offset} do not follow {start + len(self.tokens)} tokens")
         tokens, logprobs = (chunk.tokens[skip:], chunk.logprobs[skip:]) if skip else (chunk.tokens, chunk.logprobs)
-        self.extend(tokens, logprobs, [chunk.version] * len(tokens))
-        return len(tokens)
+        count = len(tokens)
+        self.extend(tokens, logprobs, [chunk.version] * count)
+        return count
 
     def runs(self, begin: int, end: int | None = None) -> Iterator[tuple[int, int]]:
         """(first, end) of each run of tokens of one version from token ``begin`` on, in order."""

@@ -229,8 +229,8 @@ class WorkerPool:
 
     def find(self, worker: Worker, assignment: str) -> InflightRequest | None:
         """The request that the worker has under this assignment."""
-        slots = self._find(worker)
-        return slots.requests.get(assignment) if slots is not None else None
+        slots = self._slots.get(worker.name)
+        return slots.requests.get(assignment) if slots is not None and slots.worker is worker else None
 
     def begin(self, inflight: InflightRequest) -> None:
         """The first token of the request's assignment has arrived: the worker decodes it."""

@@ -130,11 +130,11 @@ class InflightRequest:
         transition = TRANSITIONS.get((self.state, event))
         if transition is None:
             raise InvalidEvent(self.request.id, self.state, event, self.story)
-        if event != "tokens" or transition.state != self.state:
-            worker = self.assignment.worker.name if self.assignment is not None else ""
-            self.story.append((event, worker, transition.state))
-        self.state = transition.state
-        return transition.actions
+        state, actions = transition
+        if event != "tokens" or state != self.state:
+            self.story.append((event, self.assignment.worker.name if self.assignment is not None else "", state))
+            self.state = state
+        return actions
 
     @property
     def policy_version(self) -> tuple[str, int]:

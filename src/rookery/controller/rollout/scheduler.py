@@ -390,19 +390,18 @@ class RolloutScheduler:
 
     def on_output(self, worker: Worker, message: protocol.Output) -> None:
         worker.max_flush_tokens = max(worker.max_flush_tokens, sum(len(chunk.tokens) for chunk in message.chunks))
+        received = []
         for chunk in message.chunks:
             inflight = self.pool.find(worker, chunk.assignment)
             if inflight is None or inflight.done.done():  # done here: its caller was cancelled in this moment
                 self.late_chunks += 1
             else:
                 self._on_chunk(inflight, worker, chunk)
+                received.append(inflight)
         self._dispatch(worker.hello.model)
-        for chunk in message.chunks:
-            inflight = self.pool.find(worker, chunk.assignment)
-            if inflight is not None and inflight.state == "decoding":
-                target = self.pool.find_division(inflight, self.queues)
-                if target is not None:
-                    self.apply(inflight, "divide", Details(target))
+        for inflight in received:
+            if inflight.state == "decoding" and (target := self.pool.find_division(inflight, self.queues)) is not None:
+                self.apply(inflight, "divide", Details(target))
 
     def _on_chunk(self, inflight: InflightRequest, worker: Worker, chunk: protocol.TokenChunk) -> None:
         result, stay = inflight.result, inflight.assignment
