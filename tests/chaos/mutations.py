@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     _one(
         "forget the share of a lost trainer", PolicyTrainer, "_divided", "batch=join_batches(lost)",
-        "batch=join_batches([])", "groups", phase_deaths=0.3,
+        "batch=join_batches([])", "groups", phase_deaths=0.1,
     ),
     _one(
         "commit without what was consumed", PolicyLoop, "_commit", "consumed = [group.id for",
