@@ -13,7 +13,7 @@ from rookery.aio import unless, wait_event
 SECONDS = 0.05
 
 
-async def test_it_tells_whether_the_event_came() -> None:
+async def test_it_returns_whether_the_event_came() -> None:
     event = asyncio.Event()
     assert not await wait_event(event, 0.0)
     asyncio.get_running_loop().call_soon(event.set)
@@ -46,7 +46,7 @@ async def test_a_cancellation_that_meets_the_end_of_the_time_is_not_lost(gap: fl
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_work_goes_on_unless_something_ends_it(ends: bool) -> None:
+async def test_work_continues_unless_an_event_ends_it(ends: bool) -> None:
     end, ended = asyncio.Event(), []
 
     async def work() -> str:

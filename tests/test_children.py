@@ -51,7 +51,7 @@ def test_low_priority_counts_against_processes_of_other_sessions() -> None:
     assert int(own) == min(19, os.nice(0) + 10) and (not group.exists() or session[0].split()[-1] == "10"), done.stdout
 
 
-def test_service_answers_beside_a_thread_that_computes() -> None:
+def test_service_answers_while_a_thread_computes() -> None:
     """The garbage collector leaves out what a started service consists of, and threads give way in a millisecond."""
     code = "from rookery.server import launcher; launcher.prefer_event_loop(); import gc, sys;"
     code += "print(gc.get_freeze_count(), sys.getswitchinterval(), sum(map(len, map(gc.get_objects, range(3)))))"

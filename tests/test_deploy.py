@@ -109,7 +109,7 @@ def test_the_manifest_drains_and_its_arguments_are_options() -> None:
     assert "/" not in container["image"], "no registry is named"
 
 
-def test_the_hook_ends_with_the_process_that_it_told(tmp_path: Path) -> None:
+def test_the_hook_ends_with_the_process_that_it_notified(tmp_path: Path) -> None:
     """Its script, for a process of this test instead of process 1."""
     manifest = yaml.safe_load((DEPLOY / "worker.yaml").read_text())
     command = manifest["spec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
@@ -124,7 +124,7 @@ def test_the_hook_ends_with_the_process_that_it_told(tmp_path: Path) -> None:
         assert hook.wait(60) == 0
 
 
-def test_the_page_says_what_the_files_say() -> None:
+def test_the_page_agrees_with_the_files() -> None:
     for path in DEPLOY.iterdir():
         assert f"deploy/{path.name}" in PAGE
     for name in set(re.findall(r"ROOKERY_([A-Z_]+)", PAGE)) - {"URL", "TOKEN"}:

@@ -86,6 +86,11 @@ WaitedTooLong hand_off said_before lose_head carry_out given_back handed_off ane
 """.split()
 """Names of the former private dialect that must not come back."""
 
+COLLOQUIAL = (
+    "said says told tells anew aside beside whoever somebody nobody goes_on go_on going_on lets_go let_go".split()
+)
+"""Words that a test's name must not have: write *reported*, *sent*, *again*, *next to*, *resumes*, *deleted*."""
+
 
 parsed = cache(ast.parse)
 
@@ -214,6 +219,17 @@ def test_no_name_of_the_former_dialect(folder: str) -> None:
                 if isinstance(name, str) and banned.fullmatch(name)
             }
     assert found == set()
+
+
+def test_test_names_are_plain() -> None:
+    banned = re.compile(rf"_({'|'.join(COLLOQUIAL)})(?=_|$)", re.IGNORECASE)
+    names = {
+        node.name
+        for text in sources(ROOT / "tests").values()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    }
+    assert {name for name in names if banned.search(name)} == set()
 
 
 def test_tests_use_exported_names() -> None:

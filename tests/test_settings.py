@@ -94,7 +94,7 @@ def test_uses_name_fields_and_sections() -> None:
     [["doctor"], ["worker", "--connect", "http://127.0.0.1:9"], ["backup", "{folder}/b"], ["jobs", "list"]],
     ids=lambda command: command[0],
 )
-def test_commands_run_beside_a_service_named_rookery(tmp_path: Path, command: list[str]) -> None:
+def test_commands_run_next_to_a_service_named_rookery(tmp_path: Path, command: list[str]) -> None:
     """None of them fails by a variable that Kubernetes sets."""
     environment = {**KUBERNETES, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "ROOKERY_TOKEN": "x"}
     program = "import sys; from rookery.cli import main; main(sys.argv[1:])"

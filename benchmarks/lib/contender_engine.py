@@ -33,9 +33,9 @@ class Engine:
     def __init__(self) -> None:
         folder = ours()
         self.decoder = Decoder.load(folder, pack=Settings().engine.pack_weights)
-        self.bank = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, RANK)
+        self.loras = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, RANK)
         for i, path in enumerate(adapters(4)):
-            self.bank.add(str(i), read_adapter(path, self.decoder.config))
+            self.loras.add(str(i), read_adapter(path, self.decoder.config))
         self.decode = Chat.load(folder).decode
         self._engines: dict[int, NativeEngine] = {}
 
@@ -44,7 +44,7 @@ class Engine:
         computed, not be found in the cache of the run before."""
         if shared or rows not in self._engines:
             self._engines[rows] = NativeEngine(
-                self.decoder, self.bank, self.decode, max_rows=rows, kv_budget_bytes=4 << 30
+                self.decoder, self.loras, self.decode, max_rows=rows, kv_budget_bytes=4 << 30
             )
         return self._engines[rows]
 

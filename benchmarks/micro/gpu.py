@@ -209,12 +209,12 @@ class Generation:
         self.step_seconds = 0.0
         """Of a decode step in the last run, sampling and bookkeeping included."""
         self._runs = 0
-        self._bank = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
+        self._loras = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
         for seed in range(ADAPTERS):
-            self._bank.add(str(seed), trained_adapter(decoder.config, seed))
+            self._loras.add(str(seed), trained_adapter(decoder.config, seed))
         self._engine = NativeEngine(
             decoder,
-            self._bank,
+            self._loras,
             lambda tokens: "",
             max_rows=max(ROWS),
             kv_budget_bytes=free_bytes(decoder.device) // 2,

@@ -201,13 +201,13 @@ def _operation(forward_only: bool) -> protocol.ForwardBackward:
 def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of every request, sampled together: groups that share a prompt, under two adapters
     and none."""
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
     for seed in range(2):
-        bank.add(str(seed), trained_adapter(decoder.config, seed, B_DEVIATION))
+        loras.add(str(seed), trained_adapter(decoder.config, seed, B_DEVIATION))
     made = CudaGraphRunner if pooled else DenseRunner
     engine = NativeEngine(
-        decoder, bank, lambda tokens: "", max_rows=REQUESTS, kv_budget_bytes=1 << 28,
-        runner=made(decoder, bank, 1 << 28),
+        decoder, loras, lambda tokens: "", max_rows=REQUESTS, kv_budget_bytes=1 << 28,
+        runner=made(decoder, loras, 1 << 28),
     )  # fmt: skip
     for request in range(REQUESTS):
         prompt = _prompt(request)

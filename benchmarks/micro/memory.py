@@ -28,7 +28,7 @@ MEBIBYTE = 2**20
 FLOATS = 4 * 4 + 2
 """Bytes of a trained number: float32 master, gradient and two moments, and the bf16 copy that meets the activations."""
 SERVED = 2 * 2 * 2
-"""Bytes of a served number: bf16, of at most two versions at once, in the bank and in the stack of a batch."""
+"""Bytes of a served number: bf16, of at most two versions at once, in the LoRA slots and in the stack of a batch."""
 
 
 class Watch:

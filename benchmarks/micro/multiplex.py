@@ -54,10 +54,10 @@ class Work:
     def __init__(self) -> None:
         folder, settings = ours(), Settings.load()
         decoder = Decoder.load(folder, pack=settings.engine.pack_weights)
-        bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 16)
-        runner = best_runner(decoder, bank, KV_BYTES, compiled=settings.engine.cpu_kernels, cache=settings.cache)
+        loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 16)
+        runner = best_runner(decoder, loras, KV_BYTES, compiled=settings.engine.cpu_kernels, cache=settings.cache)
         self._engine = NativeEngine(
-            decoder, bank, Chat.load(folder).decode, max_rows=64, kv_budget_bytes=KV_BYTES, runner=runner
+            decoder, loras, Chat.load(folder).decode, max_rows=64, kv_budget_bytes=KV_BYTES, runner=runner
         )
         self._trainer = trainer_of(decoder, 1, settings.training.slice_tokens)
         self._ids = random_ids(64, PROMPT, decoder.config.vocab)

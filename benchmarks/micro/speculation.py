@@ -64,14 +64,14 @@ class Model:
     def __init__(self) -> None:
         folder, self.settings = ours(), Settings.load()
         self.decoder = Decoder.load(folder, pack=self.settings.engine.pack_weights)
-        self.bank = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
+        self.loras = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
         self.chat = Chat.load(folder)
 
     def engine(self, rows: int, speculator: Speculator | None) -> NativeEngine:
         compiled = self.settings.engine.cpu_kernels
-        made = best_runner(self.decoder, self.bank, KV_BYTES, compiled=compiled, cache=self.settings.cache)
+        made = best_runner(self.decoder, self.loras, KV_BYTES, compiled=compiled, cache=self.settings.cache)
         return NativeEngine(
-            self.decoder, self.bank, self.chat.decode, max_rows=rows, kv_budget_bytes=KV_BYTES, runner=made,
+            self.decoder, self.loras, self.chat.decode, max_rows=rows, kv_budget_bytes=KV_BYTES, runner=made,
             speculator=speculator,
         )  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_a_shift_shifts_the_interval(first: list[float], second: list[float], sh
         assert getattr(moved, name) == pytest.approx(getattr(plain, name) + shift, rel=1e-3, abs=1e-2)
 
 
-def test_one_run_alone_tells_nothing() -> None:
+def test_one_run_alone_proves_nothing() -> None:
     assert welch([1.0], [2.0, 3.0]).null
     assert paired([5.0]).null
 
@@ -75,7 +75,7 @@ def counted(cells: dict[str, Any]) -> Result:
     return result
 
 
-def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_resumes_with_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     ran = []
@@ -194,7 +194,7 @@ def test_cells_of_another_plan_are_not_mixed(tmp_path: Path, monkeypatch: pytest
     assert Cells(counted, {"steps": 5}, discard=True).cells == {}
 
 
-def test_each_machine_goes_on_with_its_own_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_machine_resumes_with_the_cells_assigned_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "LOCAL", tmp_path / "local")
     monkeypatch.delenv(harness.PUBLISH, raising=False)

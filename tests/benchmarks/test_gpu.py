@@ -47,7 +47,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cpu")
 
 
-def test_without_a_gpu_it_says_so_and_writes_nothing() -> None:
+def test_without_a_gpu_it_reports_that_and_writes_nothing() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     before = (RESULTS / "gpu.json").exists()
@@ -118,7 +118,7 @@ def test_peers_on_a_tiny_model(here: torch.device) -> None:
     assert tokens == 15
 
 
-def test_what_does_not_run_is_noted_and_the_rest_goes_on(here: torch.device) -> None:
+def test_a_part_that_does_not_run_is_noted_and_the_rest_continues(here: torch.device) -> None:
     result = Result("gpu", "", "")
 
     def missing() -> object:

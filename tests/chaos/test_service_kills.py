@@ -26,7 +26,7 @@ PATIENCE = 90.0
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(2))
-def test_every_job_goes_on_by_itself_after_random_kills(seed: int, tmp_path: Path) -> None:
+def test_every_job_resumes_by_itself_after_random_kills(seed: int, tmp_path: Path) -> None:
     write_model(tmp_path / "cache")
     moments = random.Random(seed)
     endless = [job(name=f"job{number}", seed=number, stop={"steps": 1_000_000}) for number in range(JOBS)]

@@ -306,7 +306,7 @@ def test_doctor_knows_bf16_instructions() -> None:
     assert bf16_finding({"sse"}).state == "optional" and bf16_finding(None).state == "optional"
 
 
-def test_doctor_says_whether_the_kernels_run() -> None:
+def test_doctor_reports_whether_the_kernels_run() -> None:
     flags = {"sse", "avx2", "fma"}
     assert kernels_finding(flags, "linux", True).found.startswith("AVX2")
     assert kernels_finding(flags | {"avx512f"}, "linux", True).found.startswith("AVX-512")

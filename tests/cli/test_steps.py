@@ -23,7 +23,7 @@ def row(step: int, **values: Any) -> dict[str, Any]:
     return {"step": step, "time": 100.0 + 2 * step, "tokens_sampled": 600 * step, **metrics, **values}
 
 
-def test_eighty_columns_show_what_the_quickstart_says_to_watch() -> None:
+def test_eighty_columns_show_the_figures_that_the_quickstart_names() -> None:
     lines = StepLines(80)
     legend, *head, first = lines.of(row(1), SPEC)
     (second,) = lines.of(row(2), SPEC)

@@ -95,7 +95,7 @@ def test_environment_class_with_options_is_accepted(client: Client) -> None:
     assert client.job(first.id).id == first.id and first.id in [job.id for job in client.jobs()]
 
 
-def test_an_object_that_is_no_environment_is_told_what_to_do(client: Client) -> None:
+def test_an_object_that_is_no_environment_is_refused_with_a_remedy(client: Client) -> None:
     class Mine:
         """Has all methods, and derives from nothing."""
 

@@ -135,7 +135,7 @@ def test_no_text_setting_may_be_empty_unless_that_is_a_choice() -> None:
     assert {*MAY_BE_EMPTY} <= {*SECTION_OF}
 
 
-def test_a_wrong_key_says_which_and_where_it_is_from(
+def test_a_wrong_key_is_named_with_its_source(
     service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with Client(service.url, service.key) as admin:

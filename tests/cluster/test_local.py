@@ -310,7 +310,7 @@ def test_workers_of_a_service_get_the_allocator_and_environments_do_not() -> Non
 
 
 @pytest.mark.parametrize("code", [FAITHFUL, STUBBORN], ids=["faithful", "stubborn"])
-async def test_removed_child_ends_and_is_not_restarted_beside_others_that_go_on(tmp_path: Path, code: str) -> None:
+async def test_a_removed_child_ends_without_restart_and_the_others_continue(tmp_path: Path, code: str) -> None:
     kept, gone = child(tmp_path, "kept", FAITHFUL), child(tmp_path, "gone", code)
     processes = Supervisor([kept, gone], tmp_path / "logs", stop_seconds=0.5)
     await processes.start()

@@ -160,7 +160,7 @@ async def test_everybody_may_name_a_model_of_the_catalogue_by_its_hub_id(service
 
 
 @pytest.mark.parametrize("settings", [{"model_idle_seconds": 60.0}])
-async def test_model_that_nobody_uses_is_released_and_one_with_a_job_is_not(service: Service) -> None:
+async def test_an_unused_model_is_released_and_one_with_a_job_is_not(service: Service) -> None:
     await starting(service)
     view, _ = await service.controller.submit("alice", job_of())
     await service.ends(view.id, "running")

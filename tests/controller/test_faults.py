@@ -516,7 +516,7 @@ async def test_an_upload_that_finds_no_room_pauses_its_job(tmp_path: Path) -> No
     await service.close()
 
 
-def test_a_full_disk_pauses_jobs_and_they_go_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_pauses_jobs_until_there_is_room(tmp_path: Path) -> None:
     probe = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(tmp_path)], capture_output=True)
     if probe.returncode != 0:
         pytest.skip("this machine does not let its user mount a small file system (unshare -rm)")

@@ -96,7 +96,7 @@ async def test_another_tenants_job_is_unknown() -> None:
         await collected(stored.feeds.follow("bob", "j"))
 
 
-async def test_a_quiet_job_is_told_from_a_dead_connection() -> None:
+async def test_a_quiet_job_differs_from_a_dead_connection() -> None:
     stored = Stored(0)
     events = stored.feeds.follow("alice", "j", quiet_seconds=0.01)
     assert [(await anext(events))[0] for _ in range(3)] == ["job", "quiet", "quiet"]

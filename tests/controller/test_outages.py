@@ -29,7 +29,7 @@ def next_step(of: Job, after: int) -> int:
         time.sleep(0.05)
 
 
-def test_jobs_go_on_when_postgresql_is_back(tmp_path: Path) -> None:
+def test_jobs_resume_when_postgresql_is_back(tmp_path: Path) -> None:
     with postgres_cluster() as cluster:
         settings = {"database": new_database(cluster.url)}
         with (

@@ -45,7 +45,7 @@ async def test_a_lone_tenant_takes_all_of_the_time() -> None:
     assert clock.now == 1000.0 and times.seconds["a"] == 100.0
 
 
-async def test_a_tenant_beside_others_takes_its_share() -> None:
+async def test_a_tenant_among_others_gets_its_share() -> None:
     times, clock = made(working="b")
     for _ in range(1000):
         await request(times, "a", 0.01)

@@ -441,7 +441,7 @@ def test_reasoning_gym_scores_by_the_entry_as_the_library_made_it(gym: None) -> 
     assert play(environment, prompt, "0")[0] == 1
 
 
-def test_an_entry_is_stored_beside_its_literal_only_where_that_helps() -> None:
+def test_an_entry_is_stored_with_its_literal_only_where_that_helps() -> None:
     for entry in ({"a": (1, [2])}, {"a": {2: {3}}}):
         assert restored(json.loads(json.dumps(stored(entry)))) == entry
     for entry in ({"a": [1, None]}, {"a": (1, float("nan"))}, {"a": ({1}, object())}):
@@ -604,7 +604,7 @@ def test_endless_prompts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers(PromptDataset(Streamed(13), "eval"), 11, 5, wrap=False) == [11, 12]
 
 
-def test_prompts_that_are_none_or_no_json_are_told() -> None:
+def test_prompts_that_are_missing_or_no_json_are_reported() -> None:
     with pytest.raises(ValueError, match="gave none"):
         numbers(PromptDataset(Listed(0), "train"), 0, 1)
 

@@ -379,7 +379,7 @@ async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
     await cancel_all(*turns)
 
 
-async def test_stuck_environments_delay_nobody() -> None:
+async def test_stuck_environments_delay_no_other_environment() -> None:
     """Eighty that never return, more than the job's threads; another job, async ones and beats go on."""
     stuck = faulty.Stuck()
     async with hosting(stuck=stuck, good=faulty.Good(), later=faulty.SlowAsync(seconds=0.01)) as controller:
@@ -441,7 +441,7 @@ async def test_a_blocking_async_step_does_not_stop_heartbeats() -> None:
         assert (await asyncio.wait_for(waiting, 20)).reward == 1
 
 
-async def test_a_refused_host_says_why() -> None:
+async def test_a_refused_host_gets_the_reason() -> None:
     controller = Controller()
     controller.refusal = "the key is not known"
     async with serve(controller.handle, "127.0.0.1", 0) as server:

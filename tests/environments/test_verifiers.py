@@ -548,9 +548,7 @@ def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[
 
 
 @needs_math
-def test_a_judge_that_nobody_asks_keeps_no_process(
-    ours: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_judge_keeps_no_process(ours: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """And is asked again without a reply being lost, whenever that is."""
     monkeypatch.setattr(pool, "IDLE_SECONDS", 0.05)
     same = judge()
@@ -584,7 +582,7 @@ sys.stdin.readline()
     until(lambda: not any(map(runs, (child, forked))))
 
 
-def test_math_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_without_the_extra_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'rookery\[math\]'"):
         VERIFIERS["math"].model_validate({})
@@ -622,7 +620,7 @@ def test_json_values_written_down_are_right(value: Any) -> None:
     assert Json(valid=0.25).score(json.dumps({"answer": value}), row) == (1, {"valid": 1, "right/answer": 1})
 
 
-def test_rows_that_cannot_be_judged_by_are_told() -> None:
+def test_rows_without_a_usable_answer_are_reported() -> None:
     for options, row, message in [
         ({"name": "exact"}, {"prompt": "x"}, "no field 'answer'"),
         ({"name": "number"}, {"answer": "many"}, '"many", not a number'),

@@ -229,7 +229,7 @@ def test_job_is_tried_submitted_watched_paused_resumed_and_cancelled(page: Any, 
     assert "by-form" not in [view.name for view in town.ada.views()]
 
 
-def test_refused_job_says_why(page: Any, town: Town) -> None:
+def test_a_refused_job_has_a_reason(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.goto(f"{town.service.url}/#/new")
     page.wait_for_selector(".yaml")

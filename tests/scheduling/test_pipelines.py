@@ -57,7 +57,7 @@ def test_first_come_first_served_runs_in_order_and_shares_forward_passes_alone()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_training_runs_beside_decoding_where_the_table_says_that_it_pays(depth: int) -> None:
+def test_training_runs_next_to_decoding_where_the_table_shows_a_gain(depth: int) -> None:
     pair = [SubStage("a", "decode", 4.0), SubStage("b", "train", 4.0)]
     assert max(ran(pair, depth=depth).ends.values()) < 6.9 < max(ran(pair).ends.values())
     off = ran(pair, depth=depth, multiplex=False)

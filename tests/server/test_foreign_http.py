@@ -143,7 +143,7 @@ def test_methods_that_a_path_lacks_are_refused_with_those_it_has(
 
 
 @pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])
-def test_socket_whose_upgrade_a_proxy_removed_is_told_so(http: httpx.Client, path: str) -> None:
+def test_a_socket_whose_upgrade_a_proxy_removed_gets_that_reason(http: httpx.Client, path: str) -> None:
     refused = http.get(path)
     assert refused.status_code == 426 and "proxy_set_header Upgrade" in refused.json()["error"]
 

@@ -385,7 +385,7 @@ def test_head_without_end_is_not_kept(service: EmbeddedService) -> None:
     assert metric(service, "connections_flooding_total") == before + 1
 
 
-def test_flood_of_requests_on_a_connection_holds_up_nobody(service: EmbeddedService) -> None:
+def test_flood_of_requests_on_a_connection_delays_no_other_client(service: EmbeddedService) -> None:
     """Without waiting for responses, as no client does. A read of the socket has thousands of them."""
     url, before = httpx.URL(service.url), metric(service, "connections_flooding_total")
     with pauses(service) as waited, ExitStack() as opened:
@@ -515,7 +515,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_flood_of_small_frames_holds_up_nobody(tmp_path: Path, flood: str) -> None:
+def test_flood_of_small_frames_delays_no_other_client(tmp_path: Path, flood: str) -> None:
     """A read of the socket has 40,000 of them, and each takes 10 µs; fragments without end were kept."""
     with served(tmp_path) as service:
         [key] = keys_of(service, "ada")

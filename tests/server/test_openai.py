@@ -244,13 +244,13 @@ def alone(face: Open, prompt: list[int], seed: int, adapter: Path | None = None)
     """What the engine samples when nothing is around it."""
     decoder = Decoder.load(face.folder)
     chat = Chat.load(face.folder)
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     ref = None
     if adapter is not None:
-        bank.add("a", read_adapter(adapter, decoder.config))
+        loras.add("a", read_adapter(adapter, decoder.config))
         ref = protocol.AdapterRef(policy="p", version=1, hash="a", rank=4, alpha=8.0)
-    runner = best_runner(decoder, bank, 1 << 26, compiled=Settings().engine.cpu_kernels)  # as in a worker
-    engine = NativeEngine(decoder, bank, chat.decode, max_rows=4, kv_budget_bytes=1 << 26, runner=runner)
+    runner = best_runner(decoder, loras, 1 << 26, compiled=Settings().engine.cpu_kernels)  # as in a worker
+    engine = NativeEngine(decoder, loras, chat.decode, max_rows=4, kv_budget_bytes=1 << 26, runner=runner)
     engine.submit(protocol.Generate(request="r", adapter=ref, prompt=prompt, shared_prefix=len(prompt), max_tokens=24,
                                 temperature=1.0, seed=seed, stop_tokens=chat.stop_tokens))  # fmt: skip
     while engine.step():

@@ -96,7 +96,7 @@ def test_no_file_outside_the_page_is_served(service: EmbeddedService, path: str)
     assert response.status_code == 404 and "import" not in response.text
 
 
-def test_own_scripts_load_nothing_from_elsewhere() -> None:
+def test_scripts_of_the_page_load_nothing_from_other_origins() -> None:
     for name, content in FILES.items():
         if "vendor/" not in name and name.endswith(".js"):
             text = content.decode()

@@ -115,7 +115,7 @@ def test_odd_requests_of_the_openai_api_get_its_errors(fuzzed: Any, path: str, w
         answers()
 
 
-def test_methods_that_a_path_has_not_are_told(fuzzed: Any) -> None:
+def test_a_refused_method_lists_the_methods_of_the_path(fuzzed: Any) -> None:
     service, headers = fuzzed
     paths = {re.sub(r"{\w+}", "x", path): path for path in DOCUMENT["paths"] if not path.startswith("/v1/")}
     for url in paths:

@@ -90,7 +90,7 @@ def goes_on(job: Job) -> None:
     [(resource.RLIMIT_NOFILE, lambda pid: descriptors(pid) + 1), (resource.RLIMIT_FSIZE, lambda pid: 4096)],
     ids=["descriptors", "disk"],
 )
-def test_job_waits_for_what_has_run_out_and_goes_on_by_itself(
+def test_job_waits_for_the_exhausted_resource_and_resumes_by_itself(
     process: tuple[subprocess.Popen[str], Client], tmp_path: Path, kind: int, limit: Callable[[int], int]
 ) -> None:
     served, client = process

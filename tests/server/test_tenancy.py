@@ -569,7 +569,7 @@ def test_key_expires(town: Town) -> None:
     assert re.fullmatch(r"the API key expired on [0-9: -]+ UTC; ask the administrator .*", answer.json()["error"])
 
 
-def test_a_key_that_was_valid_says_what_became_of_it_and_an_unknown_one_says_nothing(town: Town) -> None:
+def test_a_formerly_valid_key_gets_the_reason_and_an_unknown_one_does_not(town: Town) -> None:
     path = f"/api/v1/tenants/{town.tenant}/keys"
     made = town.admin.post(path, json={"label": "old laptop"}).json()
     (row,) = [row for row in town.admin.get(path).json() if row["label"] == "old laptop"]

@@ -122,7 +122,7 @@ def test_every_mistake_is_named_at_once() -> None:
     assert fields == {"name", "base_model", "environment", "stop.steps", "sampling.temperature", "nonsense"}
 
 
-def test_whatever_options_a_job_may_have_can_be_told_to_a_host() -> None:
+def test_any_options_of_a_job_can_be_sent_to_a_host() -> None:
     options = {"low": -(2**63), "high": 2**64 - 1, "rows": [{"n": [0, True, None, 1e300, "18446744073709551616"]}]}
     spec = parse_job(job_of(**{f"environment__{name}": value for name, value in options.items()}))
     reset = protocol.Reset(

@@ -42,7 +42,7 @@ def staged(artifacts_root: Path) -> list[Path]:
 
 @settings(max_examples=examples(40))
 @given(files=contents, data=st.data())
-def test_what_was_written_is_what_is_read(files: dict[str, list[bytes]], data: st.DataObject) -> None:
+def test_written_content_is_read_unchanged(files: dict[str, list[bytes]], data: st.DataObject) -> None:
     order = data.draw(st.permutations(sorted(files)))
     with tempfile.TemporaryDirectory() as folder:
         artifacts = Artifacts(Path(folder))
@@ -331,7 +331,7 @@ print("survived")
 """
 
 
-def test_a_full_disk_is_said_and_leaves_nothing_half_visible(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_artifact(tmp_path: Path) -> None:
     """On a real file system of 4 MB, mounted for the one process."""
     probe = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(tmp_path)], capture_output=True)
     if probe.returncode != 0:

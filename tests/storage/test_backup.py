@@ -31,7 +31,7 @@ def postgres() -> Iterator[str]:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_backups_under_load_are_whole_and_jobs_go_on_from_one(
+def test_backups_under_load_are_complete_and_jobs_resume_from_one(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Versions come and are deleted all the time: each backup has every artifact that its database names."""

@@ -456,7 +456,7 @@ def test_of_many_committers_one_wins(database: Database) -> None:
     assert [v.version for v in database.versions("alice", "job-main")] == [0, 1]
 
 
-def test_whether_an_artifact_is_named_is_told_after_the_commit_under_way(database: Database, url: str) -> None:
+def test_whether_an_artifact_is_named_is_known_after_the_present_commit(database: Database, url: str) -> None:
     """That commit is one whose connection broke: the server may still carry it out."""
     submit(database)
     commit(database, database.next_lease("job-main"), None, [], 0)

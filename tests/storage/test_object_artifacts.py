@@ -78,7 +78,7 @@ def opener(objects: ObjectStore, spool: Path) -> Opener:
 
 @settings(max_examples=examples(30))
 @given(files=contents, data=st.data())
-def test_what_was_written_is_what_is_read_from_any_byte_on(files: dict[str, list[bytes]], data: st.DataObject) -> None:
+def test_written_content_is_read_unchanged_from_any_offset(files: dict[str, list[bytes]], data: st.DataObject) -> None:
     artifacts = opener(MemoryStore(), Path(os.environ.get("TMPDIR", "/tmp")) / f"rookery-{uuid.uuid4().hex}")()
     try:
         manifest = store(artifacts, {name: b"".join(chunks) for name, chunks in files.items()})

@@ -172,7 +172,7 @@ def test_a_refused_call_undoes_itself_alone(database: Database) -> None:
     assert {job.id for job in database.list_jobs("alice")} == {"job", "other", "keyed"}
 
 
-def test_what_is_raised_within_undoes_all(database: Database) -> None:
+def test_an_error_within_a_transaction_undoes_all_of_it(database: Database) -> None:
     with pytest.raises(ZeroDivisionError), database.batch_transaction():
         database.add_groups("job", [new_group(0)])
         raise ZeroDivisionError

@@ -208,7 +208,7 @@ class Dialled:
                 return FileResponse(path)
             return _Broken(path, self.cut)
 
-        @app.get("/wire/offers/{ticket}")
+        @app.get("/wire/batches/{ticket}")
         async def offer(ticket: str) -> Response:
             content = self.tickets.open_batch(ticket)
             return Response(status_code=404) if content is None else Response(content)

@@ -154,7 +154,7 @@ class ScriptedWorker:
                 manifest = await self._push(http, message.commit, adapter_files(0.0))
                 return protocol.OperationDone(epoch=epoch, op=message.op, manifest=manifest)
             case protocol.ForwardBackward():
-                offered = (await http.get(f"/wire/offers/{message.batch_ticket}")).raise_for_status().content
+                offered = (await http.get(f"/wire/batches/{message.batch_ticket}")).raise_for_status().content
                 found = protocol.decode(protocol.batches, offered)
                 targets = sum(len(datum.targets) for datum in found.data)
                 members = [member for unit in found.groups for member in unit.members]

@@ -252,7 +252,7 @@ def test_todays_date_comes_from_outside(folders: dict[str, Path]) -> None:
     assert "Today Date: 04 May 2031" in chat.render([user("hello")])
 
 
-def test_what_a_template_refuses_is_a_users_error(
+def test_a_refusal_by_a_template_is_a_users_error(
     chats: dict[str, Chat], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"\[user, user\].*must alternate"):

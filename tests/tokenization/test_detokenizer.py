@@ -54,7 +54,7 @@ def cuts_of(data: st.DataObject, length: int) -> list[int]:
 
 
 @given(tokens=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=40), data=st.data())
-def test_it_is_what_the_tokenizer_decodes_whatever_the_bytes(tokens: list[int], data: st.DataObject) -> None:
+def test_text_equals_the_tokenizers_decoding_for_any_bytes(tokens: list[int], data: st.DataObject) -> None:
     text = grown(BYTE_LEVEL, tokens, cuts_of(data, len(tokens)))
     assert text.shown == BYTE_LEVEL.decode(tokens, skip_special_tokens=True)
     assert len(text.starts) == len(tokens) and text.starts == sorted(text.starts)

@@ -36,9 +36,9 @@ REFUSED = ("diffllama", "mamba", "llama4_text", "minimax", "recurrent_gemma")
 def tried(family: str) -> TransformersModel:
     """A small model that has passed what a worker tries."""
     model = TransformersModel(small_model(family, tiny_config(family)))
-    bank = LoraManager(model.projections, model.dtype, model.device, 8)
-    try_engine(model, transformers_runner(model, bank, 1 << 26), bank)
-    assert not len(bank)
+    loras = LoraManager(model.projections, model.dtype, model.device, 8)
+    try_engine(model, transformers_runner(model, loras, 1 << 26), loras)
+    assert not len(loras)
     try_trainer(model, TransformersBackbone(model))
     return model
 
@@ -50,15 +50,15 @@ def check(family: str, folder: Path) -> None:
     for _, b in adapter.weights.values():
         b.copy_(torch.randn(b.shape, generator=generator) * 0.1)
     write_adapter(folder, adapter)
-    bank = LoraManager(model.projections, model.dtype, model.device, 8)
-    bank.add("x", adapter)
+    loras = LoraManager(model.projections, model.dtype, model.device, 8)
+    loras.add("x", adapter)
     tokens = torch.arange(3, 20)
     config = tiny_config(family)
     config._attn_implementation = "eager"
     judge = peft.PeftModel.from_pretrained(small_model(family, config), folder).eval()
     with torch.no_grad():
         expected = judge(tokens[None], use_cache=False).logits[0]
-        with model.adapted(bank.batch_product(["x"], [len(tokens)]), len(tokens), causal_attention):
+        with model.adapted(loras.batch_product(["x"], [len(tokens)]), len(tokens), causal_attention):
             found = model.compute_logits(model.hidden(tokens[None])[0])
     assert (found - expected).norm() < 1e-3 * expected.norm()
 

@@ -285,7 +285,7 @@ class ForwardBackward(StepOperation, kw_only=True):
     share of one that the policy's worker divides with others."""
 
     batch_ticket: str
-    """``GET {base}/wire/offers/{ticket}`` answers an encoded :class:`~rookery.protocol.TrainingBatch`."""
+    """``GET {base}/wire/batches/{ticket}`` answers an encoded :class:`~rookery.protocol.TrainingBatch`."""
     loss: Loss
     temperature: float
     kl_weight: float = 0.0

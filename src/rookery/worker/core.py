@@ -171,12 +171,12 @@ def load_core(
 
 
 def _engine(
-    place: _Place, model: ResidentModel, bank: LoraManager, runner: Runner, speculator: Speculator | None = None
+    place: _Place, model: ResidentModel, loras: LoraManager, runner: Runner, speculator: Speculator | None = None
 ) -> NativeEngine:
     settings = place.settings.engine
     engine = NativeEngine(
         model,
-        bank,
+        loras,
         place.chat.decode,
         max_rows=settings.max_rows,
         kv_budget_bytes=place.budget.kv_cache,
@@ -242,10 +242,10 @@ def _decoder(folder: Path, settings: Settings, where: torch.device) -> Decoder:
 
 def _native_engine(place: _Place, decoder: Decoder) -> Engine:
     settings, budget = place.settings, place.budget
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, settings.engine.max_rank, budget.adapters)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, settings.engine.max_rank, budget.adapters)
     compiled = settings.engine.cpu_kernels
-    runner = best_runner(decoder, bank, budget.kv_cache, compiled=compiled, cache=settings.cache)
-    return _engine(place, decoder, bank, runner, Speculator() if settings.engine.speculation else None)
+    runner = best_runner(decoder, loras, budget.kv_cache, compiled=compiled, cache=settings.cache)
+    return _engine(place, decoder, loras, runner, Speculator() if settings.engine.speculation else None)
 
 
 def _native_trainer(place: _Place, decoder: Decoder) -> Trainer:
@@ -280,11 +280,11 @@ def _transformers_engine(place: _Place, model: TransformersModel) -> Engine:
     from rookery.worker.probe import refusals, try_engine
 
     max_rank, budget = place.settings.engine.max_rank, place.budget.adapters
-    bank = LoraManager(model.projections, model.dtype, model.device, max_rank, budget)
+    loras = LoraManager(model.projections, model.dtype, model.device, max_rank, budget)
     with refusals(place.folder):
-        runner = transformers_runner(model, bank, place.budget.kv_cache)
-        try_engine(model, runner, bank)
-        return _engine(place, model, bank, runner)
+        runner = transformers_runner(model, loras, place.budget.kv_cache)
+        try_engine(model, runner, loras)
+        return _engine(place, model, loras, runner)
 
 
 def _transformers_trainer(place: _Place, model: TransformersModel) -> Trainer:

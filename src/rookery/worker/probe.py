@@ -66,11 +66,11 @@ def refusals(folder: Path) -> Iterator[None]:
         raise UserError(reason) from error
 
 
-def try_engine(model: TransformersModel, runner: Runner, bank: LoraManager) -> None:
+def try_engine(model: TransformersModel, runner: Runner, loras: LoraManager) -> None:
     """A prompt, a text after it and another one after a copy of it, with the base model and a LoRA. Raises whatever
     fails, :class:`Unfaithful` for other logits than those of the model's own code."""
     prompt, tails = _tokens(model)
-    bank.add(_KEY, _adapter(model, scale=1.0))
+    loras.add(_KEY, _adapter(model, scale=1.0))
     try:
         for key in ("", _KEY):
             found = [_generate(model, runner, key, prompt, tail) for tail in tails]
@@ -80,7 +80,7 @@ def try_engine(model: TransformersModel, runner: Runner, bank: LoraManager) -> N
                 elif not logits.isfinite().all():
                     raise Unfaithful("a LoRA makes its logits NaN or infinite")
     finally:
-        bank.evict(_KEY)
+        loras.evict(_KEY)
 
 
 def _generate(model: TransformersModel, runner: Runner, key: str, prompt: list[int], tail: list[int]) -> Tensor:

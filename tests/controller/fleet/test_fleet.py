@@ -153,7 +153,7 @@ async def test_draining_worker_is_not_counted_as_lost(room: Room) -> None:
     assert room.fleet.losses == 0
 
 
-async def test_a_worker_that_does_not_work_says_why(room: Room) -> None:
+async def test_a_worker_that_does_not_work_reports_why(room: Room) -> None:
     """The operator reads its line; tenants read it without paths, while no other worker may serve the model."""
     line = "ROOKERY_CACHE=/srv/cache is not writable; see http://host/x and/or q/k"
     other = await room.worker(name="other", loading=True).join()

@@ -348,7 +348,7 @@ async def test_requests_of_a_draining_worker_resume_elsewhere(tmp_path: Path) ->
     await room.close()
 
 
-async def test_tenants_take_turns_whoever_came_first(tmp_path: Path) -> None:
+async def test_tenants_take_turns_in_any_order_of_arrival(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=0)
     greedy = [room.sample(n, "greedy", "big") for n in range(30)]
     modest = [room.sample(n, "modest", "small") for n in range(3)]

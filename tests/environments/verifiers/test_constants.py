@@ -107,7 +107,7 @@ def test_many_rows_are_sampled_and_long_replies_shortened() -> None:
     assert VERIFIERS["json"].model_validate({}).best_constant(answers({"a": [1, None]})) is not None
 
 
-def test_a_pattern_that_runs_away_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_without_end_delays_no_other_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rookery.environments.verifiers.constants.SECONDS", 0.5)
     pattern = r"^a*a*a*a*a*a*a*a*c?(b)$"
     verifier = VERIFIERS["regex"].model_validate({"pattern": pattern})

@@ -83,7 +83,7 @@ async def test_silent_client_releases_its_slot_and_may_return(service: Service) 
         await eager.sessions.heartbeat("bob", eager.session)
 
 
-async def test_a_client_that_beats_keeps_its_place_while_nobody_waits(service: Service) -> None:
+async def test_a_client_with_heartbeats_keeps_its_slot_without_waiting_clients(service: Service) -> None:
     [worker] = service.peers
     visitor = await Client(service).begin()
     await visitor.gradient()
@@ -288,7 +288,7 @@ async def test_client_with_heartbeats_is_never_finished(tmp_path: Path, restarts
     await service.close()
 
 
-async def test_a_session_whose_end_was_stored_unheard_is_over(
+async def test_a_session_whose_stored_end_was_not_acknowledged_is_finished(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visitor = await Client(service).begin()
@@ -307,7 +307,7 @@ async def test_a_session_whose_end_was_stored_unheard_is_over(
     assert not visitor.sessions.runs
 
 
-async def test_calls_that_changed_nothing_expire_in_a_model_that_goes_on(service: Service) -> None:
+async def test_calls_without_changes_expire_while_their_model_is_used(service: Service) -> None:
     visitor = await Client(service).begin()
     looked = [await visitor.send(forward([1, 2, 3], only=True)) for _ in range(3)]
     for request in looked:
@@ -332,7 +332,7 @@ async def test_calls_that_changed_nothing_expire_in_a_model_that_goes_on(service
     assert service.database.futures_behind(visitor.model, -1) == [], "saving changed nothing either"
 
 
-async def test_weights_stay_while_somebody_samples_from_them(service: Service) -> None:
+async def test_weights_stay_while_requests_sample_from_them(service: Service) -> None:
     """An in-flight sampler moves on, a checkpoint is deleted: texts that began before may still move to a worker that
     has to pull their weights."""
     [worker] = service.peers

@@ -90,16 +90,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def native(folder: Path, _: Settings) -> Engine:
     decoder = Decoder.load(folder, torch.float32)
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
-    return NativeEngine(decoder, bank, Chat.load(folder).decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
+    return NativeEngine(decoder, loras, Chat.load(folder).decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES)
 
 
 def by_transformers(folder: Path, _: Settings) -> Engine:
     model = TransformersModel.load(folder, torch.float32)
-    bank = LoraManager(model.projections, model.dtype, model.device, RANK, 1 << 28)
-    runner = transformers_runner(model, bank, CACHE_BYTES)
+    loras = LoraManager(model.projections, model.dtype, model.device, RANK, 1 << 28)
+    runner = transformers_runner(model, loras, CACHE_BYTES)
     decode = Chat.load(folder).decode
-    return NativeEngine(model, bank, decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES, runner=runner)
+    return NativeEngine(model, loras, decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES, runner=runner)
 
 
 def in_process(folder: Path, settings: Settings) -> Engine:

@@ -43,12 +43,12 @@ def pooled(decoder: Decoder, product: GroupedMatmul = grouped_matmul, **options:
 
 
 def _engine(decoder: Decoder, product: GroupedMatmul | None, *, kv: int = 1 << 26, **options: int) -> NativeEngine:
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, (key, rank) in enumerate(RANKS.items()):
-        bank.add(key, trained_adapter(decoder, rank, seed))
-    runner = CudaGraphRunner(decoder, bank, kv, product) if product is not None else None
+        loras.add(key, trained_adapter(decoder, rank, seed))
+    runner = CudaGraphRunner(decoder, loras, kv, product) if product is not None else None
     return NativeEngine(
-        decoder, bank, lambda tokens: "", **{"max_rows": 32, "prefill_tokens": 64, "kv_budget_bytes": kv, **options},
+        decoder, loras, lambda tokens: "", **{"max_rows": 32, "prefill_tokens": 64, "kv_budget_bytes": kv, **options},
         runner=runner,
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ def test_a_next_turn_takes_up_its_cache_where_it_lies() -> None:
     assert ours.store.used_tokens == 0
 
 
-def test_a_request_that_switches_goes_on_as_on_the_cpu() -> None:
+def test_a_request_that_switches_version_continues_as_on_the_cpu() -> None:
     decoder = small("llama", torch.float32)
     texts = []
     for engine in (pooled(decoder), dense(decoder)):
@@ -139,14 +139,14 @@ def test_a_request_that_switches_goes_on_as_on_the_cpu() -> None:
     assert texts[0] == texts[1]
 
 
-def test_what_is_wrong_in_one_adapter_stays_there() -> None:
+def test_an_invalid_adapter_affects_no_other_adapter() -> None:
     decoder = small("llama", torch.float32)
     clean = run(dense(decoder), [order("r", "a", [1, 2, 3], 3)])["r"][0]
     for product in (grouped_matmul, batched_matmul):
         engine = pooled(decoder, product)
         fresh = init_adapter(decoder.config, 8, 16.0, list(PARTS), 0)
         broken = {site: (a, torch.full_like(b, torch.nan)) for site, (a, b) in fresh.weights.items()}
-        engine.bank.add("broken", Adapter(8, 16.0, broken))
+        engine.loras.add("broken", Adapter(8, 16.0, broken))
         ref = protocol.AdapterRef(policy="p", version=1, hash="broken", rank=8, alpha=16.0)
         texts: dict[str, list[int]] = {}
         for i in range(5):
@@ -212,9 +212,9 @@ def test_prefill_leaves_adapters_where_recorded_steps_know_them() -> None:
     runner.prepare_adapters(["a", "c", "b"])  # the one of the largest rank between
     turns = [[order(f"{key}{turn}", key, [5, 6, 7 + turn], 0) for key in "ab"] for turn in range(2)]
     texts = run(engine, turns[0])
-    kept, state = dict(runner.graphs), engine.bank.slots.layout_version
+    kept, state = dict(runner.graphs), engine.loras.slots.layout_version
     texts |= run(engine, turns[1])
-    assert kept and engine.bank.slots.layout_version == state
+    assert kept and engine.loras.slots.layout_version == state
     assert all(runner.graphs[of] is step for of, step in kept.items())
     same(texts, run(dense(decoder), [*turns[0], *turns[1]]))
 

@@ -93,14 +93,14 @@ def _device_has_no_numbers(device: torch.device) -> None:
 def _generates(decoder: Decoder, product: GroupedMatmul) -> None:
     """A slice of prefill after a shared prompt (where it is one product: the other way begins with numbers of the
     host), then decode steps with the shared prompt and without."""
-    bank = _bank(decoder)
-    runner = CudaGraphRunner(decoder, bank, 1 << 20, product)
+    loras = _loras(decoder)
+    runner = CudaGraphRunner(decoder, loras, 1 << 20, product)
     runner._step = lambda of, filled: DecodeGraph(
-        decoder, bank, runner.store, of, product
+        decoder, loras, runner.store, of, product
     )  # not recorded: runs as it is
     runner.prepare_adapters(["0", "1", "2"])
     prompt = runner.store.allocate(20)
-    keys = [*sorted(["0", "1", "2", "0"], key=bank.slot_order), ""]
+    keys = [*sorted(["0", "1", "2", "0"], key=loras.slot_order), ""]
     with torch.no_grad():
         for shared in (prompt, None):
             length = 20 if shared is not None else 0
@@ -116,8 +116,8 @@ def _generates(decoder: Decoder, product: GroupedMatmul) -> None:
 
 def _generates_as_a_cpu_does(decoder: Decoder) -> None:
     """What a GPU without fused kernels does: prefill after a shared prompt, and decode steps of rows in any order."""
-    bank = _bank(decoder)
-    runner = DenseRunner(decoder, bank, 1 << 24)
+    loras = _loras(decoder)
+    runner = DenseRunner(decoder, loras, 1 << 24)
     prompt = runner.store.allocate(20)
     keys = ["0", "1", "2", "0", ""]
     with torch.no_grad():
@@ -134,14 +134,14 @@ def _generates_as_a_cpu_does(decoder: Decoder) -> None:
             assert (len(logits), logits.device, logits.dtype) == (len(keys), decoder.device, decoder.dtype)
 
 
-def _bank(decoder: Decoder) -> LoraManager:
+def _loras(decoder: Decoder) -> LoraManager:
     """With three adapters of unlike rank."""
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     FakeTensor.__bool__ = lambda self: True  # that an adapter is finite is asked when it comes, not when it is used
     for seed, rank in enumerate((4, 16, 32)):
-        bank.add(str(seed), init_adapter(decoder.config, rank, 2.0 * rank, EVERY, seed))
+        loras.add(str(seed), init_adapter(decoder.config, rank, 2.0 * rank, EVERY, seed))
     del FakeTensor.__bool__
-    return bank
+    return loras
 
 
 def _trains(decoder: Decoder) -> None:

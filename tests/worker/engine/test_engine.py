@@ -24,9 +24,9 @@ def text(tokens: list[int]) -> str:
 
 def make(**options: int) -> NativeEngine:
     decoder = small("llama")
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
-    bank.add("a", init_adapter(decoder.config, 8, 16.0, list(PARTS), 0))
-    return NativeEngine(decoder, bank, text, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras.add("a", init_adapter(decoder.config, 8, 16.0, list(PARTS), 0))
+    return NativeEngine(decoder, loras, text, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
 
 
 def order(name: str = "r", **changes: object) -> protocol.Generate:
@@ -118,7 +118,7 @@ def test_the_context_ends_a_text() -> None:
         ({"max_tokens": 4000}, "cache"),
     ],
 )
-def test_what_can_never_run_is_refused_and_leaves_nothing(changes: dict[str, object], says: str) -> None:
+def test_a_job_that_can_never_run_is_refused_and_leaves_no_row(changes: dict[str, object], says: str) -> None:
     engine = make(kv_budget_bytes=1 << 20)
     with pytest.raises(ValueError, match=says):
         engine.submit(order(**changes))
@@ -204,7 +204,7 @@ def test_an_adapter_of_no_numbers_ends_its_own_requests_only() -> None:
     config = engine.decoder.config
     fresh = init_adapter(config, 8, 16.0, list(PARTS), 0)
     broken = Adapter(8, 16.0, {site: (a, torch.full_like(b, torch.nan)) for site, (a, b) in fresh.weights.items()})
-    engine.bank.add("broken", broken)
+    engine.loras.add("broken", broken)
     ref = protocol.AdapterRef(policy="p", version=1, hash="broken", rank=8, alpha=16.0)
     for i in range(3):
         engine.submit(order(f"bad{i}", adapter=ref))
@@ -257,8 +257,8 @@ def test_a_shared_prompt_is_computed_once() -> None:
 
 def test_smollm2_answers() -> None:
     chat, decoder = Chat.load(smollm2_folder()), smollm2()
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
-    engine = NativeEngine(decoder, bank, chat.decode, max_rows=8, kv_budget_bytes=1 << 28)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    engine = NativeEngine(decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28)
 
     def ask(messages: Sequence[dict[str, str]], stop: list[str]) -> str:
         prompt = chat.prompt(messages)

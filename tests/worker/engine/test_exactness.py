@@ -46,12 +46,14 @@ def world(
     recorder = Recorder.__new__(Recorder)
     recorder.__dict__.update(decoder.__dict__)
     recorder.rows = set()
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, (key, rank) in enumerate(RANKS.items()):
-        bank.add(key, trained_adapter(decoder, rank, seed))
+        loras.add(key, trained_adapter(decoder, rank, seed))
     kept = {"max_rows": 32, "kv_budget_bytes": 1 << 28, **options}
-    made = runner(recorder, bank, kept["kv_budget_bytes"])
-    engine = NativeEngine(recorder, bank, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), runner=made, **kept)
+    made = runner(recorder, loras, kept["kv_budget_bytes"])
+    engine = NativeEngine(
+        recorder, loras, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), runner=made, **kept
+    )
     return engine, recorder
 
 

@@ -40,11 +40,11 @@ def golden(model: str, dtype: str) -> list[dict[str, Any]]:
 
 
 def new_engine(decoder: Decoder, strength: float, runner: type[DenseRunner | KernelRunner]) -> NativeEngine:
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for key, about in GOLDEN["adapters"].items():
-        bank.add(key, trained_adapter(decoder, about["rank"], about["seed"], strength))
-    made = runner(decoder, bank, 1 << 28)
-    return NativeEngine(decoder, bank, lambda tokens: "", max_rows=32, kv_budget_bytes=1 << 28, runner=made)
+        loras.add(key, trained_adapter(decoder, about["rank"], about["seed"], strength))
+    made = runner(decoder, loras, 1 << 28)
+    return NativeEngine(decoder, loras, lambda tokens: "", max_rows=32, kv_budget_bytes=1 << 28, runner=made)
 
 
 def run(engine: NativeEngine, requests: list[dict[str, Any]]) -> dict[str, Text]:

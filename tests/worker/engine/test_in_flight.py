@@ -38,11 +38,11 @@ RANK = 8
 
 
 def make(decoder: Decoder, **options: int) -> NativeEngine:
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, key in enumerate(VERSIONS):
-        bank.add(key, trained_adapter(decoder, RANK, seed, targets=PARTS))
+        loras.add(key, trained_adapter(decoder, RANK, seed, targets=PARTS))
     kept = {"max_rows": 16, "kv_budget_bytes": 1 << 26, **options}
-    return NativeEngine(decoder, bank, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), **kept)
+    return NativeEngine(decoder, loras, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), **kept)
 
 
 def version(number: int, key: str = "") -> protocol.AdapterRef:
@@ -238,7 +238,7 @@ def test_a_later_turn_extends_the_kept_cache(shared: int, between: bool) -> None
 
 @pytest.mark.parametrize("changes", [{"in_flight": "recompute"}, {"adapter": protocol.AdapterRef(
     policy="another", version=1, hash="v1", rank=RANK, alpha=2.0 * RANK), "in_flight": "switch"}])  # fmt: skip
-def test_a_cache_of_two_versions_is_nobody_elses(changes: dict[str, object]) -> None:
+def test_the_cache_of_two_versions_is_not_shared(changes: dict[str, object]) -> None:
     decoder = small("llama")
     run = Run(make(decoder)).submit(order(episode="e")).until("r", 6)
     run.engine.switch_adapter("r", version(1), recompute=False)
@@ -261,7 +261,7 @@ def test_a_version_of_the_same_bytes_changes_the_stamp_alone() -> None:
         assert run.engine.stats["prefill_tokens"] == before
 
 
-def test_what_cannot_switch() -> None:
+def test_requests_that_cannot_switch_version() -> None:
     engine = make(small("llama"))
     assert not engine.switch_adapter("unknown", version(1), recompute=True)
     run = Run(engine).submit(order(), order("base", adapter=None))
@@ -278,15 +278,15 @@ def test_what_cannot_switch() -> None:
 
 def test_an_older_version_leaves_memory_with_its_last_request() -> None:
     run = Run(make(small("llama"))).submit(order(), order("mate", seed=8)).until("r", 4)
-    run.engine.bank.evict("v0")
+    run.engine.loras.evict("v0")
     run.engine.switch_adapter("r", version(1), recompute=False)
-    assert len(run.engine.bank) == len(VERSIONS)
+    assert len(run.engine.loras) == len(VERSIONS)
     run.engine.switch_adapter("mate", version(1), recompute=True)
-    assert len(run.engine.bank) == len(VERSIONS) - 1
+    assert len(run.engine.loras) == len(VERSIONS) - 1
     run.end()
 
 
-def test_computing_anew_takes_bounded_slices_in_its_own_place() -> None:
+def test_computing_again_takes_bounded_slices_in_the_same_position() -> None:
     engine = make(small("llama"), max_rows=2, prefill_tokens=16)
     run = Run(engine).submit(*(order(name, seed=seed, max_tokens=60) for seed, name in enumerate("abc"))).until("a", 40)
     rows = list(engine.admission.running)
@@ -317,7 +317,7 @@ def test_computing_anew_takes_bounded_slices_in_its_own_place() -> None:
     slice_tokens=st.integers(4, 64),
     tight=st.booleans(),
 )
-def test_whoever_switches_touches_nobody_else(
+def test_a_switch_of_version_changes_no_other_request(
     requests: list[tuple[int, float, list[tuple[int, bool]], bool]], rows: int, slice_tokens: int, tight: bool
 ) -> None:
     """Any requests, switches at any moments, with little room or much. Who never switches says what it says alone; who
@@ -376,8 +376,8 @@ class Bench:
     def __init__(self, folder: Path, *arrived: int) -> None:
         self._folder = folder
         self.decoder = small("llama")
-        bank = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
-        engine = NativeEngine(self.decoder, bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
+        loras = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
+        engine = NativeEngine(self.decoder, loras, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
         self.core = WorkerCore(engine, None)  # type: ignore[arg-type]
         self.arrived = {key: asyncio.Event() for key in VERSIONS}
         self.arrive(*arrived)
@@ -545,7 +545,7 @@ async def test_tokens_keep_their_versions_over_a_broken_link(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("number", "in_flight"), [(0, "recompute"), (2, "finish")])
-async def test_what_is_no_claim_of_it_begins_anew(tmp_path: Path, number: int, in_flight: str) -> None:
+async def test_a_folder_without_its_claim_begins_again(tmp_path: Path, number: int, in_flight: str) -> None:
     """An older version than it runs on; a newer one of a request that finishes on its own."""
     bench = Bench(tmp_path, 0, 1, 2)
     bench.requests.generate(order(number=1, in_flight=in_flight))

@@ -93,15 +93,15 @@ mixes = st.builds(
 
 def build(mix: Mix, clock: Clock) -> NativeEngine:
     decoder = small("llama")
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, key in enumerate(("a", "b")):
-        bank.add(key, init_adapter(decoder.config, 8, 16.0, list(PARTS), seed))
-    bank.add_full("full", decoder.bytes, lambda: small("llama tied"))
+        loras.add(key, init_adapter(decoder.config, 8, 16.0, list(PARTS), seed))
+    loras.add_full("full", decoder.bytes, lambda: small("llama tied"))
     gate = SloGate(enabled=mix.gate, headroom=mix.headroom, clock=clock)
     config = decoder.config
     token = 2 * config.layers * config.kv_heads * config.head_dim * decoder.dtype.itemsize
     engine = NativeEngine(
-        decoder, bank, text, max_rows=mix.rows, kv_budget_bytes=mix.cache * token, gate=gate,
+        decoder, loras, text, max_rows=mix.rows, kv_budget_bytes=mix.cache * token, gate=gate,
         prefill_tokens=mix.prefill_tokens,
     )  # fmt: skip
     for kind, size, seconds in (("decode", 1, 0.01), ("decode", 8, 0.08), ("prefill", 16, 0.1), ("train", 1, 1.0)):
@@ -262,8 +262,8 @@ class ClosedGate(SloGate):
 
 def test_a_gate_that_holds_back_everything_is_opened_and_counted() -> None:
     decoder = small("llama")
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
-    engine = NativeEngine(decoder, bank, text, max_rows=4, kv_budget_bytes=1 << 24, gate=ClosedGate())
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    engine = NativeEngine(decoder, loras, text, max_rows=4, kv_budget_bytes=1 << 24, gate=ClosedGate())
     for number in range(6):
         engine.submit(order(f"r{number}", seed=number, max_tokens=5))
     ended = set()

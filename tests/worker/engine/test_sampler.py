@@ -116,7 +116,7 @@ def test_a_small_difference_in_logits_seldom_changes_the_token(sample: Sampler) 
     assert flips < 0.03
 
 
-def test_a_row_of_no_numbers_says_so_and_leaves_the_others(sample: Sampler) -> None:
+def test_a_row_of_no_numbers_fails_alone(sample: Sampler) -> None:
     logits = torch.randn(3, 100)
     draws = [SamplingKey(seed, 0, 1.0) for seed in range(3)]
     good = sample(logits, draws)

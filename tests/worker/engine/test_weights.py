@@ -45,8 +45,8 @@ RunnerClass = type[DenseRunner] | type[CudaGraphRunner]
 
 
 def engine(base: Decoder, runner: RunnerClass = DenseRunner, room: int = KV) -> NativeEngine:
-    bank = LoraManager(base.config, base.dtype, base.device, 16, room)
-    return NativeEngine(base, bank, text, max_rows=8, kv_budget_bytes=KV, runner=runner(base, bank, KV))
+    loras = LoraManager(base.config, base.dtype, base.device, 16, room)
+    return NativeEngine(base, loras, text, max_rows=8, kv_budget_bytes=KV, runner=runner(base, loras, KV))
 
 
 def texts(engine: NativeEngine) -> dict[str, list[tuple[int, float]]]:
@@ -70,7 +70,7 @@ def test_versions_base_and_lora_share_an_engine(
     lora = init_adapter(base.config, 4, 8.0, list(PARTS), 0)
     for _, b in lora.weights.values():
         b.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
-    shared.bank.add("v3", lora)
+    shared.loras.add("v3", lora)
     refs = {"one": ref(1), "two": ref(2), "base": None, "lora": ref(3, 4)}
     for name, adapter in refs.items():
         shared.submit(order(name, adapter=adapter, prompt=PROMPT, shared_prefix=16))
@@ -78,7 +78,7 @@ def test_versions_base_and_lora_share_an_engine(
     alone = {}
     for name, decoder in {"one": 1, "two": 2, "base": 0, "lora": 0}.items():
         single = engine(read_full_version(folders[decoder], base) if decoder else base, runner)
-        single.bank.add("v3", lora)
+        single.loras.add("v3", lora)
         adapter = refs["lora"] if name == "lora" else None
         single.submit(order(name, adapter=adapter, prompt=PROMPT, shared_prefix=16))
         alone |= texts(single)

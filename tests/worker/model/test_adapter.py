@@ -1,5 +1,5 @@
 """Adapters: PEFT reads what is written and gives the same logits, and the other way round; what is no LoRA is refused;
-the bank serves many at once."""
+the loras serves many at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def filled(decoder: Decoder, rank: int, seed: int, targets: list[str], rslora: b
     return Adapter(rank, 24.0, weights, rslora)
 
 
-def bank(decoder: Decoder, **adapters: Adapter) -> LoraManager:
+def loras(decoder: Decoder, **adapters: Adapter) -> LoraManager:
     made = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for key, adapter in adapters.items():
         made.add(key, adapter)
@@ -62,7 +62,7 @@ def test_peft_gives_the_same_logits(tmp_path: Path, family: str, rank: int, targ
     assert (expected - base).abs().max() > 0.5
     back = read_adapter(tmp_path, decoder.config)
     assert (back.rank, back.alpha, back.modules, back.rslora) == (rank, 24.0, adapter.modules, rslora)
-    torch.testing.assert_close(logits(decoder, bank(decoder, x=back), "x", tokens), expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(decoder, loras(decoder, x=back), "x", tokens), expected, atol=2e-4, rtol=1e-4)
 
 
 def trained(**options: Any) -> peft.PeftModel:
@@ -84,7 +84,7 @@ def same_as_peft(folder: Path) -> Adapter:
     with torch.no_grad():
         expected, base = model(tokens[None]).logits[0], reference("llama")(tokens[None]).logits[0]
     assert (expected - base).abs().max() > 0.1
-    torch.testing.assert_close(logits(decoder, bank(decoder, x=adapter), "x", tokens), expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(decoder, loras(decoder, x=adapter), "x", tokens), expected, atol=2e-4, rtol=1e-4)
     return adapter
 
 
@@ -167,7 +167,7 @@ def test_what_peft_converts_to_a_lora_is_accepted(tmp_path: Path, init: str, rsl
         expected = model.eval()(tokens[None]).logits[0]
     model.save_pretrained(tmp_path / "made", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
     adapter, decoder = same_as_peft(tmp_path / "made"), small("llama", torch.float32)
-    torch.testing.assert_close(logits(decoder, bank(decoder, x=adapter), "x", tokens), expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(logits(decoder, loras(decoder, x=adapter), "x", tokens), expected, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"rank_pattern": {"q_proj": 2}}], ids=str)
@@ -214,7 +214,7 @@ def test_version_zero_is_the_base_and_depends_on_its_seed() -> None:
     decoder = small("llama", torch.float32)
     tokens = torch.randint(0, 211, (9,))
     made = [init_adapter(decoder.config, 4, 8.0, ["q", "up"], seed) for seed in (0, 0, 1)]
-    keeper = bank(decoder, a=made[0])
+    keeper = loras(decoder, a=made[0])
     assert torch.equal(logits(decoder, keeper, "a", tokens), logits(decoder, keeper, "", tokens))
     assert all(torch.equal(made[0].weights[site][0], made[1].weights[site][0]) for site in made[0].weights)
     assert not torch.equal(made[0].weights[0, "q"][0], made[2].weights[0, "q"][0])
@@ -263,7 +263,7 @@ def test_many_adapters_of_different_ranks_in_one_batch(
     if divided:
         divide(monkeypatch, depth=24, rows=8)
     made = {f"k{i}": filled(decoder, rank, i, list(PARTS)[i % 3 :]) for i, rank in enumerate([3, 16, 20, 64, 8])}
-    keeper = bank(decoder, **made)
+    keeper = loras(decoder, **made)
     x, y = torch.randn(sum(counts.values()), 64), torch.randn(sum(counts.values()), 192)
     lora = keeper.batch_product(list(counts), list(counts.values()))
     assert lora is not None
@@ -282,7 +282,7 @@ def test_many_adapters_of_different_ranks_in_one_batch(
 
 def test_an_adapter_in_use_stays_until_its_last_request_ends() -> None:
     decoder = small("llama")
-    keeper = bank(decoder, a=filled(decoder, 4, 0, ["q"]))
+    keeper = loras(decoder, a=filled(decoder, 4, 0, ["q"]))
     keeper.pin("a")
     keeper.evict("a")
     assert "a" not in keeper and len(keeper) == 1
@@ -296,7 +296,7 @@ def test_an_adapter_in_use_stays_until_its_last_request_ends() -> None:
 def test_the_stack_follows_a_changing_set_of_adapters() -> None:
     decoder = small("llama", torch.float32)
     made = {f"k{i}": filled(decoder, 4 + 4 * i, i, list(PARTS)) for i in range(6)}
-    keeper, x, y = bank(decoder, **made), torch.randn(12, 64), torch.zeros(12, 64)
+    keeper, x, y = loras(decoder, **made), torch.randn(12, 64), torch.zeros(12, 64)
     for turn in range(300):
         keys = [f"k{(turn // 40 + i) % 6}" for i in range(1 + turn % 3)]
         keeper.assign_slots(keys)
@@ -318,15 +318,15 @@ def test_the_stack_follows_a_changing_set_of_adapters() -> None:
 )
 @pytest.mark.parametrize(("site", "width"), [("o", 64), ("qkv", 128)])
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_rows_get_the_same_bits_whoever_else_is_in_the_batch(
+def test_rows_get_the_same_bits_whatever_other_rows_are_in_the_batch(
     counts: list[int], site: str, width: int, spoilt: bool
 ) -> None:
     decoder = small("llama")
     made = {f"k{i}": filled(decoder, 16 - 8 * (i % 2), i, list(PARTS)) for i in range(len(counts))}
-    alone = bank(decoder, **made)
+    alone = loras(decoder, **made)
     if spoilt:
         made["k1"].weights[0, SITES[site][0]][1][0, 0] = math.inf
-    together = bank(decoder, **made)
+    together = loras(decoder, **made)
     x, y = (torch.randn(sum(counts), size).to(decoder.dtype) for size in (64, width))
     for rest in (0, 3):  # the last rows may be the base model's
         keys, given = [*made, ""], [*counts[:-1], counts[-1] - min(rest, counts[-1] - 1), min(rest, counts[-1] - 1)]

@@ -76,7 +76,7 @@ def test_a_projection_by_rows(threads: int, shape: tuple[int, int], pack: bool) 
 @pytest.mark.parametrize("shape", [(576, 16), (576, 48), (1536, 16), (16, 576), (48, 960), (32, 3072)])
 def test_the_products_of_adapters_by_rows(threads: int, shape: tuple[int, int], groups: int) -> None:
     x, w = cancelling(96, *shape, groups)
-    # as the bank keeps them
+    # as the loras keeps them
     pieces = [piece.mT.contiguous().mT for piece in w.split(contraction_chunks(shape[0], w.dtype, w.device), 1)]
     least = min(piece.shape[1] for piece in pieces), shape[1]
 
@@ -95,8 +95,9 @@ def test_the_products_of_adapters_by_rows(threads: int, shape: tuple[int, int], 
 
 @rule
 @pytest.mark.parametrize("rank", [16, 32, 64])
-def test_own_numbers_among_zeros(threads: int, rank: int) -> None:
-    """Wherever an adapter's middle stands among those of others, all zero, it gives the same. Ranks are the bank's."""
+def test_numbers_of_one_row_among_zeros(threads: int, rank: int) -> None:
+    """Wherever an adapter's middle stands among those of others, all zero, it gives the same.
+    Ranks are those of the manager."""
     x, w = cancelling(40, rank, 576)
     torch.set_num_threads(1)
     wanted = chunked_matmul(x, [w])

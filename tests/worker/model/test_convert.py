@@ -135,7 +135,7 @@ def test_prepared_once_by_several_processes(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
 
 
-def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+def test_requests_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(UserError, match="no model is called"):
         prepare("no-such-model", cache)
@@ -169,7 +169,7 @@ def test_the_module_prints_the_folder(tmp_path: Path) -> None:
     assert "no model is called" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     publish(tmp_path / "published", "llama")
     folder = registry.model_folder(tmp_path / "cache", str(tmp_path / "published"))
     began = subprocess.Popen([

@@ -138,19 +138,19 @@ def _unit(rng: random.Random, prompt: int, tails: list[int]) -> PackedGroup:
 def test_lora_as_one_product(product: GroupedMatmul, dtype: torch.dtype) -> None:
     """Each row against its own adapter in float64, and base rows untouched."""
     decoder = small("llama", dtype)
-    bank = LoraManager(decoder.config, dtype, "cpu", 64)
+    loras = LoraManager(decoder.config, dtype, "cpu", 64)
     adapters = {key: trained_adapter(decoder, rank, seed) for seed, (key, rank) in enumerate(RANKS.items())}
     for key, one in adapters.items():
-        bank.add(key, one)
-    assert bank.assign_slots([""]) == 0
+        loras.add(key, one)
+    assert loras.assign_slots([""]) == 0
     keys = ["c", "a", "", "b", "d"]
-    places = bank.assign_slots(keys)
-    keys.sort(key=lambda key: (bank.slot_order(key), key))
+    places = loras.assign_slots(keys)
+    keys.sort(key=lambda key: (loras.slot_order(key), key))
     counts = [3, 1, 5, 2, 4]
     rows = sum(counts) + 2  # two that are nobody's
-    ends = bank.slot_ends(keys, counts, rows)
+    ends = loras.slot_ends(keys, counts, rows)
     assert len(ends) == places and ends[-1] == rows and keys[-1] == ""
-    lora = bank.grouped_product(torch.tensor(ends, dtype=torch.int32), product)
+    lora = loras.grouped_product(torch.tensor(ends, dtype=torch.int32), product)
     owners = [key for key, count in zip(keys, counts, strict=True) for _ in range(count)] + ["", ""]
     generator = torch.Generator().manual_seed(0)
     for site, parts in SITES.items():

@@ -74,7 +74,7 @@ def test_smollm2_equals_transformers() -> None:
     torch.testing.assert_close(logits(decoder, tokens), expected, atol=5e-3, rtol=1e-4)
 
 
-def test_what_cannot_be_computed_is_refused() -> None:
+def test_operations_that_cannot_be_computed_are_refused() -> None:
     plain = FAMILIES["llama"].to_dict()
     with pytest.raises(UserError, match="gpt2"):
         DecoderConfig.from_hf({**plain, "model_type": "gpt2"})

@@ -47,11 +47,11 @@ def reference(policy: str) -> protocol.AdapterRef:
 
 def sample(decoder: Decoder, made: dict[str, Adapter], tokens: int) -> dict[str, list[protocol.SharedPrefixGroup]]:
     """Of every policy two groups with different prompts: three texts that share it, and one that does not."""
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for policy, adapter in made.items():
-        bank.add(policy, adapter)
-    runner = KernelRunner(decoder, bank, 1 << 26)
-    engine = NativeEngine(decoder, bank, lambda _: "", max_rows=8, kv_budget_bytes=1 << 26, runner=runner)
+        loras.add(policy, adapter)
+    runner = KernelRunner(decoder, loras, 1 << 26)
+    engine = NativeEngine(decoder, loras, lambda _: "", max_rows=8, kv_budget_bytes=1 << 26, runner=runner)
     source = random.Random(1)
     prompts = {(policy, size): [source.randrange(200) for _ in range(11 * size)] for policy in made for size in (3, 1)}
     requests = [

@@ -119,7 +119,7 @@ async def shard(
     return await service.threads(stream, service.context.artifacts, digest, name, range)
 
 
-@routes.get("/offers/{ticket}")
+@routes.get("/batches/{ticket}")
 async def batch(service: Service, ticket: str) -> Response:
     content = service.controller.tickets.open_batch(ticket)
     if content is None:

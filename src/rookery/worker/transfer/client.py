@@ -159,7 +159,7 @@ class TransferClient:
 
     async def fetch_batch(self, ticket: str) -> bytes:
         """The encoded training batch that the controller published under ``ticket``."""
-        return (await self._request("GET", f"/wire/offers/{ticket}")).content
+        return (await self._request("GET", f"/wire/batches/{ticket}")).content
 
     def _on_pulled(self, key: tuple[str, bool], task: asyncio.Task[Path]) -> None:
         self._pulls.pop(key, None)

@@ -48,9 +48,9 @@ def make(
     **options: int,
 ) -> NativeEngine:
     """With two adapters of two policies."""
-    bank = LoraManager(model.projections, model.dtype, model.device, 16, adapters)
-    made = (runner or transformers_runner)(model, bank, budget)
-    engine = NativeEngine(model, bank, text, runner=made, **{"max_rows": 9, "kv_budget_bytes": budget, **options})
+    loras = LoraManager(model.projections, model.dtype, model.device, 16, adapters)
+    made = (runner or transformers_runner)(model, loras, budget)
+    engine = NativeEngine(model, loras, text, runner=made, **{"max_rows": 9, "kv_budget_bytes": budget, **options})
     for seed, (name, rank) in enumerate(RANKS.items()):
         if not (folder / name).exists():
             write(folder / name, model, rank, seed)
@@ -135,10 +135,10 @@ def test_both_runners_sample_the_native_engines_texts(
         published = small_model(family)
         config = DecoderConfig.from_hf(published.config.to_dict())
         decoder = Decoder(config, fuse(config, published.state_dict()))
-        bank = LoraManager(config, decoder.dtype, decoder.device, 16)
-        bank.add("a", read_adapter(tmp_path / "a", config))
-        dense = best_runner(decoder, bank, 1 << 26, compiled=False)  # kernels take seconds to compile
-        other = NativeEngine(decoder, bank, text, max_rows=8, kv_budget_bytes=1 << 26, runner=dense)
+        loras = LoraManager(config, decoder.dtype, decoder.device, 16)
+        loras.add("a", read_adapter(tmp_path / "a", config))
+        dense = best_runner(decoder, loras, 1 << 26, compiled=False)  # kernels take seconds to compile
+        other = NativeEngine(decoder, loras, text, max_rows=8, kv_budget_bytes=1 << 26, runner=dense)
     else:
         other = make(model, tmp_path)
     asked = [order(str(n), prompt=prompt(n, 9), shared_prefix=5, seed=n, adapter=ref("a")) for n in range(3)]

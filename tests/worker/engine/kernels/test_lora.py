@@ -171,8 +171,8 @@ def test_stages_raise_for_what_does_not_fit() -> None:
 
 def test_packing_an_adapter_keeps_its_size() -> None:
     decoder = small("llama", torch.float32)
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
-    bank.add("a", adapter(decoder, 20, ["q", "v", "down"], 1))
-    size = bank.bytes
-    packed = bank.packed("a", partial(KernelAdapter.pack, layers=decoder.config.layers))
-    assert bank.bytes == size == packed.bytes and not bank.residents["a"].a
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras.add("a", adapter(decoder, 20, ["q", "v", "down"], 1))
+    size = loras.bytes
+    packed = loras.packed("a", partial(KernelAdapter.pack, layers=decoder.config.layers))
+    assert loras.bytes == size == packed.bytes and not loras.residents["a"].a

@@ -48,13 +48,13 @@ def make(
     speculator: Speculator | None, runner: type[KernelRunner | DenseRunner] = BEST, **options: int
 ) -> NativeEngine:
     decoder = small("llama")
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for key, weights in adapters().items():
-        bank.add(key, weights)
+        loras.add(key, weights)
     kept = {"max_rows": 8, "kv_budget_bytes": 1 << 26, **options}
-    made = runner(decoder, bank, kept["kv_budget_bytes"])
+    made = runner(decoder, loras, kept["kv_budget_bytes"])
     text = lambda tokens: "".join(chr(65 + t % 26) for t in tokens)  # noqa: E731
-    return NativeEngine(decoder, bank, text, runner=made, speculator=speculator, **kept)
+    return NativeEngine(decoder, loras, text, runner=made, speculator=speculator, **kept)
 
 
 @cache
@@ -227,7 +227,7 @@ class Free(StepCosts):
         return np.ones(drafts + 1)
 
 
-def test_siblings_are_drafted_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_come_from_siblings_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy group: whoever comes later says what the first said. Equal texts of another tenant, of a request without
     a group, or of another group are not known."""
     monkeypatch.setattr(drafts_module, "VAIN_SHARE", 1e9)
@@ -308,7 +308,7 @@ def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, idle: int,
     assert 0 < speculator.states <= before
 
 
-def test_texts_that_nobody_indexes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_without_an_index_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """While drafts do not pay, texts of a group that goes on were kept until its end."""
     monkeypatch.setattr(drafts_module, "MAX_STATES", 500)
     speculator = Speculator(Free())

@@ -51,15 +51,15 @@ def seen(gap: Tensor, window: int) -> Tensor:
 class StreamRunner(BaseRunner):
     """See the module."""
 
-    def __init__(self, model: TransformersModel, bank: LoraManager, kv_budget_bytes: int) -> None:
+    def __init__(self, model: TransformersModel, loras: LoraManager, kv_budget_bytes: int) -> None:
         assert model.cache_shape is not None
         self._cache = KVCache(model.cache_shape, model.dtype, model.device, kv_budget_bytes)
-        super().__init__(model, bank, self._cache)
+        super().__init__(model, loras, self._cache)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
         attend = StreamAttention(self._cache, TokenStream(streams, double=False))
-        lora = self._bank.batch_product(*zip(*adapter_groups(streams), strict=True))
+        lora = self._loras.batch_product(*zip(*adapter_groups(streams), strict=True))
         with self._decoder.adapted(lora, len(attend.tokens), attend):
             hidden = self._decoder.hidden(attend.tokens[None], attend.positions[None])[0]
         return hidden, attend.last
@@ -108,10 +108,10 @@ def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, a
 class SequenceRunner(BaseRunner):
     """See the module."""
 
-    def __init__(self, model: TransformersModel, bank: LoraManager, kv_budget_bytes: int) -> None:
+    def __init__(self, model: TransformersModel, loras: LoraManager, kv_budget_bytes: int) -> None:
         store = SequenceStore(model, kv_budget_bytes)
         self._caches = store.caches
-        super().__init__(model, bank, store)
+        super().__init__(model, loras, store)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
@@ -121,7 +121,7 @@ class SequenceRunner(BaseRunner):
             device = self._decoder.device
             tokens = torch.tensor(chunk.tokens, device=device)[None]
             positions = torch.arange(first, first + count, device=device)[None]
-            lora = self._bank.batch_product([chunk.key], [count])
+            lora = self._loras.batch_product([chunk.key], [count])
             with self._decoder.adapted(lora, count, causal_attention):
                 hidden.append(self._decoder.hidden(tokens, positions, cache=self._cache(chunk))[0])
         return torch.cat(hidden), torch.tensor(counts, device=self._decoder.device).cumsum(0) - 1
@@ -136,7 +136,7 @@ class SequenceRunner(BaseRunner):
         return self._caches[chunk.slot]
 
 
-def transformers_runner(model: TransformersModel, bank: LoraManager, kv_budget_bytes: int) -> Runner:
+def transformers_runner(model: TransformersModel, loras: LoraManager, kv_budget_bytes: int) -> Runner:
     """The faster one of those that can compute ``model``."""
     runner = StreamRunner if model.cache_shape is not None else SequenceRunner
-    return runner(model, bank, kv_budget_bytes)
+    return runner(model, loras, kv_budget_bytes)

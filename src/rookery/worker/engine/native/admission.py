@@ -83,7 +83,7 @@ class Admission:
     def __init__(
         self,
         store: SegmentStore,
-        bank: LoraManager,
+        loras: LoraManager,
         max_rows: int,
         stats: defaultdict[str, float],
         gate: SloGate,
@@ -95,7 +95,7 @@ class Admission:
         self.serves: Callable[[str], bool] = lambda key: True
         """Whether the weights in use are those of an adapter."""
         self._store = store
-        self._bank = bank
+        self._loras = loras
         self._max_rows = max_rows
         self._gate = gate
         self._budget = gate.cache_budget(store.tokens)
@@ -247,7 +247,7 @@ class Admission:
         separate products, then the remaining ones. Then the prefixes of waiting requests: rows become free one by one,
         and a slice for each one's prompt costs twice as much as its share of one slice for several. With ``max_tokens``
         it is empty only if no served row needs a prefill."""
-        plan, lora = PrefillSlice(max_tokens, max_keys), self._bank.lora_key
+        plan, lora = PrefillSlice(max_tokens, max_keys), self._loras.lora_key
         if not max_tokens:
             return plan
         started = set()
@@ -320,7 +320,7 @@ class Admission:
 
     def _attached(self, key: str) -> bool:
         """Whether new requests may use this adapter."""
-        return not key or key in self._bank
+        return not key or key in self._loras
 
     def _restore_tail(self, request: EngineRequest, tail: list[int]) -> bool:
         """Restores the episode's cache if the request's tail extends it."""

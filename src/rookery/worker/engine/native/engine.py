@@ -74,7 +74,7 @@ class NativeEngine:
     def __init__(
         self,
         decoder: ResidentModel,
-        bank: LoraManager,
+        loras: LoraManager,
         decode: Callable[[list[int]], str],
         *,
         max_rows: int,
@@ -88,19 +88,19 @@ class NativeEngine:
     ) -> None:
         """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
         the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
-        self.decoder, self.bank = decoder, bank
+        self.decoder, self.loras = decoder, loras
         context = decoder.context
-        self.limits = EngineLimits(max_rows, min(max_context or context, context), bank.max_rank)
+        self.limits = EngineLimits(max_rows, min(max_context or context, context), loras.max_rank)
         self.generated = 0
         self.stats: defaultdict[str, float] = defaultdict(float)
         """Counters: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens (found
         in the cache instead of computed), draft_tokens (verified), accepted_tokens (of them), preempted, switched,
         forced_slices (that nothing had been chosen for)."""
-        self.runner = runner or best_runner(decoder, bank, kv_budget_bytes)
-        self.weights = WeightSets(decoder, bank, self.runner)
+        self.runner = runner or best_runner(decoder, loras, kv_budget_bytes)
+        self.weights = WeightSets(decoder, loras, self.runner)
         self.store = self.runner.store
         self.gate = gate or SloGate(enabled=False)
-        self.admission = Admission(self.store, bank, max_rows, self.stats, self.gate)
+        self.admission = Admission(self.store, loras, max_rows, self.stats, self.gate)
         self.admission.serves = self.weights.serves
         self._speculator = speculator if decoder.device.type == "cpu" else None
         self._decode, self._prefill_keys = decode, prefill_keys
@@ -141,20 +141,20 @@ class NativeEngine:
 
     def adapters(self) -> list[str]:
         """See ``Engine``."""
-        return self.bank.keys()
+        return self.loras.keys()
 
     def has_adapter(self, key: str) -> bool:
         """See ``Engine``."""
-        return key in self.bank
+        return key in self.loras
 
     def memory(self) -> dict[str, MemoryUse]:
         """See ``Engine``."""
         kv_cache = MemoryUse(self.store.bytes, self.store.budget)
-        return {"kv_cache": kv_cache, "adapters": MemoryUse(self.bank.bytes, self.bank.budget_bytes)}
+        return {"kv_cache": kv_cache, "adapters": MemoryUse(self.loras.bytes, self.loras.budget_bytes)}
 
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """See ``Engine``."""
-        if ref.hash not in self.bank:
+        if ref.hash not in self.loras:
             self.weights.add(ref, folder)
 
     @property
@@ -163,7 +163,7 @@ class NativeEngine:
 
     def evict_adapter(self, key: str) -> None:
         """See ``Engine``."""
-        self.bank.evict(key)
+        self.loras.evict(key)
 
     def submit(self, order: protocol.Generate) -> None:
         """See ``Engine``."""
@@ -171,7 +171,7 @@ class NativeEngine:
         request = EngineRequest.begin(order, self._decode)
         self._requests[order.request] = request
         if request.key:
-            self.bank.pin(request.key)
+            self.loras.pin(request.key)
         self.gate.track(request)
         request.check_finished(self.limits.max_context)
         if request.finish:
@@ -186,13 +186,13 @@ class NativeEngine:
         held = self._requests.get(request)
         if held is None:
             return False
-        before = held.check_switch(ref, resident=ref.hash in self.bank)
+        before = held.check_switch(ref, resident=ref.hash in self.loras)
         self.stats["switched"] += 1
         held.switch_adapter(ref)
         if ref.hash != before.hash:  # otherwise both versions have the same weights, and the cache is valid for both
-            self.bank.pin(ref.hash)
+            self.loras.pin(ref.hash)
             self.admission.on_adapter_switched(held, keep=not recompute)
-            self.bank.unpin(before.hash)
+            self.loras.unpin(before.hash)
         return True
 
     def abort(self, request: str) -> None:
@@ -208,7 +208,7 @@ class NativeEngine:
     def drain(self) -> list[protocol.TokenChunk]:
         """See ``Engine``."""
         requests, self._undrained = self._undrained, {}
-        self.admission.discard_adapters(self.bank.dropped)
+        self.admission.discard_adapters(self.loras.dropped)
         self.weights.clear_dropped()
         return [chunk for request in requests.values() for chunk in request.chunks()]
 
@@ -275,7 +275,7 @@ class NativeEngine:
         if order.request in self._requests:
             raise ValueError(f"request {order.request} is already running")
         validate(order, self.decoder.vocab, context)
-        if order.adapter is not None and order.adapter.hash not in self.bank:
+        if order.adapter is not None and order.adapter.hash not in self.loras:
             raise ValueError(f"adapter {order.adapter.hash} is not resident")
         if not self.store.fits_alone(order.shared_prefix, max(longest - order.shared_prefix, 1)):
             raise ValueError(f"a text of {longest} tokens does not fit this worker's cache ({self.store.budget} bytes)")
@@ -328,7 +328,7 @@ class NativeEngine:
         if not work:
             return 0
         self.runner.prepare_adapters(chunk.key for _, chunk in work)
-        work.sort(key=lambda item: (self.bank.slot_order(item[1].key), item[1].key))
+        work.sort(key=lambda item: (self.loras.slot_order(item[1].key), item[1].key))
         hidden, last = self.runner.prefill([chunk for _, chunk in work])
         self.stats["prefill_slices"] += 1
         done: list[tuple[int, EngineRequest | SharedPrefix]] = []
@@ -375,12 +375,12 @@ class NativeEngine:
         rows = self.gate.decode_rows([row for row in self.admission.served if row.decodes])
         if not rows:
             return 0
-        self.runner.prepare_adapters(self.bank.lora_key(row.key) for row in rows)
-        rows.sort(key=lambda row: (self.bank.slot_order(row.key), row.key))
+        self.runner.prepare_adapters(self.loras.lora_key(row.key) for row in rows)
+        rows.sort(key=lambda row: (self.loras.slot_order(row.key), row.key))
         drafts = self._drafts(rows)
         began = time.perf_counter()
         chunks = [
-            sequence_chunk(self.bank.lora_key(row.key), [row.tokens[-1], *draft], row.filled, row.slot, row.prefix)
+            sequence_chunk(self.loras.lora_key(row.key), [row.tokens[-1], *draft], row.filled, row.slot, row.prefix)
             for row, draft in zip(rows, drafts, strict=True)
         ]
         if any(drafts):
@@ -444,6 +444,6 @@ class NativeEngine:
         if self._speculator is not None:
             self._speculator.end(request)
         if request.key:
-            self.bank.unpin(request.key)
+            self.loras.unpin(request.key)
         del self._requests[request.params.request]
         self._undrained[request.params.request] = request

@@ -67,10 +67,10 @@ class BaseRunner:
     """What all runners but a GPU's share: adapters need no preparation, and a decode step is a prefill of one token of
     each sequence."""
 
-    def __init__(self, decoder: Any, bank: Any, store: SegmentStore) -> None:
+    def __init__(self, decoder: Any, loras: Any, store: SegmentStore) -> None:
         self.store = store
         self._decoder = decoder
-        self._bank = bank
+        self._loras = loras
 
     def use(self, decoder: Any) -> None:
         """See ``Runner``."""
@@ -96,14 +96,14 @@ class BaseRunner:
 class DenseRunner(BaseRunner):
     """See the module."""
 
-    def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> None:
+    def __init__(self, decoder: Decoder, loras: LoraManager, kv_budget_bytes: int) -> None:
         self._cache = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
-        super().__init__(decoder, bank, self._cache)
+        super().__init__(decoder, loras, self._cache)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
         attend = SegmentAttention(self._decoder.config, self._cache, TokenStream(streams))
-        lora = self._bank.batch_product(*zip(*_doubled_groups(streams), strict=True))
+        lora = self._loras.batch_product(*zip(*_doubled_groups(streams), strict=True))
         return self._decoder.forward(attend.tokens, attend.positions, attend, lora), attend.last
 
 
@@ -118,7 +118,7 @@ class KernelRunner(DenseRunner):
 
         attend = KernelAttention(self._decoder, self._cache, TokenStream(streams))
         pack = partial(KernelAdapter.pack, layers=len(self._decoder.layers))
-        groups = [(self._bank.packed(key, pack) if key else None, count) for key, count in _doubled_groups(streams)]
+        groups = [(self._loras.packed(key, pack) if key else None, count) for key, count in _doubled_groups(streams)]
         return forward(self._decoder, attend.tokens, groups, attend), attend.last
 
     def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
@@ -141,7 +141,7 @@ def _doubled_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
 
 def best_runner(
     decoder: ResidentModel,
-    bank: LoraManager,
+    loras: LoraManager,
     kv_budget_bytes: int,
     *,
     compiled: bool = True,
@@ -152,9 +152,9 @@ def best_runner(
     under ``cache``."""
     assert isinstance(decoder, Decoder), "other models need a runner of their own"
     if device.fuses(decoder.device, decoder.dtype):
-        return CudaGraphRunner(decoder, bank, kv_budget_bytes)
+        return CudaGraphRunner(decoder, loras, kv_budget_bytes)
     runner = KernelRunner if compiled and kernels.usable(decoder, cache) else DenseRunner
-    return runner(decoder, bank, kv_budget_bytes)
+    return runner(decoder, loras, kv_budget_bytes)
 
 
 def logits_at(decoder: ResidentModel, hidden: Tensor, index: Tensor) -> Tensor:
@@ -171,9 +171,9 @@ class WeightSets:
     """Chooses the set that the runner computes with. A set is named by the hash of its version, the base model's by an
     empty string."""
 
-    def __init__(self, base: ResidentModel, bank: LoraManager, runner: Runner) -> None:
+    def __init__(self, base: ResidentModel, loras: LoraManager, runner: Runner) -> None:
         self._base = base
-        self._bank = bank
+        self._loras = loras
         self._runner = runner
         self._current = ""
         self._since = 0.0
@@ -183,10 +183,10 @@ class WeightSets:
     def add(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """Attach the adapter or the full-parameter version ``ref``; see ``Engine.add_adapter``."""
         if ref.rank:
-            self._bank.make_room(ref.rank)  # before reading: a caller without room tries again
-            self._bank.add(ref.hash, read_adapter(folder, self._base.projections))
+            self._loras.make_room(ref.rank)  # before reading: a caller without room tries again
+            self._loras.add(ref.hash, read_adapter(folder, self._base.projections))
             return
-        self._bank.add_full(ref.hash, self._base.bytes, lambda: self._read(folder))
+        self._loras.add_full(ref.hash, self._base.bytes, lambda: self._read(folder))
 
     def _read(self, folder: Path) -> Decoder:
         assert isinstance(self._base, Decoder)
@@ -194,7 +194,7 @@ class WeightSets:
 
     def of(self, key: str) -> str:
         """The set of an adapter's rows."""
-        return key if self._bank.decoder(key) is not None else ""
+        return key if self._loras.decoder(key) is not None else ""
 
     def serves(self, key: str) -> bool:
         """Whether the weights in use are those of the adapter ``key``."""
@@ -213,11 +213,11 @@ class WeightSets:
 
     def clear_dropped(self) -> None:
         """Use no weights that have left memory; clears the list of the adapters that have."""
-        if self._current in self._bank.dropped:
+        if self._current in self._loras.dropped:
             self._use("")
-        self._bank.dropped.clear()
+        self._loras.dropped.clear()
 
     def _use(self, name: str) -> None:
         self._current, self._since = name, time.monotonic()
-        self.decoder = self._bank.decoder(name) or self._base
+        self.decoder = self._loras.decoder(name) or self._base
         self._runner.use(self.decoder)

@@ -88,16 +88,16 @@ class CudaGraphRunner:
     """See ``runner.Runner``."""
 
     def __init__(
-        self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int, product: GroupedMatmul | None = None
+        self, decoder: Decoder, loras: LoraManager, kv_budget_bytes: int, product: GroupedMatmul | None = None
     ) -> None:
         """``product`` defaults to the fastest one of the device (``lora.best_grouped_matmul``)."""
         self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes, token_major=True)
         self.graphs: LRUCache[Bucket, DecodeGraph] = LRUCache(MAX_GRAPHS)
         self._decoder = decoder
-        self._bank = bank
+        self._loras = loras
         self._product = product or best_grouped_matmul(decoder.device, decoder.dtype)
         self._windows = sorted(set(decoder.config.windows))
-        self._slots, self._layout_version = 0, bank.slots.layout_version
+        self._slots, self._layout_version = 0, loras.slots.layout_version
         on_gpu = decoder.device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if on_gpu else None
         """Graphs share their working memory: one runs at a time."""
@@ -113,9 +113,9 @@ class CudaGraphRunner:
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """See ``Runner``."""
-        self._slots = self._bank.assign_slots(dict.fromkeys(keys))
-        if self._bank.slots.layout_version != self._layout_version:
-            self._layout_version = self._bank.slots.layout_version
+        self._slots = self._loras.assign_slots(dict.fromkeys(keys))
+        if self._loras.slots.layout_version != self._layout_version:
+            self._layout_version = self._loras.slots.layout_version
             for key in [key for key in self.graphs if key.adapters > 0]:
                 del self.graphs[key]
             if self._memory is not None and not self.graphs:  # a pool that no graph uses cannot be captured into again
@@ -129,11 +129,11 @@ class CudaGraphRunner:
             groups = {key: sum(len(s.tokens) for s in group) for key, group in groupby(streams, key=lambda s: s.key)}
             keys, counts = list(groups), list(groups.values())
             if self._product is grouped_matmul:
-                ends = self._bank.slot_ends(keys, counts, sum(counts))
+                ends = self._loras.slot_ends(keys, counts, sum(counts))
                 on_device = torch.tensor(ends, dtype=torch.int32, device=self._decoder.device)
-                lora = self._bank.grouped_product(on_device, grouped_matmul)
+                lora = self._loras.grouped_product(on_device, grouped_matmul)
             else:  # with so many rows, padding each group is cheaper than multiplying all rows by all slots
-                lora = self._bank.batch_product(keys, counts)
+                lora = self._loras.batch_product(keys, counts)
         hidden = self._decoder.forward(attend.tokens, attend.positions, attend, lora)
         return hidden, attend.last
 
@@ -142,7 +142,7 @@ class CudaGraphRunner:
         shape = bucket(
             len(streams), max(s.start + 1 for s in streams), max(s.prefix_length for s in streams), self._slots
         )
-        ends = self._bank.slot_ends([s.key for s in streams], [1] * len(streams), shape.rows) if shape.adapters else []
+        ends = self._loras.slot_ends([s.key for s in streams], [1] * len(streams), shape.rows) if shape.adapters else []
         inputs = decode_inputs(shape, self._windows, streams, ends)
         graph = self.graphs.get(shape)
         if graph is None:
@@ -154,7 +154,7 @@ class CudaGraphRunner:
         return sample(logits, keys)
 
     def _new_graph(self, shape: Bucket, inputs: np.ndarray) -> DecodeGraph:
-        graph = DecodeGraph(self._decoder, self._bank, self.store, shape, self._product)
+        graph = DecodeGraph(self._decoder, self._loras, self.store, shape, self._product)
         if self._capture_stream is not None:
             graph.capture(inputs, self._memory, self._capture_stream)
         return graph
@@ -229,7 +229,7 @@ class DecodeGraph:
     """The decode step of one bucket, on its own input buffers."""
 
     def __init__(
-        self, decoder: Decoder, bank: LoraManager, pool: KVCache, shape: Bucket, product: GroupedMatmul
+        self, decoder: Decoder, loras: LoraManager, pool: KVCache, shape: Bucket, product: GroupedMatmul
     ) -> None:
         device, config = decoder.device, decoder.config
         windows = sorted(set(config.windows))
@@ -250,7 +250,7 @@ class DecodeGraph:
         attend = DecodeAttention(config, pool, write, seen)
 
         def compute() -> Tensor:
-            lora = bank.grouped_product(ends.int(), product) if shape.adapters else None
+            lora = loras.grouped_product(ends.int(), product) if shape.adapters else None
             return decoder.forward(tokens, positions, attend, lora)
 
         self._run: Callable[[], Tensor] = compute
