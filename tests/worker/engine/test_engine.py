@@ -118,7 +118,7 @@ def test_the_context_ends_a_text() -> None:
         ({"max_tokens": 4000}, "cache"),
     ],
 )
-def test_a_job_that_can_never_run_is_refused_and_leaves_no_row(changes: dict[str, object], says: str) -> None:
+def test_work_that_can_never_run_is_refused_and_leaves_nothing(changes: dict[str, object], says: str) -> None:
     engine = make(kv_budget_bytes=1 << 20)
     with pytest.raises(ValueError, match=says):
         engine.submit(order(**changes))
