@@ -70,7 +70,7 @@ if sys.orig_argv[-1:] == ["serve"]:
 
 
 @pytest.mark.heavy
-def test_a_job_that_ends_the_service_is_held_and_others_go_on(tmp_path: Path) -> None:
+def test_a_job_that_ends_the_service_is_held_and_others_resume(tmp_path: Path) -> None:
     """That job waits for a person; nobody resumes the others."""
     write_model(tmp_path / "cache")
     (tmp_path / "sitecustomize.py").write_text(FATAL)
