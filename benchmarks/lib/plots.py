@@ -78,7 +78,8 @@ def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.45 * max(times for _, times, *_ in bars))
     axes.set_xlabel("speed of Rookery / speed of the other (1: equal)")
-    figure.suptitle(f"Rookery compared with vLLM, PEFT and TRL. {_origin(*(result for *_, result in bars))}", fontsize=9)
+    origin = _origin(*(result for *_, result in bars))
+    figure.suptitle(f"Rookery compared with vLLM, PEFT and TRL. {origin}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -130,9 +131,7 @@ def _agentic(results: Mapping[str, dict[str, Any]]) -> Figure | None:
     axes.set_xticks(range(len(points)), [f"{p['tenants']} tenant{'s' * (p['tenants'] > 1)}" for p in points])
     axes.set_ylabel("seconds until all jobs are done")
     axes.legend(fontsize=8, frameon=False)
-    axes.set_title(
-        f"Small jobs, each of three turns waits 2 s for a tool; one run. {_origin(result)}", fontsize=9
-    )
+    axes.set_title(f"Small jobs, each of three turns waits 2 s for a tool; one run. {_origin(result)}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
