@@ -76,6 +76,14 @@ CONTROLLER_FLOORS = [
 """Packages and modules of ``controller/`` from the ground up: each imports only those below it, and its own floor not
 at all. Every import counts, also within functions and those for types alone."""
 
+IMPLEMENTATIONS: dict[str, dict[str, set[str]]] = {
+    "engine": {"native": set(), "hf": {"native"}, "vllm": set()},
+    "trainer": {"native": set(), "hf": set(), "fsdp": set()},
+}
+"""Implementations of the engine and of the trainer, each with the ones it may import. The transformers engine is the
+native one with another runner. What several of them use stands above them, in ``worker/engine`` or ``worker/trainer``.
+"""
+
 PRIVATE_NAMES_ALLOWED = 20
 
 DIALECT = """
@@ -180,6 +188,21 @@ MOST_FIELDS = 10
 def test_contexts_of_the_controller_are_small() -> None:
     fields = {kind: [field.name for field in dataclasses.fields(kind)] for kind in (Services, Rooms, ControllerContext)}
     assert {kind.__name__: names for kind, names in fields.items() if len(names) > MOST_FIELDS} == {}
+
+
+@pytest.mark.parametrize("room", IMPLEMENTATIONS)
+def test_shared_modules_import_no_implementation(room: str) -> None:
+    folder = SOURCE / "worker" / room
+    allowed = IMPLEMENTATIONS[room]
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(allowed)
+    wrong = set()
+    for path in sources(folder):
+        here = path.relative_to(folder).parts[0] if path.parent != folder else ""
+        for parts in imported(path):
+            other = parts[2] if parts[:2] == ["worker", room] and len(parts) > 2 else here
+            if other in allowed and other != here and other not in allowed.get(here, set()):
+                wrong.add(f"{path.relative_to(SOURCE)} imports {'.'.join(parts)}")
+    assert wrong == set()
 
 
 def module_of(path: Path) -> str:

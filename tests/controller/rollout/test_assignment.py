@@ -215,7 +215,7 @@ async def test_tokens_of_an_earlier_assignment_change_nothing(room: Room) -> Non
     machine.check()
 
 
-async def test_story_is_bounded_and_tells_the_last_events(room: Room) -> None:
+async def test_story_is_bounded_and_reports_the_last_events(room: Room) -> None:
     machine = Machine(room)
     await machine.workers()
     machine.apply("submit")
