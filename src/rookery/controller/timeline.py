@@ -10,6 +10,8 @@ from collections import defaultdict, deque
 from heapq import merge
 from itertools import islice, takewhile
 
+import msgspec
+
 from rookery.clock import Clock
 from rookery.controller.fleet.events import WorkerEvent
 from rookery.controller.views import WorkerEventView
@@ -22,10 +24,24 @@ MOST_TEXT = 500
 """Characters of an event's line: a worker is a stranger."""
 
 
+class TimelineRow(msgspec.Struct, frozen=True, gc=False):
+    """One event as plain values, at which the garbage collector need not look: thousands are kept."""
+
+    number: int
+    time: float
+    event: str
+    worker: str
+    model: str
+    tenant: str
+    job: str
+    policy: str
+    text: str
+
+
 class WorkerTimeline:
     def __init__(self, clock: Clock) -> None:
         self._next = int(clock.time() * 1000)
-        self._kinds: defaultdict[str, deque[WorkerEventView]] = defaultdict(lambda: deque(maxlen=EVENTS_KEPT))
+        self._kinds: defaultdict[str, deque[TimelineRow]] = defaultdict(lambda: deque(maxlen=EVENTS_KEPT))
 
     def add(self, event: WorkerEvent, tenant: str = "", job: str = "") -> None:
         """Keep the event. ``tenant`` and ``job`` are those of its policy, where the event does not name them."""
@@ -33,7 +49,7 @@ class WorkerTimeline:
         row["tenant"], row["job"] = row["tenant"] or tenant, row["job"] or job
         row["text"] = row["text"][:MOST_TEXT]
         self._next += 1
-        self._kinds[event.kind].append(WorkerEventView(number=self._next, **row))
+        self._kinds[event.kind].append(TimelineRow(number=self._next, **row))
 
     def after(self, number: int, count: int) -> list[WorkerEventView]:
         """At most ``count`` events with larger numbers, oldest first."""
@@ -41,4 +57,5 @@ class WorkerTimeline:
         for rows in self._kinds.values():
             found = list(takewhile(lambda row: row.number > number, reversed(rows)))
             newer.append(found[::-1])
-        return list(islice(merge(*newer, key=lambda row: row.number), count))
+        first = islice(merge(*newer, key=lambda row: row.number), count)
+        return [WorkerEventView(**msgspec.structs.asdict(row)) for row in first]

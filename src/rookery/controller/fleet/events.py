@@ -16,7 +16,7 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 
 
-class WorkerEvent(msgspec.Struct, frozen=True):
+class WorkerEvent(msgspec.Struct, frozen=True, gc=False):
     """Something that happened at a worker."""
 
     kind: ClassVar[str] = ""
