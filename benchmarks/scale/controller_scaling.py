@@ -123,7 +123,7 @@ class Quiet(Run):
 
     def make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
         """Tasks of the peers are timed; their coroutines are methods of fakes."""
-        if work.__qualname__.startswith("Fake"):
+        if getattr(work, "__qualname__", "").startswith("Fake"):
             work = TimedCoroutine(work, self.meter)
         return super().make_task(loop, work, **more)
 
