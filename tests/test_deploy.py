@@ -27,6 +27,9 @@ from rookery.settings import TOKEN_VARIABLE, Settings
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 PAGE = (ROOT / "docs" / "spot-nodes.md").read_text(encoding="utf-8")
+OPERATIONS = (DEPLOY.parent / "docs/operations.md").read_text(encoding="utf-8")
+MONITORING = {"grafana.json", "alerts.yaml"}
+"""Files of deploy/ for other programs than Kubernetes; they are on the page of operations."""
 
 DRAIN = 2 * Settings().worker.drain_seconds
 """What a drain takes at most, but for sending."""
@@ -126,7 +129,7 @@ def test_the_hook_ends_with_the_process_that_it_notified(tmp_path: Path) -> None
 
 def test_the_page_agrees_with_the_files() -> None:
     for path in DEPLOY.iterdir():
-        assert f"deploy/{path.name}" in PAGE
+        assert f"deploy/{path.name}" in (OPERATIONS if path.name in MONITORING else PAGE)
     for name in set(re.findall(r"ROOKERY_([A-Z_]+)", PAGE)) - {"URL", "TOKEN"}:
         assert name.lower() in Settings().flat(), name
     for text in re.findall(r"^ +rookery-worker (--.+)$|rookery worker --connect \S+ (--.+)$", PAGE, re.MULTILINE):
@@ -192,7 +195,7 @@ def pods(document: Any) -> Iterator[dict[str, Any]]:
 def test_no_pod_gets_variables_of_services(path: Path) -> None:
     """A Service named rookery would set ROOKERY_PORT=tcp://... in it."""
     found = list(pods(list(yaml.safe_load_all(path.read_text(encoding="utf-8")))))
-    assert found or path.name == "sky.yaml"
+    assert found or path.name in {"sky.yaml", *MONITORING}
     assert all(pod.get("enableServiceLinks") is False for pod in found)
 
 

@@ -469,12 +469,11 @@ def test_missing_and_wrong_key_get_the_same_refusal(faces: Faces) -> None:
     document = faces.ada.get("/openapi.json").json()
     checked = 0
     for path, methods in document["paths"].items():
-        if not path.startswith("/api/"):
+        if not path.startswith("/api/") or path.startswith("/api/v1/sign-in"):  # those have tests/server/test_page.py
             continue
         for method in methods:
-            url = path.format(
-                job=faces.done["id"], policy="main", version="1", action="pause", tenant="t", key="k", upload="u"
-            )
+            named = {"job": faces.done["id"], "policy": "main", "version": "1", "action": "pause"}
+            url = re.sub(r"{(\w+)}", lambda match: named.get(match[1], "unknown"), path)
             for headers in ({}, {"Authorization": "Bearer tml-wrong"}, {"X-API-Key": "tml-wrong"}):
                 response = httpx.request(method, faces.service.url + url, headers=headers, json={})
                 assert response.status_code == 401, (method, url, response.text)

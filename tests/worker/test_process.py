@@ -392,8 +392,8 @@ def test_lost_connection_loses_no_token(service: Dialled, start: Start) -> None:
     given = link.stream("claimed").tokens
     elsewhere = [*whole.tokens[:5], (whole.tokens[5] + 1) % 256]
     again.send(
-        generate("claimed", adapter, prefix_tokens=given),
-        generate("moved on", adapter, prefix_tokens=elsewhere, max_tokens=20),
+        generate("claimed", adapter, prefix_tokens=given, assignment="second"),
+        generate("moved on", adapter, prefix_tokens=elsewhere, max_tokens=20, assignment="second"),
     )
     rest = again.finished("claimed")
     assert rest.first == len(given)
@@ -485,7 +485,7 @@ def test_aborted_request_may_start_again_under_its_name(service: Dialled, start:
     link.send(generate("r"), generate("aborted"))
     link.some("r", 3)
     link.send(protocol.Abort(request="r"), protocol.Abort(request="aborted"), protocol.Abort(request="unknown"))
-    link.send(generate("r", seed=6, max_tokens=8), generate("same", seed=6, max_tokens=8))
+    link.send(generate("r", seed=6, max_tokens=8, assignment="second"), generate("same", seed=6, max_tokens=8))
     same = link.finished("same").tokens
 
     def parts() -> list[protocol.TokenChunk]:

@@ -816,13 +816,13 @@ from rookery.worker.model.adapter import init_adapter, PARTS
 folder = Path({folder!r}); folder.mkdir()
 t.AdapterExport(init_adapter(config, 8, 16.0, list(PARTS), 0)).write(folder)
 at = t.trainer(Decoder(config, weights), {{"p": folder}}, slice_tokens=8192)
-def peak(prompt, tails):
+def peak(operations, prompt, tails):
     group = t.unit(random.Random(0), prompt, tails)
-    at.forward_backward(t.forward_backward(), t.protocol.TrainingBatch(groups=[group]))
+    at.forward_backward(t.forward_backward(operations=operations), t.protocol.TrainingBatch(groups=[group]))
     assert not t.finish(at)["fb"].error
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
-small = peak(50, [50] * 2)
-print(peak(500, [440] * 8) - small)
+small = peak(0, 50, [50] * 2)
+print(peak(1, 500, [440] * 8) - small)
 """
 
 
