@@ -15,6 +15,7 @@ import tarfile
 import threading
 import time
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -473,7 +474,7 @@ def test_missing_and_wrong_key_get_the_same_refusal(faces: Faces) -> None:
             continue
         for method in methods:
             named = {"job": faces.done["id"], "policy": "main", "version": "1", "action": "pause"}
-            url = re.sub(r"{(\w+)}", lambda match: named.get(match[1], "unknown"), path)
+            url = path.format_map(defaultdict(lambda: "unknown", named))
             for headers in ({}, {"Authorization": "Bearer tml-wrong"}, {"X-API-Key": "tml-wrong"}):
                 response = httpx.request(method, faces.service.url + url, headers=headers, json={})
                 assert response.status_code == 401, (method, url, response.text)
