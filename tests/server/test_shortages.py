@@ -38,6 +38,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     settings = {
         "DATA": str(tmp_path / "data"), "CACHE": str(tmp_path / "cache"), "HEARTBEAT_SECONDS": "0.2",
         "OUTAGE_RETRY_SECONDS": "1",
+        "JSON_BYTES": str(32 << 20),  # a request that needs much memory is let in
     }  # fmt: skip
     environment = {**os.environ, **MALLOC, **{f"ROOKERY_{name}": value for name, value in settings.items()}}
     command = [sys.executable, "-m", "rookery.cli", "serve", "--port", "0", "--models", "", "--workers", "0"]
