@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from tests.support.faces import MODEL, ScriptedWorker, served
 
-from rookery.cli.demo import HELD_OUT, Task, compare
-from rookery.client import Client, Record
+from rookery.cli.demo import HELD_OUT, Task, compare, view_of
+from rookery.client import Client, Job, Record
 from rookery.client.connection import record
 from rookery.environments.builtins import find
 from rookery.environments.jsonl import read_jsonl
+from rookery.errors import Unavailable
 from rookery.examples import contacts, phone_book, shopping, slow_clerk
 from rookery.spec.files import read_job
 from rookery.spec.parsing import parse_job
@@ -53,6 +54,27 @@ def test_task_is_learned_if_the_gain_is_significant_and_above_the_best_constant_
     before: list[float], after: list[float], learned: bool
 ) -> None:
     assert compare(slow_clerk.TASK, [evaluation(before), evaluation(after)]).learned is learned
+
+
+def test_demo_waits_for_a_service_that_is_silent_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SilentJob(Job):
+        asked = 0
+
+        def __init__(self) -> None:
+            pass
+
+        def show(self) -> Record:
+            self.asked += 1
+            if self.asked < 3:
+                raise Unavailable("did not answer within 10 s")
+            shown: Record = record({"state": "running"})
+            return shown
+
+    monkeypatch.setattr("rookery.cli.demo.REFRESH_SECONDS", 0.0)
+    assert view_of(SilentJob()).state == "running"
+    monkeypatch.setattr("rookery.cli.demo.PATIENCE_SECONDS", -1.0)
+    with pytest.raises(Unavailable):
+        view_of(SilentJob())
 
 
 def test_own_task_runs_as_written(

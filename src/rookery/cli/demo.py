@@ -27,7 +27,7 @@ from rookery.cli.options import COMPLETED, FAILED, INTERRUPTED
 from rookery.cli.output import console, is_terminal
 from rookery.client import Client, Job, Record
 from rookery.environments.base import Environment
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, Unavailable
 from rookery.settings import Settings
 from rookery.telemetry.table import job_table
 
@@ -38,6 +38,8 @@ REFRESH_SECONDS = 1.0
 """Interval between updates of the live table."""
 PIPED_SECONDS = 20.0
 """The same where the output is not a terminal."""
+PATIENCE_SECONDS = 60.0
+"""A service may be silent for so long: right after an installation the disk is busy with what was installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +174,24 @@ def _serve_page(admin: Client, out: Console) -> None:
         threading.Event().wait()
 
 
+def view_of(job: Job) -> Record:
+    """The job now. A service that does not answer is asked again for :data:`PATIENCE_SECONDS`."""
+    began = time.monotonic()
+    while True:
+        try:
+            return job.show()
+        except Unavailable:
+            if time.monotonic() - began > PATIENCE_SECONDS:
+                raise
+        time.sleep(REFRESH_SECONDS)
+
+
 def _watch(runs: Sequence[TaskRun], out: Console, start: float) -> None:
     """Show the live table until every job has ended or paused."""
     shown = -math.inf
     with Live(console=out, auto_refresh=False) as live:
         while True:
-            views = [{**run.job.show(), "name": f"{run.task.tenant}/{run.task.name}"} for run in runs]
+            views = [{**view_of(run.job), "name": f"{run.task.tenant}/{run.task.name}"} for run in runs]
             done = all(view["state"] not in ("queued", "running") for view in views)
             now = time.monotonic()
             if is_terminal() or done or now - shown > PIPED_SECONDS:

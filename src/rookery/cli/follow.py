@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Group
 from rich.live import Live
@@ -19,7 +19,7 @@ from rookery.cli.options import Cli
 from rookery.cli.output import console, is_terminal, print_json, show
 from rookery.cli.steps import StepLines
 from rookery.client import Job, Record
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, Unavailable
 from rookery.telemetry.rows import printable
 from rookery.telemetry.table import job_line
 
@@ -65,7 +65,8 @@ class Follower:
                     self._row(data, view)
                 self._events(last=kind == "end")
                 if self._live is not None and kind != "end":
-                    self._live.update(_status(self._job.show()), refresh=True)
+                    with suppress(Unavailable):  # the next event tries again, and the stream reports what is wrong
+                        self._live.update(_status(self._job.show()), refresh=True)
                 if view.state == "paused" and self._ends_paused and view.paused_by == "fault":
                     self._events(last=True)
                     break
