@@ -119,6 +119,8 @@ def test_a_deleted_tenant_has_no_valid_key_and_its_name_is_free(database: Databa
     submit(database, job="left")
     database.delete_tenant("alice", 2.0)
     assert database.valid_key(key, 2.0) is None
+    with pytest.raises(NotFound, match="is deleted"):  # a job that was checked while its tenant was deleted
+        submit(database, job="late")
     for call in (database.get_tenant, database.delete_tenant):
         with pytest.raises(NotFound):
             call(*("alice", 3.0)[: 1 if call == database.get_tenant else 2])  # type: ignore[arg-type]

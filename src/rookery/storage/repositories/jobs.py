@@ -34,6 +34,7 @@ from rookery.storage.models import (
     JobState,
     PolicyRow,
     StepRow,
+    TenantRow,
     UsageRow,
     VersionRow,
 )
@@ -76,7 +77,10 @@ def submit_job(
     connection: Connection, row: JobRow, policies: Sequence[PolicyRow], warnings: Sequence[str] = ()
 ) -> tuple[JobRow, bool]:
     """Store a new job and its policies, with ``warnings`` in its log; returns it and True. If the tenant used this
-    idempotency key before, returns that job as it is now and False (the caller compares the specs)."""
+    idempotency key before, returns that job as it is now and False (the caller compares the specs). Raises
+    :class:`NotFound` if the tenant was deleted while the job was checked."""
+    if connection.execute(select(TenantRow.deleted).filter_by(id=row.tenant)).scalar() is not None:
+        raise NotFound(f"tenant {row.tenant} is deleted")
     stored, created = add_or_find(connection, row, tenant=row.tenant, idempotency_key=row.idempotency_key)
     if created and policies:
         add(connection, *policies)
