@@ -88,7 +88,6 @@ def figures(cells: Mapping[str, Cell]) -> Result:
         title = f"{ABLATED_TENANTS} tenants at {TOOL_SECONDS:g} s without one part"
         rows = [[arm, makespan, ratio] for arm, makespan, ratio in bars]
         result.data["tables"].append(table(title, ["arm", "makespan, s", "over all parts"], rows))
-        result.data["ablations"] = bars
     return result
 
 

@@ -40,7 +40,7 @@ from typing import Any
 
 import httpx
 import psutil
-from benchmarks.lib.harness import ROOT, Result, command
+from benchmarks.lib.harness import ROOT, Result, command, commit
 from tests.chaos.driver import Deployment, wait_until
 from tests.support.tinkered import MODEL, RANK, place_model
 from websockets.sync.client import connect
@@ -417,8 +417,7 @@ def measure(town: Deployment, victim: Victim, name: str, given: argparse.Namespa
 
 
 def run(given: argparse.Namespace, folder: Path) -> Result:
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
-    title = f"One caller against the rest, {date.today().isoformat()}, commit {commit}, load {os.getloadavg()[0]:.0f}"
+    title = f"One caller against the rest, {date.today().isoformat()}, commit {commit()}, load {os.getloadavg()[0]:.0f}"
     result = Result("callers", title, command())
     place_model(folder)
     with Deployment(folder, folder / "cache", Path(MODEL), workers=1) as town, ExitStack() as stack:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.lib.harness import Result, command
 
-from rookery.scheduling.plan.predict import ROLES, Device, Role, devices_of, predict
+from rookery.scheduling.plan.predict import ROLES, Role, devices_of, predict
 from rookery.scheduling.plan.search import search
 from rookery.simulation.planned import simulate_plan
 from rookery.spec.fleet import FleetSpec, JobDemand
@@ -56,7 +56,7 @@ def jobs(random: Random) -> list[JobDemand]:
     groups, micro = random.choice((2, 4)), random.choice((0, 8))
     return [
         JobDemand(
-            name=f"job-{i}", group_size=8, groups=groups, prompt_tokens=48, median_tokens=90, sigma=0.6,
+            name=f"job-{i}", group_size=8, groups_per_step=groups, prompt_tokens=48, median_tokens=90, sigma=0.6,
             max_tokens=384, environment=0.05, staleness=random.choice((0, 1, 2)), micro_batch=micro,
         )
         for i in range(random.choice((1, 2, 3)))
@@ -131,17 +131,11 @@ def _correlation(result: Result, plans: int) -> None:
         if expected.problem:
             continue
         predicted.append(expected.seconds)
-        simulated.append(_simulated(devices, demands, roles, [use.rows for use in expected.uses]))
+        simulated.append(simulate_plan(devices, demands, roles, [use.rows for use in expected.uses]))
     errors = [abs(p / s - 1) for p, s in zip(predicted, simulated, strict=True)]
     rho = statistics.correlation(_ranks(predicted), _ranks(simulated))
     result.add("error of the predicted seconds against the simulated ones", errors, "of 1")
     result.judge("rank correlation (Spearman) >= 0.8", f"{rho:.2f}", rho >= RANK_CORRELATION, f"{plans} random plans")
-
-
-def _simulated(
-    devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], rows: Sequence[int]
-) -> float:
-    return simulate_plan(devices, demands, roles, rows, steps=6)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

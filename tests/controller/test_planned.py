@@ -14,7 +14,7 @@ from rookery.simulation.planned import planned_service
 from rookery.spec.fleet import FleetSpec, JobDemand, Plan, PlannedWorker
 
 DEMAND = JobDemand(
-    name="a", group_size=4, groups=2, prompt_tokens=16, median_tokens=40, sigma=0.5, max_tokens=96, staleness=1
+    name="a", group_size=4, groups_per_step=2, prompt_tokens=16, median_tokens=40, sigma=0.5, max_tokens=96, staleness=1
 )
 
 

@@ -13,14 +13,15 @@ import pytest
 from rookery.errors import UserError
 from rookery.scheduling.plan.predict import ROLES, Role, devices_of, predict
 from rookery.scheduling.plan.replan import replan
-from rookery.scheduling.plan.search import SHARINGS, gains, homogeneous, search
+from rookery.scheduling.plan.search import SHARINGS, WORTH_USING, gains, homogeneous, search
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Link, read_fleet, read_plan
 from rookery.spec.machine import MachineMemory
 
 DEMAND = JobDemand(
-    name="a", group_size=8, groups=8, prompt_tokens=48, median_tokens=180, sigma=0.6, max_tokens=768, micro_batch=16
-)
-TWO = [DEMAND, DEMAND.model_copy(update={"name": "b", "groups": 4, "staleness": 1})]
+    name="a", group_size=8, groups_per_step=8, prompt_tokens=48, median_tokens=180, sigma=0.6, max_tokens=768,
+    micro_batch=16,
+)  # fmt: skip
+TWO = [DEMAND, DEMAND.model_copy(update={"name": "b", "groups_per_step": 4, "staleness": 1})]
 
 
 def machine(name: str, decode: float = 1.0, train: float = 1.0, **fields: Any) -> FleetMachine:
@@ -84,7 +85,8 @@ def test_a_device_that_is_twenty_times_slower_is_left_out(demands: list[JobDeman
 def test_one_more_machine_never_worsens_a_plan_and_a_slower_link_never_improves_one(case: int) -> None:
     fleet = drawn(Random(100 + case), 3)
     found = search(fleet, devices_of(fleet), TWO, budget=60)
-    assert all(0 <= saved < 1 for saved in gains(fleet, TWO, found, budget=60).values())
+    saved = gains(fleet, TWO, found, budget=60)
+    assert all(-WORTH_USING <= share < 1 for share in saved.values()), saved
     links = [Link(between=("", "far"), bandwidth=bandwidth, latency=0.05) for bandwidth in (5e6, 10e6)]
     away = [kind.model_copy(update={"site": "far"}) for kind in fleet.machines[1:]]
     slow, fast = (FleetSpec(machines=[fleet.machines[0], *away], links=[link]) for link in links)
@@ -124,20 +126,30 @@ def test_sharing_by_speed_helps_on_policy_rollouts() -> None:
 
 
 def test_roles_change_only_where_it_pays() -> None:
-    """Three machines, then the one that trains, then three again: no role flaps."""
+    """Three machines, then those that do not train, then three again: no role flaps."""
     fleet = FleetSpec(machines=[machine("m", count=3)])
     devices = devices_of(fleet)
-    roles = search(fleet, devices, TWO).roles
-    assert replan(fleet, devices, TWO, roles, 1000) is None
-    trainer = next(i for i, role in enumerate(roles) if role in ("train", "both"))
-    rest = [i for i in range(3) if i != trainer]
-    forced = replan(fleet, [devices[i] for i in rest], TWO, [roles[i] for i in rest], 1)
-    if any(roles[i] in ("train", "both") for i in rest):
-        assert forced is None or math.isfinite(forced.before)
-    else:
-        assert forced is not None and math.isinf(forced.before) and math.isfinite(forced.after)
-    slow = search(fleet, devices, TWO, budget=1).roles
+    roles: list[Role] = ["both", "rollout", "rollout"]
+    assert replan(fleet, devices[1:], TWO, roles[1:], 0) is not None, "no job can run without a trainer"
+    forced = replan(fleet, devices[1:], TWO, roles[1:], 1)
+    assert forced is not None and math.isinf(forced.before) and math.isfinite(forced.after)
+    assert "both" in forced.roles or "train" in forced.roles
+    again = ["off", *forced.roles]
+    back = replan(fleet, devices, TWO, again, 1000)
+    settled = again if back is None else back.roles
+    assert back is None or back.after <= 0.95 * back.before
+    assert replan(fleet, devices, TWO, settled, 1000) is None, "the same machines: nothing changes any more"
+    slow: list[Role] = ["train", "off", "rollout"]
+    assert replan(fleet, devices, TWO, slow, 1000) is not None
     assert replan(fleet, devices, TWO, slow, 0) is None, "nothing is left to gain"
+
+
+def test_a_fleet_of_machines_that_may_vanish_has_no_plan() -> None:
+    fleet = FleetSpec(machines=[machine(name, preemptible=True) for name in ("one", "other")])
+    devices = devices_of(fleet)
+    found = search(fleet, devices, TWO)
+    assert math.isinf(found.prediction.seconds) and "may vanish" in found.prediction.problem
+    assert replan(fleet, devices, TWO, ["rollout", "rollout"], 1000) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rookery.children import interpreter
 from rookery.cli.options import JsonOption
 from rookery.cli.output import print_json, show
 from rookery.errors import UserError
-from rookery.scheduling.plan.predict import Device, devices_of
+from rookery.scheduling.plan.predict import PLAYS, Device, devices_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.spec.files import read_job
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, read_fleet
@@ -54,7 +54,7 @@ def plan(
     found = search(fleet, devices, demands, budget=budget, seed=seed)
     if math.isinf(found.prediction.seconds):
         raise UserError(f"{workers}: no plan can run these jobs: {found.prediction.problem}")
-    more = gains(fleet, demands, found, budget=budget, seed=seed)
+    more = {name: max(0.0, gain) for name, gain in gains(fleet, demands, found, budget=budget, seed=seed).items()}
     planned = plan_of(fleet, devices, demands, found)
     report = as_json(devices, found, more)
     if simulate:
@@ -138,7 +138,7 @@ def demand_of(
     return JobDemand(
         name=spec.name,
         group_size=algorithm.group_size,
-        groups=algorithm.groups_per_step,
+        groups_per_step=algorithm.groups_per_step,
         prompt_tokens=prompt_tokens,
         median_tokens=reply_tokens if reply_tokens is not None else max(1.0, spec.sampling.max_tokens / 2),
         sigma=sigma,
@@ -147,7 +147,6 @@ def demand_of(
         staleness=algorithm.max_staleness,
         micro_batch=algorithm.micro_batch,
         trainers=policy.trainers,
-        steps=spec.stop.steps or 1,
     )
 
 
@@ -155,7 +154,7 @@ def plan_of(fleet: FleetSpec, devices: list[Device], demands: list[JobDemand], f
     """The plan that a file holds."""
     workers = []
     for device, use in zip(devices, found.prediction.uses, strict=True):
-        roles = {"off": [], "rollout": ["rollout"], "train": ["train"], "both": ["rollout", "train"]}[use.role]
+        roles = list(PLAYS[use.role])
         if roles:
             machine = device.machine
             workers.append(

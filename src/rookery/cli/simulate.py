@@ -61,7 +61,7 @@ def simulate(
         jobs=jobs,
         steps=steps,
         max_staleness=staleness,
-        micro_batch=load.group_size * load.groups_per_step // 4 if micro_batch is None else micro_batch,
+        micro_batch=load.episodes // 4 if micro_batch is None else micro_batch,
         reserved=reserved,
         discount=discount,
         notice=notice,

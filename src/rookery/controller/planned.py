@@ -15,7 +15,7 @@ from rookery.aio import Signal
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
-from rookery.scheduling.plan.predict import Role, devices_of
+from rookery.scheduling.plan.predict import PLAYS, Role, devices_of
 from rookery.scheduling.plan.replan import replan
 from rookery.spec.fleet import Plan
 from rookery.storage.store import Writer
@@ -24,13 +24,6 @@ log = logging.getLogger("rookery.controller")
 
 SETTLE_SECONDS = 5.0
 """Between a worker's coming or leaving and the next plan: machines tend to come and leave together."""
-
-ROLES: dict[Role, frozenset[str]] = {
-    "off": frozenset(),
-    "rollout": frozenset({"rollout"}),
-    "train": frozenset({"train"}),
-    "both": frozenset({"rollout", "train"}),
-}
 
 
 class PlanFollower:
@@ -52,7 +45,7 @@ class PlanFollower:
         """Before it is given any work."""
         role = self._roles.get(worker.name)
         if role is not None:
-            self._fleet.set_roles(worker, ROLES[role])
+            self._fleet.set_roles(worker, frozenset(PLAYS[role]))
             if role == "off":
                 worker.status_message = "the plan does not need it"
         self._changed.notify()
@@ -96,8 +89,8 @@ class PlanFollower:
             self._roles[name] = role
             if (worker := self._fleet.get(name)) is not None:
                 worker.status_message = "the plan does not need it" if role == "off" else ""
-                self._fleet.set_roles(worker, ROLES[role])
+                self._fleet.set_roles(worker, frozenset(PLAYS[role]))
 
 
 def _role(roles: frozenset[str]) -> Role:
-    return next(role for role, played in ROLES.items() if played == roles)
+    return next(role for role, played in PLAYS.items() if roles == set(played))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Literal
 
 Kind = Literal["prefill", "decode", "train"]
@@ -56,15 +57,7 @@ class CostTable:
     def predict(self, kind: Kind, size: int) -> float:
         """The expected seconds; 0 for a kind that was never recorded, or without tokens."""
         sizes, seconds = self._curves.get(kind, ([], []))
-        if not sizes or size <= 0:
-            return 0.0
-        at = bisect_left(sizes, size)
-        if at == 0:
-            return seconds[0]
-        if at == len(sizes):
-            return seconds[-1] * size / sizes[-1]
-        share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        return interpolate(sizes, seconds, size) if sizes and size > 0 else 0.0
 
     def seconds(self, kind: Kind, size: int) -> float:
         """The prediction with its margin."""
@@ -84,6 +77,18 @@ class CostTable:
         means[octave] = mean_size + NEWEST * (size - mean_size), mean + NEWEST * (seconds - mean)
         points = sorted(means.values())
         self._curves[kind] = [at for at, _ in points], isotonic([took for _, took in points])
+
+
+def interpolate(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
+    """On the lines that join the points, of which there is one at least, in order of size. Below them as much as at the
+    first, above them in proportion to the last."""
+    at = bisect_left(sizes, size)
+    if at == 0:
+        return seconds[0]
+    if at == len(sizes):
+        return seconds[-1] * size / sizes[-1]
+    share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+    return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
 
 def isotonic(values: list[float]) -> list[float]:

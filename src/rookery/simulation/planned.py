@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from rookery.scheduling.plan.predict import Device, Role
+from rookery.scheduling.plan.predict import PLAYS, Device, Role
 from rookery.simulation.clock import run
-from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
+from rookery.simulation.fakes.service import MEMORY, SimulatedService, modelled_job
 from rookery.simulation.fakes.text import LongTailed
 from rookery.simulation.fakes.worker import FakeWorker
 from rookery.spec.fleet import JobDemand, Plan
@@ -83,18 +83,18 @@ async def planned_service(
     await site.controller.start()
     host = site.host({f"builtin:{ENVIRONMENT}": first.environment}, prompt_tokens=first.prompt_tokens)
     await host.join()
-    workers = []
+    workers: list[FakeWorker] = []
     for device, role in zip(devices, roles, strict=True):
-        plays: list[Literal["rollout", "train"]] = ["rollout", "train"]
-        if role == "rollout" or role == "train":
-            plays = [role]
         kind: Literal["reserved", "preemptible"] = "preemptible" if device.machine.preemptible else "reserved"
-        workers.append(site.worker(device.name, device.machine, roles=plays, kind=kind))
+        workers.append(site.worker(device.name, device.machine, roles=PLAYS[role], kind=kind))
     for worker in workers:
         worker.start()
     jobs = []
     for number, (tenant, demand) in enumerate(zip(tenants, demands, strict=True)):
-        view, _ = await site.controller.submit(tenant, _job(demand, number, steps, seed))
+        job = modelled_job(
+            ENVIRONMENT, demand, number, seed, demand.staleness, demand.micro_batch, {"steps": steps + WARM_UP}
+        )
+        view, _ = await site.controller.submit(tenant, job | {"policies": {"policy": {"trainers": demand.trainers}}})
         jobs.append((tenant, view.id))
     try:
         yield PlannedService(site, workers, jobs)
@@ -103,21 +103,3 @@ async def planned_service(
             await worker.kill()
         await host.leave()
         await site.close()
-
-
-def _job(demand: JobDemand, number: int, steps: int, seed: int) -> dict[str, Any]:
-    return {
-        "name": f"job-{number}",
-        "base_model": MODEL,
-        "environment": {"id": ENVIRONMENT, "step_timeout": max(60.0, 2 * demand.environment)},
-        "algorithm": {
-            "group_size": demand.group_size,
-            "groups_per_step": demand.groups,
-            "max_staleness": demand.staleness,
-            "micro_batch": demand.micro_batch,
-        },
-        "policies": {"policy": {"trainers": demand.trainers}},
-        "sampling": {"max_tokens": demand.max_tokens},
-        "stop": {"steps": steps + WARM_UP},
-        "seed": seed * 1000 + number,
-    }

@@ -9,26 +9,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from rookery.errors import UserError
-from rookery.spec.machine import FrozenModel, Machine
-
-
-class Workload(FrozenModel):
-    """The jobs of a simulation; always assumed."""
-
-    group_size: int = Field(ge=2)
-    groups_per_step: int = Field(ge=1)
-    max_tokens: int = Field(ge=1)
-    """Of a reply; longer ones are cut."""
-    median_tokens: float = Field(gt=0)
-    """Of a reply …"""
-    sigma: float = Field(ge=0)
-    """… whose length is log-normal with this standard deviation of its logarithm."""
-    prompt_tokens: int = Field(ge=1)
-    environment: float = Field(ge=0)
-    """Seconds that a reset or a step of the environment takes."""
+from rookery.spec.machine import FrozenModel, Machine, Workload
 
 
 class Profile(FrozenModel):

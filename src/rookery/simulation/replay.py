@@ -24,7 +24,7 @@ from rookery.errors import UserError
 from rookery.scheduling.offload import OffloadPlanner
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, run
-from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
+from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService, modelled_job
 from rookery.simulation.fakes.text import LongTailed
 from rookery.simulation.fakes.worker import FakeWorker
 from rookery.simulation.profiles import Profile
@@ -192,7 +192,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     def make(name: str) -> FakeWorker:
         return site.worker(name, profile.spot, roles=("rollout",), kind="preemptible", price=spot_price)
 
-    most = mode.most(profile, load.group_size * load.groups_per_step * scenario.jobs, scenario.reserved)
+    most = mode.most(profile, load.episodes * scenario.jobs, scenario.reserved)
 
     def worth() -> int | None:
         return most if most is not None else controller.context.rooms.seeding.worthwhile(MODEL)
@@ -264,22 +264,9 @@ def _trajectories(site: SimulatedService, jobs: dict[str, str]) -> str:
 
 
 def _job(scenario: Scenario, number: int) -> dict[str, Any]:
-    load = scenario.profile.workload
     stop = {"steps": scenario.steps} if scenario.steps is not None else {"wall_time": 2 * scenario.trace.seconds}
-    return {
-        "name": f"job-{number}",
-        "base_model": MODEL,
-        "environment": {"id": ENVIRONMENT, "step_timeout": max(60.0, 2 * load.environment)},
-        "algorithm": {
-            "group_size": load.group_size,
-            "groups_per_step": load.groups_per_step,
-            "max_staleness": scenario.max_staleness,
-            "micro_batch": scenario.micro_batch,
-        },
-        "sampling": {"max_tokens": load.max_tokens},
-        "stop": stop,
-        "seed": scenario.seed * 1000 + number,
-    }
+    load, staleness = scenario.profile.workload, scenario.max_staleness
+    return modelled_job(ENVIRONMENT, load, number, scenario.seed, staleness, scenario.micro_batch, stop)
 
 
 def _idle(workers: list[tuple[FakeWorker, float]]) -> float:

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from rookery.bounds import Name
 from rookery.errors import UserError
 from rookery.spec.files import read_mapping
-from rookery.spec.machine import FrozenModel, Machine, Positive
+from rookery.spec.machine import FrozenModel, Machine, Positive, Workload
 
 QUANTILES = 64
 """Reply lengths that stand for all replies of a job: a length is then known to about 2% of the distribution."""
@@ -86,33 +86,17 @@ def read_fleet(path: Path) -> FleetSpec:
     return _parsed(FleetSpec, path, read_mapping(path, "fleet", "machines"))
 
 
-class JobDemand(FrozenModel):
-    """The work of one job's optimizer step."""
+class JobDemand(Workload):
+    """The work of one job's optimizer step, and how the job does it."""
 
     name: Name
-    group_size: int = Field(ge=1)
-    groups: int = Field(ge=1)
-    prompt_tokens: int = Field(ge=1)
-    median_tokens: Positive
-    """Of a reply, whose length is log-normal …"""
     sigma: float = Field(ge=0, le=3)
-    """… with this standard deviation of its logarithm …"""
-    max_tokens: int = Field(ge=1)
-    """… and is cut here."""
     environment: float = Field(0.0, ge=0)
-    """Seconds that the environment needs for an episode."""
     staleness: int = Field(0, ge=0)
     micro_batch: int = Field(0, ge=0)
     """Episodes with which training begins; 0: with all of the step's."""
     trainers: int = Field(1, ge=1)
     """Most workers that compute one gradient together."""
-    steps: int = Field(1, ge=1)
-    """Optimizer steps that are left."""
-
-    @property
-    def episodes(self) -> int:
-        """Episodes of a step."""
-        return self.group_size * self.groups
 
     def lengths(self) -> tuple[float, ...]:
         """:data:`QUANTILES` reply lengths in tokens, ascending, each as likely as the others."""
@@ -126,7 +110,7 @@ class JobDemand(FrozenModel):
     @property
     def train_tokens(self) -> float:
         """Of a step: each reply, and each group's prompt once."""
-        return self.episodes * self.mean_tokens + self.groups * self.prompt_tokens
+        return self.episodes * self.mean_tokens + self.groups_per_step * self.prompt_tokens
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,5 @@
-"""How fast a machine is with one base model: what a simulation models and a plan predicts with."""
+"""How fast a machine is with one base model, and the work of a job's step: what simulations model and plans predict
+with."""
 
 from __future__ import annotations
 
@@ -92,6 +93,27 @@ class Machine(FrozenModel):
     def push(self) -> float:
         """Seconds until a committed version is at the service."""
         return self.latency + (self.adapter_bytes + self.state_bytes) / self.upload
+
+
+class Workload(FrozenModel):
+    """The work of one optimizer step of a job."""
+
+    group_size: int = Field(ge=2)
+    groups_per_step: int = Field(ge=1)
+    max_tokens: int = Field(ge=1)
+    """Of a reply; longer ones are cut."""
+    median_tokens: float = Field(gt=0)
+    """Of a reply …"""
+    sigma: float = Field(ge=0)
+    """… whose length is log-normal with this standard deviation of its logarithm."""
+    prompt_tokens: int = Field(ge=1)
+    environment: float = Field(ge=0)
+    """Seconds that a reset or a step of the environment takes."""
+
+    @property
+    def episodes(self) -> int:
+        """Episodes of a step."""
+        return self.group_size * self.groups_per_step
 
 
 def decode_seconds(points: Sequence[tuple[int, float]], rows: int) -> float:

@@ -16,11 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
 from rookery.settings import WORKER_SETTINGS, Settings
 from rookery.spec.policy import TARGETS
 from rookery.telemetry.log import log_to_stderr
+from rookery.worker import device
 from rookery.worker.core import WorkerCore, load_core
 from rookery.worker.engine.native.engine import PREFILL_TOKENS
 from rookery.worker.model.convert import prepare
@@ -46,11 +49,11 @@ TRAIN_STEPS = 3
 
 
 def measure(model: str, settings: Settings) -> dict[str, Any]:
-    """The speeds and the memory of this machine: the fields of :class:`~rookery.spec.machine.Machine` that can be
-    measured here. Seconds and bytes."""
+    """The fields of :class:`~rookery.spec.machine.Machine` that can be measured here: speeds, and the sizes of the KV
+    cache and of a version. Seconds, tokens and bytes."""
     began = time.perf_counter()
     folder = prepare(model, settings.cache)
-    core = load_core(folder, settings, lambda: None)
+    core = load_core(folder, settings.replace(slo_gate=False), lambda: None)  # whose slices need no second measurement
     loaded = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as scratch:
         return {"load": round(loaded, 1)} | _generation(core, settings) | _training(core, settings, Path(scratch))
@@ -150,6 +153,7 @@ def _seconds(core: WorkerCore) -> float:
     began = time.perf_counter()
     while core.trainer.step():
         pass
+    device.finish(torch.device(core.device_name))
     seconds = time.perf_counter() - began
     for done in core.trainer.drain():
         if done.error:

@@ -22,17 +22,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from rookery.scheduling.costs import interpolate
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand
 from rookery.spec.machine import decode_seconds
 
 Role = Literal["off", "rollout", "train", "both"]
 
-ROLES: tuple[Role, ...] = ("off", "rollout", "train", "both")
+PLAYS: dict[Role, tuple[Literal["rollout", "train"], ...]] = {
+    "off": (), "rollout": ("rollout",), "train": ("train",), "both": ("rollout", "train"),
+}  # fmt: skip
+"""The roles of a worker, by what a plan makes of its machine."""
+
+ROLES = tuple(PLAYS)
 
 SEARCH_STEPS = 20
 """Halvings of the interval in which the end of a round is searched: relative 1e-6 of its upper end."""
-
-INFINITE = math.inf
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Prediction:
 
 
 def impossible(problem: str) -> Prediction:
-    return Prediction(INFINITE, (), problem)
+    return Prediction(math.inf, (), problem)
 
 
 def predict(
@@ -94,14 +98,14 @@ def predict(
 ) -> Prediction:
     """The seconds of a round with these ``roles``, one for each of ``devices``. ``balanced``: each worker takes as many
     episodes as it can do until the others end, as the shipped placement does; else all take equally many."""
-    rolling = [i for i, role in enumerate(roles) if role in ("rollout", "both")]
-    training = [i for i, role in enumerate(roles) if role in ("train", "both")]
+    rolling = [i for i, role in enumerate(roles) if "rollout" in PLAYS[role]]
+    training = [i for i, role in enumerate(roles) if "train" in PLAYS[role]]
     if not rolling or not training:
         return impossible("no machine generates" if not rolling else "no machine trains")
     if taken := [devices[i].name for i in training if devices[i].machine.preemptible]:
         return impossible(f"{taken[0]} may vanish, so it cannot train")
     trainers = _assign_trainers(devices, demands, training)
-    train = _train_seconds(fleet, devices, demands, trainers)
+    train = _train_seconds(devices, demands, trainers)
     policies = {i: tuple(demands[j].name for j, at in enumerate(trainers) if i in at) for i in training}
     rows = {}
     for i in rolling:
@@ -117,12 +121,8 @@ def predict(
     overlap = max(pool.seconds, max(train.values()))
     total = sum(demand.episodes for demand in demands)
     lockstep = sum((apart - overlap) * demand.episodes / total / (demand.staleness + 1) for demand in demands)
-    chains = [
-        _chain(fleet, devices, demands, j, rolling, rows, trainers[j], train, balanced) for j in range(len(demands))
-    ]
+    chains = [_chain(fleet, devices, demands, j, rolling, rows, trainers[j], balanced) for j in range(len(demands))]
     seconds = max(overlap + max(0.0, lockstep), *chains)
-    if not math.isfinite(seconds):
-        return impossible("no machine ends an episode before its group is too old to train on")
     uses = []
     for i, role in enumerate(roles):
         share = pool.episodes.get(i, 0.0)
@@ -190,7 +190,7 @@ def _assign_trainers(
 
 
 def _train_seconds(
-    fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], trainers: Sequence[tuple[int, ...]]
+    devices: Sequence[Device], demands: Sequence[JobDemand], trainers: Sequence[tuple[int, ...]]
 ) -> dict[int, float]:
     """Seconds of training of each machine in a round."""
     found: dict[int, float] = {}
@@ -230,7 +230,7 @@ def _pool(
     """All jobs' rollouts in a round at full batches: jobs fill each other's tails."""
     total = sum(demand.episodes for demand in demands)
     mean = sum(demand.episodes * demand.mean_tokens for demand in demands) / total
-    prefill = sum(demand.groups * demand.prompt_tokens for demand in demands) / total
+    prefill = sum(demand.groups_per_step * demand.prompt_tokens for demand in demands) / total
     per_episode = {}
     for i in rolling:
         machine = devices[i].machine
@@ -260,7 +260,6 @@ def _chain(
     rolling: Sequence[int],
     rows: dict[int, int],
     trainers: tuple[int, ...],
-    train: dict[int, float],
     balanced: bool,
 ) -> float:
     """Seconds of one job's step by itself, divided by the steps that may overlap."""
@@ -287,8 +286,7 @@ def _chain(
         helper = devices[i]
         sent = _transfer(fleet, helper, fleet.service, machine.state_bytes / 3, helper.machine.upload)
         gradient = max(gradient, sent)
-    left = alone if early == 0.0 else alone - early
-    trained = max(rollout, early) + left
+    trained = max(rollout, early) + alone - early
     return (demand.environment + trained + gradient + machine.optimizer + publish) / (demand.staleness + 1)
 
 
@@ -331,17 +329,6 @@ def _finish_together(ends: Sequence[_Finish], episodes: int) -> float:
         else:
             low = middle
     return high
-
-
-def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """On the lines that join the points; beyond the last one in proportion."""
-    if x >= xs[-1]:
-        return ys[-1] * x / xs[-1]
-    at = next(i for i, known in enumerate(xs) if known >= x)
-    if at == 0:
-        return ys[0]
-    share = (x - xs[at - 1]) / (xs[at] - xs[at - 1])
-    return ys[at - 1] + share * (ys[at] - ys[at - 1])
 
 
 @lru_cache(maxsize=4096)

@@ -63,8 +63,8 @@ def search(
         evaluate(tuple(start))
     for roles in homogeneous(devices):
         evaluate(roles)
-    if len({_kind(device) for device in devices}) > 1:
-        arms = _arms(devices, Random(seed), swaps)
+    arms = _arms(devices, Random(seed), swaps)
+    if arms and len({_kind(device) for device in devices}) > 1:
         _halve(arms, evaluate) if halving else _take_turns(arms, evaluate)
     return _trimmed(evaluate)
 
@@ -72,7 +72,8 @@ def search(
 def gains(
     fleet: FleetSpec, demands: Sequence[JobDemand], found: Found, *, budget: int = BUDGET, seed: int = 0
 ) -> dict[str, float]:
-    """By kind of machine, the share of the round that one more of it would save."""
+    """By kind of machine, the share of the round that one more of it would save. Below 0 by :data:`WORTH_USING` at
+    most, where machines are left out that save less."""
     saved = {}
     for kind in fleet.machines:
         more = kind.model_copy(update={"count": kind.count + 1})
@@ -81,7 +82,7 @@ def gains(
         at = next(i for i, device in enumerate(devices) if device.name == f"{kind.name}-{kind.count}")
         start: tuple[Role, ...] = (*found.roles[:at], "off", *found.roles[at:])
         best = search(larger, devices, demands, budget=budget, seed=seed, start=start)
-        saved[kind.name] = max(0.0, 1 - best.prediction.seconds / found.prediction.seconds)
+        saved[kind.name] = 1 - best.prediction.seconds / found.prediction.seconds
     return saved
 
 

@@ -30,7 +30,7 @@ from rookery.simulation.fakes.host import FakeHost, fixed_turns, uniform_reward
 from rookery.simulation.fakes.text import Length, chat
 from rookery.simulation.fakes.worker import FakeWorker, worker_hello
 from rookery.spec.fleet import Plan
-from rookery.spec.machine import Machine
+from rookery.spec.machine import Machine, Workload
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
 from rookery.storage.store import Store
@@ -136,6 +136,26 @@ class SimulatedService:
         await self.controller.stop()
         await self._serving.cancel()
         self.database.close()
+
+
+def modelled_job(
+    environment: str, load: Workload, number: int, seed: int, staleness: int, micro_batch: int, stop: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The specification of job ``number`` of a simulation, on a built-in ``environment`` of a simulated host."""
+    return {
+        "name": f"job-{number}",
+        "base_model": MODEL,
+        "environment": {"id": environment, "step_timeout": max(60.0, 2 * load.environment)},
+        "algorithm": {
+            "group_size": load.group_size,
+            "groups_per_step": load.groups_per_step,
+            "max_staleness": staleness,
+            "micro_batch": micro_batch,
+        },
+        "sampling": {"max_tokens": load.max_tokens},
+        "stop": dict(stop),
+        "seed": seed * 1000 + number,
+    }
 
 
 class EventLog:

@@ -88,7 +88,7 @@ class HeldPolicy(Generic[S]):
     """The version with which KL penalties compare the policy, by its hash, and its weights if they are here."""
 
     def idle(self, now: float) -> bool:
-        patience = IDLE_GRADIENT_SECONDS if self.operations else IDLE_SECONDS
+        patience = IDLE_GRADIENT_SECONDS if self.operations > 0 else IDLE_SECONDS
         return now - self.used > (EXPECTED_SECONDS if self.expected else patience)
 
     def matches(self, lease: int, parent_hash: str, steps: int) -> bool:
@@ -185,7 +185,7 @@ class PolicyStates:
         idle = sorted(
             (held.used, policy)
             for policy, held in self.held.items()
-            if held.idle(now) and not held.operations and not self._in_use(policy)
+            if held.idle(now) and held.operations <= 0 and not self._in_use(policy)
         )
         for _, policy in idle[: max(0, len(idle) - IDLE_STATES)]:
             del self.held[policy]
