@@ -11,8 +11,10 @@ from tests.scheduling.test_plan import machine
 from tests.support.small_model import save_small_model
 
 from rookery.cli import main
-from rookery.cli.plan import add_entry
+from rookery.cli.plan import add_entry, demand_of
+from rookery.errors import UserError
 from rookery.spec.fleet import FleetSpec, read_fleet, read_plan
+from rookery.spec.parsing import parse_job
 
 JOB = {
     "name": "sums", "base_model": "smollm2-135m-instruct", "environment": {"id": "calculator"},
@@ -72,6 +74,29 @@ def test_an_entry_is_added_to_a_fleet_file_and_replaced(tmp_path: Path) -> None:
     fleet = read_fleet(path)
     assert [kind.name for kind in fleet.machines] == ["a", "b"]
     assert fleet.machines[0] == machine("a", 2.0)
+
+
+def test_a_65th_machine_and_a_file_that_is_none_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    add_entry(path, machine("a", count=64).model_dump(mode="json", exclude_none=True))
+    before = path.read_text()
+    with pytest.raises(UserError, match="65 machines, at most 64"):
+        add_entry(path, machine("b").model_dump(mode="json", exclude_none=True))
+    assert path.read_text() == before
+    path.write_text("[")
+    assert code(["profile", "--out", str(path)]) == 2
+    assert code(["profile", "--name", "x" * 1000]) == 2
+    assert "at most" in capsys.readouterr().err
+
+
+def test_a_job_with_several_policies_is_not_planned_as_one() -> None:
+    policies = {"solver": {}, "verifier": {}}
+    with pytest.raises(UserError, match="trains 2 policies; plan a job for each"):
+        demand_of(parse_job({**JOB, "policies": policies}), None, 0.5, 64, 0.0)
+    frozen = {"judge": {"train": False, "base": True}, "solver": {"algorithm": {"max_staleness": 2}}}
+    assert demand_of(parse_job({**JOB, "policies": frozen}), None, 0.5, 64, 0.0).staleness == 2
 
 
 @pytest.mark.heavy

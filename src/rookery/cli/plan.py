@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from rookery.bounds import NAME
 from rookery.children import interpreter
 from rookery.cli.options import JsonOption
 from rookery.cli.output import print_json, show
@@ -19,7 +20,7 @@ from rookery.errors import UserError
 from rookery.scheduling.plan.predict import PLAYS, Device, devices_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.spec.files import read_job
-from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, read_fleet
+from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, parsed, read_fleet
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.telemetry.rows import Rows, columns
@@ -63,7 +64,9 @@ def plan(
         rows = [use.rows for use in found.prediction.uses]
         report["simulated_seconds"] = simulate_plan(devices, demands, found.roles, rows)
     if out is not None:
-        out.write_text(yaml.safe_dump(_plain(planned.model_dump(exclude_none=True)), sort_keys=False), encoding="utf-8")
+        out.write_text(
+            yaml.safe_dump(planned.model_dump(mode="json", exclude_none=True), sort_keys=False), encoding="utf-8"
+        )
     if json:
         print_json(report)
         return
@@ -96,15 +99,18 @@ def profile(
 ) -> None:
     """Measure this machine in under two minutes: its entry of a fleet file."""
     named = name or socket.gethostname().split(".")[0]
+    if len(named) > NAME:
+        raise UserError(f"--name: {len(named)} characters, at most {NAME}")
+    if out is not None and out.exists():
+        read_fleet(out)  # a file that cannot be used is refused before the measurement
     run = subprocess.run(
         interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False
     )
     if run.returncode:
         raise typer.Exit(run.returncode)
     measured = jsons.loads(run.stdout)
-    entry = FleetMachine.model_validate(
-        measured | {"price": price, "site": site, "download": bandwidth, "upload": bandwidth, "latency": latency}
-    ).model_dump(exclude_none=True)
+    given = {"price": price, "site": site, "download": bandwidth, "upload": bandwidth, "latency": latency}
+    entry = parsed(FleetMachine, Path(named), measured | given).model_dump(mode="json", exclude_none=True)
     if out is not None:
         add_entry(out, entry)
     if json:
@@ -116,24 +122,19 @@ def profile(
 def add_entry(path: Path, entry: dict[str, Any]) -> None:
     """Write the entry into a fleet file, in the place of one with its name. Raises :class:`UserError`."""
     fleet = read_fleet(path) if path.exists() else None
-    others = [] if fleet is None else [machine for machine in fleet.machines if machine.name != entry["name"]]
-    written = {} if fleet is None else fleet.model_dump(exclude_none=True)
-    written["machines"] = [machine.model_dump(exclude_none=True) for machine in others] + [entry]
-    FleetSpec.model_validate(written)
-    path.write_text(yaml.safe_dump(_plain(written), sort_keys=False), encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """With lists for tuples, which YAML would tag."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+    written: dict[str, Any] = {"machines": []} if fleet is None else fleet.model_dump(mode="json", exclude_none=True)
+    written["machines"] = [machine for machine in written["machines"] if machine["name"] != entry["name"]] + [entry]
+    parsed(FleetSpec, path, written)
+    path.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
 
 
 def demand_of(
     spec: JobSpec, reply_tokens: float | None, sigma: float, prompt_tokens: int, environment: float
 ) -> JobDemand:
     """The work of a step of the job; its file does not say how long replies are."""
+    if len(spec.trained) > 1:
+        raise UserError(f"{spec.name}: trains {len(spec.trained)} policies; plan a job for each")
+    spec = spec.of_policy(spec.trained[0])
     algorithm, (_, policy) = spec.algorithm, spec.policy
     return JobDemand(
         name=spec.name,

@@ -83,7 +83,7 @@ class FleetSpec(FrozenModel):
 
 def read_fleet(path: Path) -> FleetSpec:
     """The fleet in a YAML or JSON file. Raises :class:`UserError` of one line."""
-    return _parsed(FleetSpec, path, read_mapping(path, "fleet", "machines"))
+    return parsed(FleetSpec, path, read_mapping(path, "fleet", "machines"))
 
 
 class JobDemand(Workload):
@@ -156,13 +156,14 @@ class Plan(FrozenModel):
 
 def read_plan(path: Path) -> Plan:
     """The plan in a YAML or JSON file. Raises :class:`UserError` of one line."""
-    return _parsed(Plan, path, read_mapping(path, "plan", "step_seconds and workers"))
+    return parsed(Plan, path, read_mapping(path, "plan", "step_seconds and workers"))
 
 
 Parsed = TypeVar("Parsed", bound=FrozenModel)
 
 
-def _parsed(model: type[Parsed], path: Path, data: dict[str, Any]) -> Parsed:
+def parsed(model: type[Parsed], path: Path, data: dict[str, Any]) -> Parsed:
+    """``data`` as a part of the file ``path``. Raises :class:`UserError` of one line."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
