@@ -6,7 +6,7 @@ The controller is real, its workers follow a script and time passes when a test 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -323,6 +323,62 @@ async def sent_while_away(visitor: Client, call: operations.AnyOperation, databa
 
 def is_open(visitor: Client, request: str) -> bool:
     return visitor.sessions.futures.find("alice", request) is not None
+
+
+class FailingOnce:
+    """The next call of ``method`` after :meth:`arm` finds its place away; ``taken``: it is carried out all the same."""
+
+    def __init__(self, place: Any, patch: pytest.MonkeyPatch, method: str, *, taken: bool = False) -> None:
+        self.armed = False
+        self.on_failure: Callable[[], None] = lambda: None
+        real = getattr(place, method)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not self.armed:
+                return real(*arguments, **named)
+            if taken:
+                real(*arguments, **named)
+            self.armed = False
+            self.on_failure()
+            raise GONE
+
+        patch.setattr(place, method, call)
+
+    def arm(self) -> None:
+        self.armed = True
+
+
+@pytest.mark.parametrize("read", ["verify", "futures_behind", "get_future"])
+async def test_a_recovery_that_fails_once_counts_no_gradient_twice(
+    service: Service, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    """The answer to a commit is lost, and the first attempt to read what it stored fails, too."""
+    ends = []
+    for away in (False, True):
+        visitor = await Client(service).begin()
+        path = await visitor.save("start")
+        calls = [
+            operations.OptimStepOperation(adam=ADAM),  # the third: its version is committed
+            operations.SaveState(kind="weights", name="two"),
+            operations.LoadState(path=path, optimizer=False),
+        ]
+        for number, call in enumerate(calls):
+            for tokens in ([1, 2, 3], [4, 5, 6 + number]):
+                await visitor.gradient(*tokens)
+                assert isinstance(await visitor.step(), operations.OptimStepResult)
+            await visitor.gradient(7, 8, 9)
+            with monkeypatch.context() as patch:
+                commit = FailingOnce(service.database, patch, "commit_model", taken=True)
+                reading = FailingOnce(service.artifacts if read == "verify" else service.database, patch, read)
+                commit.armed, commit.on_failure = away, reading.arm
+                request = await visitor.send(call)
+                await pass_until(service, lambda request=request: not is_open(visitor, request))
+                assert not commit.armed and not reading.armed
+            assert not isinstance(await visitor.outcome(request), operations.OperationFailed)
+            await visitor.gradient(10, 11, 12)
+            assert isinstance(await visitor.step(), operations.OptimStepResult)
+            ends.append(await content(visitor, f"end-{number}"))
+    assert ends[:3] == ends[3:]
 
 
 async def test_an_operation_of_a_lost_client_waits_for_no_place(

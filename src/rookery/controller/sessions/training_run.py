@@ -273,16 +273,20 @@ class TrainingRun:
         self, future: Future, operation: operations.AnyOperation
     ) -> operations.AnyResult | None:
         """Execute ``operation``, again after each outage that it meets, unless its client is given up meanwhile."""
-        attempt = 0
+        attempt, recovered, head = 0, True, self._versions.head
         while True:
             try:
-                if attempt and await self._recover(future):
-                    return None
+                if not recovered:
+                    if await self._recover(future, head):
+                        return None
+                    recovered = True
                 return await self._dispatch(future, operation)
             except RookeryError as error:
                 if not storage_outage(error):
                     raise
                 outage = error
+            if recovered:  # else the recovery met the outage, and is repeated whole
+                recovered, head = False, self._versions.head
             await self._wait_for(outage, future, attempt)
             attempt += 1
 
@@ -300,16 +304,16 @@ class TrainingRun:
             self._abandoned.clear()
             raise Unavailable(reason)
 
-    async def _recover(self, future: Future) -> bool:
-        """After an outage: take over what the database stored without an answer. Whether that has the result of
-        ``future``, which is delivered then."""
-        store, head = self._context.store, self._versions.head
+    async def _recover(self, future: Future, head: VersionRow | None) -> bool:
+        """After an outage: take over what the database stored without an answer. ``head`` was the newest version when
+        the operation met the outage. Whether the database has the result of ``future``, which is delivered then."""
+        store = self._context.store
         self.row, _ = await store.get_model(self.row.tenant, self.row.id)
         await self._read_head()
         new = self._versions.head
         if new is not None and (head is None or new.version != head.version):  # the commit succeeded
             self._trainer.forget()
-            self._gradient_error, self._last_step = "", self.row.done_seq
+            self._last_step = self.row.done_seq
             await self._replay_log()
         stored = await store.get_future(self.row.tenant, future.id)
         if stored.outcome is None:
