@@ -372,13 +372,51 @@ async def test_a_recovery_that_fails_once_counts_no_gradient_twice(
                 reading = FailingOnce(service.artifacts if read == "verify" else service.database, patch, read)
                 commit.armed, commit.on_failure = away, reading.arm
                 request = await visitor.send(call)
-                await pass_until(service, lambda request=request: not is_open(visitor, request))
+                await pass_until(service, lambda of=visitor, request=request: not is_open(of, request))
                 assert not commit.armed and not reading.armed
             assert not isinstance(await visitor.outcome(request), operations.OperationFailed)
             await visitor.gradient(10, 11, 12)
             assert isinstance(await visitor.step(), operations.OptimStepResult)
             ends.append(await content(visitor, f"end-{number}"))
     assert ends[:3] == ends[3:]
+
+
+async def test_a_load_whose_answer_was_lost_ends_a_rejected_gradient(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("start")
+    await visitor.do(operations.InvalidOperation(error="no such loss", gradient=True))
+    commit = FailingOnce(service.database, monkeypatch, "commit_model", taken=True)
+    commit.arm()
+    request = await visitor.send(operations.LoadState(path=path, optimizer=False))
+    await pass_until(service, lambda: not is_open(visitor, request))
+    assert isinstance(await visitor.outcome(request), operations.StateLoaded) and not commit.armed
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+
+
+async def test_operations_given_up_while_a_commit_is_unanswered_spoil_their_gradient(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = await Client(service).begin()
+    path = await visitor.save("start")
+    database = Refusing(service, monkeypatch, "commit_model", GONE, taken=True)
+    request = await visitor.send(operations.LoadState(path=path, optimizer=False))
+    await pass_until(service, lambda: database.refused)
+    visitor._seq += 1  # a number that is never sent
+    lost = await visitor.send(forward([1, 2, 3]))
+    ping = Refusing(service, monkeypatch, "ping", GONE)
+    began, gap = service.clock.now, service.settings.sessions.session_seq_gap_seconds
+    await pass_until(service, lambda: service.clock.now > began + 2 * gap)
+    ping.trouble = None
+    database.trouble = None
+    await pass_until(service, lambda: not is_open(visitor, lost))
+    assert isinstance(await visitor.outcome(request), operations.StateLoaded)
+    refused = await visitor.step()
+    assert isinstance(refused, operations.OperationFailed) and "no step was taken" in refused.error
 
 
 async def test_an_operation_of_a_lost_client_waits_for_no_place(

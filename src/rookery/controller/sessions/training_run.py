@@ -229,10 +229,15 @@ class TrainingRun:
             self._give_up(f"request {missing} of model {self.row.id} has not arrived for {seconds:.0f} s")
 
     def _give_up(self, error: str) -> int:
-        instead, given_up = operations.InvalidOperation(error=error), self._queue.flush()
+        flushed = self._queue.flush()
+        given_up = [
+            (future, operations.InvalidOperation(error=error, gradient=operation.adds_gradient))
+            for future, operation in flushed
+        ]
         self._policy_run.reject(error)
-        self._given_up.extend((future, instead) for future, _ in given_up)
-        self._count_bytes(sum(instead.size - operation.size for _, operation in given_up))
+        self._given_up.extend(given_up)
+        freed = sum(operation.size for _, operation in flushed) - sum(instead.size for _, instead in given_up)
+        self._count_bytes(-freed)
         self._arrived.set()
         return len(given_up)
 
@@ -312,7 +317,7 @@ class TrainingRun:
         await self._read_head()
         new = self._versions.head
         if new is not None and (head is None or new.version != head.version):  # the commit succeeded
-            self._trainer.forget()
+            self._policy_run.forget()
             self._last_step = self.row.done_seq
             await self._replay_log()
         stored = await store.get_future(self.row.tenant, future.id)
