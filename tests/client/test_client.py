@@ -76,6 +76,18 @@ def test_user_environment_trains_a_job(client: Client, tmp_path: Path) -> None:
     assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
 
 
+def test_adapter_and_versions_are_by_default_of_the_first_policy_that_trains(client: Client, tmp_path: Path) -> None:
+    solver = PARTS["policies"]["main"]
+    trained = client.submit(job(policies={"solver": solver, "judge": {"train": False, "base": True}}))
+    assert trained.wait().state == "completed"
+    assert [version.version for version in trained.versions()] == [0, 1, 2]
+    folder = trained.adapter().download(tmp_path / "adapter")
+    assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    with pytest.raises(NotFound):
+        trained.versions("main")
+
+
+
 def _trainer_step(folder: Path) -> float:
     from safetensors.numpy import load_file
 

@@ -26,7 +26,19 @@ test("fields follow references and leave null out", () => {
 
 test("a run from a version names it", () => {
   const view = { id: "job-1", spec: { name: "x", base_model: "m", policies: { main: { rank: 4 } }, stop: { steps: 1 } } };
-  assert.deepEqual(form.likeJob(view, 3).policies.main, { rank: 4, warm_start: { job: "job-1", version: 3 } });
+  assert.deepEqual(form.likeJob(view, 3).policies.main, { rank: 4, warm_start: { job: "job-1", policy: "main", version: 3 } });
   assert.deepEqual(form.likeJob({ ...view, spec: { ...view.spec, stop: { steps: 1, reward: null } } }).stop, { steps: 1 });
   assert.deepEqual(form.likeJob(view).policies.main, { rank: 4 });
+});
+
+test("a run from a version keeps every policy, and starts those that train from their versions", () => {
+  const policies = { judge: { train: false, base: true }, solver: { rank: 4 }, critic: { rank: 8, train: true } };
+  const view = { id: "job-1", spec: { name: "x", base_model: "m", policies, stop: { steps: 1 } } };
+  assert.deepEqual(form.trained(view.spec), ["solver", "critic"]);
+  assert.deepEqual(form.likeJob(view, 0).policies, {
+    judge: { train: false, base: true },
+    solver: { rank: 4, warm_start: { job: "job-1", policy: "solver", version: 0 } },
+    critic: { rank: 8, train: true, warm_start: { job: "job-1", policy: "critic" } },
+  });
+  assert.deepEqual(form.likeJob(view).policies, policies);
 });

@@ -265,6 +265,26 @@ def test_adapter_is_downloaded_with_the_cookie(page: Any, town: Town, tmp_path: 
         assert "adapter_config.json" in archive.getnames()
 
 
+def test_run_without_a_policy_called_main_has_downloads_chat_and_a_run_from_it(page: Any, town: Town) -> None:
+    policies = {"solver": {"rank": 4, "targets": ["q"]}, "judge": {"train": False, "base": True}}
+    run = town.ada.submit(job(name="solved", policies=policies))
+    assert run.wait().state == "completed"
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{run.id}")
+    with page.expect_download() as started:
+        page.click("text=Download adapter")
+    assert started.value.suggested_filename == f"{run.id}-solver-latest.tar"
+    page.click("text=New run from version 2")
+    page.wait_for_selector(".yaml >> text=policy: solver")
+    assert "judge" in page.locator(".yaml").inner_text()
+    page.goto(f"{town.service.url}/#/chat?target={run.id}")
+    page.select_option("select[aria-label='Model on the right: policy']", "solver")
+    page.select_option("select[aria-label='Model on the right: version']", "1")
+    page.fill("textarea", "2+2?")
+    page.click("button >> text=Send")
+    page.wait_for_selector(".side:nth-child(2) .message.assistant .token")
+
+
 def test_administrator_sees_fleet_usage_and_tenants_and_makes_a_key(page: Any, town: Town) -> None:
     town.keys["admin"] = town.service.key
     sign_in(page, town, "admin")

@@ -34,3 +34,13 @@ test("shades are bounded for any number", () => {
   for (const value of [0, 0.049, -0.3, 1e9, -1e9, null]) assert.ok(Math.abs(text.gapStep(value)) <= 5);
   assert.ok(text.gapStep(-0.3) < 0 && text.gapStep(0.049) === 0);
 });
+
+test("a target of sampling has the parts of which it is made", () => {
+  const runs = [{ id: "job-1" }];
+  for (const [target, ...parts] of [["job-1", "job-1", "", ""], ["job-1@3", "job-1", "", "3"], ["job-1/solver", "job-1", "solver", ""], ["job-1/solver@0", "job-1", "solver", "0"]]) {
+    const found = text.partsOf(target, runs);
+    assert.deepEqual([found.run, found.job, found.policy, found.version], [runs[0], ...parts]);
+    assert.equal(text.targetOf(...parts), target);
+  }
+  for (const model of ["", "Qwen/Qwen3-0.6B", "a@b", "job-2/solver"]) assert.deepEqual(text.partsOf(model, runs), { run: null, job: model, policy: "", version: "" });
+});

@@ -219,7 +219,7 @@ def download(
     cli: Cli,
     job: Annotated[str, typer.Argument(metavar="JOB[@VERSION]", help="A job, its newest version or this one.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files of the PEFT folder are written.")],
-    policy: Annotated[str, typer.Option(help="The policy.")] = "main",
+    policy: Annotated[str | None, typer.Option(help="The policy; by default the first that trains.")] = None,
 ) -> None:
     """Download a version's PEFT folder: transformers, PEFT and vLLM load it."""
     name, at, version = job.partition("@")

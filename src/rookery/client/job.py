@@ -182,18 +182,25 @@ class Job:
         """``alarms`` about the job (name, problem, remedy), and ``advice`` where nothing is wrong."""
         return self._connection.call("GET", f"{self._path}/health")
 
-    def versions(self, policy: str = "main") -> list[Record]:
-        """A policy's versions, oldest first."""
-        return list(self._connection.rows(f"{self._path}/policies/{policy}/versions"))
+    def versions(self, policy: str | None = None) -> list[Record]:
+        """The versions of a policy, by default of the job's first that trains, oldest first."""
+        return list(self._connection.rows(f"{self._policy_path(policy)}/versions"))
 
     def evaluations(self) -> list[Record]:
         """Evaluations on held-out prompts, by version."""
         return list(self._connection.rows(f"{self._path}/evaluations"))
 
-    def adapter(self, version: int | None = None, policy: str = "main") -> AdapterFolder:
-        """A version's PEFT folder, the newest by default; ``download`` fetches it."""
+    def adapter(self, version: int | None = None, policy: str | None = None) -> AdapterFolder:
+        """The PEFT folder of a version, the newest by default, of a policy, by default of the job's first that trains;
+        ``download`` fetches it."""
         number = "latest" if version is None else str(version)
-        return AdapterFolder(self._connection, f"{self._path}/policies/{policy}/versions/{number}/adapter")
+        return AdapterFolder(self._connection, f"{self._policy_path(policy)}/versions/{number}/adapter")
+
+    def _policy_path(self, policy: str | None) -> str:
+        if policy is None:
+            policies = self.show().spec.policies
+            policy = next(name for name, settings in policies.items() if settings.get("train", True))
+        return f"{self._path}/policies/{quote(policy, safe='')}"
 
     def _act(self, action: str) -> Record:
         return self._connection.call("POST", f"{self._path}/{action}")

@@ -2,6 +2,7 @@
 import { useState } from "preact/hooks";
 import { call, jobPath } from "./api.js";
 import { route } from "./format.js";
+import { trained } from "./jobform.js";
 import { Problem, html } from "./parts.js";
 
 const ALLOWED = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"] };
@@ -20,12 +21,14 @@ export function Actions({ job, view, reload }) {
     } catch (problem) { setError(problem); }
     setBusy(false);
   };
-  const version = view.policies[0]?.version ?? 0, names = view.finished ? ["delete"] : ALLOWED[view.state] ?? [];
+  const policies = trained(view.spec), first = policies[0], version = view.policies.find((one) => one.name === first)?.version ?? 0;
+  const target = first === Object.keys(view.spec.policies)[0] ? job : `${job}/${first}`; // a job alone means its first policy, trained or not
+  const names = view.finished ? ["delete"] : ALLOWED[view.state] ?? [];
   return html`<div class="bar actions">
     ${asked ? html`<span role="alert">${ASKED[asked]}</span><button class="danger" onClick=${() => act(asked)}>Yes, ${asked}</button><button onClick=${() => setAsked("")}>No</button>`
       : html`${names.map((name) => html`<button key=${name} class=${ASKED[name] ? "danger" : ""} disabled=${busy} onClick=${() => act(name)}>${name[0].toUpperCase() + name.slice(1)}</button>`)}
-        ${view.step > 0 && html`<a class="button" href=${`${jobPath(job)}/policies/${encodeURIComponent(view.policies[0].name)}/versions/latest/adapter`} download>Download adapter</a>
-          <a class="button" href=${route(["chat"], { target: job })}>Chat</a><a class="button" href=${route(["new"], { from: job, version })}>New run from version ${version}</a>`}
+        ${view.step > 0 && html`${policies.map((name) => html`<a key=${name} class="button" href=${jobPath(job, "policies", encodeURIComponent(name), "versions/latest/adapter")} download>Download adapter${policies.length > 1 ? ` of ${name}` : ""}</a>`)}
+          <a class="button" href=${route(["chat"], { target })}>Chat</a><a class="button" href=${route(["new"], { from: job, version })}>New run from version ${version}</a>`}
         <a class="button" href=${route(["new"], { from: job })}>New run like this</a>`}
     </div><${Problem} error=${error} />`;
 }

@@ -3,7 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { call, jobPath, useData } from "./api.js";
 import { number } from "./format.js";
 import { Empty, Problem, html } from "./parts.js";
-import { surprise } from "./text.js";
+import { partsOf, surprise, targetOf } from "./text.js";
 
 const SAMPLES = 8; // at once: what fits beside each other
 
@@ -70,14 +70,17 @@ export function Chat({ query, account }) {
     <form class="bar say" onSubmit=${send}><label class="grow"><span class="skip">Message</span><textarea rows="2" aria-label="Message" placeholder="A message to both" value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey) send(event); }}></textarea></label><button class="main" disabled=${busy || targets.every((one) => !one)}>Send</button></form>`;
 }
 
-/** A base model, or a run and one of its versions. */
+/** A base model, or a run, one of its policies and one of its versions. */
 function Target({ value, label, models, runs, onChange }) {
-  const [job, version] = value.split("@"), run = runs.find((one) => one.id === job);
-  const { data: versions } = useData(run ? `${jobPath(job, "policies/main/versions")}?limit=1000` : null);
+  const { run, job, policy, version } = partsOf(value, runs);
+  const { data: view } = useData(run ? jobPath(job) : null), policies = Object.keys(view?.spec.policies ?? {});
+  const shown = policy || policies[0];
+  const { data: versions } = useData(shown ? `${jobPath(job, "policies", encodeURIComponent(shown), "versions")}?limit=1000` : null);
   return html`<select aria-label=${label} value=${job} onChange=${(event) => onChange(event.target.value)}><option value="">nothing</option>
       <optgroup label="Base models">${models.map((one) => html`<option value=${one.name}>${one.name}</option>`)}</optgroup>
       <optgroup label="Runs">${runs.map((one) => html`<option value=${one.id}>${one.name} (${one.step} steps)</option>`)}</optgroup></select>
-    ${run && html`<select aria-label=${`${label}: version`} value=${version ?? ""} onChange=${(event) => onChange(event.target.value ? `${job}@${event.target.value}` : job)}><option value="">newest version</option>
+    ${policies.length > 1 && html`<select aria-label=${`${label}: policy`} value=${shown} onChange=${(event) => onChange(targetOf(job, event.target.value, ""))}>${policies.map((name) => html`<option value=${name}>${name}</option>`)}</select>`}
+    ${run && html`<select aria-label=${`${label}: version`} value=${version} onChange=${(event) => onChange(targetOf(job, policy, event.target.value))}><option value="">newest version</option>
       ${(versions ?? []).filter((one) => one.kept).reverse().map((one) => html`<option value=${one.version}>version ${one.version}, step ${one.step}</option>`)}</select>`}`;
 }
 

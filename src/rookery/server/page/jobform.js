@@ -61,10 +61,15 @@ export const EXAMPLE = {
 
 const withoutNulls = (value) => (value === null || typeof value !== "object" || Array.isArray(value) ? value : Object.fromEntries(Object.entries(value).filter(([, inner]) => inner !== null).map(([name, inner]) => [name, withoutNulls(inner)])));
 
+/** The names of the policies of a job that train, in the job's order. */
+export const trained = (spec) => Object.entries(spec.policies).filter(([, policy]) => policy.train !== false).map(([name]) => name);
+
+/** A job with the settings of another. With a `version`, its first trained policy starts from that version, and its other trained ones from their newest. */
 export function likeJob(view, version) {
   const { name, base_model, environment, policies, algorithm, sampling, evaluation, stop } = withoutNulls(view.spec);
   const spec = { name: version === undefined ? name : `${name}-more`, base_model, environment, policies, algorithm, sampling, evaluation, stop };
   if (version === undefined) return spec;
-  const [policy, settings] = Object.entries(policies)[0];
-  return { ...spec, policies: { [policy]: { ...settings, warm_start: { job: view.id, version } } } };
+  const names = trained(view.spec);
+  const start = (policy) => ({ job: view.id, policy, ...(policy === names[0] ? { version } : {}) });
+  return { ...spec, policies: Object.fromEntries(Object.entries(policies).map(([name, policy]) => [name, names.includes(name) ? { ...policy, warm_start: start(name) } : policy])) };
 }

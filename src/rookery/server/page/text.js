@@ -50,3 +50,11 @@ export function stripTokens(trajectory) {
   const prefix = prompt.map((id, at) => ({ id, text: before?.[at] ?? `⟨${id}⟩`, sampled: false, logprob: null, trainer: null, gap: null, version: null, changed: false, worker: null }));
   return [...prefix, ...rest];
 }
+
+/** A model as sampling names it, JOB[/POLICY][@VERSION] or a base model's name, in its parts. */
+export function partsOf(target, runs) {
+  const [, job, policy = "", version = ""] = target.match(/^([^/@]*)(?:\/([^@]*))?(?:@(.*))?$/) ?? [], run = runs.find((one) => one.id === job);
+  return run ? { run, job, policy, version } : { run: null, job: target, policy: "", version: "" };
+}
+
+export const targetOf = (job, policy, version) => `${job}${policy && `/${policy}`}${version && `@${version}`}`;
