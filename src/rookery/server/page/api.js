@@ -48,9 +48,10 @@ export function useData(path, every = 0) {
   useEffect(() => {
     if (path === null) return undefined;
     const stop = new AbortController();
-    let timer;
+    let timer, first = true; // a tab that is opened hidden reads once
     const read = async () => {
-      if (!document.hidden || turn === 0) {
+      if (!document.hidden || first) {
+        first = false;
         try {
           const data = await get(path, { signal: stop.signal });
           setState({ path, data, error: null });
