@@ -44,6 +44,16 @@ async def test_pages_of_the_timeline_give_every_event_once(room: Room) -> None:
     assert read == timeline.after(0, 100) and len(read) == 20
 
 
+async def test_newest_events_of_all_kinds_are_given_oldest_first(room: Room) -> None:
+    ready = await one_worker(room)
+    timeline = WorkerTimeline(ManualClock())
+    for number in range(20):
+        timeline.add(ready if number % 3 else WorkerSuspect(ready.time, ready.worker, str(number)))
+    every = timeline.after(0, 100)
+    assert [timeline.newest(count) for count in (1, 7, 20, 100)] == [every[-1:], every[-7:], every, every]
+    assert WorkerTimeline(ManualClock()).newest(5) == []
+
+
 async def test_numbers_of_a_later_process_are_larger(room: Room) -> None:
     ready, clock = await one_worker(room), ManualClock()
     first = WorkerTimeline(clock)

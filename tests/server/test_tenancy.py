@@ -550,7 +550,9 @@ def test_each_role_of_a_key_opens_its_own_doors(town: Town) -> None:
     assert {(event["worker"], event["event"]) for event in events} >= {("scripted", "joined"), ("scripted", "ready")}
     last = {"after": events[-1]["number"]}
     assert town.admin.get("/api/v1/workers/events", params=last).json() == []
-    assert len(town.admin.get("/api/v1/workers/events", params={"limit": 1}).json()) == 1
+    first = town.admin.get("/api/v1/workers/events", params={"after": 0, "limit": 1}).json()
+    newest = town.admin.get("/api/v1/workers/events", params={"limit": 1}).json()
+    assert len(newest) == 1 and first == events[:1] and newest[0]["number"] >= events[-1]["number"] > first[0]["number"]
     assert town.admin.get("/api/v1/workers/events", params={"limit": 0}).status_code == 422
     answer = greeted(town, "/wire/host", host, host_hello("builtin:jsonl"))
     assert isinstance(answer, protocol.HelloRejected) and "belong to the service" in answer.reason

@@ -7,6 +7,7 @@ and a reader that continues after a restart misses and repeats nothing that is k
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from heapq import merge
 from itertools import islice, takewhile
 
@@ -57,5 +58,17 @@ class WorkerTimeline:
         for rows in self._kinds.values():
             found = list(takewhile(lambda row: row.number > number, reversed(rows)))
             newer.append(found[::-1])
-        first = islice(merge(*newer, key=lambda row: row.number), count)
-        return [WorkerEventView(**msgspec.structs.asdict(row)) for row in first]
+        return _views(islice(merge(*newer, key=_number), count))
+
+    def newest(self, count: int) -> list[WorkerEventView]:
+        """At most ``count`` events, the newest, oldest first."""
+        backwards = merge(*map(reversed, self._kinds.values()), key=_number, reverse=True)
+        return _views(islice(backwards, count))[::-1]
+
+
+def _number(row: TimelineRow) -> int:
+    return row.number
+
+
+def _views(rows: Iterable[TimelineRow]) -> list[WorkerEventView]:
+    return [WorkerEventView(**msgspec.structs.asdict(row)) for row in rows]

@@ -7,7 +7,7 @@ const REFRESH = 2000, EVENTS = 40;
 
 export function Fleet() {
   const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health } = useData("/api/v1/health", REFRESH);
-  const { data: costs } = useData("/api/v1/costs", 5 * REFRESH), { data: events } = useData(`/api/v1/workers/events?limit=1000`, REFRESH);
+  const { data: costs } = useData("/api/v1/costs", 5 * REFRESH), { data: events } = useData(`/api/v1/workers/events?limit=${EVENTS}`, REFRESH);
   if (!workers) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
   const totals = health?.totals ?? {}, gauges = health?.gauges ?? {};
   return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${workers.length} ${workers.length === 1 ? "worker" : "workers"}</span></div>
@@ -27,7 +27,7 @@ export function Fleet() {
     ${costs?.workers.length > 0 && html`<h2>What the fleet costs</h2><${Scroll} label="Costs of the fleet"><table><thead><tr><th>Base model</th><th>Kind</th><th class="number">Hours</th><th class="number">Cost</th><th class="number">Used</th><th class="number">Idle</th><th class="number">In progress</th></tr></thead>
       <tbody>${costs.workers.map((one) => html`<tr><td>${one.model}</td><td>${one.kind}</td><td class="number">${number(one.hours, 2)}</td><td class="number">${number(one.cost)}</td><td class="number">${number(one.used)}</td><td class="number">${number(one.idle)}</td><td class="number">${number(one.waiting)}</td></tr>`)}</tbody></table><//>`}
     ${events?.length > 0 && html`<h2>What happened to workers</h2><${Scroll} label="Events of workers"><table><thead><tr><th>Time</th><th>Worker</th><th>Event</th><th>Details</th></tr></thead>
-      <tbody>${events.slice(-EVENTS).reverse().map((one) => html`<tr key=${one.number}><td class="small">${time(one.time)}</td><td>${one.worker}</td><td>${one.event}</td><td class="wrap small">${one.text || "–"}</td></tr>`)}</tbody></table><//>`}`;
+      <tbody>${[...events].reverse().map((one) => html`<tr key=${one.number}><td class="small">${time(one.time)}</td><td>${one.worker}</td><td>${one.event}</td><td class="wrap small">${one.text || "–"}</td></tr>`)}</tbody></table><//>`}`;
 }
 
 /** How full each part of a worker's memory is. */

@@ -52,12 +52,16 @@ async def workers(service: Service, owner: Administrator) -> Any:
 async def worker_events(
     service: Service,
     owner: Administrator,
-    after: Annotated[int, Query(ge=0, le=MOST_NUMBER, description="The number of the last event that is known")] = 0,
+    after: Annotated[
+        int | None, Query(ge=0, le=MOST_NUMBER, description="The number of the last event that is known")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_EVENTS, description="At most so many events")] = MOST_EVENTS,
 ) -> list[WorkerEventView]:
-    """What happened at workers, oldest first: joins, losses with their reason, adapters, training operations. The
-    newest of each kind are kept, since the service started."""
-    return service.controller.timeline.after(after, limit)
+    """What happened at workers, oldest first: joins, losses with their reason, adapters, training operations:
+    without ``after`` the newest ``limit``, else the first later ones. The newest of each kind are kept, since the
+    service started."""
+    timeline = service.controller.timeline
+    return timeline.newest(limit) if after is None else timeline.after(after, limit)
 
 
 @routes.get("/tenants")
