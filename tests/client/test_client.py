@@ -87,7 +87,6 @@ def test_adapter_and_versions_are_by_default_of_the_first_policy_that_trains(cli
         trained.versions("main")
 
 
-
 def _trainer_step(folder: Path) -> float:
     from safetensors.numpy import load_file
 

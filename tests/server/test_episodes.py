@@ -13,8 +13,9 @@ from tests.support.faces import ScriptedWorker, job, served
 
 import rookery
 from rookery.cli import main
+from rookery.cli.jobs import conversation_lines
 from rookery.client import Client, Job
-from rookery.client.report import HEIGHT, WIDTH, chart
+from rookery.client.report import HEIGHT, WIDTH, chart, outcome
 from rookery.errors import NotFound
 from rookery.server.launcher import EmbeddedService
 
@@ -119,6 +120,25 @@ def test_episodes_are_found_by_text_reward_state_and_step(recorded: Recorded) ->
         failures = http.get("/failures").json()
         assert sum(one["episodes"] for one in failures) == len(failed)
         assert http.get("/groups", params={"state": "dropped"}).json()["total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "reward", "shown"),
+    [("done", 0.5, "reward 0.5"), ("done", None, "no reward"), ("failed", None, "failed"), ("failed", 1.0, "failed"),
+     ("open", None, "open"), ("dropped", None, "dropped"), ("dropped", 2.0, "reward 2")],
+)  # fmt: skip
+def test_outcome_of_an_episode_in_every_state(state: str, reward: float | None, shown: str) -> None:
+    assert outcome({"state": state, "reward": reward}) == shown
+
+
+def test_an_episode_that_has_not_ended_is_shown_whole() -> None:
+    turn = {"reward": None, "tokens": 2, "finish": "stop", "generation_seconds": 0.5, "environment_seconds": 0.25}
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    one = {"episode": "g-0", "state": "open", "reward": None, "error": "", "turns": [turn], "messages": messages}
+    assert conversation_lines(one) == [
+        "g-0: open", "user:", "  2+2?", "assistant:", "  4",
+        "  → no reward, 2 tokens, ended by stop, 0.50 s generation, 0.25 s environment",
+    ]  # fmt: skip
 
 
 def test_texts_that_are_not_kept_leave_rewards(tmp_path_factory: pytest.TempPathFactory) -> None:

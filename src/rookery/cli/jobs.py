@@ -12,7 +12,7 @@ from rookery.cli.follow import Follower
 from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, with_options
 from rookery.cli.output import console, fields, is_terminal, print_json, show, time_of
 from rookery.cli.steps import StepLines
-from rookery.client.report import report
+from rookery.client.report import outcome, report, reward_text
 from rookery.errors import UserError, short
 from rookery.telemetry.rows import Rows, columns, printable
 from rookery.telemetry.table import job_line, job_list, sparkline
@@ -168,11 +168,9 @@ def episodes(
 
 def episode_lines(row: Mapping[str, Any]) -> list[str]:
     """An episode of a list: its name, reward and length, then its replies or its error."""
-    earned = "failed" if row["state"] == "failed" else f"reward {row['reward']:.4g}"
     ended = f", ended by {row['finish'].replace('_', ' ')}" if row["finish"] not in (None, "done") else ""
-    lines = [
-        f"{row['episode']}  group {row['ordinal']}, version {row['version']}, {earned}, {row['tokens']} tokens{ended}"
-    ]
+    of = f"group {row['ordinal']}, version {row['version']}"
+    lines = [f"{row['episode']}  {of}, {outcome(row)}, {row['tokens']} tokens{ended}"]
     if row["error"]:
         lines.append(f"  error: {printable(row['error'])}")
     return [*lines, *(f"  {printable(line)}" for reply in row["replies"] for line in reply.splitlines() or [""])]
@@ -180,7 +178,7 @@ def episode_lines(row: Mapping[str, Any]) -> list[str]:
 
 def conversation_lines(one: Mapping[str, Any]) -> list[str]:
     """An episode whole: each message, and after a reply what its turn earned."""
-    lines = [f"{one['episode']}: {'failed' if one['state'] == 'failed' else 'reward ' + format(one['reward'], '.4g')}"]
+    lines = [f"{one['episode']}: {outcome(one)}"]
     if one["error"]:
         lines.append(f"error: {printable(one['error'])}")
     replies = sum(message["role"] == "assistant" for message in one["messages"] or [])
@@ -189,9 +187,8 @@ def conversation_lines(one: Mapping[str, Any]) -> list[str]:
         lines += [f"{message['role']}:", *(f"  {printable(line)}" for line in message["content"].splitlines() or [""])]
         if message["role"] == "assistant" and (turn := next(turns, None)) is not None:
             seconds = f"{turn['generation_seconds']:.2f} s generation, {turn['environment_seconds']:.2f} s environment"
-            lines.append(
-                f"  → reward {turn['reward']:.4g}, {turn['tokens']} tokens, ended by {turn['finish']}, {seconds}"
-            )
+            earned = reward_text(turn["reward"])
+            lines.append(f"  → {earned}, {turn['tokens']} tokens, ended by {turn['finish']}, {seconds}")
     if one["messages"] is None:
         lines.append("its text is not kept any more")
     return lines

@@ -45,6 +45,16 @@ article { border: 1px solid #8886; border-radius: 6px; padding: .5rem .8rem; mar
 """
 
 
+def reward_text(reward: float | None) -> str:
+    return "no reward" if reward is None else f"reward {reward:.4g}"
+
+
+def outcome(episode: Mapping[str, Any]) -> str:
+    """The reward of an episode; the state of one that failed, was dropped, or has not ended."""
+    state, reward = episode["state"], episode["reward"]
+    return reward_text(reward) if state == "done" or (reward is not None and state != "failed") else str(state)
+
+
 def report(job: Job, episodes: int = EPISODES) -> str:
     """The file's text."""
     return "\n".join(_lines(job, episodes))
@@ -76,8 +86,7 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
     if found := job.episodes(limit=episodes):
         yield f"<h2>The newest {len(found)} episodes</h2>"
         for one in found:
-            earned = "failed" if one.state == "failed" else f"reward {one.reward:.4g}"
-            yield f"<article><b>{earned}</b> <span class=muted>group {one.ordinal}, version {one.version},"
+            yield f"<article><b>{outcome(one)}</b> <span class=muted>group {one.ordinal}, version {one.version},"
             yield f" {one.tokens} tokens</span><pre class=muted>{text(one.prompt)}</pre>"
             yield from (f"<pre>{text(reply)}</pre>" for reply in one.replies)
             yield (f"<pre>{text(one.error)}</pre>" if one.error else "") + "</article>"
