@@ -586,6 +586,27 @@ async def test_a_new_version_reaches_running_waiting_and_retained_requests(tmp_p
     await room.close()
 
 
+async def test_a_base_model_is_in_use_while_somebody_waits_for_a_request_on_it(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    seed = full(1)[0]
+    waits = room.sample(seed)
+    await eventually(lambda: bool(worker.active))
+    assert room.rollouts.models() == {"smollm2-135m-instruct"}
+    await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (0, 3))))
+    await eventually(lambda: room.rollouts.sampled_tokens == 3)
+    await cancel_all(waits)
+    assert room.rollouts.requests["job"] and not room.rollouts.models(), "its tokens are retained"
+    again = room.sample(seed)
+    await settle()
+    assert room.rollouts.models() == {"smollm2-135m-instruct"}
+    worker.generating.set()
+    check(await again, seed)
+    assert not room.rollouts.models()
+    await room.close()
+
+
 @pytest.mark.parametrize(
     "changes", [{"prompt": [1, 5, 7]}, {"temperature": 0.5}, {"max_tokens": 11}, {"adapter": NEWER}, {"seed": 10**6}]
 )

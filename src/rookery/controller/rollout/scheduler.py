@@ -177,8 +177,9 @@ class RolloutScheduler:
         return len(self.queues)
 
     def models(self) -> set[str]:
-        """The base models of its requests."""
-        return {one.request.model for requests in self.requests.values() for one in requests.values()}
+        """The base models of its requests, except retained ones: nobody waits for these."""
+        every = (one for requests in self.requests.values() for one in requests.values())
+        return {one.request.model for one in every if one.state != "retained"}
 
     def position(self, tenant: str, job: str) -> int | None:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
