@@ -12,6 +12,7 @@ from tests.controller.jobs.test_job import finish
 from tests.support.peers import ADAPTER, ScriptedWorker, Service, job_of, user_message
 
 from rookery import protocol
+from rookery.controller.jobs.registry import STEPS_UNKNOWN
 from rookery.controller.jobs.trajectory import Trajectory, episode_result_decoder
 from rookery.scheduling.job_rules import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec
@@ -102,6 +103,31 @@ async def test_a_policy_stops_and_steps_by_its_own_rules(service: Service) -> No
     for _, episode in service.database.recent_episodes("alice", job, 100):
         part = episode_result_decoder.decode(episode.trajectories).of("verifier")
         assert part is not None and part.num_action_tokens <= 3
+
+
+@pytest.mark.parametrize(
+    ("solver", "job", "first", "last"),
+    [
+        ({"steps": 1}, {"stop__steps": 3}, 4, 1),
+        ({"steps": 9, "reward": -1.0}, {"stop__steps": 2}, 11, 1),  # the solver stops after one step
+        ({"steps": 2}, {"stop": {"tokens": 1}}, STEPS_UNKNOWN, STEPS_UNKNOWN),
+    ],
+)
+async def test_steps_left_are_those_of_every_policy_that_trains(
+    service: Service, solver: dict[str, Any], job: dict[str, Any], first: int, last: int
+) -> None:
+    worker, _ = await service.join(script=debate)
+    registry, seen = service.controller.jobs, set[int]()
+
+    async def look(op: Any) -> None:
+        if registry.running():
+            seen.add(registry.steps_left())
+
+    worker.answer = look
+    policies = {name: dict(about) for name, about in PAIR.items()}
+    policies["solver"]["stop"] = solver
+    await service.ends(await submit(service, policies=policies, **job))
+    assert (max(seen), min(seen)) == (first, last)
 
 
 async def test_frozen_partner_keeps_its_bytes_and_base_model_replies_without_an_adapter(service: Service) -> None:

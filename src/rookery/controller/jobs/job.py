@@ -34,6 +34,15 @@ class TrainingJob:
         """Optimizer steps of all policies."""
         return sum(loop.step for loop in self.loops)
 
+    def steps_left(self) -> int | None:
+        """Optimizer steps of all policies until each has its number of steps; None where one has no such number."""
+        left = [
+            None if loop.spec.stop.steps is None else loop.spec.stop.steps - loop.step
+            for loop in self.loops
+            if not loop.over
+        ]
+        return None if None in left else sum(number for number in left if number is not None)
+
     def versions(self) -> list[PolicyVersions]:
         """Those of all policies but the base model."""
         return [policy.versions for policy in self.policies.values() if policy.versions is not None]

@@ -37,11 +37,8 @@ class JobRegistry:
     def steps_left(self) -> int:
         """The most optimizer steps that a running job has still to do; one that ends by other conditions counts as
         :data:`STEPS_UNKNOWN`, and so does a service without jobs."""
-        left = [
-            stop.steps - job.step if (stop := job.spec.stop).steps is not None else STEPS_UNKNOWN
-            for job in self.running()
-        ]
-        return max(left, default=STEPS_UNKNOWN)
+        left = (job.steps_left() for job in self.running())
+        return max((STEPS_UNKNOWN if steps is None else steps for steps in left), default=STEPS_UNKNOWN)
 
     def tenants(self) -> set[str]:
         """The tenants whose jobs have a task."""
