@@ -44,6 +44,14 @@ def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves
                     await asyncio.sleep(1.0)
                 shown = {row["name"]: row["roles"] for row in queries.workers()}
                 assert shown == {"a-0": ["train"], "b-0": ["rollout"], "c-0": []}
+                notes = {row["name"]: row["note"] for row in queries.workers()}
+                assert notes == {"a-0": "", "b-0": "", "c-0": "the plan does not need it"}
+                used = site.controller.context.rooms.fleet.get("b-0")
+                assert used is not None and site.controller.plan is not None
+                used.status_message = "standby"
+                await site.controller.plan.review()
+                assert used.note == "standby", "a review erases no note of another room"
+                used.status_message = ""
                 await service.workers[0].kill()
                 view = await queries.wait(tenant, id)
                 assert view.state == "completed"

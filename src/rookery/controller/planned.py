@@ -46,8 +46,6 @@ class PlanFollower:
         role = self._roles.get(worker.name)
         if role is not None:
             self._fleet.set_roles(worker, frozenset(PLAYS[role]))
-            if role == "off":
-                worker.status_message = "the plan does not need it"
         self._changed.notify()
 
     def on_worker_lost(self) -> None:
@@ -88,7 +86,6 @@ class PlanFollower:
             self.moves += self._roles[name] != role
             self._roles[name] = role
             if (worker := self._fleet.get(name)) is not None:
-                worker.status_message = "the plan does not need it" if role == "off" else ""
                 self._fleet.set_roles(worker, frozenset(PLAYS[role]))
 
 

@@ -103,9 +103,10 @@ class Worker:
 
     @property
     def note(self) -> str:
-        """For the operator: why it makes no progress, else its status message."""
+        """For the operator: why it makes no progress, else its status message, else that a plan leaves it no role."""
         stalled = self.beat.stalled if self.beat is not None else ""
-        return f"no progress: {stalled}" if stalled else self.status_message
+        unused = "the plan does not need it" if self.planned_roles == frozenset() else ""
+        return f"no progress: {stalled}" if stalled else self.status_message or unused
 
     def has_role(self, role: str, model: str) -> bool:
         """Whether it may be given work of ``role``: while it catches up, rollouts that it :meth:`accepts`."""
