@@ -36,15 +36,15 @@ class EpisodeQueries:
     ) -> dict[str, Any]:
         """A page of groups with their episodes' rewards, and the number of all."""
         row = await self._store.get_job(tenant, job)
-        version = None
+        consumed = None
         if step is not None:
-            version = await self._store.version_of_step(tenant, job, step)
-            if version is None:
+            consumed = await self._store.version_of_step(tenant, job, step)
+            if consumed is None:
                 return {"groups": [], "total": 0, "version": None}
         found, total = await self._store.groups_page(
-            tenant, job, consumed_by=version, state=state, offset=offset, limit=limit
+            tenant, job, consumed_by=consumed, state=state, offset=offset, limit=limit
         )
-        name = algorithm(row.spec)
+        name, version = algorithm(row.spec), consumed[0] if consumed is not None else None
         return {"groups": [_group(group, name) for group in found], "total": total, "version": version}
 
     async def group(self, tenant: str, job: str, group: str) -> dict[str, Any]:

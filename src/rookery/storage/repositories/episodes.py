@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Text, and_, bindparam, func, literal, or_, select, type_coerce
 
 from rookery.storage.columns import fetch_all, get, rows
 from rookery.storage.models import EpisodeRow, GroupRow, GroupState, StepRow
@@ -37,10 +37,20 @@ class EpisodeChoice:
     limit: int = 25
 
 
-def version_of_step(connection: Connection, tenant: str, job: str, step: int) -> int | None:
-    """The version that contains a step; None for a step that is not committed."""
-    query = select(StepRow.version).filter_by(tenant=tenant, job=job, step=step)
-    return connection.execute(query).scalar()
+def version_of_step(connection: Connection, tenant: str, job: str, step: int) -> tuple[int, str] | None:
+    """The version that contains a step, and the policy that took it, which is empty for the only one of a job; None for
+    a step that is not committed."""
+    query = select(StepRow.version, StepRow.policy).filter_by(tenant=tenant, job=job, step=step)
+    found = connection.execute(query).one_or_none()
+    return None if found is None else (found.version, found.policy)
+
+
+def _consumed_by(version: int, policy: str) -> ColumnElement[bool]:
+    """Whether the group was consumed by this version of this policy, as :func:`version_of_step` names them."""
+    if not policy:
+        return GroupRow.consumed_by == version
+    uses, use = type_coerce(GroupRow.uses, Text), f'"{policy}":{version}'  # compact JSON: a comma or the end follows
+    return or_(*(uses.contains(use + after, autoescape=True) for after in ",}"))
 
 
 def groups_page(
@@ -48,15 +58,16 @@ def groups_page(
     tenant: str,
     job: str,
     *,
-    consumed_by: int | None = None,
+    consumed_by: tuple[int, str] | None = None,
     state: GroupState | None = None,
     offset: int = 0,
     limit: int = 50,
 ) -> tuple[list[GroupRow], int]:
-    """Training groups, newest first, with their episodes but without texts, and the number of all."""
+    """Training groups, newest first, with their episodes but without texts, and the number of all. ``consumed_by``: of
+    this version and policy only (:func:`version_of_step`)."""
     where: list[ColumnElement[bool]] = [GroupRow.tenant == tenant, GroupRow.job == job, GroupRow.split == "train"]
     if consumed_by is not None:
-        where.append(GroupRow.consumed_by == consumed_by)
+        where.append(_consumed_by(*consumed_by))
     if state is not None:
         where.append(GroupRow.state == state)
     query = select(GroupRow).where(*where).order_by(GroupRow.ordinal.desc()).offset(offset).limit(limit)
@@ -101,7 +112,9 @@ def episodes_page(
     version = chosen.version
     if chosen.step is not None:
         consumed = version_of_step(connection, tenant, job, chosen.step)
-        of_step = select(GroupRow.id).where(GroupRow.job == job, GroupRow.consumed_by == consumed)
+        if consumed is None:
+            return []
+        of_step = select(GroupRow.id).where(GroupRow.job == job, _consumed_by(*consumed))
         where.append(EpisodeRow.group_id.in_(of_step))
     if version is not None:
         where.append(EpisodeRow.version == version)
