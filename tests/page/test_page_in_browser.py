@@ -122,6 +122,24 @@ def test_link_of_rookery_open_signs_in(page: Any, town: Town) -> None:
     assert "link" not in page.url
 
 
+def test_link_is_not_used_in_place_of_a_sign_in_without_consent(page: Any, town: Town) -> None:
+    sign_in(page, town, "bob")
+    link = town.ada.sign_in_link()
+    page.goto("about:blank")
+    page.goto(link)
+    page.click("[role=alert] >> text=Stay signed in as bob")
+    page.wait_for_selector("[role=alert]", state="detached")
+    assert page.locator(".who .name").inner_text() == "bob"
+    page.goto("about:blank")
+    page.goto(link)
+    page.click("[role=alert] >> text=Use the link")
+    page.wait_for_selector(".who .name >> text=ada")
+    page.goto("about:blank")
+    page.goto(link)
+    page.click("[role=alert] >> text=Use the link")
+    page.wait_for_selector("[role=alert] >> text=the link was used")
+
+
 def test_charts_follow_a_run(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     running = town.ada.submit(job(name="growing", stop={"steps": 500}))

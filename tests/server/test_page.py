@@ -12,6 +12,7 @@ import pytest
 from tests.support.faces import job, served
 
 from rookery.client import Client
+from rookery.errors import Unauthorized
 from rookery.server.launcher import EmbeddedService
 from rookery.server.routes.page import FILES, FOLDER
 from rookery.server.signin import COOKIE_SECONDS, LINK_SECONDS, SignIns
@@ -129,7 +130,7 @@ def test_cookie_cannot_be_read_by_scripts_or_sent_by_other_sites(
         ({"Sec-Fetch-Site": "none"}, "GET", 200),
         ({"Sec-Fetch-Site": "cross-site"}, "GET", 401),
         ({"Sec-Fetch-Site": "same-site"}, "GET", 401),
-        (PAGE, "POST", 201),
+        (PAGE, "POST", 204),
         ({}, "POST", 401),
         ({"Content-Type": "application/x-www-form-urlencoded"}, "POST", 401),
         ({"Content-Type": "text/plain"}, "POST", 401),
@@ -142,8 +143,27 @@ def test_request_that_another_page_may_have_sent_has_no_rights(
 ) -> None:
     sign_in(browser, service.key)
     with httpx.Client(base_url=service.url, cookies=browser.cookies) as other:
-        path = "/api/v1/sign-in/links" if method == "POST" else "/api/v1/account"
+        path = "/api/v1/sign-out" if method == "POST" else "/api/v1/account"
         assert other.request(method, path, headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/api/v1/sign-in", "/api/v1/sign-in/links"])
+def test_cookie_gives_no_other_cookie_and_no_link(service: EmbeddedService, browser: httpx.Client, path: str) -> None:
+    sign_in(browser, service.key)
+    for headers in ({}, {"Authorization": "Bearer"}, {"X-API-Key": ""}):
+        refused = browser.post(path, headers=headers)
+        assert refused.status_code == 401 and "set-cookie" not in refused.headers and "key itself" in refused.text
+    assert browser.post(path, headers={"X-API-Key": service.key}).is_success
+    assert browser.get("/api/v1/account").status_code == 200
+
+
+def test_link_ends_with_the_process_that_gave_it() -> None:
+    clock = SetClock()
+    first, restarted = SignIns(clock, b"one"), SignIns(clock, b"one")
+    link = first.link("a" * 64)
+    assert first.redeem(link) == "a" * 64
+    with pytest.raises(Unauthorized, match="rookery open"):
+        restarted.redeem(link)
 
 
 def test_cookie_ends_with_its_key_and_with_signing_out(service: EmbeddedService, browser: httpx.Client) -> None:

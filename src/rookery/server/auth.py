@@ -246,6 +246,14 @@ async def caller(
     return await authenticate(connection)
 
 
+async def key_holder(connection: HTTPConnection, caller: Annotated[Caller, Depends(caller)]) -> Caller:
+    """A caller that sent its key. Raises :class:`Unauthorized` for a browser with a cookie alone, which would else give
+    itself another one, without end."""
+    if not _key_hash(connection):
+        raise Unauthorized("this needs the API key itself, also where the page is signed in")
+    return caller
+
+
 async def administrator(connection: HTTPConnection, caller: Annotated[Caller, Depends(caller)]) -> Caller:
     """Raises :class:`Forbidden` for a tenant's key: the existence of these routes is not secret."""
     return await authenticate(connection, ("admin",))
@@ -253,4 +261,5 @@ async def administrator(connection: HTTPConnection, caller: Annotated[Caller, De
 
 Service = Annotated[ServiceContext, Depends(service_context)]
 Owner = Annotated[Caller, Depends(caller)]
+KeyHolder = Annotated[Caller, Depends(key_holder)]
 Administrator = Annotated[Caller, Depends(administrator)]

@@ -4,7 +4,8 @@
   the key opens, until it ends or the key is revoked. It survives a restart of the service.
 * It is HttpOnly and SameSite=Strict. Pages at another port of the same machine count as the same site, so a request
   that changes something must also bring :data:`HEADER`, which a foreign page cannot send.
-* ``rookery open`` gets a link that signs in once, within a minute.
+* Only a key gives a cookie or a link, so a stolen cookie ends when it was to end.
+* ``rookery open`` gets a link that signs in once, within a minute. A restart of the service ends it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class SignIns:
     """Cookies and links that name a key by its hash. ``secret`` is of this service alone."""
 
     clock: Clock
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    secret: bytes
+    link_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """Of this process: which links were used is known only here."""
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(self.secret + b"name").hexdigest()
@@ -90,4 +93,5 @@ class SignIns:
         return key if self.clock.time() < int(end) else ""
 
     def _code(self, purpose: str, text: str) -> str:
-        return hmac.digest(self.secret, f"{purpose} {text}".encode(), "sha256").hex()
+        secret = self.link_secret if purpose == "link" else self.secret
+        return hmac.digest(secret, f"{purpose} {text}".encode(), "sha256").hex()

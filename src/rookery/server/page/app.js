@@ -27,7 +27,7 @@ function useRoute() {
 }
 
 function SignIn({ onDone, error: before }) {
-  const [key, setKey] = useState(""), [error, setError] = useState(before), [busy, setBusy] = useState(false);
+  const [key, setKey] = useState(""), [error, setError] = useState(null), [busy, setBusy] = useState(false);
   const submit = async (event) => {
     event.preventDefault();
     setBusy(true);
@@ -47,7 +47,7 @@ function SignIn({ onDone, error: before }) {
       <input id="key" type="password" autocomplete="current-password" placeholder="tml-…" value=${key} onInput=${(event) => setKey(event.target.value)} required />
       <button class="main" disabled=${busy}>Sign in</button>
     </form>
-    <${Problem} error=${error} />
+    <${Problem} error=${error ?? before} />
   </div></main>`;
 }
 
@@ -61,24 +61,36 @@ function switchTheme() {
 function App() {
   const { path, query } = useRoute();
   const [account, setAccount] = useState(undefined), [error, setError] = useState(null), [, setTheme] = useState(0);
+  const [link, setLink] = useState("");
   const load = async () => {
     try {
-      setAccount(await get("/api/v1/account"));
+      const found = await get("/api/v1/account");
+      setAccount(found);
       setError(null);
+      return found;
     } catch (problem) {
       setAccount(null);
       if (problem.status !== 401) setError(problem);
+      return null;
     }
+  };
+  const redeem = async (given) => {
+    setLink("");
+    try { await call("POST", `/api/v1/sign-in/links/${encodeURIComponent(given)}`); } catch (problem) {
+      await load(); // a sign-in from before stays
+      setError(problem);
+      return;
+    }
+    await load();
   };
   useEffect(() => {
     const begin = async () => {
       if (path[0] === "link") {
-        const link = path[1];
+        const given = path[1] ?? "";
         history.replaceState(null, "", "/#/runs");
         dispatchEvent(new Event("hashchange"));
-        try { await call("POST", `/api/v1/sign-in/links/${encodeURIComponent(link)}`); } catch (problem) { setError(problem); }
-      }
-      await load();
+        if (await load()) setLink(given); else await redeem(given);
+      } else await load();
     };
     begin();
     const out = () => setAccount(null);
@@ -99,7 +111,7 @@ function App() {
         <button onClick=${() => { switchTheme(); setTheme((old) => old + 1); }} aria-label="Switch between dark and light">◐</button>
         <button onClick=${signOut}>Sign out</button></div>
     </header>
-    <main id="main" tabindex="-1">${View ? html`<${View} path=${path} query=${query} account=${account} />` : html`<${Empty}>There is no such view. <a href="#/runs">All runs</a><//>`}</main>`;
+    <main id="main" tabindex="-1">${link && html`<div class="notice warn bar" role="alert"><span>This link signs in with a key, perhaps another one than that of ${account.name}.</span><button onClick=${() => redeem(link)}>Use the link</button><button onClick=${() => setLink("")}>Stay signed in as ${account.name}</button></div>`}<${Problem} error=${error} />${View ? html`<${View} path=${path} query=${query} account=${account} />` : html`<${Empty}>There is no such view. <a href="#/runs">All runs</a><//>`}</main>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Request, Response
 
 from rookery.errors import Forbidden, NotFound, TooManyRequests
-from rookery.server.auth import AuthenticatedRoute, Owner, Service
+from rookery.server.auth import AuthenticatedRoute, KeyHolder, Owner, Service
 from rookery.server.responses import ERRORS
 from rookery.server.schemas import AccountView, SignInLink
 from rookery.server.signin import HEADER
@@ -70,14 +70,16 @@ def _file(name: str, known: str) -> Response:
 
 
 @routes.post("/sign-in", status_code=204)
-async def sign_in(service: Service, owner: Owner, request: Request, response: Response) -> None:
-    """Sets the cookie of the page: its browser may then use the API without the key, for a week."""
+async def sign_in(service: Service, owner: KeyHolder, request: Request, response: Response) -> None:
+    """Sets the cookie of the page: its browser may then use the API without the key, for a week. Needs the
+    key itself, not a cookie."""
     service.signins.set_cookie(response, owner.key, secure=request.url.scheme == "https")
 
 
 @routes.post("/sign-in/links", status_code=201)
-async def sign_in_link(service: Service, owner: Owner) -> SignInLink:
-    """A link that signs one browser in with the key of this request, as ``rookery open`` uses it."""
+async def sign_in_link(service: Service, owner: KeyHolder) -> SignInLink:
+    """A link that signs one browser in with the key of this request, as ``rookery open`` uses it. Needs the key
+    itself, not a cookie."""
     return SignInLink(path=f"/#/link/{service.signins.link(owner.key)}")
 
 
