@@ -48,6 +48,12 @@ def test_the_bound_does_not_follow_the_crowds_own_run() -> None:
         assert point["efficiency"] == pytest.approx(earlier["efficiency"] / 2)
 
 
+def test_all_targets_are_met_where_the_stages_of_tenants_overlap() -> None:
+    """32 tenants that take 110 s where 128 s are computed: decoding beside training."""
+    verdicts = figures(agentic_cells(idle=-0.16)).verdicts
+    assert [verdict.met for verdict in verdicts] == [True] * (4 * len(LATENCIES) + 1), verdicts
+
+
 def test_a_target_that_is_missed_is_not_met() -> None:
     slow = figures(agentic_cells(idle=0.6)).verdicts
     assert [verdict.met for verdict in slow if "overlap" in verdict.target] == [False] * len(LATENCIES)

@@ -282,9 +282,15 @@ def test_numbers_that_nothing_holds_are_refused_and_no_error_of_ours(tmp_path: P
             assert client.get(f"/api/v1/{path}").status_code == 404, path
         for query in (f"version={huge}", "version=-1", f"limit={huge}"):
             assert client.get(f"/api/v1/jobs/{made}/trajectories?{query}").status_code == 422, query
-        for version in ("²", str(huge), "-1", "9" * 5000):
+        for version, code, said in (
+            ("²", 400, "after the @ comes a version's number, or latest"),
+            (str(huge), 400, "after the @ comes a version's number, or latest"),
+            ("-1", 400, "after the @ comes a version's number, or latest"),
+            ("9" * 5000, 422, "target: String should have at most 4096 characters"),
+        ):
             asked = {"target": f"{made}@{version}", "messages": [{"role": "user", "content": "?"}]}
-            assert client.post("/api/v1/sample", json=asked).status_code in (400, 404, 422), version
+            answer = client.post("/api/v1/sample", json=asked)
+            assert answer.status_code == code and said in answer.json()["error"], (version, answer.text)
         assert len(client.get("/api/v1/jobs").json()) == 1
 
 

@@ -439,10 +439,13 @@ def test_json_has_a_lower_limit_than_files(faces: Faces) -> None:
     for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run", "/api/v1/sample"):
         assert str(1 << 20) in refused(faces.ada.post(path, content=row, headers=headers), 413)
     assert "/api/v1/datasets" in refused(faces.ada.post("/api/v1/jobs", content=row, headers=headers), 413)
-    for path in ("/v1/completions", "/tinker/api/v1/asample", "/tinker/api/v1/forward_backward"):
-        assert faces.ada.post(path, content=row[: 2 << 20], headers=headers).status_code == (
-            400 if path.endswith("forward_backward") else 413
-        )
+    training = "/tinker/api/v1/forward_backward"
+    for path in ("/v1/completions", "/v1/chat/completions", "/tinker/api/v1/asample", "/tinker/api/v1/optim_step"):
+        for sent, code in ((row[: 1 << 20], 400), (row[: (1 << 20) + 1], 413), (row, 413)):
+            assert faces.ada.post(path, content=sent, headers=headers).status_code == code, (path, len(sent))
+    for sent, code in ((row[: 16 << 20], 400), (row[: (16 << 20) + 1], 413), (row, 413)):
+        assert faces.ada.post(training, content=sent, headers=headers).status_code == code, len(sent)
+    assert str(16 << 20) in faces.ada.post(training, content=row, headers=headers).text
     assert "more than 262144 bytes" in refused(faces.ada.post("/api/v1/datasets", content=row), 400)
     rows = (json.dumps({"prompt": "?", "answer": "x" * (17 << 10)}) + "\n").encode() * 1024
     assert faces.ada.post("/api/v1/datasets", content=rows).status_code == 201

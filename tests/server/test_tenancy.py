@@ -331,13 +331,19 @@ def test_start_with_a_revoked_admin_key_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as service, Client(service.url, service.key) as client:
         other = Client(service.url, client.add_key("admin").key)
         other.revoke_key("admin", hash_key(service.key)[:KEY_ID])
-        assert [row.id for row in other.keys("admin") if row.revoked] == [hash_key(service.key)[:KEY_ID]]
+        rows = other.keys("admin")
+        assert [row.id for row in rows if row.revoked] == [hash_key(service.key)[:KEY_ID]]
+        kept = [("", "admin", False), ("admin.key", "admin", True), ("worker.token", "worker", False)]
+        assert sorted((row.label, row.role, bool(row.revoked)) for row in rows) == kept
         other.close()
     with pytest.raises(UserError, match=r"the key in admin\.key was revoked"), served(tmp_path):
         pass
     (tmp_path / "data" / "admin.key").unlink()
     with served(tmp_path) as service, Client(service.url, service.key) as client:
-        assert sorted(row.role for row in client.keys("admin")) == ["admin", "admin", "admin", "worker"]
+        rows = client.keys("admin")
+        assert [row.id for row in rows if row.revoked] != [hash_key(service.key)[:KEY_ID]], "the key is a new one"
+        found = sorted((row.label, row.role, bool(row.revoked)) for row in rows)
+        assert found == sorted([*kept, ("admin.key", "admin", False)])
 
 
 # --- ids inside bodies ------------------------------------------------------------------------------------------------

@@ -212,16 +212,24 @@ async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "refusal"),
+    ("rows", "refusal", "notes", "bad_frames"),
     [
-        (-1, pytest.raises(ConnectionClosed)),  # no message has such a number
-        (1 << 40, pytest.raises(RegistrationRefused, match="must be 0 to 65536")),
+        (-1, pytest.raises(ConnectionClosed), {}, 1),  # no message has such a number
+        (
+            1 << 40,
+            pytest.raises(RegistrationRefused, match="must be 0 to 65536"),
+            {("worker", "gone"): f"refused: invalid number of rows {1 << 40}: must be 0 to 65536"},
+            0,
+        ),
     ],
 )
-async def test_worker_with_absurd_rows_is_refused(room: Room, rows: int, refusal: Any) -> None:
+async def test_worker_with_absurd_rows_is_refused(
+    room: Room, rows: int, refusal: Any, notes: dict[tuple[str, str], str], bad_frames: int
+) -> None:
     with refusal:
         await room.worker(max_rows=rows).join()
-    assert set(room.states().values()) <= {"gone"}
+    assert {(one.name, one.state): one.note for one in room.fleet.all()} == notes
+    assert room.fleet.bad_frames == bad_frames
 
 
 @pytest.mark.parametrize("hashes", [[f"{number:064x}" for number in range(60_000)], ["x" * 65]])

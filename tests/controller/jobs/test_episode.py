@@ -278,20 +278,32 @@ async def test_prompts_of_a_tenants_host_are_bounded(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "reason"),
     [
-        {"messages": [protocol.ChatMessage(role="user", content="")] * 257},
-        {"messages": TEXT, "metrics": {f"m{n}": 1.0 for n in range(101)}},
-        {"error": "x" * 100_000},
+        (
+            {"messages": [protocol.ChatMessage(role="user", content="")] * 257},
+            "Expected `array` of length <= 256 - at `$.messages`",
+        ),
+        (
+            {"messages": TEXT, "metrics": {f"m{n}": 1.0 for n in range(101)}},
+            "Expected `object` of length <= 100 - at `$.metrics`",
+        ),
+        ({"error": "x" * 100_000}, "Expected `str` of length <= 65536 - at `$.error`"),
     ],
 )
-async def test_answers_of_a_host_are_bounded(service: Service, answer: dict[str, Any]) -> None:
+async def test_answers_of_a_host_are_bounded(
+    service: Service, answer: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The shipped host refuses such an answer itself; one that sends it loses its connection."""
     await service.host(script=lambda message: answer).join()
     hosts = service.controller.context.rooms.hosts
     task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task", return_timeout=1), {})
-    with pytest.raises(HostLost):
-        await hosts.observe(await hosts.host_for(task), task, task.reset("one", b"1", 0))
+    host = await hosts.host_for(task)
+    with pytest.raises(HostLost, match=r"^its environment host did not reconnect within 1 s$"):
+        await hosts.observe(host, task, task.reset("one", b"1", 0))
+    refused = f"environment host {host.hello.instance} sent a bad frame: {reason}"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [refused]
+    assert not host.connected
 
 
 async def test_text_far_longer_than_the_context_is_not_tokenized(service: Service) -> None:
