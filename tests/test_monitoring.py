@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import httpx
 import pytest
 import yaml
 from tests.support.faces import ScriptedWorker, job, served
+from tests.support.waiting import until
 
 from rookery.client import Client
 
@@ -27,7 +27,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         Client(service.url, service.key) as client,
     ):
         client.submit(job(stop={"steps": 1})).wait()
-        time.sleep(3 * service.settings.worker.heartbeat_seconds)  # a heartbeat has come
+        until(lambda: [worker for worker in client.workers() if worker.beat])
         yield httpx.get(f"{service.url}/metrics").text
 
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 from tests.support.processes import alive
+from tests.support.waiting import until
 
 from rookery.client import Client, Job
 from rookery.environments.base import Environment, Reply, Split, Step
@@ -31,9 +32,6 @@ from rookery.settings import TOKEN_VARIABLE, Settings
 
 PATIENCE_SECONDS = 240.0
 """A test that waits longer for something fails: far more than a loaded machine needs to start a few processes."""
-
-LOOK_SECONDS = 0.02
-"""Between two looks at what other processes do."""
 
 SETTINGS = {
     "heartbeat_seconds": "0.5",
@@ -53,12 +51,8 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T | None], what: str) -> T:
-    """Waits until ``condition`` gives something, and answers with that."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"never came to pass: {what}"
-        time.sleep(LOOK_SECONDS)
-    return found
+    """What ``condition`` gives as soon as that is true."""
+    return until(condition, f"never came to pass: {what}", patience=PATIENCE_SECONDS)
 
 
 # --- environments -----------------------------------------------------------------------------------------------------

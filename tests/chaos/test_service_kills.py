@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.storage.test_standby import Serving
 from tests.support.faces import ScriptedWorker, job, tokenizer, write_model
+from tests.support.waiting import until
 
 from rookery.client import Client
 from rookery.errors import RookeryError
@@ -22,6 +23,8 @@ LONGEST_LIFE = 2.5
 
 JOBS = 3
 PATIENCE = 90.0
+PAUSE = 0.1
+"""Seconds between two looks: each asks for every job."""
 
 
 @pytest.mark.heavy
@@ -43,13 +46,7 @@ def test_every_job_resumes_by_itself_after_random_kills(seed: int, tmp_path: Pat
             if kill < KILLS:
                 time.sleep(moments.uniform(0.0, LONGEST_LIFE))
                 continue
-            before = {id: client.job(id).show().step for id in ids}
-            deadline = time.monotonic() + PATIENCE
-            while any(client.job(id).show().step < before[id] + 2 for id in ids):
-                shown = {id: (client.job(id).show().state, client.job(id).show().reason) for id in ids}
-                assert all(state != "paused" for state, _ in shown.values()), shown
-                assert time.monotonic() < deadline, shown
-                time.sleep(0.2)
+            advanced(client, ids, 2, PATIENCE)
 
 
 FATAL = """
@@ -91,25 +88,33 @@ def test_a_job_that_ends_the_service_is_held_and_others_resume(tmp_path: Path) -
             try:
                 if not ids:
                     ids = [client.submit(one).id for one in endless]
-                    advanced(client, ids, 1, deadline)
+                    advanced(client, ids, 1, deadline - time.monotonic())
                 fatal = fatal or client.submit(job(name="fatal"), key="once").id
-                while client.job(fatal).show().state != "paused":
-                    assert time.monotonic() < deadline, client.job(fatal).show()
-                    time.sleep(0.1)
+                held = client.job(fatal)
+                until(
+                    lambda held=held: held.show().state == "paused",  # type: ignore[misc]
+                    lambda held=held: held.show(),  # type: ignore[misc]
+                    patience=deadline - time.monotonic(),
+                    pause=PAUSE,
+                )
             except RookeryError:
                 assert service.process.wait(30) == -signal.SIGKILL
                 continue
             assert "times in a row while it started this job alone" in client.job(fatal).show().reason
-            advanced(client, ids, 2, deadline)
+            advanced(client, ids, 2, deadline - time.monotonic())
             assert lives > 2
             return
 
 
-def advanced(client: Client, ids: list[str], steps: int, deadline: float) -> None:
+def advanced(client: Client, ids: list[str], steps: int, patience: float) -> None:
     """Each of the jobs trains so many steps more, and none pauses."""
     before = {id: client.job(id).show().step for id in ids}
-    while any(client.job(id).show().step < before[id] + steps for id in ids):
-        shown = {id: (client.job(id).show().state, client.job(id).show().reason) for id in ids}
-        assert all(state != "paused" for state, _ in shown.values()), shown
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.1)
+    shown: dict[str, tuple[str, str]] = {}
+
+    def all_have() -> bool:
+        views = {id: client.job(id).show() for id in ids}
+        shown.update({id: (view.state, view.reason) for id, view in views.items()})
+        assert all(view.state != "paused" for view in views.values()), shown
+        return all(view.step >= before[id] + steps for id, view in views.items())
+
+    until(all_have, lambda: shown, patience=patience, pause=PAUSE)

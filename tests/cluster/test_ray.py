@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -20,6 +20,7 @@ import pytest
 from tests.support.clusters import job_of_texts
 from tests.support.small_model import save_small_model
 from tests.support.tinkered import free_port
+from tests.support.waiting import PATIENCE_SECONDS, until
 
 from rookery import Client, Job
 from rookery.server.launcher import EmbeddedService
@@ -29,20 +30,11 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rook
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 
-PATIENCE_SECONDS = 120
 KILLS = int(os.environ.get("ROOKERY_RAY_KILLS", "4"))
 STEPS = 12
 SPOT = {"labels": {"pool": "spot"}, "num_cpus": 1}
 HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 4, "health_check_initial_delay_ms": 0}
 """Ray's own default takes 14 s to notice a lost node; Rookery's heartbeats do not wait for it."""
-
-
-def until(happened: Callable[[], Any], what: str | Callable[[], object]) -> Any:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := happened()):
-        assert time.monotonic() < deadline, what() if callable(what) else what
-        time.sleep(0.1)
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.support import netns
+from tests.support import netns, waiting
 from tests.support.clusters import job_of_texts
 from tests.support.small_model import save_small_model
 
@@ -20,7 +20,9 @@ from rookery.cluster.ray import address_for_nodes
 from rookery.errors import UserError
 from rookery.settings import Settings
 
-PATIENCE_SECONDS = 180
+until = partial(waiting.until, patience=180.0)
+"""Ray starts twice here, and a whole command runs for each look."""
+
 STEPS = 10
 MANIFEST = Path(__file__).parents[2] / "deploy" / "raycluster.yaml"
 BIN = Path(sys.executable).parent
@@ -52,14 +54,6 @@ def test_nodes_get_an_address_that_they_reach(
 def test_ipv6_address_of_a_node_is_bracketed() -> None:
     settings = Settings.load({}, host="::")
     assert address_for_nodes(settings, "http://[::1]:7077", "fd00::1", []) == "http://[fd00::1]:7077"
-
-
-def until(happened: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := happened()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.5)
-    return found
 
 
 class TwoHosts:

@@ -9,13 +9,18 @@ import httpx
 import pytest
 from tests.support.faces import ScriptedWorker, job, served
 from tests.support.storing import new_database, postgres_cluster
+from tests.support.waiting import until
 
 from rookery.client import Client, Job
 from rookery.errors import RookeryError
+from rookery.server.launcher import EmbeddedService
 
 pytestmark = pytest.mark.heavy
 
 OUTAGES = 2
+
+READY_SECONDS = 30.0
+"""An answer of ``/readyz`` is kept for a second; the rest is for a busy machine."""
 
 RESUMED_SECONDS = 20.0
 """Far below the 30 s after which other outages are tried again, and above what a busy machine needs for three steps."""
@@ -29,7 +34,14 @@ def next_step(of: Job, after: int) -> int:
         time.sleep(0.05)
 
 
+def readiness(service: EmbeddedService, *, ready: bool) -> httpx.Response | None:
+    """The answer of ``/readyz`` if it says that."""
+    answer = httpx.get(f"{service.url}/readyz")
+    return answer if (answer.status_code == 200) == ready else None
+
+
 def test_jobs_resume_when_postgresql_is_back(tmp_path: Path) -> None:
+    log = tmp_path / "data/logs/service.jsonl"
     with postgres_cluster() as cluster:
         settings = {"database": new_database(cluster.url)}
         with (
@@ -43,11 +55,9 @@ def test_jobs_resume_when_postgresql_is_back(tmp_path: Path) -> None:
                 cluster.stop()
                 with pytest.raises(RookeryError, match="does not answer"):
                     client.jobs()
-                while (tmp_path / "data/logs/service.jsonl").read_text().count("not stored yet") <= outage:
-                    time.sleep(0.05)
+                until(lambda most=outage: log.read_text().count("not stored yet") > most)  # type: ignore[misc]
                 assert httpx.get(f"{service.url}/healthz").status_code == 200
-                while (not_ready := httpx.get(f"{service.url}/readyz")).status_code == 200:
-                    time.sleep(0.05)  # an answer is kept for a second
+                not_ready = until(lambda: readiness(service, ready=False), "it stays ready", patience=READY_SECONDS)
                 assert not_ready.status_code == 503 and "the database does not answer" in not_ready.json()["error"]
                 assert "connection" not in not_ready.text, "the operator reads the reason in the log"
                 cluster.start()
@@ -55,8 +65,7 @@ def test_jobs_resume_when_postgresql_is_back(tmp_path: Path) -> None:
                 for one, step in zip(jobs, reached, strict=True):
                     assert next_step(one, step + 2) == step + 3
                 assert time.monotonic() - began < RESUMED_SECONDS
-                while httpx.get(f"{service.url}/readyz").status_code != 200:
-                    time.sleep(0.05)
+                until(lambda: readiness(service, ready=True), "it does not become ready", patience=READY_SECONDS)
             for one in jobs:
                 one.cancel()
                 steps = [row.step for row in one.metrics(follow=False)]

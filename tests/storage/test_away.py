@@ -6,11 +6,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, select, text
 from tests.storage.test_place import AWAY
+from tests.support import waiting
 from tests.support.faces import ScriptedWorker, job, served
 from tests.support.s3 import S3, s3
 from tests.support.storing import connected, new_database, postgres_cluster
@@ -22,6 +24,7 @@ from rookery.storage.models import VersionRow
 
 ENDLESS = job(stop={"steps": 1_000_000}, checkpoints={"keep_last": 3, "keep_best": False})
 PATIENCE = 60.0
+until = partial(waiting.until, patience=PATIENCE)
 
 
 @contextmanager
@@ -30,13 +33,6 @@ def running(root: Path, **settings: object) -> Iterator[tuple[EmbeddedService, C
         service = opened.enter_context(served(root, **settings))
         opened.enter_context(ScriptedWorker.of(service))
         yield service, opened.enter_context(Client(service.url, service.key))
-
-
-def until(condition: Callable[[], bool], story: Callable[[], object] = lambda: "") -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, story()
-        time.sleep(0.05)
 
 
 def trained(of: Job, more: int = 3) -> int:

@@ -9,15 +9,23 @@ from typing import TypeVar
 PATIENCE_SECONDS = 120.0
 """A test that waits longer for something fails: far more than a loaded machine needs."""
 
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.05
+"""Between two looks, which may be requests to a service that shares the machine."""
 
 T = TypeVar("T")
 
 
-def until(look: Callable[[], T]) -> T:
-    """What ``look`` returns as soon as that is true. Fails the test after :data:`PATIENCE_SECONDS`."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def until(
+    look: Callable[[], T | None],
+    story: str | Callable[[], object] = "it did not come to that",
+    *,
+    patience: float = PATIENCE_SECONDS,
+    pause: float = LOOK_SECONDS,
+) -> T:
+    """What ``look`` returns as soon as that is true. Fails the test with ``story`` after ``patience`` seconds; it looks
+    each ``pause`` seconds."""
+    deadline = time.monotonic() + patience
     while not (found := look()):
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(LOOK_SECONDS)
+        assert time.monotonic() < deadline, story() if callable(story) else story
+        time.sleep(pause)
     return found
