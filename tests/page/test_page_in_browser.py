@@ -154,6 +154,21 @@ def test_charts_follow_a_run(page: Any, town: Town) -> None:
     page.wait_for_selector(".badge.cancelled")
 
 
+def test_comparison_grows_by_the_rows_of_later_steps(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    running = town.ada.submit(job(name="compared", stop={"steps": 500}))
+    for _ in running.metrics():
+        break
+    with page.expect_request(lambda one: f"{running.id}/metrics" in one.url and "after=-1" not in one.url) as later:
+        page.goto(f"{town.service.url}/#/compare/{town.done.id}/{running.id}")
+    assert int(later.value.url.partition("after=")[2].partition("&")[0]) >= 0
+    step = page.locator(".chart .legend b").first
+    first = int(step.inner_text())
+    page.wait_for_function(f"() => Number(document.querySelector('.chart .legend b').textContent) > {first}")
+    assert page.locator(".chart .legend").first.locator(".swatch").count() == 2
+    running.cancel()
+
+
 def test_click_on_a_step_leads_to_its_groups_and_to_the_tokens_of_an_answer(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.goto(f"{town.service.url}/#/run/{town.done.id}")

@@ -71,6 +71,15 @@ export function useData(path, every = 0) {
 
 const PAGE = 2000;
 
+/** The rows of a job's metrics that are known, with all later ones. */
+export async function laterRows(job, known, signal) {
+  for (let rows = known; ;) {
+    const page = await get(`${jobPath(job, "metrics")}?after=${rows.length ? rows[rows.length - 1].step : -1}&limit=${PAGE}`, { signal });
+    rows = rows.concat(page);
+    if (page.length < PAGE) return rows;
+  }
+}
+
 /** {rows, job, live, error}: the metrics of a job, first what is stored, then as steps are committed. */
 export function useMetrics(job) {
   const [state, setState] = useState({ rows: [], job: null, live: false, loaded: false, error: null });
@@ -86,12 +95,7 @@ export function useMetrics(job) {
     };
     const start = async () => {
       try {
-        for (let after = -1; ;) {
-          const page = await get(`${jobPath(job, "metrics")}?after=${after}&limit=${PAGE}`, { signal: stop.signal });
-          rows.current = rows.current.concat(page);
-          if (page.length < PAGE) break;
-          after = page[page.length - 1].step;
-        }
+        rows.current = await laterRows(job, [], stop.signal);
         show({ error: null });
       } catch (error) {
         if (!stop.signal.aborted) show({ error });

@@ -1,6 +1,6 @@
 // Up to four runs on the same axes.
 import { useEffect, useState } from "preact/hooks";
-import { get, jobPath, useData } from "./api.js";
+import { laterRows, useData } from "./api.js";
 import { Chart } from "./chart.js";
 import { isNumber, route } from "./format.js";
 import { Empty, Problem, html } from "./parts.js";
@@ -26,8 +26,10 @@ export function Compare({ path }) {
   const done = data?.runs.map((run) => run.step).join();
   useEffect(() => {
     const stop = new AbortController();
-    Promise.all(ids.map(async (id) => [id, await get(`${jobPath(id, "metrics")}?limit=10000`, { signal: stop.signal })]))
-      .then((found) => setRows(Object.fromEntries(found)), (one) => { if (!stop.signal.aborted) setProblem(one); });
+    const newest = Object.fromEntries((data?.runs ?? []).map((run) => [run.id, run.step]));
+    const known = (id) => (rows[id] ?? []).filter((row) => row.step < newest[id]); // a run that was rolled back has fewer steps
+    Promise.all(ids.map(async (id) => [id, await laterRows(id, known(id), stop.signal)]))
+      .then((found) => { setRows(Object.fromEntries(found)); setProblem(null); }, (one) => { if (!stop.signal.aborted) setProblem(one); });
     return () => stop.abort();
   }, [ids.join(), done]);
   const names = Object.fromEntries((data?.runs ?? []).map((run) => [run.id, run.name]));
