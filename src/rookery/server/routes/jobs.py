@@ -8,6 +8,7 @@ sent per heartbeat, so a reader can tell a quiet job from a dead connection. A r
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import msgspec
 from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from rookery.aio import unless
+from rookery.aio import cancel_all
 from rookery.controller.feeds import FeedRow
 from rookery.controller.views import NUMBER, Completion, JobState, JobView
 from rookery.errors import NotFound
@@ -302,12 +303,21 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
     """The events of ``job``, with the rows of steps later than ``after``, until it ends or the service stops."""
     interval = service.context.settings.worker.heartbeat_seconds
     async with aclosing(service.controller.queries.feeds.follow(tenant, job, after, interval)) as events:
-        while (event := await unless(service.closing.wait(), anext(events, None))) is not None:
-            match event:
-                case ("metrics", FeedRow() as row):
-                    row.encoded = row.encoded or _event("metrics", msgspec.json.encode(row.metrics), row.step)
-                    yield row.encoded
-                case (kind, JobView() as view):
-                    yield _event(kind, view.model_dump_json().encode())
-                case ("quiet", None):
-                    yield b": heartbeat\n\n"
+        closing = asyncio.ensure_future(service.closing.wait())
+        upcoming = asyncio.ensure_future(anext(events, None))
+        try:
+            while True:
+                await asyncio.wait((upcoming, closing), return_when=asyncio.FIRST_COMPLETED)
+                if not upcoming.done() or (event := upcoming.result()) is None:
+                    return
+                match event:
+                    case ("metrics", FeedRow() as row):
+                        row.encoded = row.encoded or _event("metrics", msgspec.json.encode(row.metrics), row.step)
+                        yield row.encoded
+                    case (kind, JobView() as view):
+                        yield _event(kind, view.model_dump_json().encode())
+                    case ("quiet", None):
+                        yield b": heartbeat\n\n"
+                upcoming = asyncio.ensure_future(anext(events, None))
+        finally:
+            await cancel_all(upcoming, closing)  # before the events are closed, which nothing may read then
