@@ -649,6 +649,15 @@ def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> 
         assert end_of(client, id)[1]["state"] == "completed"
 
 
+def test_pages_of_metrics_are_bounded_and_give_every_row(faces: Faces) -> None:
+    path = f"/api/v1/jobs/{faces.done['id']}/metrics"
+    every = faces.ada.get(path, params={"limit": 10_000}).json()
+    first = faces.ada.get(path, params={"limit": 1})
+    rest = faces.ada.get(path, params={"after": first.headers["X-Next-Page"]})
+    assert first.json() + rest.json() == every and len(every) == 2
+    assert "limit" in refused(faces.ada.get(path, params={"limit": 10_001}), 422)
+
+
 def test_a_reader_that_leaves_a_quiet_stream_leaves_nothing_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,8 +52,9 @@ routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=E
 
 JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSpec")]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
-STEPS, MOST_STEPS = 1000, 100_000
-"""Rows of one page of a job's metrics, unless a request asks for another number, and at most: they are small."""
+STEPS, MOST_STEPS = 1000, 10_000
+"""Rows of one page of a job's metrics, unless a request asks for another number, and at most: they are small, but each
+is validated in the event loop."""
 
 StepLimit = Annotated[int, Query(ge=1, le=MOST_STEPS)]
 OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
