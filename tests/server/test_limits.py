@@ -177,22 +177,26 @@ def test_bodies_of_one_tenant_in_memory_are_bounded(tmp_path: Path) -> None:
     with served(tmp_path, tenant_body_bytes=1 << 20) as service, admin_of(service) as admin:
         id = admin.post("/api/v1/tenants", json={"name": "ada"}).json()["id"]
         ada = {"X-API-Key": admin.post(f"/api/v1/tenants/{id}/keys", json={}).json()["key"]}
-        go, sent = threading.Event(), threading.Event()
+        go = threading.Event()
 
         def slowly() -> Iterator[bytes]:
             yield b"x" * (1 << 20)
-            sent.set()
             go.wait()
             yield b"x" * (1 << 20)
 
         def post(body: Any, **headers: str) -> httpx.Response:
             return httpx.post(f"{service.url}/api/v1/adapters", content=body, headers=headers, timeout=60)
 
-        with ThreadPoolExecutor(1) as pool:
+        def written() -> bool:
+            """Whether the service has read the first half; a request before that may have the slow one refused."""
+            return any(path.stat().st_size == 1 << 20 for path in (tmp_path / "data" / "artifacts").rglob("*"))
+
+        with ThreadPoolExecutor(1) as pool, ExitStack() as opened:
+            opened.callback(go.set)
             slow = pool.submit(post, slowly(), **ada)
-            sent.wait()
-            while (answer := post(b"x" * 1000, **ada)).status_code != 429:
-                time.sleep(0.05)
+            until(written)
+            answer = post(b"x" * 1000, **ada)
+            assert answer.status_code == 429
             assert "ROOKERY_TENANT_BODY_BYTES" in answer.text and answer.headers["Retry-After"] == "1"
             assert post(b"x" * 1000, **{"X-API-Key": service.key}).status_code == 400
             go.set()
