@@ -571,6 +571,7 @@ _EMPTY: dict[str, Any] = {
     "ids_of_session": ([], []),
     "groups_page": ([], 0),
     "last_step": -1,
+    "version_of_step": None,
 }
 _NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups".split()
 """The reply of each method that takes a tenant when bob names alice's rows."""
