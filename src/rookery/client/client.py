@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 from urllib.parse import quote
 
 from rookery.aio import LoopThread, first_of
@@ -366,11 +366,15 @@ def not_an_environment(given: object) -> str:
     )
 
 
-def _add_dataset(connection: HttpConnection, path: Path) -> str:
-    """Uploads a JSONL file, read as it is sent; returns the hash for ``environment.dataset``."""
+def _add_dataset(connection: HttpConnection, content: bytes | IO[bytes]) -> str:
+    """Uploads rows, or a JSONL file, which is read as it is sent; returns the hash for ``environment.dataset``."""
+    return str(connection.call("POST", "/api/v1/datasets", content=content, seconds=WORK_SECONDS)["dataset"])
+
+
+def _add_dataset_file(connection: HttpConnection, path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return str(connection.call("POST", "/api/v1/datasets", content=file, seconds=WORK_SECONDS)["dataset"])
+            return _add_dataset(connection, file)
     except OSError as error:
         raise UserError(f"environment.path: {path} cannot be read ({error.strerror})") from None
 
@@ -389,11 +393,6 @@ def _large_rows(option: str, rows: Any) -> bytes | None:
     if problem:
         raise UserError(problem)
     return b"".join(lines)
-
-
-def _add_rows(connection: HttpConnection, content: bytes) -> str:
-    """Uploads rows; returns the hash for ``environment.dataset``."""
-    return str(connection.call("POST", "/api/v1/datasets", content=content, seconds=WORK_SECONDS)["dataset"])
 
 
 def _add_adapter(connection: HttpConnection, folder: Path) -> str:
@@ -418,12 +417,12 @@ def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: P
         for given, sent_as in _DATASETS.items():
             if isinstance(environment.get(given), str):
                 path = folder / Path(environment.pop(given)).expanduser()
-                environment[sent_as] = _add_dataset(connection, path)
+                environment[sent_as] = _add_dataset_file(connection, path)
         for given, sent_as in _ROWS.items():
             content = _large_rows(given, environment.get(given))
             if content is not None and sent_as not in environment:
                 del environment[given]
-                environment[sent_as] = _add_rows(connection, content)
+                environment[sent_as] = _add_dataset(connection, content)
     policies = sent.get("policies")
     for policy in policies.values() if isinstance(policies, dict) else ():
         start = policy.get("warm_start") if isinstance(policy, dict) else None

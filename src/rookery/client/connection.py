@@ -112,22 +112,13 @@ class HttpConnection:
         """The response's JSON, with its objects as records; None for a response without content. ``seconds`` is the
         longest silence, by default that of reading or changing something."""
         limit = self._seconds or seconds or (READ_SECONDS if method == "GET" else CHANGE_SECONDS)
-        response = self._send(method, path, limit, **request)
-        try:
-            return record(response.json()) if response.status_code != 204 else None
-        except ValueError:
-            raise errors.Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL") from None
+        return self._content(self._send(method, path, limit, **request))
 
     def rows(self, path: str, **params: Any) -> Iterator[Record]:
         """The rows of a list, page by page as they are read."""
         while True:
             response = self._send("GET", path, self._seconds or READ_SECONDS, params=params)
-            try:
-                yield from record(response.json())
-            except ValueError:
-                raise errors.Unavailable(
-                    f"the server at {self.url} is not a Rookery service; set ROOKERY_URL"
-                ) from None
+            yield from self._content(response)
             if not (place := response.headers.get(NEXT_PAGE)):
                 return
             params["after"] = place
@@ -178,6 +169,13 @@ class HttpConnection:
         if response.status_code >= 400:
             self._raise_error(response)
         return response
+
+    def _content(self, response: httpx.Response) -> Any:
+        """The response's JSON, with its objects as records; None for a response without content."""
+        try:
+            return record(response.json()) if response.status_code != 204 else None
+        except ValueError:
+            raise errors.Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL") from None
 
     def _data(self, line: bytes) -> Record:
         try:
