@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -43,6 +42,7 @@ from rookery.server.schemas import (
     VersionView,
 )
 from rookery.storage.columns import PAGE
+from rookery.storage.models import JobRow
 from rookery.storage.repositories.runs import RunChoice, RunOrder
 
 DATASET_ROWS = 5_000_000
@@ -60,34 +60,25 @@ StepLimit = Annotated[int, Query(ge=1, le=MOST_STEPS)]
 OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 
 
-@dataclass(frozen=True)
-class NamedJob:
-    """The job that a request names: its tenant and its id."""
-
-    tenant: str
-    id: str
-
-
 async def _named_job(
     service: Service,
     owner: Owner,
     job: Annotated[
         str, Path(max_length=200, description="A job's id or name (the newest of that name), or NAME~1, the one before")
     ],
-) -> NamedJob:
+) -> JobRow:
     """A job of the key's tenant; for the administrator also one of another tenant, by its id. Raises
     :class:`NotFound`."""
     store = service.context.store
     try:
-        row = await store.find_job(owner.id, job)
+        return await store.find_job(owner.id, job)
     except NotFound:
         if owner.role != "admin":
             raise
-        row = await store.any_job(job)
-    return NamedJob(row.tenant, row.id)
+        return await store.any_job(job)
 
 
-OfJob = Annotated[NamedJob, Depends(_named_job)]
+OfJob = Annotated[JobRow, Depends(_named_job)]
 After = Annotated[int, Query(ge=-1, lt=2**63, description="Only rows of later steps")]
 
 
