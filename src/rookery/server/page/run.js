@@ -44,7 +44,7 @@ export function Run({ path, query, account }) {
     ]} />
     <${Actions} job=${job} view=${view} reload=${reload} />
     <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, label]) => html`<a href=${route(["run", job, ...(name ? [name] : [])])} aria-current=${(tab === name || (name === "steps" && ["step", "group", "episode"].includes(tab))) ? "page" : undefined}>${label}</a>`)}</nav>
-    ${Inside ? html`<${Inside} job=${job} view=${view} rows=${stream.rows} path=${path} query=${query} reload=${reload} />` : html`<${Overview} job=${job} view=${view} stream=${stream} />`}`;
+    ${Inside ? html`<${Inside} job=${job} view=${view} rows=${stream.rows} path=${path} query=${query} />` : html`<${Overview} job=${job} view=${view} stream=${stream} />`}`;
 }
 
 function Overview({ job, view, stream }) {
@@ -54,7 +54,7 @@ function Overview({ job, view, stream }) {
   if (!stream.loaded) return html`<p class="muted">Loading …</p>`;
   if (rows.length === 0) return html`<${Problem} error=${stream.error} /><${Empty}>No step is committed yet. ${view.waits_for && `The run waits for: ${view.waits_for}.`}<//>`;
   const charts = chartsOf(rows, evaluations ?? []);
-  const open = (step) => { if (INSIDE.step && step !== undefined) location.hash = route(["run", job, "step", String(step)]); };
+  const open = (step) => { if (step !== undefined) location.hash = route(["run", job, "step", String(step)]); };
   const draw = (chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} onStep=${open} />`;
   const environment = charts.filter((chart) => chart.environment);
   return html`
@@ -64,14 +64,14 @@ function Overview({ job, view, stream }) {
       <input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />
       <span class="muted small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span>
       ${zoom && html`<button onClick=${() => setZoom(null)}>Show all steps</button>`}
-      <span class="muted small right">drag to zoom, double-click to show all${INSIDE.step ? ", click to open a step" : ""}</span></div>
+      <span class="muted small right">drag to zoom, double-click to show all, click to open a step</span></div>
     <div class="charts">${charts.filter((chart) => !chart.environment).map(draw)}</div>
     ${environment.length > 0 && html`<h2>Metrics of the environment</h2><div class="charts">${environment.map(draw)}</div>`}
     <h2>Newest steps</h2>
     <${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th><th class="number">Version</th><th class="number">Reward</th><th class="number">Spread</th>
       <th class="number">Episodes</th><th class="number">No variance</th><th class="number">Length, tokens</th><th class="number">Staleness</th><th class="number">Generation</th><th class="number">Training</th><th>Committed</th></tr></thead>
       <tbody>${rows.slice(-STEPS_SHOWN).reverse().map((row) => html`<tr key=${row.step}>
-        <td class="number">${INSIDE.step ? html`<a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a>` : row.step}</td><td class="number">${row.version}</td><td class="number">${number(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
+        <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td><td class="number">${row.version}</td><td class="number">${number(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
         <td class="number">${row.episodes}</td><td class="number">${percent(row.zero_variance_share)}</td><td class="number">${number(row.length_mean, 1)}</td><td class="number">${number(row.staleness_mean, 2)}</td>
         <td class="number">${duration(row["seconds/generation"])}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>`;
 }
