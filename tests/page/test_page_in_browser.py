@@ -140,6 +140,27 @@ def test_link_is_not_used_in_place_of_a_sign_in_without_consent(page: Any, town:
     page.wait_for_selector("[role=alert] >> text=the link was used")
 
 
+def test_long_list_is_read_page_by_page(page: Any, town: Town) -> None:
+    def of_many(route: Any) -> None:
+        response = route.fetch()
+        route.fulfill(response=response, json={**response.json(), "runs": every.json()["runs"], "total": 120})
+
+    sign_in(page, town, "ada")
+    every = page.request.get(f"{town.service.url}/api/v1/runs")
+    page.route("**/api/v1/runs?*", of_many)
+    page.reload()
+    for button, shown in (
+        ("Older", "51 to 100"),
+        ("Older", "101 to 120"),
+        ("Newer", "51 to 100"),
+        ("Newer", "1 to 50"),
+    ):
+        page.click(f"button >> text={button}")
+        page.wait_for_selector(f"text={shown} of 120")
+    assert page.locator("button >> text=Newer").is_disabled()
+    page.unroute_all(behavior="wait")
+
+
 def test_charts_follow_a_run(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     running = town.ada.submit(job(name="growing", stop={"steps": 500}))

@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
 import { ago, histogram, inBin, isNumber, number, route, time } from "./format.js";
-import { Badge, Empty, Facts, Problem, Scroll, html, signed } from "./parts.js";
+import { Badge, Empty, Facts, Pager, Problem, Scroll, html, signed } from "./parts.js";
 import { asText, segments, shorten } from "./text.js";
 
 const PAGE = 50;
@@ -58,7 +58,7 @@ export function Steps({ job, path, rows }) {
           <td>${group.zero_variance ? html`<span class="warn small">none: no gradient</span>` : values.length > 1 ? html`<span class="small muted">${number(Math.max(...values) - Math.min(...values))} apart</span>` : "–"}</td>
           <td class="number">${group.min_version ?? "–"}</td><td class="small">${group.finished ? `${ago(group.finished)} ago` : "runs"}</td></tr>`;
       })}</tbody></table><//>
-    ${data.total > PAGE && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => setOffset(Math.max(0, offset - PAGE))}>Newer</button><span class="muted">${offset + 1} to ${Math.min(offset + PAGE, data.total)} of ${data.total}</span><button disabled=${offset + PAGE >= data.total} onClick=${() => setOffset(offset + PAGE)}>Older</button></div>`}`}`;
+    <${Pager} offset=${offset} size=${PAGE} total=${data.total} onOffset=${setOffset} />`}`;
 }
 
 /** The rewards of a group at a glance: a bar for each member, its height between the group's extremes. */

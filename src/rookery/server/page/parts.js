@@ -31,5 +31,9 @@ export const Facts = ({ facts }) => html`<dl class="facts">${facts
 
 export const signed = (value, digits = 3) => (isNumber(value) ? `${value > 0 ? "+" : ""}${number(value, digits)}` : "–");
 
+/** The buttons of a list, newest first, that is read page by page; nothing where one page has it all. */
+export const Pager = ({ offset, size, total, onOffset }) => total > size && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => onOffset(Math.max(0, offset - size))}>Newer</button>
+  <span class="muted">${offset + 1} to ${Math.min(offset + size, total)} of ${total}</span><button disabled=${offset + size >= total} onClick=${() => onOffset(offset + size)}>Older</button></div>`;
+
 /** A scrolling region that the keyboard reaches. */
 export const Scroll = ({ label, children }) => html`<div class="scroll panel" tabindex="0" role="region" aria-label=${label}>${children}</div>`;

@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { useData } from "./api.js";
 import { ago, number, route, time } from "./format.js";
-import { Badge, Empty, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
+import { Badge, Empty, Pager, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
 
 const REFRESH = 2000; // ms: as fresh as a person notices
 const PAGE = 50;
@@ -43,9 +43,7 @@ export function Runs({ query, account }) {
         <th><span class="muted small">vs</span></th>${head("name")}${account.role === "admin" && html`<th>Tenant</th>`}${head("state")}${head("step", true)}${head("reward", true)}
         <th class="number">Tokens/s</th><th class="number">Staleness</th><th>Waits for</th><th class="number">Cost</th>${head("created")}
       </tr></thead><tbody>${data.runs.map((run) => html`<${Row} key=${run.id} run=${run} tenant=${account.role === "admin"} chosen=${chosen.includes(run.id)} onToggle=${() => toggle(run.id)} />`)}</tbody></table><//>
-      ${data.total > PAGE && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => go({ offset: Math.max(0, offset - PAGE) })}>Newer</button>
-        <span class="muted">${offset + 1} to ${Math.min(offset + PAGE, data.total)} of ${data.total}</span>
-        <button disabled=${offset + PAGE >= data.total} onClick=${() => go({ offset: offset + PAGE })}>Older</button></div>`}`}`;
+      <${Pager} offset=${offset} size=${PAGE} total=${data.total} onOffset=${(to) => go({ offset: to })} />`}`;
 }
 
 function Row({ run, tenant, chosen, onToggle }) {

@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { useData } from "./api.js";
 import { count, duration, number, route, time } from "./format.js";
-import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
+import { Badge, Empty, Facts, Pager, Problem, Scroll, html } from "./parts.js";
 
 const PAGE = 50;
 
@@ -23,5 +23,5 @@ export function Usage({ account }) {
       <tbody>${costs.tenants.map((one) => html`<tr key=${one.tenant}><td>${one.name}${one.deleted ? html` <span class="muted small">deleted</span>` : ""}</td><td class="number">${number(one.cost.cost)}</td><td class="number">${duration(one.cost.seconds)}</td><td class="number">${number(one.cost.tokens_per_unit)}</td><td class="number">${duration(one.service_seconds)}</td></tr>`)}</tbody></table><//>`}
     ${data && (data.total === 0 ? html`<${Empty}>No run used anything yet.<//>` : html`<h2>Runs</h2><${Scroll} label="Usage of runs"><table><thead><tr><th>Run</th>${account.role === "admin" && html`<th>Tenant</th>`}<th>State</th><th class="number">Steps</th><th class="number">Tokens sampled</th><th class="number">Compute</th><th class="number">Cost</th><th class="number">Preemptible part</th><th>Submitted</th></tr></thead>
       <tbody>${data.jobs.map((one) => html`<tr key=${one.job}><td><a href=${route(["run", one.job])}>${one.name}</a></td>${account.role === "admin" && html`<td>${one.tenant}</td>`}<td><${Badge} state=${one.state} /></td><td class="number">${one.steps}</td><td class="number">${count(one.tokens)}</td><td class="number">${duration(one.seconds)}</td><td class="number">${number(one.cost)}</td><td class="number">${number(one.preemptible)}</td><td class="small">${time(one.created)}</td></tr>`)}</tbody></table><//>
-      ${data.total > PAGE && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => setOffset(Math.max(0, offset - PAGE))}>Newer</button><span class="muted">${offset + 1} to ${Math.min(offset + PAGE, data.total)} of ${data.total}</span><button disabled=${offset + PAGE >= data.total} onClick=${() => setOffset(offset + PAGE)}>Older</button></div>`}`)}`;
+      <${Pager} offset=${offset} size=${PAGE} total=${data.total} onOffset=${setOffset} />`)}`;
 }
