@@ -51,21 +51,13 @@ class EpisodeQueries:
         """One group with the replies of its episodes."""
         row = await self._store.get_job(tenant, job)
         found = await self._store.get_group(tenant, job, group)
-        view = _group(found, algorithm(row.spec))
-        for member, episode in zip(view["members"], found.episodes, strict=True):
-            member |= _texts(episode)
-        return view
+        return await self._context.threads(_whole_group, found, algorithm(row.spec))
 
     async def episodes(self, tenant: str, job: str, chosen: EpisodeChoice) -> dict[str, Any]:
         """A page of episodes, newest first, and where the next one begins."""
         await self._store.get_job(tenant, job)
         found = await self._store.episodes_page(tenant, job, chosen)
-        rows = [
-            {**_member(episode, None), "group": group.id, "ordinal": group.ordinal, "consumed_by": group.consumed_by}
-            | {"prompt": shown_prompt(group.prompt)}
-            | _texts(episode)
-            for group, episode in found
-        ]
+        rows = await self._context.threads(lambda: [_line(group, episode) for group, episode in found])
         last = found[-1][1] if len(found) == chosen.limit else None
         return {"episodes": rows, "next": f"{last.finished!r}~{last.id}" if last is not None else None}
 
@@ -82,15 +74,10 @@ class EpisodeQueries:
             "finish": None, "seconds": None,
         }  # fmt: skip
         if found.trajectories:
-            outcome = episode_result_decoder.decode(found.trajectories)
             chat = await self._chat(row.spec["base_model"])
-            work = self._context.threads
-            shown["messages"] = msgspec.to_builtins(outcome.turns)
-            shown["turns"] = [msgspec.structs.asdict(step) for step in outcome.steps]
-            shown["trajectories"] = await work(_token_strips, outcome, found.train_logprobs, chat)
-            shown["finish"], shown["seconds"] = outcome.finish, outcome.seconds
+            shown |= await self._context.threads(_whole_episode, found.trajectories, found.train_logprobs, chat)
         elif found.turns:
-            replies = decode_turns(found.turns)
+            replies = await self._context.threads(decode_turns, found.turns)
             shown["messages"] = [{"role": "assistant", "content": reply.text} for reply in replies]
         return shown
 
@@ -144,6 +131,20 @@ def _group(group: GroupRow, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _whole_group(group: GroupRow, name: str) -> dict[str, Any]:
+    """With the replies of its episodes."""
+    view = _group(group, name)
+    for member, episode in zip(view["members"], group.episodes, strict=True):
+        member |= _texts(episode)
+    return view
+
+
+def _line(group: GroupRow, episode: EpisodeRow) -> dict[str, Any]:
+    """An episode of a list."""
+    known = _member(episode, None) | {"group": group.id, "ordinal": group.ordinal, "consumed_by": group.consumed_by}
+    return known | {"prompt": shown_prompt(group.prompt)} | _texts(episode)
+
+
 def _member(episode: EpisodeRow, advantage: float | None) -> dict[str, Any]:
     shown = ("member", "state", "version", "reward", "error", "finished")
     return {"episode": episode.id, "advantage": advantage} | {name: getattr(episode, name) for name in shown}
@@ -166,6 +167,17 @@ def _recent(episode: EpisodeRow) -> RecentEpisode:
         return RecentEpisode(failed, episode.reward, (), (), episode.error)
     outcome = episode_result_decoder.decode(episode.trajectories)
     return RecentEpisode(failed, episode.reward, outcome.replies, [step.finish for step in outcome.steps])
+
+
+def _whole_episode(stored: bytes, logprobs: bytes, chat: Chat | None) -> dict[str, Any]:
+    """The part of an episode's view that its stored text holds."""
+    outcome = episode_result_decoder.decode(stored)
+    return {
+        "messages": msgspec.to_builtins(outcome.turns),
+        "turns": [msgspec.structs.asdict(step) for step in outcome.steps],
+        "trajectories": _token_strips(outcome, logprobs, chat),
+        "finish": outcome.finish, "seconds": outcome.seconds,
+    }  # fmt: skip
 
 
 def _token_strips(outcome: EpisodeResult, stored: bytes, chat: Chat | None) -> list[dict[str, Any]]:

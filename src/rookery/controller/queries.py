@@ -34,7 +34,7 @@ from rookery.protocol.gauges import over_workers
 from rookery.scheduling.health import JobHealth, advice, alarms
 from rookery.scheduling.usage import Usage
 from rookery.storage.columns import Page
-from rookery.storage.models import FINAL_JOB_STATES, EvaluationRow, JobRow, PolicyRow, TenantRow
+from rookery.storage.models import FINAL_JOB_STATES, EpisodeRow, EvaluationRow, GroupRow, JobRow, PolicyRow, TenantRow
 from rookery.storage.repositories.runs import RunChoice
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
@@ -163,20 +163,7 @@ class JobQueries:
         """The episodes that ended last: text, tokens, log-probs, versions, reward."""
         await self._store.get_job(tenant, job)
         found = await self._store.recent_episodes(tenant, job, limit, version)
-        rows = []
-        for group, episode in found:
-            shown = ("state", "version", "reward", "metrics", "error", "finished")
-            row: dict[str, Any] = {"episode": episode.id} | {name: getattr(episode, name) for name in shown}
-            row |= {"group": group.id, "ordinal": group.ordinal, "group_state": group.state}
-            row |= {"consumed_by": group.consumed_by, "prompt": shown_prompt(group.prompt)}
-            if episode.trajectories:
-                outcome = episode_result_decoder.decode(episode.trajectories)
-                row["messages"] = msgspec.to_builtins(outcome.turns)
-                row["trajectories"] = msgspec.to_builtins(outcome.trajectories)
-                row["finish"] = outcome.finish
-                row["seconds"] = outcome.seconds
-            rows.append(row)
-        return rows
+        return await self._context.threads(lambda: [_trajectory_view(group, episode) for group, episode in found])
 
     async def versions(self, tenant: str, job: str, policy: str, page: Page | None = None) -> Sequence[dict[str, Any]]:
         """The versions of a policy, oldest first, each with the metrics of its last step."""
@@ -392,6 +379,20 @@ class JobQueries:
                 **context.rooms.seeding.gauges(),
             },
         }
+
+
+def _trajectory_view(group: GroupRow, episode: EpisodeRow) -> dict[str, Any]:
+    shown = ("state", "version", "reward", "metrics", "error", "finished")
+    row: dict[str, Any] = {"episode": episode.id} | {name: getattr(episode, name) for name in shown}
+    row |= {"group": group.id, "ordinal": group.ordinal, "group_state": group.state}
+    row |= {"consumed_by": group.consumed_by, "prompt": shown_prompt(group.prompt)}
+    if episode.trajectories:
+        outcome = episode_result_decoder.decode(episode.trajectories)
+        row["messages"] = msgspec.to_builtins(outcome.turns)
+        row["trajectories"] = msgspec.to_builtins(outcome.trajectories)
+        row["finish"] = outcome.finish
+        row["seconds"] = outcome.seconds
+    return row
 
 
 def _steps(spec: Mapping[str, Any]) -> int | None:
