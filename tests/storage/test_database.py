@@ -126,6 +126,7 @@ def test_a_deleted_tenant_has_no_valid_key_and_its_name_is_free(database: Databa
             call(*("alice", 3.0)[: 1 if call == database.get_tenant else 2])  # type: ignore[arg-type]
     assert [row.id for row in database.list_tenants()] == ["bob"]
     assert [row.id for row in database.list_tenants(True)] == ["alice", "bob"]
+    assert {id: row.deleted for id, row in database.tenants_of(["alice", "carol"]).items()} == {"alice": 2.0}
     assert database.create_tenant("another", "Alice", 3.0).name == "Alice"
     assert database.half_deleted() == {"alice"}, "its job is still there"
     database.set_job_state("left", "cancelled", "", 4.0)
@@ -557,7 +558,6 @@ _EMPTY: dict[str, Any] = {
     "episodes_page": [],
     "failure_counts": [],
     "newest_checkpoints": {},
-    "recent_rewards": {},
     "tenant_usage": {},
     "job_usage": {},
     "state_times": {},
@@ -572,6 +572,7 @@ _EMPTY: dict[str, Any] = {
     "groups_page": ([], 0),
     "last_step": -1,
     "version_of_step": None,
+    "last_evaluation": None,
 }
 _NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups".split()
 """The reply of each method that takes a tenant when bob names alice's rows."""
@@ -648,6 +649,23 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     assert database.get_upload("alice", "dataset", "d" * 64).created == 0.0
     with pytest.raises(NotFound):
         database.get_upload("bob", "adapter", "d" * 64)
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_evaluation_is_that_of_the_newest_version(database: Database) -> None:
+    submit(database)
+    lease = database.next_lease("job-main")
+    for version in range(3):
+        commit(database, lease, version - 1 if version else None, [], version)
+    for evaluated, last in ((0, None), (2, 2), (1, 2)):
+        database.add_evaluation(
+            policy="job-main", version=evaluated, prompts=1, mean=0.0, stderr=0.0, results={}, created=0.0
+        )
+        found = database.last_evaluation("alice", "job", after=0)
+        assert (found.version if found is not None else None) == last
+    assert database.last_evaluation("alice", "other", after=0) is None
 
 
 # --- what a step trained on -------------------------------------------------------------------------------------------

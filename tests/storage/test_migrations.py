@@ -122,7 +122,7 @@ def check_rows(database: Database) -> None:
     assert {"zero_variance_groups", "trajectory_splits"} & counters.keys() and "groups_no_variance" not in counters
     (policy,) = database.policies("alice", UNFINISHED)
     assert [version.reward for version in database.versions("alice", policy.id)] == [None, 2.0]
-    assert database.recent_rewards("alice", 64) == {FINISHED: [1.75, 2.0], UNFINISHED: [1.75, 2.0]}
+    assert database.rewards_of([FINISHED, UNFINISHED], 64) == {FINISHED: [1.75, 2.0], UNFINISHED: [1.75, 2.0]}
     assert [row.version for row in database.evaluations("alice", FINISHED)] == [0, 2]
     totals = {tenant: used["reserved"]["decode"] for tenant, used in database.usage_totals().items()}
     assert totals == {

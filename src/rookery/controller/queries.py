@@ -60,59 +60,44 @@ class JobQueries:
     async def list(self, tenant: str, page: Page = Page()) -> Sequence[JobView]:  # noqa: B008 (frozen)
         """A page of the tenant's jobs, newest first."""
         rows = await self._store.list_jobs(tenant, page)
+        owner, policies = await asyncio.gather(
+            self._store.get_tenant(tenant), self._store.policies_of(tenant, [row.id for row in rows])
+        )
+        return await self._views(rows, {tenant: owner}, policies)
+
+    async def runs(self, chosen: RunChoice) -> tuple[Sequence[JobView], int]:
+        """A page of jobs in short, without policies, and the number of all that are chosen."""
+        rows, total = await self._store.chosen_jobs(chosen)
+        owners = await self._store.tenants_of(sorted({row.tenant for row in rows}))
+        return await self._views(rows, owners, {}), total
+
+    async def show(self, tenant: str, job: str) -> JobView:
+        row = await self._store.get_job(tenant, job)
+        policies = await self._store.policies(tenant, job)
+        owner = await self._store.get_tenant(tenant)
+        [view] = await self._views([row], {tenant: owner}, {job: policies})
+        return view
+
+    async def _views(
+        self, rows: Sequence[JobRow], owners: Mapping[str, TenantRow], policies: Mapping[str, Sequence[PolicyRow]]
+    ) -> Sequence[JobView]:
+        """Jobs with their ``owners`` by id, and their ``policies``, where these are shown, by job."""
         jobs = [row.id for row in rows]
-        owner, policies, usage, rewards, since = await asyncio.gather(
-            self._store.get_tenant(tenant),
-            self._store.policies_of(tenant, jobs),
-            self._store.usage_of(jobs),
-            self._store.rewards_of(jobs, SHOWN_REWARDS),
-            self._store.state_times(None, jobs),
+        usage, rewards, since = await asyncio.gather(
+            self._store.usage_of(jobs), self._store.rewards_of(jobs, SHOWN_REWARDS), self._store.state_times(None, jobs)
         )
         current = self._context.rooms.usage.current
         return [
             self._view(
                 row,
-                owner,
+                owners[row.tenant],
                 policies.get(row.id, []),
-                current(tenant, row.id, usage.get(row.id, {})),
-                rewards.get(row.id, []),
-                since.get(row.id),
-            )
-            for row in rows
-        ]
-
-    async def runs(self, chosen: RunChoice) -> tuple[Sequence[JobView], int]:
-        """A page of jobs in short, without policies, and the number of all that are chosen."""
-        rows, total = await self._store.chosen_jobs(chosen)
-        jobs = [row.id for row in rows]
-        owners, usage, rewards, since = await asyncio.gather(
-            self._store.list_tenants(deleted=True),
-            self._store.usage_of(jobs),
-            self._store.rewards_of(jobs, SHOWN_REWARDS),
-            self._store.state_times(None, jobs),
-        )
-        names, current = {owner.id: owner for owner in owners}, self._context.rooms.usage.current
-        views = [
-            self._view(
-                row,
-                names[row.tenant],
-                [],
                 current(row.tenant, row.id, usage.get(row.id, {})),
                 rewards.get(row.id, []),
                 since.get(row.id),
             )
             for row in rows
         ]
-        return views, total
-
-    async def show(self, tenant: str, job: str) -> JobView:
-        row = await self._store.get_job(tenant, job)
-        policies = await self._store.policies(tenant, job)
-        owner = await self._store.get_tenant(tenant)
-        usage = self._context.rooms.usage.current(tenant, job, await self._store.job_usage(tenant, job))
-        rewards = await self._store.recent_rewards(tenant, SHOWN_REWARDS, job)
-        since = await self._store.state_times(tenant, [job])
-        return self._view(row, owner, policies, usage, rewards.get(job, []), since.get(job))
 
     async def metrics(
         self, tenant: str, job: str, after: int = -1, limit: int | None = None
@@ -198,13 +183,15 @@ class JobQueries:
         """Alarms of a job; advice where there are none."""
         view = await self.show(tenant, job)
         rows = await self._rows(tenant, job, view.step - HEALTH_STEPS, None)
+        evaluation = await self._store.last_evaluation(tenant, job, after=0)  # version 0 has not learned anything yet
+        evaluations = [evaluation] if evaluation is not None else []
         known = JobHealth(
             now=view.finished or self._context.clock.time(),
             state=view.state,
             rows=rows,
             episodes=await self.episodes.recent(tenant, job),
             counters=view.counters,
-            evaluations=await self.evaluations(tenant, job),
+            evaluations=await self.evaluation_views(tenant, job, evaluations),
             group_size=view.spec["algorithm"]["group_size"],
             waits_for=view.waits_for,
         )

@@ -87,6 +87,7 @@ class Transactions:
     stored = _read(tenants.stored)
     metadata_bytes = _read(tenants.metadata_bytes)
     list_tenants = _read(tenants.list_tenants)
+    tenants_of = _read(tenants.tenants_of)
     add_key = _write(tenants.add_key)
     keys = _read(tenants.keys)
     revoke_key = _write(tenants.revoke_key)
@@ -151,7 +152,6 @@ class Transactions:
     save_step = _write(versions.save_step)
     steps = _read(versions.steps)
     last_step = _read(versions.last_step)
-    recent_rewards = _read(versions.recent_rewards)
     version = _read(versions.version)
     retire_version = _write(versions.retire_version)
     rollback = _write(versions.rollback)
@@ -160,6 +160,7 @@ class Transactions:
     live_hashes = _read(versions.live_hashes)
     add_evaluation = _write(versions.add_evaluation)
     evaluations = _read(versions.evaluations)
+    last_evaluation = _read(versions.last_evaluation)
     kept_versions = _read(versions.kept_versions)
     steps_of_versions = _read(versions.steps_of_versions)
     versions = _read(versions.versions)  # last: the name of the module is hidden from here on

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select, update
@@ -135,6 +135,11 @@ def list_tenants(connection: Connection, deleted: bool = False, page: Page | Non
     """Oldest first, with or without those that were deleted."""
     which = [] if deleted else [TenantRow.deleted.is_(None)]
     return page_of(connection, TenantRow, (TenantRow.created, TenantRow.id), page, *which)
+
+
+def tenants_of(connection: Connection, ids: Sequence[str]) -> dict[str, TenantRow]:
+    """These tenants by id, also those that were deleted."""
+    return {row.id: row for row in rows(connection, TenantRow, TenantRow.id.in_(ids))}
 
 
 def add_key(

@@ -141,19 +141,6 @@ def last_step(connection: Connection, tenant: str, job: str) -> int:
     return -1 if found is None else int(found)
 
 
-def recent_rewards(connection: Connection, tenant: str, count: int, job: str | None = None) -> dict[str, list[float]]:
-    """The rewards of the last ``count`` steps of each job of the tenant (or of one), oldest first."""
-    query = select(StepRow.job, StepRow.reward).join(JobRow, JobRow.id == StepRow.job)
-    query = query.where(JobRow.tenant == tenant, StepRow.step > JobRow.step - count)
-    if job is not None:
-        query = query.where(JobRow.id == job)
-    found: dict[str, list[float]] = {}
-    for name, reward in connection.execute(query.order_by(StepRow.job, StepRow.step)):
-        if reward is not None:
-            found.setdefault(name, []).append(reward)
-    return found
-
-
 def steps_of_versions(
     connection: Connection, tenant: str, job: str, policy: str, versions: Sequence[int]
 ) -> dict[int, dict[str, Any]]:
@@ -273,6 +260,15 @@ def evaluations(connection: Connection, tenant: str, job: str, page: Page | None
     """By policy and version; empty for a job that is not this tenant's."""
     order = (EvaluationRow.policy, EvaluationRow.version)
     return page_of(connection, EvaluationRow, order, page, tenant=tenant, job=job)
+
+
+def last_evaluation(connection: Connection, tenant: str, job: str, after: int = -1) -> EvaluationRow | None:
+    """The last of :func:`evaluations` of a version later than ``after``."""
+    order = (EvaluationRow.policy, EvaluationRow.version)
+    later, page = EvaluationRow.version > after, Page(limit=1)
+    return next(
+        iter(page_of(connection, EvaluationRow, order, page, later, descending=True, tenant=tenant, job=job)), None
+    )
 
 
 _NAMING = (
