@@ -107,6 +107,7 @@ class GroupBuffer:
 
     async def _remove(self, groups: Sequence[CompleteGroup], reason: str) -> None:
         names, progress, controller = [group.id for group in groups], self._job.progress, self._job.controller
-        await progress.store(controller.store.drop_groups, names, reason, controller.clock.time(), policy=self.id)
+        policy = self.id if len(self._job.trained) > 1 else ""
+        await progress.store(controller.store.drop_groups, names, reason, controller.clock.time(), policy=policy)
         self.ready = [group for group in self.ready if group.id not in names]
         self._changed.notify()

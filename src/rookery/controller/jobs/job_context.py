@@ -249,9 +249,7 @@ class JobContext:
     def policy_run(self, versions: PolicyVersions, trainers: int = 1) -> PolicyRun:
         """The training of one of its policies. A batch is divided among at most ``trainers`` workers."""
         rooms, next_lease = self.controller.rooms, self.controller.store.next_lease
-        return PolicyRun(
-            rooms.training, rooms.residency, next_lease, versions.row, self.spec.base_model, versions, trainers
-        )
+        return PolicyRun(rooms.training, rooms.residency, next_lease, self.spec.base_model, versions, trainers)
 
     @property
     def first(self) -> JobPolicy:

@@ -185,9 +185,9 @@ class RolloutScheduler:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
         return self.queues.position(tenant, job)
 
-    def unstarted(self, request: str) -> bool:
-        """Whether the request waits for a worker and has no tokens yet."""
-        inflight = self._find(request)
+    def unstarted(self, job: str, request: str) -> bool:
+        """Whether the request of ``job`` waits for a worker and has no tokens yet."""
+        inflight = self.requests.get(job, {}).get(request)
         return inflight is not None and inflight.state == "waiting" and not inflight.result.tokens
 
     def _find(self, request: str) -> InflightRequest | None:

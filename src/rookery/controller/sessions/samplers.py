@@ -141,7 +141,7 @@ class Samplers:
         """Take the session's requests that no worker runs yet out of the scheduler, until :meth:`resume`."""
         self._suspended.setdefault(session, asyncio.Event())
         for task, request in list(self._requests.items()):
-            if request.job == session and self._context.rooms.rollouts.unstarted(request.id):
+            if request.job == session and self._context.rooms.rollouts.unstarted(session, request.id):
                 task.cancel()
 
     def resume(self, session: str) -> None:

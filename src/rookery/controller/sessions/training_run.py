@@ -63,7 +63,6 @@ class TrainingRun:
             context.rooms.training,
             context.rooms.residency,
             context.store.next_lease,
-            policy,
             row.base_model,
             self._versions,
         )

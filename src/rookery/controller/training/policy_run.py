@@ -22,7 +22,7 @@ from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import UserError
 from rookery.spec.policy import InFlight
-from rookery.storage.models import PolicyRow, VersionRow
+from rookery.storage.models import VersionRow
 
 
 class PolicyRun:
@@ -31,7 +31,6 @@ class PolicyRun:
         training: TrainingDispatcher,
         residency: AdapterResidency,
         next_lease: Callable[[str], Awaitable[int]],
-        row: PolicyRow,
         model: str,
         versions: PolicyVersions,
         trainers: int = 1,
@@ -39,9 +38,8 @@ class PolicyRun:
         """``model``: the base model. A batch is divided among at most ``trainers`` workers."""
         self._residency = residency
         self._model = model
-        self.row = row
         self.versions = versions
-        self.trainer = PolicyTrainer(training, row, model, next_lease, trainers)
+        self.trainer = PolicyTrainer(training, versions.row, model, next_lease, trainers)
         self._missing = ""
         """Why the present gradient lacks an operation; empty if it does not."""
 
