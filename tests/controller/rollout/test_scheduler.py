@@ -586,7 +586,7 @@ async def test_a_new_version_reaches_running_waiting_and_retained_requests(tmp_p
     await room.close()
 
 
-async def test_a_base_model_is_in_use_while_somebody_waits_for_a_request_on_it(tmp_path: Path) -> None:
+async def test_a_retained_request_keeps_no_base_model_in_use(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker()
     worker.generating.clear()
