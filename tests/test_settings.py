@@ -109,7 +109,12 @@ def test_commands_run_next_to_a_service_named_rookery(tmp_path: Path, command: l
             said = b""
             while b"no connection" not in said and (line := running.stderr.readline()):
                 said += line
-            running.kill()
+            running.terminate()
+            shown, rest = running.communicate(timeout=60)
+            said += rest
+            assert b"no connection to ws://127.0.0.1:9/" in said and shown == b""
+            (named,) = [line for line in said.splitlines() if b"ROOKERY_PORT" in line]
+            assert named.startswith(b"ignored: ROOKERY_PORT, ") and running.returncode == 0
         else:
             said = b"".join(running.communicate(timeout=60))
     assert b"setting ROOKERY_PORT" not in said
