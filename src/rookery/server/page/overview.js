@@ -3,14 +3,15 @@ import { duration, isNumber } from "./format.js";
 
 const FIRST = "reward/"; // a metric of the environment is reward/<name>
 
-/** The charts of a run, without those that have no value. `evaluations` and `constant` belong to the reward. */
+/** The charts of a run, with a line for each of its policies, without those that have no value. `evaluations` and `constant` belong to the reward. */
 export function chartsOf(rows, evaluations = []) {
-  const of = (name, factor = 1) => rows.map((row) => (isNumber(row[name]) ? factor * row[name] : null));
-  const line = (label, name, more = {}) => ({ label, values: of(name, more.factor), ...more });
+  const policies = [...new Set(rows.map((row) => row.policy))], several = policies.length > 1;
+  const of = (policy, name, factor = 1) => rows.map((row) => (row.policy === policy && isNumber(row[name]) ? factor * row[name] : null));
+  const line = (label, name, more = {}) => policies.map((policy) => ({ label: several ? `${policy}: ${label}` : label, values: of(policy, name, more.factor), ...more }));
   const stages = [["queue", "seconds/queue"], ["generation", "seconds/generation"], ["environment", "seconds/environment"], ["waiting", "seconds/waiting"], ["training", "seconds/train"], ["commit", "seconds/commit"]];
   const metrics = [...new Set(rows.flatMap((row) => Object.keys(row).filter((name) => name.startsWith(FIRST))))].sort();
   const charts = [
-    { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations)] },
+    { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations, several)] },
     { title: "Reply length", unit: "tokens", lines: [line("mean", "length_mean"), line("longest", "length_max")], digits: 1 },
     { title: "Entropy", unit: "nats per token", lines: [line("entropy", "entropy")] },
     { title: "KL to the start", unit: "nats per token", lines: [line("KL", "kl")] },
@@ -22,19 +23,20 @@ export function chartsOf(rows, evaluations = []) {
     ...metrics.map((name) => ({ title: name.slice(FIRST.length), unit: "metric of the environment", environment: true, lines: [line("mean", name)] })),
   ];
   return charts
-    .map((chart) => ({ ...chart, lines: chart.lines.filter((one) => one.values.some(isNumber)) }))
-    .filter((chart) => chart.lines.length > 0 && (chart.title !== "KL to the start" || chart.lines[0].values.some((value) => value !== 0)));
+    .map((chart) => ({ ...chart, lines: chart.lines.flat().filter((one) => one.values.some(isNumber)) }))
+    .filter((chart) => chart.lines.length > 0 && (chart.title !== "KL to the start" || chart.lines.some((one) => one.values.some((value) => value))));
 }
 
-function evaluationLines(rows, evaluations) {
-  if (evaluations.length === 0) return [];
-  const values = rows.map(() => null);
-  for (const one of evaluations) {
-    // A version holds the steps up to the last row that carries it; version 0 is before the first.
-    const at = rows.findLastIndex((row) => row.version <= one.version);
-    values[Math.max(0, at)] = one.mean;
-  }
-  const lines = [{ label: "held-out", values, dots: true, raw: true }];
+function evaluationLines(rows, evaluations, several) {
+  const lines = [...new Set(evaluations.map((one) => one.policy))].map((policy) => {
+    const values = rows.map(() => null);
+    for (const one of evaluations.filter((each) => each.policy === policy)) {
+      // A version holds the steps up to the last row of its policy that carries it; version 0 is before the first.
+      const at = rows.findLastIndex((row) => (!several || row.policy === policy) && row.version <= one.version);
+      values[Math.max(0, at)] = one.mean;
+    }
+    return { label: several ? `${policy}: held-out` : "held-out", values, dots: true, raw: true };
+  });
   const constant = evaluations.findLast((one) => one.constant)?.constant;
   if (constant) lines.push({ label: "best constant reply", values: rows.map(() => constant.reward), dashed: true, raw: true });
   return lines;

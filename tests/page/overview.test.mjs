@@ -1,0 +1,20 @@
+// The charts of a run, by node's own runner: node --test tests/page
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { chartsOf } from "../../src/rookery/server/page/overview.js";
+
+const reward = (rows, evaluations) => chartsOf(rows, evaluations).find((chart) => chart.title === "Reward").lines.map((line) => [line.label, line.values]);
+
+test("a run with one policy has one line", () => {
+  const rows = [{ step: 1, version: 1, reward: 0, kl: 0 }, { step: 2, version: 2, reward: 1, kl: 0 }];
+  assert.deepEqual(reward(rows, [{ policy: "main", version: 0, mean: 0.25 }, { policy: "main", version: 2, mean: 0.5 }]), [["training", [0, 1]], ["held-out", [0.25, 0.5]]]);
+  assert.deepEqual(chartsOf(rows).map((chart) => chart.title), ["Reward"], "a KL of zero is no chart");
+});
+
+test("each policy of a run has a line of its own steps and evaluations", () => {
+  const rows = [{ step: 1, policy: "a", version: 1, reward: 0 }, { step: 2, policy: "b", version: 1, reward: 5, kl: 0.1 }, { step: 3, policy: "a", version: 2, reward: 1, kl: 0 }];
+  assert.deepEqual(reward(rows, [{ policy: "a", version: 1, mean: 0.5 }, { policy: "b", version: 1, mean: 4 }]), [
+    ["a: training", [0, null, 1]], ["b: training", [null, 5, null]], ["a: held-out", [0.5, null, null]], ["b: held-out", [null, 4, null]],
+  ]);
+  assert.ok(chartsOf(rows).some((chart) => chart.title === "KL to the start"));
+});
