@@ -45,6 +45,20 @@ def test_a_log_names_every_metric() -> None:
     assert "tokens/s 300" in text and "loss" not in text
 
 
+def test_advice_is_by_the_steps_of_one_policy() -> None:
+    def advised(*rows: dict[str, Any]) -> list[str]:
+        lines = StepLines(None)
+        return [line for row in rows for line in lines.of(row, SPEC) if line.startswith("advice")]
+
+    def of(policy: str, ratio: float, steps: range) -> list[dict[str, Any]]:
+        return [row(step, policy=policy, ratio=ratio) for step in steps]
+
+    alone = advised(*(row(step, ratio=9.0) for step in range(1, 21)))
+    assert alone and all(line.startswith("advice: ") for line in alone)
+    both = sorted(of("a", 9.0, range(1, 40, 2)) + of("b", 1.0, range(2, 41, 2)), key=lambda one: one["step"])
+    assert advised(*both) == [line.replace("advice", "advice (a)", 1) for line in alone]
+
+
 @given(width=st.integers(10, 300), size=st.floats(-1e12, 1e12) | st.sampled_from([None, float("nan")]))
 def test_lines_keep_their_columns_whatever_the_numbers(width: int, size: float | None) -> None:
     lines = StepLines(width)

@@ -7,6 +7,7 @@ metric of that page that needs attention.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,18 +83,22 @@ class StepLines:
 
     def __init__(self, width: int | None) -> None:
         self._columns = None if width is None else fitting(width)
-        self._recent: list[Row] = []
+        self._before: Row | None = None
+        self._recent: defaultdict[str, list[Row]] = defaultdict(list)
+        """The last steps of each policy."""
         self._count = 0
-        self._advised: set[str] = set()
+        self._advised: set[tuple[str, str]] = set()
 
     def of(self, row: Row, spec: Mapping[str, Any]) -> Iterator[str]:
         """The line of a step, after the header where it is due, and advice that was not given yet."""
-        before = self._recent[-1] if self._recent else None
-        values = {**row, "tokens/s": tokens_per_second(row, before)}
-        self._recent = [*self._recent, row][-ADVICE_STEPS:]
+        values = {**row, "tokens/s": tokens_per_second(row, self._before)}
+        self._before, policy = row, row.get("policy", "")
+        recent = self._recent[policy] = [*self._recent[policy], row][-ADVICE_STEPS:]
         if self._columns is None:
             shown = [(c.metric, values.get(c.metric)) for c in STEP_COLUMNS[1:]]
-            yield f"step {row['step']:>5}  " + "  ".join(f"{name} {value:.4g}" for name, value in shown if known(value))
+            yield f"step {row['step']:>5}  {policy}{'  ' * bool(policy)}" + "  ".join(
+                f"{name} {value:.4g}" for name, value in shown if known(value)
+            )
         else:
             if self._count == 0:
                 yield legend(self._columns)
@@ -103,10 +108,10 @@ class StepLines:
             cells = [(c, values.get(c.metric)) for c in self._columns]
             yield _joined([(c.form(value) if known(value) else "-", c.width) for c, value in cells])
         self._count += 1
-        for metric, line in advice(self._recent, spec).items():
-            if metric not in self._advised:
-                self._advised.add(metric)
-                yield f"advice: {line}"
+        for metric, line in advice(recent, spec).items():
+            if (policy, metric) not in self._advised:
+                self._advised.add((policy, metric))
+                yield f"advice{f' ({policy})' * bool(policy)}: {line}"
 
 
 def legend(columns: Sequence[StepColumn]) -> str:
