@@ -59,6 +59,7 @@ async def test_each_policy_learns_from_its_replies_and_rewards(service: Service)
     job = await submit(service)
     view = await service.ends(job)
     assert view.reason == "solver: 2 steps; verifier: 2 steps" and (view.step, view.steps) == (4, 4)
+    assert not any(op.logprobs for op in worker.operations if isinstance(op, protocol.ForwardBackward)), "nobody reads"
     assert [len(chain(service, job, name)) for name in PAIR] == [3, 3]
     results = [
         episode_result_decoder.decode(episode.trajectories)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from array import array
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -18,12 +20,14 @@ from rookery import protocol
 from rookery.algorithms.advantages import ADVANTAGES
 from rookery.bounds import METRICS
 from rookery.controller.jobs.step import (
+    FLOAT32_BYTES,
     CompleteGroup,
     StepAccumulator,
     describe,
     longest_episode,
     make_batch,
     metric_means,
+    trainer_logprobs,
 )
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.controller.training.shares import split_batch
@@ -103,6 +107,30 @@ def test_cutting_an_episode_changes_no_weight(
     assert pulls(job, cut, [make_batch(job, [one], CONTEXT) for one in cut]) == expected, "in micro-batches"
     assert pulls(job, cut, split_batch(make_batch(job, cut, CONTEXT), parts)) == expected, "in shares"
     assert describe(cut, 0) == describe(whole, 0)
+
+
+@pytest.mark.parametrize("loss", ["aipo", "cross_entropy", "dro"])
+@given(drawn=steps())
+def test_returned_logprobs_are_those_of_the_tokens_with_a_weight(
+    loss: str, drawn: tuple[list[CompleteGroup], list[CompleteGroup]]
+) -> None:
+    """The trainer returns, in the order of the batch, one number for each token that has a weight: here its token."""
+    job = spec(algorithm={"loss": loss})
+    groups = [
+        replace(group, names=[f"{number}-{member}" for member in range(len(group.episodes))])
+        for number, group in enumerate(drawn[1])
+    ]
+    members = [member for unit in make_batch(job, groups, CONTEXT).groups for member in unit.members]
+    returned = [t for member in members for t, weight in zip(member.tokens, member.weights, strict=True) if weight]
+    found = trainer_logprobs(job, groups, array("f", returned).tobytes(), CONTEXT)
+    assert sum(map(len, found.values())) == FLOAT32_BYTES * len(returned)
+    for group in groups:
+        for name, one in zip(group.names, group.episodes, strict=True):
+            sampled = [
+                t for part in one.trajectories for t, action in zip(part.tokens, part.mask, strict=True) if action
+            ]
+            assert found.get(name, b"") in (b"", array("f", sampled).tobytes())
+    assert trainer_logprobs(job, groups, array("f", [*returned, 1.0]).tobytes(), CONTEXT) == {}
 
 
 def test_every_loss_is_weighed_alike() -> None:

@@ -148,12 +148,13 @@ class PolicyLoop:
 
     async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
         """Add the gradient of ``groups`` to that of the next step."""
-        request = forward_backward(self.spec, groups, self._job.chat.context)
+        alone = len(self._job.policies) == 1  # of an episode of several, they would be those of some of its tokens
+        request = forward_backward(self.spec, groups, self._job.chat.context, logprobs=alone)
         if self.versions.reference is not None:
             request = replace(request, reference=self.versions.ref(self.versions.reference))
         done = await self._timed(self._run.forward(request))
         self._next.add(done.metrics)
-        if len(self._job.policies) == 1:  # of an episode of several, they would be those of some of its tokens
+        if request.logprobs:
             self._next.logprobs |= trainer_logprobs(self.spec, groups, done.logprobs, self._job.chat.context)
 
     async def _optim_step(self) -> protocol.Manifest | None:

@@ -16,12 +16,13 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rookery import protocol
 from rookery.algorithms.advantages import advantages, has_variance, step_scale, token_weights
 from rookery.algorithms.schedules import rate
 from rookery.bounds import METRICS
-from rookery.controller.jobs.trajectory import EpisodeResult
+from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.controller.training.policy_trainer import ForwardRequest
 from rookery.spec.job import JobSpec
 
@@ -78,35 +79,54 @@ def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup], context: int = sy
     is differentiated only where a KL penalty or the loss itself gives it a gradient. ``context`` is the model's."""
     return protocol.TrainingBatch(
         groups=[
-            protocol.SharedPrefixGroup(prompt=list(prompt), members=[member for _, _, member in tails])
+            protocol.SharedPrefixGroup(prompt=list(prompt), members=[part.member() for part in parts])
             for group in groups
-            for prompt, tails in _units(spec, group, context).items()
+            for prompt, parts in _units(spec, group, context).items()
         ]
     )
 
 
-def _units(
-    spec: JobSpec, group: CompleteGroup, context: int
-) -> dict[tuple[int, ...], list[tuple[int, int, protocol.GroupMember]]]:
-    """The trajectories of a group that are differentiated, by prompt, each with the numbers of its episode and of
-    itself within that."""
+class _Part(NamedTuple):
+    """A trajectory that is differentiated."""
+
+    episode: int
+    """The number of its episode in the group …"""
+    place: int
+    """… and its own in the episode."""
+    trajectory: Trajectory
+    score: float
+    """The advantage of each of its tokens."""
+    weight: float
+    """The weight of each of its sampled tokens."""
+
+    @property
+    def weighted(self) -> int:
+        """Tokens with a weight: those whose log-probabilities a trainer returns."""
+        return self.trajectory.num_action_tokens if self.weight != 0.0 else 0
+
+    def member(self) -> protocol.GroupMember:
+        trajectory = self.trajectory
+        return protocol.GroupMember(
+            tokens=trajectory.tokens,
+            logprobs=trajectory.logprobs,
+            advantages=[self.score] * len(trajectory.tokens),
+            weights=[self.weight if action else 0.0 for action in trajectory.mask],
+        )
+
+
+def _units(spec: JobSpec, group: CompleteGroup, context: int) -> dict[tuple[int, ...], list[_Part]]:
+    """The trajectories of a group that are differentiated, by prompt."""
     algorithm = spec.algorithm
     always = algorithm.kl_weight > 0 or algorithm.loss.name in ANCHORED
     scores = advantages(algorithm.name, group.rewards)
     weights = token_weights(algorithm.name, group.lengths, longest_episode(spec, context))
-    units: dict[tuple[int, ...], list[tuple[int, int, protocol.GroupMember]]] = {}
+    units: dict[tuple[int, ...], list[_Part]] = {}
     for number, (episode, score, weight) in enumerate(zip(group.episodes, scores, weights, strict=True)):
         if algorithm.loss.name == "cross_entropy":
             weight *= max(score, 0.0)  # imitate only episodes better than their group
         for place, trajectory in enumerate(episode.trajectories):
             if trajectory.num_action_tokens and (score != 0.0 or always):
-                member = protocol.GroupMember(
-                    tokens=trajectory.tokens,
-                    logprobs=trajectory.logprobs,
-                    advantages=[score] * len(trajectory.tokens),
-                    weights=[weight if action else 0.0 for action in trajectory.mask],
-                )
-                units.setdefault(tuple(trajectory.prompt), []).append((number, place, member))
+                units.setdefault(tuple(trajectory.prompt), []).append(_Part(number, place, trajectory, score, weight))
     return units
 
 
@@ -115,21 +135,21 @@ def trainer_logprobs(
 ) -> dict[str, bytes]:
     """The trainer's log-probabilities of the sampled tokens by episode, float32: those that it ``returned`` for the
     batch of :func:`make_batch`. Empty where it returned others or none."""
-    parts: dict[str, dict[int, bytes]] = {}
+    found: dict[str, dict[int, bytes]] = {}
     wanted: dict[str, int] = {}
     at = 0
     for group in groups:
         if len(group.names) != len(group.episodes):
             return {}
-        for tails in _units(spec, group, context).values():
-            for number, place, member in tails:
-                end = at + FLOAT32_BYTES * sum(weight != 0.0 for weight in member.weights)
-                parts.setdefault(group.names[number], {})[place] = returned[at:end]
-                wanted[group.names[number]] = FLOAT32_BYTES * group.episodes[number].num_action_tokens
+        for parts in _units(spec, group, context).values():
+            for part in parts:
+                name, end = group.names[part.episode], at + FLOAT32_BYTES * part.weighted
+                found.setdefault(name, {})[part.place] = returned[at:end]
+                wanted[name] = FLOAT32_BYTES * group.episodes[part.episode].num_action_tokens
                 at = end
     if at != len(returned):
         return {}
-    joined = {name: b"".join(found[place] for place in sorted(found)) for name, found in parts.items()}
+    joined = {name: b"".join(places[place] for place in sorted(places)) for name, places in found.items()}
     return {name: logprobs for name, logprobs in joined.items() if logprobs and len(logprobs) == wanted[name]}
 
 
@@ -185,16 +205,18 @@ def _mean(values: Sequence[float]) -> float:
         return math.fsum(value / len(values) for value in values)
 
 
-def forward_backward(spec: JobSpec, groups: Sequence[CompleteGroup], context: int = sys.maxsize) -> ForwardRequest:
+def forward_backward(
+    spec: JobSpec, groups: Sequence[CompleteGroup], context: int = sys.maxsize, *, logprobs: bool = True
+) -> ForwardRequest:
     """The operation that adds the gradient of ``groups``, before :attr:`StepAccumulator.scale`; ``context`` as in
-    :func:`make_batch`."""
+    :func:`make_batch`. ``logprobs``: ask for the trainer's log-probabilities, too, unless they are too many."""
     algorithm = spec.algorithm
     return ForwardRequest(
         batch=protocol.encode(make_batch(spec, groups, context)),
         loss=protocol.Loss(name=algorithm.loss.name, params=algorithm.loss.params),
         temperature=spec.sampling.temperature,
         kl_weight=algorithm.kl_weight,
-        logprobs=sum(sum(group.lengths) for group in groups) <= LOGPROBS_RETURNED,
+        logprobs=logprobs and sum(sum(group.lengths) for group in groups) <= LOGPROBS_RETURNED,
     )
 
 
