@@ -604,8 +604,11 @@ def test_no_step_follows_a_failed_operation(service: Dialled, start: Start) -> N
     link.send(forward("second", parent, batch(service), **again), optim("second step", parent, **again))
     assert (link.done("second").error, link.done("second step").error) == ("", "")
     # an operation that is cancelled is not answered, nor is its gradient stepped with
-    link.send(forward("cancelled", parent, batch(service), steps=1, **again))
-    link.send(protocol.CancelOperation(op="cancelled"), optim("after", parent, steps=1, **again))
+    link.send(
+        forward("cancelled", parent, batch(service), steps=1, **again),
+        protocol.CancelOperation(op="cancelled"),  # before the worker can have read the batch
+        optim("after", parent, steps=1, **again),
+    )
     assert link.done("after").category == "stale"
     assert [done for done in link.of(protocol.OperationDone) if done.op == "cancelled"] == []
 
