@@ -70,8 +70,8 @@ def visit(database: Database, tenant: str = "alice", id: str = "one", model: str
         )
     )  # fmt: skip
     row = ModelRow(
-        id=model, tenant=tenant, session=id, base_model="tiny", asked_model="tiny", policy=f"{model}-policy", lora={},
-        about={}, created=0.0, used=0.0, done_seq=-1, inflight=None,
+        id=model, tenant=tenant, session=id, base_model="tiny", requested_model="tiny",
+        policy=f"{model}-policy", lora={}, about={}, created=0.0, used=0.0, done_seq=-1, inflight=None,
     )  # fmt: skip
     policy = PolicyRow(id=f"{model}-policy", tenant=tenant, name=model, rank=8, alpha=16.0, targets=["q"])
     database.add_model(row, policy)
@@ -82,7 +82,7 @@ def visit(database: Database, tenant: str = "alice", id: str = "one", model: str
 
 def sampler_row(id: str, tenant: str = "alice", session: str = "one", digest: str = "", used: float = 0) -> SamplerRow:
     return SamplerRow(
-        id=id, tenant=tenant, session=session, base_model="tiny", asked_model="tiny", path="", model=None,
+        id=id, tenant=tenant, session=session, base_model="tiny", requested_model="tiny", path="", model=None,
         inflight=False, policy="", version=0, hash=digest, rank=0, alpha=0.0, created=0.0, used=used, kept=True,
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ from sqlalchemy.pool import StaticPool
 
 from rookery.errors import DatabaseAway, StorageFull, Unavailable, UserError, installs, shortages
 from rookery.storage import migrations
-from rookery.storage.models import Fact
+from rookery.storage.models import MetaRow
 from rookery.storage.place import Owner
 from rookery.storage.repositories.versions import live_hashes
 from rookery.storage.transactions import Transactions
@@ -70,7 +70,7 @@ _CLAIM = int.from_bytes(b"rookery\0", "big")
 CALLERS_ERRORS = (IntegrityError, DataError)
 """Errors about the rows of the caller. All others are about the database."""
 
-_EPOCH = select(Fact.value).where(Fact.name == "epoch")
+_EPOCH = select(MetaRow.value).where(MetaRow.name == "epoch")
 
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCK_TIMEOUT = "55P03"
@@ -149,17 +149,17 @@ class Database(Transactions):
         if self.engine.dialect.name == "sqlite" and _file(url) and not os.path.exists(_file(url)):
             return Owner(shown)
         with self.reading() as connection:
-            if not inspect(connection).has_table(Fact.__tablename__):
+            if not inspect(connection).has_table(MetaRow.__tablename__):
                 return Owner(shown)
-            facts = {row.name: row.value for row in connection.execute(select(Fact.name, Fact.value))}
+            meta = {row.name: row.value for row in connection.execute(select(MetaRow.name, MetaRow.value))}
             current = migrations.revision(connection) == migrations.HEAD
             named = frozenset(live_hashes(connection)) if current else None
-        return Owner(shown, facts.get("identity"), facts.get("artifacts", ""), named)
+        return Owner(shown, meta.get("identity"), meta.get("artifacts", ""), named)
 
     def used_place(self, where: str) -> None:
         """The artifacts of this database lie at ``where``."""
         with self.writing() as connection:
-            _set_fact(connection, "artifacts", where)
+            _set_meta(connection, "artifacts", where)
 
     def ping(self) -> None:
         """Ask the database for a sign of life. Raises :class:`Unavailable`."""
@@ -187,7 +187,7 @@ class Database(Transactions):
                 if (self.engine.dialect.server_version_info or (0,)) >= (14,):
                     silent = f"{CLAIM_SILENT_SECONDS}s"
                     connection.execute(select(func.set_config("idle_session_timeout", silent, False)))
-                if inspect(connection).has_table(Fact.__tablename__):
+                if inspect(connection).has_table(MetaRow.__tablename__):
                     with self.engine.begin() as other:
                         self._epoch = _next_epoch(other)
                 free = True
@@ -342,7 +342,7 @@ class Database(Transactions):
             return
         cursor = connection.cursor()
         try:
-            cursor.execute(f"SELECT value FROM {Fact.__tablename__} WHERE name = 'identity'")
+            cursor.execute(f"SELECT value FROM {MetaRow.__tablename__} WHERE name = 'identity'")
             found = cursor.fetchone()
         except Exception as error:  # no such table, no permission: whatever the driver calls it
             raise self._not_there(_reason(error)) from error
@@ -388,23 +388,23 @@ def _prepare_postgresql(connection: Any, record: object) -> None:
 
 def _identity(connection: Connection) -> str:
     """A random name of this database, made at the first call of all. Its backups keep it."""
-    found = connection.execute(select(Fact.value).where(Fact.name == "identity")).scalar()
+    found = connection.execute(select(MetaRow.value).where(MetaRow.name == "identity")).scalar()
     if found is None:
         found = secrets.token_hex(16)
-        connection.execute(insert(Fact).values(name="identity", value=found))
+        connection.execute(insert(MetaRow).values(name="identity", value=found))
     return found
 
 
-def _set_fact(connection: Connection, name: str, value: str) -> None:
-    if not connection.execute(update(Fact).where(Fact.name == name).values(value=value)).rowcount:
-        connection.execute(insert(Fact).values(name=name, value=value))
+def _set_meta(connection: Connection, name: str, value: str) -> None:
+    if not connection.execute(update(MetaRow).where(MetaRow.name == name).values(value=value)).rowcount:
+        connection.execute(insert(MetaRow).values(name=name, value=value))
 
 
 def _next_epoch(connection: Connection) -> str:
     """The epoch of a new claim. Returns once transactions of earlier ones have ended."""
     found = connection.execute(_EPOCH.with_for_update()).scalar()
     epoch = str(int(found or 0) + 1)
-    _set_fact(connection, "epoch", epoch)
+    _set_meta(connection, "epoch", epoch)
     return epoch
 
 

@@ -47,8 +47,8 @@ Number = Annotated[int, mapped_column(primary_key=True, autoincrement=False)]
 Small = Annotated[int, mapped_column(Integer)]
 
 
-class Fact(Base):
-    """A fact about the database itself. ``schema`` is the version of schemas older than the migrations."""
+class MetaRow(Base):
+    """A named value of the whole database: its identity, its epoch, the place of its artifacts, the fleet's usage."""
 
     __tablename__ = "meta"
 
@@ -289,7 +289,7 @@ class ModelRow(OwnedRow):
     id: Mapped[Id]
     session: Mapped[OfSession]
     base_model: Mapped[str]
-    asked_model: Mapped[str]
+    requested_model: Mapped[str]
     """The base model's name as the client wrote it."""
     policy: Mapped[str] = mapped_column(ForeignKey("policies.id"))
     lora: Mapped[dict[str, Any]]
@@ -312,7 +312,7 @@ class SamplerRow(OwnedRow, kw_only=True):
     id: Mapped[Id]
     session: Mapped[OfSession]
     base_model: Mapped[str]
-    asked_model: Mapped[str]
+    requested_model: Mapped[str]
     path: Mapped[str] = mapped_column(default="")
     """The checkpoint it was made from, if any."""
     model: Mapped[str | None] = mapped_column(ForeignKey("models.id"), default=None)

@@ -48,8 +48,8 @@ def sampler_row(
 ) -> SamplerRow:
     """A new sampler of ``weights``, or of the versions that ``run`` publishes in flight."""
     return SamplerRow(
-        id=id, tenant=run.tenant, session=session, base_model=run.base_model, asked_model=run.asked_model, path=path,
-        model=run.id, inflight=inflight, policy=policy.id, version=weights.version,
+        id=id, tenant=run.tenant, session=session, base_model=run.base_model, requested_model=run.requested_model,
+        path=path, model=run.id, inflight=inflight, policy=policy.id, version=weights.version,
         hash="" if inflight else weights.hash, rank=policy.rank, alpha=policy.alpha, created=time, used=time,
     )  # fmt: skip
 
@@ -83,7 +83,14 @@ class Samplers:
         await cancel_all(*(task for sample in self._running.values() for task in (sample.task, sample.work)))
 
     async def create(
-        self, tenant: str, session: str, id: str, *, base_model: str | None, asked_model: str | None, path: str | None
+        self,
+        tenant: str,
+        session: str,
+        id: str,
+        *,
+        base_model: str | None,
+        requested_model: str | None,
+        path: str | None,
     ) -> SamplerRow:
         """A sampler of the checkpoint ``path``, or of the base model."""
         context, now = self._context, self._context.clock.time()
@@ -91,12 +98,18 @@ class Samplers:
         if path is not None:
             checkpoint, run, policy = await find_checkpoint(context, tenant, path)
             if base_model is not None and base_model != run.base_model:
-                raise UserError(f"{path} is of {run.asked_model}, not of {asked_model}")
+                raise UserError(f"{path} is of {run.requested_model}, not of {requested_model}")
             return await context.store.add_sampler(sampler_row(id, session, now, run, policy, checkpoint, path=path))
-        if base_model is None or asked_model is None:
+        if base_model is None or requested_model is None:
             raise UserError("give base_model or model_path")
         row = SamplerRow(
-            id=id, tenant=tenant, session=session, base_model=base_model, asked_model=asked_model, created=now, used=now
+            id=id,
+            tenant=tenant,
+            session=session,
+            base_model=base_model,
+            requested_model=requested_model,
+            created=now,
+            used=now,
         )
         return await context.store.add_sampler(row)
 

@@ -261,8 +261,8 @@ class Sessions:
         if isinstance(operation, LoadState):
             _, source, _ = await find_checkpoint(context, tenant, operation.path)
             if name not in ("", source.base_model):
-                raise UserError(f"{operation.path} is of {source.asked_model}, not of {base_model}")
-            name, base_model, lora = source.base_model, source.asked_model, source.lora
+                raise UserError(f"{operation.path} is of {source.requested_model}, not of {base_model}")
+            name, base_model, lora = source.base_model, source.requested_model, source.lora
         rank, limit = lora["rank"], settings.engine.max_rank
         if not 1 <= rank <= limit:
             raise UserError(f"rank {rank} is not served; allowed: 1 to {limit}")
@@ -271,7 +271,7 @@ class Sessions:
         id, policy, alpha = f"{session}:train:{number}", context.ids.new("policy"), LORA_ALPHA
         targets = [target for target in TARGETS if lora["train_attn" if target in ATTENTION else "train_mlp"]]
         row = ModelRow(
-            id=id, tenant=tenant, session=session, base_model=name, asked_model=base_model or "", policy=policy,
+            id=id, tenant=tenant, session=session, base_model=name, requested_model=base_model or "", policy=policy,
             lora=lora, about=about, created=now, used=now,
         )  # fmt: skip
         try:
@@ -342,7 +342,7 @@ class Sessions:
         await self._require_open(tenant, session)
         name = await self._validator.model(tenant, base_model) if base_model is not None else None
         id = f"{session}:sample:{number}"
-        row = await self.samplers.create(tenant, session, id, base_model=name, asked_model=base_model, path=path)
+        row = await self.samplers.create(tenant, session, id, base_model=name, requested_model=base_model, path=path)
         self._context.rooms.models.provide(row.base_model)
         return row
 

@@ -85,11 +85,11 @@ async def get_info(service: Service, owner: Owner, request: Request) -> Response
         tokenizer = str(model_folder(service.context.settings.cache, row.base_model))
     return json_response({
         "type": "get_info",
-        "model_data": {"arch": "lora", "model_name": row.asked_model, "tokenizer_id": tokenizer},
+        "model_data": {"arch": "lora", "model_name": row.requested_model, "tokenizer_id": tokenizer},
         "model_id": row.id,
         "is_lora": True,
         "lora_rank": policy.rank,
-        "model_name": row.asked_model,
+        "model_name": row.requested_model,
     })  # fmt: skip
 
 
@@ -174,7 +174,7 @@ async def create_sampler(service: Service, owner: Owner, request: Request) -> Re
 @routes.get("/samplers/{sampler}")
 async def sampler(service: Service, owner: Owner, sampler: str) -> Response:
     row = await service.context.store.get_sampler(owner.id, sampler)
-    return json_response({"sampler_id": row.id, "base_model": row.asked_model, "model_path": row.path or None})
+    return json_response({"sampler_id": row.id, "base_model": row.requested_model, "model_path": row.path or None})
 
 
 @routes.post("/asample")

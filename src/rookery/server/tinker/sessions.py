@@ -180,7 +180,7 @@ async def weights_info(service: Service, owner: Owner, request: Request) -> Resp
     body = await schemas.WeightsInfo.read(request)
     _, run, policy = await find_checkpoint(service.context, owner.id, body.tinker_path)
     trained = {name: run.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
-    return json_response({"base_model": run.asked_model, "is_lora": True, "lora_rank": policy.rank, **trained})
+    return json_response({"base_model": run.requested_model, "is_lora": True, "lora_rank": policy.rank, **trained})
 
 
 @routes.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
@@ -247,7 +247,7 @@ def _run(
 
     return {
         "training_run_id": row.id,
-        "base_model": row.asked_model,
+        "base_model": row.requested_model,
         "model_owner": owner.id,
         "is_lora": True,
         "corrupted": False,

@@ -3,7 +3,7 @@
 * Only the hash of a key's text is stored.
 * A hash of bytes gives no right to them: an upload belongs to each tenant that brought it.
 * A tenant's usage row with an empty ``job`` (:data:`TENANT_TOTAL`) counts all that it used; its jobs' rows are parts of
-  it. The fleet's own counters are one fact of the whole database.
+  it. The counters of the fleet are one value of the table ``meta``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rookery.storage.columns import Page, add, add_new, find, get, page_of, rows
 from rookery.storage.models import (
     CheckpointRow,
     EventRow,
-    Fact,
     JobRow,
     KeyRole,
     KeyRow,
+    MetaRow,
     ModelRow,
     OwnedRow,
     SamplerRow,
@@ -42,7 +42,7 @@ ROW_BYTES = 512
 """Counted for a row besides its texts."""
 
 _FLEET, _TOKENS = "fleet", "tokens"
-"""The names of the fleet's usage, and of a day's tokens by tenant, among the facts of the database."""
+"""The names of the fleet's usage, and of a day's tokens by tenant, in the table ``meta``."""
 
 
 def create_tenant(connection: Connection, id: str, name: str, created: float, admin: bool = False) -> TenantRow:
@@ -232,8 +232,8 @@ def save_usage(
     for (tenant, job), used in usage.items():
         connection.execute(delete(UsageRow).filter_by(tenant=tenant, job=job))
         add(connection, UsageRow(tenant=tenant, job=job, used=used))
-    connection.execute(delete(Fact).where(Fact.name.in_([_FLEET, _TOKENS])))
-    add(connection, Fact(name=_FLEET, value=json.dumps(fleet)), Fact(name=_TOKENS, value=json.dumps(tokens)))
+    connection.execute(delete(MetaRow).where(MetaRow.name.in_([_FLEET, _TOKENS])))
+    add(connection, MetaRow(name=_FLEET, value=json.dumps(fleet)), MetaRow(name=_TOKENS, value=json.dumps(tokens)))
 
 
 def tenant_usage(connection: Connection, tenant: str) -> dict[str, Any]:
@@ -254,12 +254,12 @@ def usage_totals(connection: Connection) -> dict[str, Any]:
 
 def fleet_usage(connection: Connection) -> Any:
     """Empty where nothing was counted yet."""
-    row = find(connection, Fact, name=_FLEET)
+    row = find(connection, MetaRow, name=_FLEET)
     return {} if row is None else json.loads(row.value)
 
 
 def tokens_of_day(connection: Connection) -> tuple[int, dict[str, int]]:
     """The last day of which tokens were stored, in days since the epoch, and its tokens by tenant."""
-    row = find(connection, Fact, name=_TOKENS)
+    row = find(connection, MetaRow, name=_TOKENS)
     day, tokens = (0, {}) if row is None else json.loads(row.value)
     return day, tokens
