@@ -53,8 +53,8 @@ def _one(name: str, where: Any, function: str, old: str, new: str, *caught: str,
 
 
 COMMITTED_EARLY = """head = self.versions.head
-    self.trainer.committed(protocol.AdapterRef(policy=self.row.id, version=head.version + 1 if head else 0,
-        hash=manifest.hash, rank=self.row.rank, alpha=self.row.alpha))
+    self.trainer.committed(protocol.AdapterRef(policy=self.versions.row.id, version=head.version + 1 if head else 0,
+        hash=manifest.hash, rank=self.versions.row.rank, alpha=self.versions.row.alpha))
     ref = await"""
 """The trainer hears of a version before the database does."""
 
@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     _one(
         "forget the share of a lost trainer", PolicyTrainer, "_divided", "batch=join_batches(lost)",
-        "batch=join_batches([])", "groups", phase_deaths=0.1,
+        "batch=join_batches([])", "groups", phase_deaths=0.1, trainers=0.4, lifetime=60.0,
     ),
     _one(
         "commit without what was consumed", PolicyLoop, "_commit", "consumed = [group.id for",

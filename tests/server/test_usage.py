@@ -24,7 +24,8 @@ def test_usage_of_jobs_is_the_same_as_json_and_csv(tmp_path: Path) -> None:
             assert found["jobs"][1]["tokens"] == client.job("second").show().tokens > 0
             rows = list(csv.DictReader(io.StringIO(http.get("/usage.csv").text)))
             assert [row["name"] for row in rows] == ["first", "second", "third"]
-            assert [row["job"] for row in rows][2] == last.id and rows[0]["finished"] > rows[0]["created"]
+            assert [row["job"] for row in rows][2] == last.id
+            assert rows[0]["finished"] >= rows[0]["created"]  # to the second
             health = http.get("/jobs/first/health").json()
             assert health["alarms"] == [] and isinstance(health["advice"], list)
 
