@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from rookery.environments.sandbox.sandbox import (
+    Isolation,
+    Program,
+    ProgramLimits,
+    Sandbox,
+    SandboxError,
+    check_path,
+    find,
+)
+from rookery.errors import UserError
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: apt-get install bubblewrap")
+
+FAST_ENOUGH = 60
+"""Programs per second on two cores."""
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    running = Sandbox()
+    yield running
+    running.close()
+
+
+def test_a_program_reads_and_writes(sandbox: Sandbox) -> None:
+    result = sandbox.run(Program("import sys\nprint(sum(map(int, sys.stdin)))\nsys.exit(3)", stdin="1\n2\n"))
+    assert (result.status, result.code, result.stdout) == ("error", 3, "3\n")
+    result = sandbox.run(Program("print(input('größe '))", stdin="né\U0001f600"))
+    assert (result.status, result.stdout) == ("ok", "größe né\U0001f600\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = bytearray(300 << 20)", "MemoryError"),
+        ("while True: pass", "the time limit ended it"),
+        ("while True: print('x' * 1000)", "it wrote more than the limit"),
+        ("import sys\nsys.exit('why')", "why"),
+        ("x = '\\ud800'\nprint(x)\nraise ValueError(x)", "ValueError: ?"),
+        ("code = 'null \\0 byte'\nexec('\\0')", "SyntaxError: source code string cannot contain null bytes"),
+    ],
+)  # fmt: skip
+def test_a_failure_has_a_last_line(code: str, line: str, sandbox: Sandbox) -> None:
+    result = sandbox.run(Program(code), ProgramLimits(seconds=0.2))
+    assert result.status != "ok"
+    assert result.last_line.startswith(line)
+
+
+def test_asserts_are_counted_one_by_one(sandbox: Sandbox) -> None:
+    checks = ["assert add(1, 2) == 3", "assert add(1, 1) == 3", "assert add(0, 0) == 0"]
+    result = sandbox.run(Program("def add(a, b): return a + b", asserts=checks))
+    assert (result.status, result.done, result.passed) == ("error", True, [True, False, True])
+    assert sandbox.run(Program("def add(a, b): return a + b", asserts=checks[:1])).status == "ok"
+
+
+def test_code_that_ends_the_process_before_its_checks_does_not_pass(sandbox: Sandbox) -> None:
+    code = "import os\ndef add(a, b): return a + b\nos._exit(0)"
+    result = sandbox.run(Program(code, asserts=["assert add(1, 2) == 3"]))
+    assert (result.status, result.done, result.passed) == ("error", False, [])
+
+
+@pytest.mark.parametrize("end", ["import sys\nsys.exit(0)", "raise SystemExit", "exit()"])
+def test_code_that_exits_is_checked_all_the_same(end: str, sandbox: Sandbox) -> None:
+    code = f"def add(a, b): return a + b\n{end}"
+    result = sandbox.run(Program(code, asserts=["assert add(1, 2) == 3", "assert add(1, 2) == 4"]))
+    assert (result.status, result.passed) == ("error", [True, False])
+
+
+def test_an_end_within_the_checks_does_not_pass(sandbox: Sandbox) -> None:
+    code = "import os\ndef add(a, b): os._exit(0)"
+    result = sandbox.run(Program(code, asserts=["assert add(1, 2) == 3", "assert True"]))
+    assert result.status == "error" and result.passed == []
+
+
+def test_code_cannot_print_what_a_check_reports(sandbox: Sandbox) -> None:
+    code = 'import os\nos.write(3, b\'ran\\n{"check": 0, "passed": true}\\n{"done": true}\\n\')\nos._exit(0)'
+    result = sandbox.run(Program(code, asserts=["assert False"]))
+    assert result.status == "error" and result.passed == []
+
+
+def test_a_function_is_called_with_json(sandbox: Sandbox) -> None:
+    code = "def grade(sample, item):\n    return {'score': len(sample['text']) / item}"
+    assert sandbox.run(Program(code, call="grade", arguments=[{"text": "abcd"}, 8])).value == {"score": 0.5}
+    missing = sandbox.run(Program("x = 1", call="grade", arguments=[]))
+    assert missing.status == "error" and missing.last_line == "the code defines no function 'grade'"
+    unspeakable = sandbox.run(Program("def grade(): return object()", call="grade"))
+    assert unspeakable.status == "error" and "not JSON serializable" in unspeakable.last_line
+
+
+def test_tests_of_a_project(sandbox: Sandbox) -> None:
+    tests = {
+        "tests/helper.py": "ONE = 1",
+        "tests/test_add.py": (
+            "import unittest\nfrom helper import ONE\nfrom package.add import add\n"
+            "class Adds(unittest.TestCase):\n"
+            "    def test_right(self): self.assertEqual(add(ONE, 2), 3)\n"
+            "    @unittest.skip('later')\n    def test_skipped(self): pass\n"
+            "def test_function(): assert add(1, 1) == 3\n"
+        ),
+        "tests/test_broken.py": "import missing",
+    }
+    result = sandbox.run(Program(None, files={"package/add.py": "def add(a, b): return a + b"}, tests=tests))
+    assert sorted(result.passed) == [False, False, True]
+    assert "ModuleNotFoundError" in result.stderr and "test_function" in result.stderr
+
+
+def test_programs_do_not_see_each_other(sandbox: Sandbox) -> None:
+    for code in ("import os\nos.makedirs('a/b/c')\nopen('a/b/c/file', 'w').write('left')\nos.chmod('a', 0)",
+                 "import os\nfor n in range(3000): open(f'{n}', 'w').close()",
+                 "import os\nfor n in range(100):\n    os.mkdir('d')\n    os.chdir('d')",
+                 "import builtins\nbuiltins.print = None\nimport random\nrandom.random = None"):  # fmt: skip
+        sandbox.run(Program(code))
+        after = sandbox.run(Program("import os, random\nprint(os.listdir('.'), random.random() < 1)"))
+        assert after.stdout == "[] True\n"
+
+
+def test_a_prelude_is_imported_once(sandbox: Sandbox) -> None:
+    other = Sandbox(prelude="import time\nbegan = time.monotonic()", confinements=1)
+    try:
+        seen = {other.run(Program("print(began)")).stdout for _ in range(3)}
+        assert len(seen) == 1 and seen != {""}
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a\0b", ".", "x" * 300])
+def test_a_path_stays_inside(path: str, sandbox: Sandbox) -> None:
+    with pytest.raises(ValueError, match="no path inside the working directory"):
+        check_path(path)
+    with pytest.raises(ValueError, match="no path inside"):
+        sandbox.run(Program("", files={path: ""}))
+
+
+def test_a_machine_without_bubblewrap_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="apt-get install bubblewrap"):
+        find("bubblewrap")
+    with pytest.raises(UserError, match="apt-get install bubblewrap"):
+        Sandbox().run(Program(""))
+
+
+def test_a_confinement_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch, sandbox: Sandbox) -> None:
+    broken = Sandbox(prelude="raise RuntimeError('no such thing')")
+    with pytest.raises(SandboxError, match="RuntimeError: no such thing"):
+        broken.run(Program(""))
+    broken.close()
+
+
+def test_a_killed_confinement_is_replaced() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    running = Sandbox(confinements=1)
+    running.run(Program("pass"))
+    inside = set(psutil.Process().children(recursive=True)) - before
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(running.run, Program("import time\ntime.sleep(60)"))
+        for process in inside:
+            process.kill()
+        with pytest.raises(SandboxError, match="the sandbox ended"):
+            future.result()
+    assert running.run(Program("print(1)")).stdout == "1\n"
+    running.close()
+
+
+@pytest.mark.skipif(shutil.which("runsc") is None, reason="needs gVisor: apt-get install runsc")
+@pytest.mark.heavy
+def test_gvisor_confines_alike() -> None:
+    isolation: Isolation = "gvisor"
+    running = Sandbox(isolation, confinements=1)
+    try:
+        assert running.run(Program("import platform\nprint(6 * 7)")).stdout == "42\n"
+        for code in ("import os\nos.fork()", "import socket\nsocket.socket()", "open('/etc/passwd')",
+                     "while True: pass", "x = bytearray(400 << 20)"):  # fmt: skip
+            assert running.run(Program(code)).status != "ok"
+    finally:
+        running.close()
+
+
+@pytest.mark.heavy
+def test_sixty_programs_a_second() -> None:
+    running = Sandbox()
+    for _ in range(4):
+        running.run(Program("pass"))
+    count, began = 200, time.monotonic()
+    threads = [
+        threading.Thread(target=lambda: [running.run(Program("print(1)")) for _ in range(count // 2)]) for _ in "12"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rate = count / (time.monotonic() - began)
+    running.close()
+    assert rate >= FAST_ENOUGH
+
+
+def test_a_sandbox_outlives_the_thread_that_started_it() -> None:
+    running = Sandbox(confinements=1)
+    thread = threading.Thread(target=lambda: running.run(Program("pass")))
+    thread.start()
+    thread.join()
+    assert running.run(Program("print(1)")).stdout == "1\n"
+    running.close()
