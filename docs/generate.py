@@ -32,6 +32,7 @@ PARTS: dict[str, type[BaseModel]] = {
     "optimizer": policy.OptimizerSpec,
     "schedule": policy.ScheduleSpec,
     "warm_start": policy.WarmStart,
+    "follows": policy.FollowsSpec,
     "policy_algorithm": policy.PolicyAlgorithm,
     "policy_sampling": policy.PolicySampling,
     "policy_stop": policy.PolicyStop,

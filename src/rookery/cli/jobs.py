@@ -12,6 +12,7 @@ from rookery.cli.follow import Follower
 from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, with_options
 from rookery.cli.output import console, fields, is_terminal, print_json, show, time_of
 from rookery.cli.steps import StepLines
+from rookery.client.connection import Record
 from rookery.client.report import outcome, report, reward_text
 from rookery.errors import UserError, short
 from rookery.telemetry.rows import Rows, columns, printable
@@ -60,13 +61,28 @@ def show_job(cli: Cli, job: Name) -> None:
         ("tokens", f"{view.tokens:,}"),
         ("rewards", sparkline(view.rewards, 64)),
         *cost_lines(view.cost),
-        *((f"policy {p.name}", f"version {p.version}, " + (f"rank {p.rank}, alpha {p.alpha:g}" if p.rank else
-           "all parameters")) for p in view.policies),
+        *_policy_lines(view),
         *((name.replace("_", " "), count) for name, count in view.counters.items() if count and name != "tokens"),
         *((f"evaluation of version {e.version}", f"{e.mean:.3f} ± {e.stderr:.3f} ({e.prompts} prompts)")
           for e in evaluations),
     ]  # fmt: skip
     fields(lines)
+
+
+def _policy_lines(view: Record) -> list[tuple[str, str]]:
+    """A line for each policy of a job, in the job's order."""
+    known, lines = {policy.name: policy for policy in view.policies}, []
+    for name, about in view.spec.policies.items():
+        policy = known.get(name)
+        if policy is None:
+            line = "the base model"
+        elif policy.follows:
+            line = f"version {policy.version} of {policy.follows}, swapped in every {about.follows.every} steps"
+        else:
+            size = f"rank {policy.rank}, alpha {policy.alpha:g}" if policy.rank else "all parameters"
+            line = f"version {policy.version}, {size}" + ("" if about.get("train", True) else ", frozen")
+        lines.append((f"policy {name}", line))
+    return lines
 
 
 @app.command("pause")

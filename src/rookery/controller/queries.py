@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, Literal
@@ -32,9 +32,19 @@ from rookery.controller.validation import find_version
 from rookery.controller.views import BY_OWNER, JobView, PolicyView
 from rookery.protocol.gauges import over_workers
 from rookery.scheduling.health import JobHealth, advice, alarms
+from rookery.scheduling.job_rules import followed_version
 from rookery.scheduling.usage import Usage
 from rookery.storage.columns import Page
-from rookery.storage.models import FINAL_JOB_STATES, EpisodeRow, EvaluationRow, GroupRow, JobRow, PolicyRow, TenantRow
+from rookery.storage.models import (
+    FINAL_JOB_STATES,
+    EpisodeRow,
+    EvaluationRow,
+    GroupRow,
+    JobRow,
+    PolicyRow,
+    TenantRow,
+    VersionRow,
+)
 from rookery.storage.repositories.runs import RunChoice
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
@@ -86,18 +96,39 @@ class JobQueries:
         usage, rewards, since = await asyncio.gather(
             self._store.usage_of(jobs), self._store.rewards_of(jobs, SHOWN_REWARDS), self._store.state_times(None, jobs)
         )
+        shown = {row.id: await self._policies(row, policies.get(row.id, [])) for row in rows}
         current = self._context.rooms.usage.current
         return [
             self._view(
                 row,
                 owners[row.tenant],
-                policies.get(row.id, []),
+                shown[row.id],
                 current(row.tenant, row.id, usage.get(row.id, {})),
                 rewards.get(row.id, []),
                 since.get(row.id),
             )
             for row in rows
         ]
+
+    async def _policies(self, job: JobRow, rows: Sequence[PolicyRow]) -> Sequence[PolicyView]:
+        """Views of a job's policies, after them those that follow one of them."""
+        known = {row.name: row for row in rows}
+        views = [_policy_view(row) for row in rows]
+        running = self._jobs.runners.get(job.id)
+        policies = running.job.policies if running is not None and running.job is not None else {}
+        for name, about in job.spec.get("policies", {}).items():
+            follows = about.get("follows")
+            if follows is None or (row := known.get(follows["policy"])) is None:
+                continue
+            if name in policies:
+                newest = policies[name].newest
+                version = newest.version if newest is not None else None
+            else:
+                of_policy = {one.version: one for one in await self._store.versions(job.tenant, row.id)}
+                version = followed_version(_line(of_policy, row.head_version), follows["every"])
+            found = _policy_view(row).model_copy(update={"name": name, "version": version or 0, "follows": row.name})
+            views.append(found)
+        return views
 
     async def metrics(
         self, tenant: str, job: str, after: int = -1, limit: int | None = None
@@ -213,7 +244,7 @@ class JobQueries:
         self,
         row: JobRow,
         tenant: TenantRow,
-        policies: Sequence[PolicyRow],
+        policies: Sequence[PolicyView],
         usage: Usage,
         stored: Sequence[float],
         since: float | None,
@@ -258,7 +289,7 @@ class JobQueries:
             tokens=counters.get("tokens", 0),
             counters=counters,
             cost=cost_view(usage),
-            policies=[_policy_view(policy) for policy in policies],
+            policies=[*policies],
             created=row.created,
             started=row.started or 0.0,
             finished=row.finished or 0.0,
@@ -390,6 +421,14 @@ def _steps(spec: Mapping[str, Any]) -> int | None:
         if policy.get("train", True)
     ]
     return None if None in wanted else sum(wanted)
+
+
+def _line(versions: Mapping[int, VersionRow], head: int | None) -> Iterator[tuple[int, int, bool]]:
+    """``(version, step, kept)`` of a policy's head and its ancestors, newest first."""
+    while head is not None:
+        row = versions[head]
+        yield row.version, row.step, row.kept
+        head = row.parent
 
 
 def _policy_view(row: PolicyRow) -> PolicyView:

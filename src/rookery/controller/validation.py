@@ -135,8 +135,8 @@ class JobValidator:
         spec = await self.store_rows(tenant, spec.model_copy(update={"base_model": model}))
         rows = []
         for name, policy in spec.policies.items():
-            if policy.base:
-                continue
+            if policy.base or policy.follows is not None:
+                continue  # it has no versions of its own
             new = PolicyRow(
                 id=services.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank,
                 alpha=policy.scale_alpha, targets=[] if policy.full else list(policy.targets),
@@ -344,6 +344,12 @@ class JobValidator:
         try:
             row = await services.store.find_job(tenant, job)
             policies = {policy.name: policy for policy in await services.store.policies(tenant, row.id)}
+            about = row.spec.get("policies", {}).get(chosen, {})
+            if about.get("base"):
+                return Target(row.spec["base_model"], row.spec["base_model"], None)
+            if about.get("follows"):
+                other = about["follows"]["policy"]
+                raise UserError(f"{target!r}: it replies with versions of {other}; give {row.id}/{other}@VERSION")
             if chosen and chosen not in policies:
                 raise NotFound(target)
             if target == row.name and target in CATALOGUE:

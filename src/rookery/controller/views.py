@@ -30,7 +30,9 @@ class PolicyView(View):
     rank: int
     alpha: float
     version: int
-    """The newest durable one."""
+    """The newest durable one; of a policy that follows another, the version of that one with which it replies."""
+    follows: str = ""
+    """The policy whose versions it uses, if it follows one."""
 
 
 class CostView(View):

@@ -54,6 +54,21 @@ def select_batch(
     return (batch if suffices else []), stale
 
 
+def followed_version(line: Iterable[tuple[int, int, bool]], every: int) -> int | None:
+    """The version with which a policy replies that follows another one and takes its newest version each ``every``
+    optimizer steps: the first since a multiple of ``every`` steps was reached. ``line``: ``(version, step, kept)`` of
+    the head and its ancestors, newest first; a version that is not kept is left out. None without a version."""
+    found, period = None, None
+    for version, step, kept in line:
+        if period is None:
+            period = step // every
+        if step // every != period:
+            break
+        if kept:
+            found = version
+    return found
+
+
 def training_rewards(versions: Iterable[tuple[int | None, float | None]]) -> dict[int, float]:
     """Each version's reward in training, from ``(parent, mean reward of the episodes trained on)`` of every version,
     oldest first. The parent, or an earlier version, sampled those episodes; so a version's reward is known with the

@@ -160,6 +160,12 @@ class JobSpec(StrictModel):
         if judge is not None and judge not in [*self.policies][1:]:
             given = "the first policy, which gives the reply" if judge in self.policies else f"no policy {judge!r}"
             raise ValueError(f"environment.verifier.policy: {given}; give one of the others under policies")
+        for name, policy in self.policies.items():
+            if policy.follows is not None and policy.follows.policy not in self.trained:
+                raise ValueError(
+                    f"policies.{name}.follows.policy: given {short(repr(policy.follows.policy))}, allowed: a policy"
+                    f" that trains: {', '.join(self.trained)}"
+                )
         for name in self.trained:
             policy, mine = self.policies[name], self.of_policy(name)
             where = "" if policy.algorithm is None else f"policies.{name}."

@@ -281,6 +281,21 @@ class PolicyStop(StrictModel):
     """Mean reward of a training step at or above this."""
 
 
+_FOREIGN_WEIGHTS = {"base": ("rank", "alpha", "targets"), "follows": ("rank", "alpha", "targets", "seed", "full")}
+"""Fields that a frozen policy does not have which takes its weights from elsewhere."""
+
+
+class FollowsSpec(StrictModel):
+    """A policy without weights of its own: it replies with an earlier version of another policy of the job, as the
+    opponent in self-play does."""
+
+    policy: Name
+    """The policy that it follows, one that trains."""
+    every: int = Field(ge=1, le=INTEGER)
+    """Optimizer steps of that policy after which its newest version is swapped in. In evaluations it is version 0, so
+    that all versions meet the same opponent."""
+
+
 class PolicySpec(StrictModel):
     """One adapter, or with ``full`` a whole model, and how it is optimised. ``policies`` maps names to policies; the
     environment names the policy of each reply, without a name it is the first one."""
@@ -308,10 +323,13 @@ class PolicySpec(StrictModel):
     `optimizer.lr` is given. A version is a whole model, and its training state takes 16 bytes per parameter."""
 
     train: bool = True
-    """False freezes the policy at the weights that `warm_start` gives, or at the base model: a judge, an opponent
-    ([several policies](multi-policy.md))."""
+    """False freezes the policy at the weights that `warm_start` gives, at the base model, or at versions of another
+    policy: a judge, an opponent ([several policies](multi-policy.md))."""
     base: bool = False
     """With `train: false`: the base model itself, without an adapter."""
+    follows: FollowsSpec | None = None
+    """With `train: false`: an earlier version of another policy, swapped in every so many steps:
+    [follows](#follows)."""
     algorithm: PolicyAlgorithm | None = None
     """Where this policy's [algorithm](#policy_algorithm) differs from the job's."""
     sampling: PolicySampling | None = None
@@ -324,14 +342,20 @@ class PolicySpec(StrictModel):
         if self.train:
             if self.base:
                 raise ValueError("base: the base model is not trained; give train: false, or leave base out")
+            if self.follows is not None:
+                raise ValueError("follows: a policy that follows another one is not trained; give train: false")
             return self
-        if not self.base and self.warm_start is None:
-            raise ValueError("train: a frozen policy needs weights; give warm_start, or base: true for the base model")
-        if self.base and self.warm_start is not None:
-            raise ValueError("warm_start: not with base: true; leave one of them out")
-        for name in ("optimizer", "algorithm", "stop", "trainers", *(("rank", "alpha", "targets") * self.base)):
+        sources = [name for name in ("warm_start", "base", "follows") if getattr(self, name)]
+        if not sources:
+            raise ValueError(
+                "train: a frozen policy needs weights; give warm_start, base: true for the base model, or follows"
+            )
+        if len(sources) > 1:
+            raise ValueError(f"{sources[0]}: not with {sources[1]}; leave one of them out")
+        for name in ("optimizer", "algorithm", "stop", "trainers", *_FOREIGN_WEIGHTS.get(sources[0], ())):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: not with train: false{', base: true' * self.base}; leave it out")
+                source = {"base": ", base: true", "follows": " and follows"}.get(sources[0], "")
+                raise ValueError(f"{name}: not with train: false{source}; leave it out")
         return self
 
     @model_validator(mode="after")

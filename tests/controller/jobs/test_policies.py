@@ -22,6 +22,10 @@ from rookery.storage.models import VersionRow
 PAIR: dict[str, Any] = {"solver": {"rank": 4}, "verifier": {"rank": 8, "seed": 1}}
 
 
+def follows(policy: str, every: int = 1) -> dict[str, Any]:
+    return {"follows": {"policy": policy, "every": every}}
+
+
 def debate(message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any] | None:
     """The solver replies, the verifier judges, the solver replies again; each has a reward of its own."""
     if isinstance(message, protocol.Reset):
@@ -261,12 +265,27 @@ def test_order_of_the_buffer(fifo: bool, order: list[str]) -> None:
 @pytest.mark.parametrize(
     ("policies", "says"),
     [
-        ({"a": {"train": False}}, "a frozen policy needs weights; give warm_start, or base: true"),
+        ({"a": {"train": False}}, "a frozen policy needs weights; give warm_start, base: true"),
         ({"a": {}, "b": {"train": False}}, "a frozen policy needs weights"),
         ({"a": {"base": True}}, "the base model is not trained"),
         ({"a": {"train": False, "base": True}}, "at least one policy with train: true"),
         ({"a": {}, "b": {"train": False, "base": True, "rank": 4}}, "rank: not with train: false, base: true"),
         ({"a": {}, "b": {"train": False, "base": True, "optimizer": {"lr": 0.1}}}, "optimizer: not with train: false"),
+        ({"a": {"follows": {"policy": "b", "every": 1}}, "b": {}}, "follows: a policy that follows another one is not"),
+        ({"a": {}, "b": {"train": False, "base": True, **follows("a")}}, "base: not with follows"),
+        ({"a": {}, "b": {"train": False, "warm_start": {"job": "x"}, **follows("a")}}, "warm_start: not with follows"),
+        ({"a": {}, "b": {"train": False, "rank": 4, **follows("a")}}, "rank: not with train: false and follows"),
+        ({"a": {}, "b": {"train": False, "seed": 4, **follows("a")}}, "seed: not with train: false and follows"),
+        (
+            {"a": {}, "b": {"train": False, **follows("c")}},
+            "policies.b.follows.policy: given 'c', allowed: a policy that",
+        ),
+        (
+            {"a": {}, "b": {"train": False, **follows("b")}},
+            "policies.b.follows.policy: given 'b', allowed: a policy that",
+        ),
+        ({"a": {}, "b": {"train": False, **follows("a", 0)}}, "policies.b.follows.every"),
+        ({"a": {}, "b": {"train": False, "follows": {"policy": "a"}}}, "policies.b.follows.every"),
         ({"a": {}, "b": {"algorithm": {"group_size": 4}}}, "group_size"),
         ({"a": {}, "b": {"algorithm": {"loss": "cross_entropy", "kl_weight": 1}}}, "policies.b.algorithm: "),
         ({"a": {}, "b c": {}}, "policy name"),

@@ -233,8 +233,8 @@ class Episode:
         """The version that the policy's next reply begins with; it stays available within."""
         if self.in_flight == "finish" or policy.versions is None:
             return nullcontext(self.refs[policy.name])
-        assert policy.versions.head is not None
-        return policy.versions.pinned(policy.versions.head.version)
+        assert policy.newest is not None
+        return policy.versions.pinned(policy.newest.version)
 
     async def _sample(self, trajectory: Trajectory, turn: int, policy: JobPolicy) -> AssistantTurn:
         job, sequence, chat = self.job, trajectory.sequence, self.job.chat
@@ -254,7 +254,7 @@ class Episode:
                 stop=sampling.stop,
                 episode=self.id if first else f"{self.id}.{policy.name}",  # each keeps a cache of its own
                 group=self.row.group_id if self.row is not None else "",
-                in_flight=self.in_flight,
+                in_flight=self.in_flight if policy.about.train else "finish",  # a follower is no later version
             )
             algorithm, owner = policy.spec.algorithm, (job.row.tenant, job.row.id)
             waits = not (algorithm.max_staleness or algorithm.micro_batch)

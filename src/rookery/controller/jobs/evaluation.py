@@ -49,7 +49,8 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
     """Evaluate ``version`` of one of the job's policies and store the result."""
     store, evaluation, progress = job.controller.store, job.spec.evaluation, job.progress
     assert policy.versions is not None
-    versions = {**job.newest(), policy.name: version}
+    start = {name: 0 for name, other in job.policies.items() if other.about.follows is not None}
+    versions = {**job.newest(), **start, policy.name: version}
     with job.pinned(versions):  # until its score is known: it may be the best
         prompts, constant = await held_out_prompts(job)
         places = asyncio.Semaphore(job.controller.settings.limits.job_episodes)

@@ -44,8 +44,12 @@ class TrainingJob:
         return None if None in left else sum(number for number in left if number is not None)
 
     def versions(self) -> list[PolicyVersions]:
-        """Those of all policies but the base model."""
-        return [policy.versions for policy in self.policies.values() if policy.versions is not None]
+        """Those of all policies that have versions of their own."""
+        return [
+            policy.versions
+            for policy in self.policies.values()
+            if policy.versions is not None and policy.about.follows is None
+        ]
 
     def rng(self) -> dict[str, Any]:
         """The state that a later run needs in addition to the counters: the seed, and the seconds of running."""
@@ -72,6 +76,9 @@ class TrainingJob:
             for loop in self.loops:
                 seeding.leave(loop.versions.row.id)
                 await loop.end()
+            for loop in self.loops:
+                loop.versions.release()
+                await loop.versions.retire()
             await self.groups.trim()
             return (
                 reasons[0]
@@ -89,10 +96,12 @@ class TrainingJob:
         """Load or create the versions to start from, and load the groups and evaluations of an earlier run."""
         store, job = self._controller.store, self._job.row
         for policy in self.policies.values():
-            if policy.versions is not None and not policy.about.train:
+            if policy.versions is not None and not policy.about.train and policy.about.follows is None:
                 await self._prepare_frozen(policy, policy.versions)
         for loop in self.loops:
             await loop.begin()
+            for line in await loop.versions.verify_followed():
+                await self.progress.add_event("corrupt", line)
         rewards = await self.progress.recover()
         evaluations = await store.evaluations(job.tenant, job.id)
         for loop in self.loops:

@@ -23,7 +23,7 @@ from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import JobSpec
 from rookery.spec.policy import PolicySpec
-from rookery.storage.models import JobRow
+from rookery.storage.models import JobRow, VersionRow
 from rookery.tokenization.chat import Chat
 
 RATE_SECONDS = 30.0
@@ -224,9 +224,17 @@ class JobPolicy:
     spec: JobSpec
     """The job as this policy alone sees it (:meth:`JobSpec.of_policy`)."""
     versions: PolicyVersions | None
-    """Its committed versions; None for the base model itself."""
+    """Its committed versions, or those of the policy that it follows; None for the base model itself."""
     warm_start: protocol.AdapterRef | None = None
     """The weights from which it begins while it has no version."""
+
+    @property
+    def newest(self) -> VersionRow | None:
+        """The version that it replies with from now on; None for the base model."""
+        follows = self.about.follows
+        if self.versions is None or follows is None:
+            return self.versions.head if self.versions is not None else None
+        return self.versions.followed(follows.every)
 
 
 @dataclass(frozen=True)
@@ -262,9 +270,9 @@ class JobContext:
         return [policy for policy in self.policies.values() if policy.about.train]
 
     def newest(self) -> dict[str, int]:
-        """The newest version of each policy that has versions."""
-        heads = {name: policy.versions.head for name, policy in self.policies.items() if policy.versions is not None}
-        return {name: head.version for name, head in heads.items() if head is not None}
+        """The newest version of each policy that has versions; that of a follower is the one that it uses."""
+        rows = {name: policy.newest for name, policy in self.policies.items()}
+        return {name: row.version for name, row in rows.items() if row is not None}
 
     def refs(self, versions: Mapping[str, int]) -> dict[str, protocol.AdapterRef | None]:
         """References to ``versions``; None for the base model."""

@@ -255,8 +255,6 @@ class PolicyLoop:
         assert self.versions.head is not None
         if self.spec.evaluation.prompts and self.versions.head.version not in self._evaluated:
             await evaluate(self._job, self.policy, self.versions.head.version)
-        self.versions.reference = None
-        await self.versions.retire()
 
     def forget(self) -> None:
         """The job ends or pauses: workers need its training state no more."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,22 +155,31 @@ class JobRunner:
             spec,
             environment=await self._validator.environment(row.tenant, row.id, spec),
             chat=await self._chat(spec.base_model),
-            policies={name: await self._policy(spec, name, rows.get(name)) for name in spec.policies},
+            policies=await self._policies(spec, rows),
             progress=Progress(context, row, spec, self._on_metrics),
         )
         return TrainingJob(job)
 
-    async def _policy(self, spec: JobSpec, name: str, row: PolicyRow | None) -> JobPolicy:
+    async def _policies(self, spec: JobSpec, rows: Mapping[str, PolicyRow]) -> dict[str, JobPolicy]:
+        found = {name: await self._policy(spec, name, rows[name]) for name in spec.policies if name in rows}
+        for name, about in spec.policies.items():
+            if name not in rows:  # the base model, or one that follows another
+                versions = found[about.follows.policy].versions if about.follows is not None else None
+                found[name] = JobPolicy(name, about, spec.of_policy(name), versions)
+        return {name: found[name] for name in spec.policies}
+
+    async def _policy(self, spec: JobSpec, name: str, row: PolicyRow) -> JobPolicy:
         part, start = spec.of_policy(name), None
-        if row is None:
-            return JobPolicy(name, spec.policies[name], part, None)
         if row.head_version is None:
             start = await self._validator.warm_start(row.tenant, part, row)
         reference = 0 if part.compares_with_start else None
         context = self._context
+        followers = [other.follows.every for other in spec.policies.values()
+                     if other.follows is not None and other.follows.policy == name]  # fmt: skip
         versions = PolicyVersions(
-            context, context.rooms.training, context.rooms.collector, row, spec.checkpoints, reference=reference
-        )
+            context, context.rooms.training, context.rooms.collector, row, spec.checkpoints, reference=reference,
+            followers=followers, keeps_first=bool(followers and spec.evaluation.prompts),
+        )  # fmt: skip
         return JobPolicy(name, spec.policies[name], part, versions, start)
 
     async def _chat(self, model: str) -> Chat:

@@ -2,6 +2,8 @@
 
 * A version exists here only after its artifact is durable and the database has committed it.
 * Versions that requests still use are pinned: retention keeps them. So is the version published in flight.
+* A policy that follows this one replies with an earlier version of it, which retention keeps, too
+  (:meth:`PolicyVersions.followed`).
 * A job keeps the versions that its ``checkpoints`` section asks for and steps back from a corrupt head. A training run
   keeps its head only (checkpoints and samplers keep others), and never steps back: an earlier version is not the state
   that its client was promised.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -21,7 +23,7 @@ from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.errors import ArtifactMissing, Conflict, CorruptArtifact, IncompleteArtifact, NotFound
-from rookery.scheduling.job_rules import training_rewards, versions_to_delete
+from rookery.scheduling.job_rules import followed_version, training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec
 from rookery.storage.models import PolicyRow, VersionRow
 
@@ -38,15 +40,22 @@ class PolicyVersions:
         checkpoints: CheckpointSpec | None = None,
         inflight: int | None = None,
         reference: int | None = None,
+        followers: Sequence[int] = (),
+        keeps_first: bool = False,
     ) -> None:
         """Without ``checkpoints`` only the head is kept. ``inflight`` is the version published in flight, ``reference``
-        the one that training compares with, if any: retention keeps both."""
+        the one that training compares with, if any: retention keeps both, with ``keeps_first`` also version 0, and what
+        the ``followers`` use: each is the number of steps after which one of them takes the newest version."""
         self._services = services
         self._training = training
         self._collector = collector
         self._checkpoints = checkpoints
         self._inflight = inflight
         self.reference = reference
+        self._followers = tuple(followers)
+        self._keeps_first = keeps_first
+        self._unfit: set[int] = set()
+        """Versions whose bytes were found lost when a follower began: it takes later ones."""
         self.row = row
         self._versions: dict[int, VersionRow] = {}
         self._pinned: Counter[int] = Counter()
@@ -70,6 +79,20 @@ class PolicyVersions:
                 await services.store.transfer(services.artifacts.verify, head.hash)
             except (NotFound, IncompleteArtifact) as error:
                 raise ArtifactMissing(f"version {head.version} of {self.row.name} is missing: {error}") from None
+
+    async def verify_followed(self) -> list[str]:
+        """Read the bytes of the versions that the followers use. Where they are lost, later versions are taken. Returns
+        a line for the user for each."""
+        services, lines = self._services, list[str]()
+        for every in self._followers:
+            while (row := self.followed(every)) is not None and row is not self.head:
+                try:
+                    await services.store.transfer(services.artifacts.verify, row.hash)
+                    break
+                except (NotFound, IncompleteArtifact, CorruptArtifact) as error:
+                    self._unfit.add(row.version)
+                    lines.append(f"version {row.version} of {self.row.name} is lost ({error}); a later one is followed")
+        return lines
 
     async def load_intact(self, absent: bool = False) -> list[str]:
         """Read the history; roll back while the head is corrupt, or with ``absent`` while its bytes are absent. Returns
@@ -113,8 +136,9 @@ class PolicyVersions:
         return adapter_ref(self.row, row)
 
     def in_use(self) -> list[protocol.AdapterRef]:
-        """References to the head and to the versions that requests still use, oldest first."""
-        named = {version for version, users in self._pinned.items() if users}
+        """References to the head, to the versions that followers use and to those that requests still use, oldest
+        first."""
+        named = {version for version, users in self._pinned.items() if users} | self._followed()
         if self.head is not None:
             named.add(self.head.version)
         return [self.ref(version) for version in sorted(named) if self._versions[version].kept]
@@ -123,10 +147,33 @@ class PolicyVersions:
         """Optimizer steps behind ``version``."""
         return self._versions[version].step
 
+    def followed(self, every: int) -> VersionRow | None:
+        """The version of a follower that takes the newest one each ``every`` optimizer steps: of the versions that are
+        kept, the first since a multiple of ``every`` steps was reached. A function of what is committed: it is the same
+        after any restart."""
+        line = ((row.version, row.step, row.kept and row.version not in self._unfit) for row in self._ancestors())
+        version = followed_version(line, every)
+        return None if version is None else self._versions[version]
+
+    def _followed(self) -> set[int]:
+        rows = [self.followed(every) for every in self._followers]
+        return {row.version for row in rows if row is not None}
+
+    def release(self) -> None:
+        """Training is over: retention keeps what ``checkpoints`` says, and nothing more."""
+        self.reference, self._followers, self._keeps_first = None, (), False
+
+    @property
+    def _held(self) -> set[int]:
+        """The versions that retention keeps whatever ``checkpoints`` says."""
+        named = {self._inflight, self.reference, 0 if self._keeps_first else None}
+        return {version for version in named if version is not None} | self._followed()
+
     @property
     def grows(self) -> bool:
         """Whether retention keeps one version more after the next commit."""
-        kept = sum(row.kept for row in self._versions.values() if row.version != self.reference)
+        held = self._held
+        kept = sum(row.kept for row in self._versions.values() if row.version not in held)
         return self._checkpoints is not None and kept < self._checkpoints.keep_last
 
     @property
@@ -137,11 +184,14 @@ class PolicyVersions:
     @property
     def lineage(self) -> list[VersionRow]:
         """The head and its ancestors, oldest first; versions lost in a rollback are left out."""
-        found, version = [], self.head
+        return [*self._ancestors()][::-1]
+
+    def _ancestors(self) -> Iterator[VersionRow]:
+        """The head and its ancestors, newest first."""
+        version = self.head
         while version is not None:
-            found.append(version)
+            yield version
             version = None if version.parent is None else self._versions[version.parent]
-        return found[::-1]
 
     def lost(self) -> set[int]:
         """Versions that the head does not descend from: the policy was rolled back over them."""
@@ -198,8 +248,7 @@ class PolicyVersions:
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
             scores |= training_rewards((row.parent, row.reward) for row in self._versions.values())
-        in_use = [version for version, users in self._pinned.items() if users]
-        in_use += [version for version in (self._inflight, self.reference) if version is not None]
+        in_use = {version for version, users in self._pinned.items() if users} | self._held
         going = versions_to_delete(
             {row.version: scores[row.version] for row in kept},
             keep_last=checkpoints.keep_last if checkpoints is not None else 1,

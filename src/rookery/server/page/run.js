@@ -13,6 +13,18 @@ import { Group, Steps } from "./groups.js";
 import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
 
 const STEPS_SHOWN = 12;
+
+/** The policies of a run that has several, each with the version that it replies with. */
+function policiesOf(view) {
+  const names = Object.keys(view.spec.policies), known = Object.fromEntries(view.policies.map((one) => [one.name, one]));
+  if (names.length < 2) return "";
+  return names.map((name) => {
+    const one = known[name];
+    if (!one) return `${name}: the base model`;
+    return one.follows ? `${name}: version ${one.version} of ${one.follows}` : `${name}: version ${one.version}${view.spec.policies[name].train === false ? ", frozen" : ""}`;
+  }).join(" · ");
+}
+
 const TABS = [["", "Overview"], ["steps", "Groups"], ["episodes", "Episodes"], ["events", "Events"]];
 const INSIDE = { steps: Steps, step: Steps, group: Group, episode: Episode, episodes: Episodes, events: Events };
 
@@ -31,6 +43,7 @@ export function Run({ path, query, account }) {
     <${Facts} facts=${[
       account.role === "admin" ? ["tenant", view.tenant] : ["", ""],
       ["base model", view.base_model],
+      ["policies", policiesOf(view)],
       ["step", view.steps ? `${view.step} of ${view.steps}` : view.step],
       ["reward", number(view.reward)],
       ["tokens/s", view.state === "running" ? number(view.tokens_per_second, 1) : ""],
