@@ -135,7 +135,7 @@ MUTATIONS = [
     ),
     _one(
         "let go of versions in use", PolicyVersions, "retire",
-        "in_use = [version for version, users in self._pinned.items() if users]", "in_use = []", "durable",
+        "{version for version, users in self._pinned.items() if users} | self._held", "self._held", "durable",
         answer=3.0,
     ),
     _one(
