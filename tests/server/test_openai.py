@@ -287,6 +287,78 @@ def test_policy_responses_use_its_adapter_and_name_its_version(face: Open, tmp_p
     assert (choice.token_ids, choice.token_logprobs) == alone(face, choice.prompt_token_ids, 7, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_p": 0.5}, {"extra_body": {"top_k": 2}}, {"extra_body": {"min_p": 0.5}}, {"frequency_penalty": -2},
+        {"presence_penalty": -2}, {"extra_body": {"repetition_penalty": 0.5}}, {"logit_bias": {"40": 30, "41": 30}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_changed_distributions_are_sampled_and_marked_as_not_trainable(face: Open, asked: dict[str, Any]) -> None:
+    plain, changed = face.chat(max_tokens=120), face.chat(**asked, max_tokens=120)
+    assert "trainable" not in plain.to_dict() and changed.to_dict()["trainable"] is False
+    assert plain.choices[0].message.content != changed.choices[0].message.content
+    chunks = list(face.chat(**asked, max_tokens=120, stream=True))
+    assert joined(chunks)[0] == changed.choices[0].message.content
+    assert all(chunk.to_dict()["trainable"] is False for chunk in chunks)
+
+
+def test_likeliest_tokens_come_with_log_probabilities(face: Open) -> None:
+    answer = face.chat(logprobs=True, top_logprobs=4)
+    entries = answer.choices[0].logprobs.content
+    assert entries and answer.choices[0].message.content == face.chat().choices[0].message.content
+    for entry in entries:
+        likeliest = [other.logprob for other in entry.top_logprobs]
+        assert len(likeliest) == 4 and likeliest == sorted(likeliest, reverse=True)
+        assert entry.logprob <= likeliest[0] + 1e-4
+        assert all(abs(o.logprob - entry.logprob) < 1e-4 for o in entry.top_logprobs if o.bytes == entry.bytes)
+    streamed = [
+        entry
+        for chunk in face.chat(logprobs=True, top_logprobs=4, stream=True)
+        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
+    ]
+    assert streamed == entries
+    lines = face.text(logprobs=2).choices[0].logprobs
+    for token, logprob, line in zip(lines.tokens, lines.token_logprobs, lines.top_logprobs, strict=True):
+        assert line[token] == pytest.approx(logprob, abs=1e-4) and len(line) in (2, 3)
+
+
+def test_echo_scores_the_prompt_as_the_engine_samples_it(face: Open) -> None:
+    prompt = [*Chat.load(face.folder).prompt(HELLO)]
+    sampled = face.text(prompt=prompt, logprobs=0, max_tokens=12, extra_body={"return_token_ids": True}).choices[0]
+    whole = face.text(prompt=[*prompt, *sampled.token_ids], echo=True, logprobs=1, max_tokens=0, temperature=0)
+    scored, tokens = whole.choices[0].logprobs, len(prompt) + len(sampled.token_ids)
+    assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (0, "length")
+    assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None
+    assert len(scored.tokens) == len(scored.token_logprobs) == len(scored.top_logprobs) == tokens
+    assert scored.token_logprobs[len(prompt) :] == pytest.approx(sampled.token_logprobs, abs=0.05)
+    assert whole.choices[0].text.startswith("".join(scored.tokens[: len(prompt)]))
+    for at, token in zip(scored.text_offset[: len(prompt)], scored.tokens, strict=False):
+        assert whole.choices[0].text[at:].startswith(token)
+    one = face.text(prompt="Once upon", echo=True, logprobs=1, max_tokens=1, temperature=0)
+    assert one.choices[0].text.startswith("Once upon") and len(one.choices[0].logprobs.tokens) == 10
+    plain = face.text(prompt="Once upon", echo=True, max_tokens=3, n=2)
+    assert [choice.logprobs for choice in plain.choices] == [None, None]
+    assert all(choice.text.startswith("Once upon") for choice in plain.choices)
+
+
+async def test_engines_that_cannot_change_logits_refuse_at_the_door(tmp_path: Path) -> None:
+    with served(tmp_path) as service:
+        worker = ScriptedWorker.of(service)
+        worker.engine = "vllm"
+        url = f"{service.url}/v1"
+        with worker:
+            async with AsyncOpenAI(base_url=url, api_key=service.key, max_retries=0) as client:
+                await until_served(client)
+                for asked in ({"top_p": 0.5}, {"logprobs": True, "top_logprobs": 2}):
+                    with pytest.raises(
+                        openai.BadRequestError, match=f"{list(asked)[-1]}: .*engine vllm.* does not support"
+                    ):
+                        await client.chat.completions.create(model=MODEL, messages=HELLO, **asked)  # type: ignore[call-overload]
+                assert (await client.chat.completions.create(model=MODEL, messages=HELLO)).choices
+
+
 def test_chunks_of_a_stream_have_every_token_once(face: Open) -> None:
     asked: dict[str, Any] = {"n": 2, "extra_body": {"return_token_ids": True}, "logprobs": True, "max_tokens": 60}
     whole = face.chat(**asked)
@@ -358,11 +430,19 @@ def test_missing_version_is_refused(face: Open, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"top_p": 0.9}, "top_p"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": -1}, "presence_penalty"),
-        ({"logit_bias": {"5": 100}}, "logit_bias"),
-        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -3}, "presence_penalty"),
+        ({"logit_bias": {"five": 100}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 20, "n": 128, "max_tokens": 400}, "logprobs"),
+        ({"extra_body": {"min_p": 2}}, "min_p"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         (
@@ -372,7 +452,7 @@ def test_missing_version_is_refused(face: Open, suffix: str) -> None:
             },
             "tools",
         ),
-        ({"extra_body": {"top_k": 40}}, "top_k"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"extra_body": {"no_such_thing": 1}}, "no_such_thing"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
@@ -411,9 +491,10 @@ def test_image_and_too_long_prompt_are_refused(face: Open) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"logprobs": 2},
+        {"logprobs": 21},
         {"best_of": 3},
-        {"echo": True},
+        {"echo": True, "stream": True},
+        {"max_tokens": 0},
         {"suffix": "end"},
         {"prompt": ""},
         {"prompt": [5, 100_000]},

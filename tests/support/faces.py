@@ -73,6 +73,7 @@ class ScriptedWorker:
         self._token = token
         self._replies = [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")] for text in replies]
         self._steps = 0
+        self.engine = ""
         self.gauges: dict[str, float] = {}
         """Of its next heartbeats."""
         self.read: dict[str, bytes] = {}
@@ -103,6 +104,7 @@ class ScriptedWorker:
         return protocol.Hello(
             protocol=protocol.PROTOCOL, name="scripted", instance="scripted", model=MODEL, model_hash="0" * 64,
             roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64, device="cpu", dtype="none",
+            engine=self.engine,
         )  # fmt: skip
 
     async def _converse(self, channel: Channel[protocol.ToWorker]) -> None:

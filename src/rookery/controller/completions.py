@@ -24,8 +24,16 @@ from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
 
 Message = Mapping[str, str]
 
+UNCHANGED_LOGITS = {"vllm"}
+"""Engines that draw from the model's own distribution only."""
+
 SEED_BITS = 48
 """Size of a seed that is drawn here."""
+
+
+def _default(name: str) -> object:
+    """Of a field of :class:`~rookery.protocol.LogitsParams`."""
+    return getattr(protocol.LogitsParams(), name)
 
 
 class PromptTooLong(UserError):
@@ -93,6 +101,19 @@ class Completions:
             )
         return PreparedPrompt(target, chat, prompt)
 
+    def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None:
+        """Whether the engines of the target's model change logits as asked. Raises :class:`UserError`."""
+        if logits is None:
+            return
+        workers = [worker for worker in self._context.rooms.fleet.all() if worker.has_role("rollout", target.model)]
+        unable = {worker.hello.engine for worker in workers} & UNCHANGED_LOGITS
+        if unable:
+            asked = ", ".join(name for name in logits.__struct_fields__ if getattr(logits, name) != _default(name))
+            raise UserError(
+                f"{asked}: a worker of {target.model} runs the engine {min(unable)}, which does not support it; leave"
+                " it out, or use native or transformers engines"
+            )
+
     async def generate(
         self,
         tenant: str,
@@ -103,10 +124,12 @@ class Completions:
         seed: int | None,
         stop: Sequence[str],
         kind: str = "chat",
+        logits: protocol.LogitsParams | None = None,
+        score_prompt: bool = False,
         on_tokens: Callable[[SamplingResult], None] | None = None,
     ) -> SamplingResult:
-        """One completion of the class ``kind``; ``on_tokens`` is called with it each time that tokens have arrived. A
-        cancellation ends its generation."""
+        """One completion of the class ``kind``, with the log-probabilities of its prompt if ``score_prompt``;
+        ``on_tokens`` is called with it each time that tokens have arrived. A cancellation ends its generation."""
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
         ttft, tpot = self._objectives(kind, target.model)
@@ -115,12 +138,15 @@ class Completions:
             request=name,
             adapter=target.adapter,
             prompt=prepared.prompt,
-            shared_prefix=len(prepared.prompt),
+            shared_prefix=0 if score_prompt else len(prepared.prompt),
             max_tokens=min(most, chat.context - len(prepared.prompt)),
             temperature=temperature,
             seed=seed if seed is not None else self.draw_seed(),
             stop_tokens=chat.stop_tokens,
             stop=list(stop),
+            prompt_logprobs=len(prepared.prompt) if score_prompt else 0,
+            top_logprobs=logits.top_logprobs if score_prompt and logits is not None else 0,
+            logits=logits,
             interactive=True,
             ttft_ms=ttft,
             tpot_ms=tpot,

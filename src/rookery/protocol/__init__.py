@@ -52,7 +52,7 @@ from rookery.protocol.envhost import (
     StepEpisode,
     ToHost,
 )
-from rookery.protocol.tokens import PromptLogprob, TokenChunk, TokenLog
+from rookery.protocol.tokens import Likeliest, PromptLogprob, TokenChunk, TokenLog
 from rookery.protocol.worker import (
     Abort,
     AdaptersCached,
@@ -65,6 +65,7 @@ from rookery.protocol.worker import (
     Heartbeat,
     Hello,
     InitAdapter,
+    LogitsParams,
     OperationDone,
     OptimStep,
     Output,

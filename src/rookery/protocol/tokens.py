@@ -12,13 +12,19 @@ from msgspec import Meta
 from rookery.bounds import ENTRIES, Count, ErrorText, Integer, Name, Token
 from rookery.protocol.common import Struct
 
+Likeliest = Annotated[list[tuple[Token, float]], Meta(max_length=1000)]
+"""Tokens with their natural log-probabilities, best first."""
+
+TopLogprobs = Annotated[list[Likeliest], Meta(max_length=ENTRIES)]
+"""The likeliest tokens in the place of each token."""
+
 
 class PromptLogprob(Struct, kw_only=True):
     """A prompt token's natural log-probability at temperature 1, and the likeliest tokens in its place with theirs,
     best first."""
 
     logprob: float
-    top: Annotated[list[tuple[Token, float]], Meta(max_length=1000)] = msgspec.field(default_factory=list)
+    top: Likeliest = msgspec.field(default_factory=list)
 
 
 class TokenChunk(Struct, kw_only=True):
@@ -41,6 +47,8 @@ class TokenChunk(Struct, kw_only=True):
     error: ErrorText = ""
     prompt_logprobs: Annotated[list[PromptLogprob], Meta(max_length=ENTRIES)] = msgspec.field(default_factory=list)
     """With the last chunk: of the prompt's last tokens, as many as were requested."""
+    top_logprobs: TopLogprobs = msgspec.field(default_factory=list)
+    """One entry for each of ``tokens``, where requested; else empty."""
 
 
 class TokenLog(msgspec.Struct):

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from rookery.bounds import ENTRIES, MAX_FRAME, Count, ErrorText, Integer, Line, Name
-from rookery.protocol.common import Adam, AdapterRef, EpochMessage, HelloRejected, Loss, Manifest, Message
+from rookery.protocol.common import Adam, AdapterRef, EpochMessage, HelloRejected, Loss, Manifest, Message, Struct
 from rookery.protocol.gauges import Gauges
 from rookery.protocol.tokens import TokenChunk
 
@@ -164,6 +164,24 @@ class Welcome(Message, kw_only=True):
     """Tokens wait at most this long in the worker before they are sent."""
 
 
+class LogitsParams(Struct, kw_only=True):
+    """Changes of the logits before a token is drawn. A trainer does not reproduce them: no loss reads such a text.
+    Their order is bias, penalties, schema, then (above temperature 0) ``min_p``, ``top_k``, ``top_p``."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: list[tuple[int, float]] = msgspec.field(default_factory=list)
+    top_logprobs: int = 0
+    """With each sampled token, how many of the likeliest tokens in its place are returned."""
+    schema: str = ""
+    """The text is JSON of this schema, or the beginning of it where it is cut off; empty: any text."""
+
+
 class Generate(Message, kw_only=True):
     """One generation. The sequence is ``prompt`` + ``prefix_tokens`` + the sampled tokens; sampled token i uses noise
     from (``seed``, i), i counted from the first token of ``prefix_tokens``, so a resumed text equals an uninterrupted
@@ -199,6 +217,8 @@ class Generate(Message, kw_only=True):
     """How many of the prompt's last tokens are scored too (its first token never is); ``shared_prefix`` must be 0."""
     top_logprobs: int = 0
     """With each scored token, how many of the likeliest tokens in its place are returned."""
+    logits: LogitsParams | None = None
+    """None: tokens are drawn from the model's own distribution."""
     interactive: bool = False
     """Admitted before requests that are not interactive, which may lose their rows to it and resume later from the same
     token. Does not affect the text."""

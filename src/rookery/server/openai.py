@@ -1,19 +1,17 @@
-"""Requests and responses of the OpenAI API.
+"""Requests of the OpenAI API's completions.
 
-* No argument that would change a response is ignored: an unsupported argument is refused by name, unless its value
-  requests the default behaviour.
-* A response has choices as they are sampled, written as chunks of a stream or as one message. A delta is the part of a
-  choice that was not sent yet; the deltas of a stream, joined, equal the message.
+No argument that would change a response is ignored: an unsupported argument is refused by name, unless its value
+requests the default behaviour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
+from rookery import protocol
 from rookery.bounds import (
     ENTRIES,
     INTEGER,
@@ -22,30 +20,18 @@ from rookery.bounds import (
     STOP_TEXTS,
     Integer,
     Line,
+    Name,
     SmallJson,
     StopText,
     Text,
     Token,
 )
-from rookery.controller.completions import PreparedPrompt
-from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import UserError, short
-from rookery.server.auth import ServiceContext
-from rookery.server.responses import event_data
 from rookery.spec.policy import Temperature
-from rookery.tokenization.detokenizer import StreamingText
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -57,7 +43,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "echo": (False,),
     "suffix": ("",),
     "min_tokens": (0,),
     "ignore_eos": (False,),
@@ -116,6 +101,16 @@ class StreamOptions(OpenAIModel):
     include_usage: bool = False
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+BIASES = 1024
+"""Tokens of one ``logit_bias``."""
+
+LIKELIEST = 20
+"""The most tokens that come with each token's log-probability, as in OpenAI's API."""
+
+
 class CompletionOptions(OpenAIModel):
     """Fields of both endpoints."""
 
@@ -129,6 +124,17 @@ class CompletionOptions(OpenAIModel):
     stop: StopText | Annotated[list[StopText], Field(max_length=STOP_TEXTS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    top_p: float | None = Field(None, gt=0, le=1, description="The likeliest tokens that have this much probability")
+    top_k: int | None = Field(None, ge=-1, le=INTEGER, description="So many of the likeliest tokens; 0 and -1: all")
+    min_p: float | None = Field(None, ge=0, le=1, description="Tokens at least so likely, relative to the likeliest")
+    frequency_penalty: Penalty | None = Field(None, description="Subtracted from a token's logit for each time it came")
+    presence_penalty: Penalty | None = Field(None, description="Subtracted from a token's logit once it came")
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="Divides the logits of tokens of prompt and answer"
+    )
+    logit_bias: Annotated[dict[Name, Bias], Field(max_length=BIASES)] | None = Field(
+        None, description="Added to the logits of tokens, by token id"
+    )
     return_token_ids: bool | None = Field(None, description="Token ids, log-probs and versions with each choice")
 
     @field_validator("stop", mode="before")
@@ -139,6 +145,34 @@ class CompletionOptions(OpenAIModel):
         if len(texts) > STOP_TEXTS or not all(isinstance(text, str) and 0 < len(text) <= STOP_TEXT for text in texts):
             raise ValueError(f"up to {STOP_TEXTS} texts, each of 1 to {STOP_TEXT} characters")
         return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _has_token_ids(cls, value: dict[str, float] | None) -> Any:
+        for token in value or {}:
+            if not (token.isascii() and token.isdigit() and int(token) < 2**31):
+                raise ValueError(f"{short(token)!r} is not a token id")
+        return value
+
+    @property
+    def likeliest(self) -> int:
+        """How many likeliest tokens are returned with each token."""
+        return 0
+
+    @property
+    def logits(self) -> protocol.LogitsParams | None:
+        """How the logits are changed; None: not at all."""
+        params = protocol.LogitsParams(
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=[(int(token), bias) for token, bias in (self.logit_bias or {}).items() if bias],
+            top_logprobs=self.likeliest,
+        )
+        return params if params != protocol.LogitsParams() else None
 
     @property
     def stops(self) -> list[str]:
@@ -182,6 +216,12 @@ class ChatRequest(CompletionOptions):
     messages: Annotated[list[ConversationMessage], FailFast()] = Field(min_length=1, max_length=ENTRIES)
     max_completion_tokens: int | None = Field(None, ge=1, le=INTEGER)
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=LIKELIEST, description="Needs logprobs")
+
+    @property
+    def likeliest(self) -> int:
+        """See the base class."""
+        return self.top_logprobs or 0
 
 
 class CompletionRequest(CompletionOptions):
@@ -189,8 +229,10 @@ class CompletionRequest(CompletionOptions):
         min_length=1, max_length=LONGEST_TEXT
     )
     logprobs: int | None = Field(
-        None, ge=0, le=INTEGER, description="0 returns the log-probs of the tokens; larger values are not supported"
+        None, ge=0, le=LIKELIEST, description="The log-probs of the tokens, and so many of the likeliest in their place"
     )
+    max_tokens: int | None = Field(None, ge=0, le=INTEGER, description="0 with echo: the prompt alone")
+    echo: bool | None = Field(None, description="The prompt precedes the answer, in text and log-probs")
     best_of: Integer | None = None
 
     @field_validator("prompt", mode="before")
@@ -216,6 +258,11 @@ class CompletionRequest(CompletionOptions):
         return prompt
 
     @property
+    def likeliest(self) -> int:
+        """See the base class."""
+        return self.logprobs or 0
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -238,160 +285,3 @@ def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:
         raise UnsupportedField(
             f"{name} is not supported: leave it out, or give {NEUTRAL[name][0]!r}", name, "unsupported_parameter"
         )
-
-
-# --- responses --------------------------------------------------------------------------------------------------------
-
-
-class Choice:
-    """One completion while it is sampled. ``ids_sent`` and ``logprobs_sent`` count the tokens whose ids and whose
-    log-probabilities were sent."""
-
-    def __init__(self, index: int, prompt: PreparedPrompt, seed: int, stops: Sequence[str]) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.seed = seed
-        self.text = StreamingText(prompt.chat.token_bytes, stops)
-        self.reply = SamplingResult()
-        self.ids_sent = 0
-        self.logprobs_sent = 0
-
-    def next_text(self, *, last: bool) -> str:
-        """The further text that can be sent, given the tokens of ``reply``."""
-        return self.text.take(self.reply.tokens[len(self.text.starts) :], last=last)
-
-
-class ResponseFormat:
-    """The response format of an endpoint: one completion request, whole or streamed."""
-
-    object_type = ""
-    chunk_type = ""
-    id_prefix = ""
-
-    def __init__(self, service: ServiceContext, options: CompletionOptions, model: str, *, logprobs: bool) -> None:
-        self.options = options
-        self.id = service.context.ids.new(self.id_prefix)
-        self._head = {"id": self.id, "created": int(service.context.clock.time()), "model": model}
-        self._logprobs = logprobs
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether the stream reports token counts."""
-        return self.options.stream_options is not None and self.options.stream_options.include_usage
-
-    def body(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-        messages = [self.message(choice) for choice in choices]
-        return {**self._head, "object": self.object_type, "choices": messages, "usage": usage}
-
-    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        """One event of a stream."""
-        data = {**self._head, "object": self.chunk_type, "choices": choices}
-        if self.include_usage:
-            data["usage"] = usage
-        return event_data(msgspec.json.encode(data))
-
-    def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
-        """The first chunk of a choice, before any token was sampled; None where the format has none."""
-        raise NotImplementedError
-
-    def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def message(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _tokens(self, choice: Choice) -> dict[str, Any]:
-        """The extension fields for the tokens that were not sent yet."""
-        if not self.options.return_token_ids:
-            return {}
-        reply, first = choice.reply, choice.ids_sent
-        choice.ids_sent = len(reply.tokens)
-        return {
-            "token_ids": reply.tokens[first:],
-            "token_logprobs": reply.logprobs[first:],
-            "token_versions": reply.versions[first:],
-        }
-
-    def _prompt(self, choice: Choice) -> dict[str, Any]:
-        return {"prompt_token_ids": choice.prompt.prompt} if self.options.return_token_ids else {}
-
-    @staticmethod
-    def _next_logprobs(choice: Choice) -> range:
-        """The tokens whose text was reached since the last call."""
-        first, choice.logprobs_sent = choice.logprobs_sent, choice.text.tokens_shown
-        return range(first, choice.logprobs_sent)
-
-
-class ChatFormat(ResponseFormat):
-    object_type = "chat.completion"
-    chunk_type = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
-
-    def first_chunk(self, choice: Choice) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": choice.index, "delta": delta, "finish_reason": None, **self._prompt(choice)}
-
-    def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
-        chunk = {"index": choice.index, "delta": delta, "logprobs": self._logprobs_of(choice), "finish_reason": finish}
-        return {**chunk, **self._tokens(choice)}
-
-    def message(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text.shown, "refusal": None},
-            "logprobs": self._logprobs_of(choice),
-            "finish_reason": choice.reply.finish,
-            **self._prompt(choice),
-            **self._tokens(choice),
-        }
-
-    def _logprobs_of(self, choice: Choice) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        entries = []
-        for number in self._next_logprobs(choice):
-            data = choice.prompt.chat.token_bytes.written(choice.reply.tokens[number])
-            entries.append({
-                "token": _token_text(data), "bytes": list(data), "logprob": choice.reply.logprobs[number],
-                "top_logprobs": [],
-            })  # fmt: skip
-        return {"content": entries, "refusal": None}
-
-
-class TextFormat(ResponseFormat):
-    object_type = chunk_type = "text_completion"
-    id_prefix = "cmpl"
-
-    def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
-        if not self.options.return_token_ids:
-            return None
-        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, **self._prompt(choice)}
-
-    def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
-        chunk = {"index": choice.index, "text": text, "logprobs": self._logprobs_of(choice), "finish_reason": finish}
-        return {**chunk, **self._tokens(choice)}
-
-    def message(self, choice: Choice) -> dict[str, Any]:
-        return {**self._prompt(choice), **self.delta(choice, choice.text.shown, choice.reply.finish)}
-
-    def _logprobs_of(self, choice: Choice) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        shown = self._next_logprobs(choice)
-        written = [choice.prompt.chat.token_bytes.written(choice.reply.tokens[number]) for number in shown]
-        return {
-            "tokens": [_token_text(data) for data in written],
-            "token_logprobs": [choice.reply.logprobs[number] for number in shown],
-            "top_logprobs": None,
-            "text_offset": [choice.text.starts[number] for number in shown],
-        }
-
-
-def _token_text(data: bytes) -> str:
-    """A token as text, in OpenAI's notation if it is not a sequence of whole characters."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

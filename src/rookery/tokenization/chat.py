@@ -12,6 +12,7 @@ Promises:
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from tokenizers import Tokenizer
 
 from rookery.errors import UserError
 from rookery.tokenization.detokenizer import TokenBytes
+from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
 
 Message = Mapping[str, str]
@@ -66,6 +68,8 @@ class Chat:
         self.token_bytes = TokenBytes(tokenizer)
         """The bytes of single tokens."""
         self._special = dict(special)
+        self._grammars: dict[int, GrammarTokenizer] = {}
+        self._lock = threading.Lock()
         self._added = tokenizer.get_added_tokens_decoder()
         try:
             self._template = _environment(now).from_string(template)
@@ -108,6 +112,14 @@ class Chat:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def grammars(self, vocabulary: int | None = None) -> GrammarTokenizer:
+        """The tokens for grammars; ``vocabulary``: the number of logits, where it is not the tokenizer's size."""
+        size = vocabulary or self._tokenizer.get_vocab_size()
+        with self._lock:
+            if size not in self._grammars:
+                self._grammars[size] = GrammarTokenizer(self._tokenizer, size, self.stop_tokens)
+            return self._grammars[size]
 
     def decode_special(self, tokens: Sequence[int]) -> tuple[str, list[str]]:
         """The text of a reply with its special tokens, and these, each once; ``("", [])`` for a reply without any. The

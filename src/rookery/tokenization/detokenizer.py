@@ -72,8 +72,9 @@ class StreamingText:
     """The text of one answer. ``shown`` is the part that can be shown: it ends before any stop string, and before text
     that may become one."""
 
-    def __init__(self, token_bytes: TokenBytes, stops: Sequence[str] = ()) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, token_bytes: TokenBytes, stops: Sequence[str] = (), *, special: bool = False) -> None:
+        """``special``: special tokens are text too."""
+        self._bytes = token_bytes.written if special else token_bytes.of
         self._stops = list(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._trim = token_bytes.trims
@@ -88,7 +89,7 @@ class StreamingText:
         new: list[str] = []
         for token in tokens:
             self.starts.append(len(self._text) + sum(len(text) for text in new))
-            data = self._token_bytes.of(token)
+            data = self._bytes(token)
             if self._trim and data:
                 data, self._trim = data.removeprefix(b" "), False
             new.append(self._decoder.decode(data))

@@ -183,6 +183,7 @@ def _engine(
         runner=runner,
         speculator=speculator,
         gate=place.gate,
+        grammars=lambda: place.chat.grammars(model.vocab),
     )
     if settings.slo_gate:
         measure_costs(place.gate.costs, runner, place.device, settings.max_rows, PREFILL_TOKENS)

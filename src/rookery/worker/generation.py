@@ -62,6 +62,8 @@ class HeldRequest:
     finish: Literal["", "stop", "length", "abort", "error"] = ""
     error: str = ""
     prompt_logprobs: list[protocol.PromptLogprob] = field(default_factory=list)
+    top_logprobs: list[protocol.Likeliest] = field(default_factory=list)
+    """Of each token of ``log``, where requested; else empty."""
     submission: asyncio.Task[None] | None = None
     submitted: bool = False
     """Whether the engine has it."""
@@ -112,6 +114,7 @@ class HeldRequest:
                 logprobs=log.logprobs[begin:end],
                 version=log.versions[begin] if begin < end else self.version,
                 policy=self.policy,
+                top_logprobs=self.top_logprobs[begin:end],
             )
             for begin, end in list(log.runs(self.sent - start)) or [(self.sent - start,) * 2]
         ]
@@ -286,6 +289,7 @@ class GenerationManager:
                 continue  # aborted
             urgent |= held.generate.interactive and not held.log.tokens  # a client waits for its first token
             received = held.log.receive(chunk, held.start)
+            held.top_logprobs += chunk.top_logprobs
             assert received == len(chunk.tokens), f"{chunk.request}: the engine sampled token {chunk.offset} twice"
             held.version, held.policy = chunk.version, chunk.policy
             held.finish, held.error, held.prompt_logprobs = chunk.finish, chunk.error, chunk.prompt_logprobs

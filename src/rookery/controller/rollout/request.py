@@ -92,6 +92,8 @@ class SamplingResult(protocol.TokenLog):
     """Seconds for which the request waited for a worker."""
     prompt_logprobs: list[protocol.PromptLogprob] = msgspec.field(default_factory=list)
     """Of the prompt's last tokens, where asked for."""
+    top_logprobs: list[protocol.Likeliest] = msgspec.field(default_factory=list)
+    """Of each token, where asked for; else empty."""
     workers: list[tuple[int, str]] = msgspec.field(default_factory=list)
     """The workers that sampled the tokens, each with the number of tokens before its first."""
 
@@ -167,7 +169,13 @@ class InflightRequest:
     def _is_absurd(self, chunk: protocol.TokenChunk) -> bool:
         """No engine that works sends this."""
         known = all(map(math.isfinite, chunk.logprobs)) and all(0 <= token < 1 << 31 for token in chunk.tokens)
+        known = known and len(chunk.top_logprobs) == (len(chunk.tokens) if self._wants_likeliest else 0)
         return not known or chunk.offset + len(chunk.tokens) > self.request.generate.max_tokens
+
+    @property
+    def _wants_likeliest(self) -> bool:
+        logits = self.request.generate.logits
+        return logits is not None and logits.top_logprobs > 0
 
     def accepts_version(self, policy: str, version: int) -> bool:
         """Whether this version may have sampled tokens of the request: a worker was given it for the request; or it is

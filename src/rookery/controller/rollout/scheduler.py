@@ -416,6 +416,7 @@ class RolloutScheduler:
             self._fail(inflight, "error", GenerationFailed(problem))
             return
         tokens = result.receive(chunk)
+        result.top_logprobs += chunk.top_logprobs[len(chunk.top_logprobs) - tokens :] if chunk.top_logprobs else []
         stay.last_activity = self._clock.monotonic()
         if tokens and (not result.workers or result.workers[-1][1] != worker.name):
             result.workers.append((len(result.tokens) - tokens, worker.name))

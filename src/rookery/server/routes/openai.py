@@ -29,15 +29,12 @@ from rookery.controller.completions import PreparedPrompt, PromptTooLong
 from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, shortage
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
+from rookery.server.completion_formats import ChatFormat, Choice, ResponseFormat, TextFormat
 from rookery.server.openai import (
-    ChatFormat,
     ChatRequest,
-    Choice,
     CompletionOptions,
     CompletionRequest,
     OpenAIErrorResponse,
-    ResponseFormat,
-    TextFormat,
     UnsupportedField,
     refuse_unsupported,
 )
@@ -51,6 +48,9 @@ COMPLETION_TOKENS = 16
 
 MAX_CHOICES = 1024
 """Choices of one request, which are held in memory until it ends."""
+
+MAX_LOGPROBS = 1 << 20
+"""Log-probabilities of a request that asks for more than those of the sampled tokens; each takes about 100 bytes."""
 
 CLIENT_GONE = 499
 """Status of a request whose client has disconnected, as proxies log it."""
@@ -121,6 +121,8 @@ async def chat_completions(service: Service, owner: Owner, request: Request, opt
     refuse_unsupported(options.model_extra)
     messages = [message.for_template(f"messages.{number}") for number, message in enumerate(options.messages)]
     target, chat = await service.controller.completions.open(owner.id, options.model)
+    if options.top_logprobs and not options.logprobs:
+        raise UnsupportedField("top_logprobs needs logprobs: give logprobs=true too", "top_logprobs")
     limits = [limit for limit in (options.max_tokens, options.max_completion_tokens) if limit is not None]
     form = ChatFormat(service, options, target.name, logprobs=bool(options.logprobs))
     _limit_choices(options, 1)
@@ -132,12 +134,10 @@ async def chat_completions(service: Service, owner: Owner, request: Request, opt
 async def completions(service: Service, owner: Owner, request: Request, options: CompletionRequest) -> Response:
     """Continue texts or token ids as they are: no chat template, no added special tokens."""
     refuse_unsupported(options.model_extra)
-    if options.logprobs:
-        raise UnsupportedField(
-            "logprobs: alternative tokens are not supported; give 0 for the log-probs of the sampled tokens",
-            "logprobs",
-            "unsupported_parameter",
-        )
+    if options.echo and options.stream:
+        raise UnsupportedField("echo is not supported in a stream: leave stream out", "echo", "unsupported_parameter")
+    if options.max_tokens == 0 and not options.echo:
+        raise UnsupportedField("max_tokens: 0 asks for no answer; give 1 or more, or echo", "max_tokens")
     if options.best_of not in (None, options.n or 1):
         raise UnsupportedField("best_of is not supported: leave it out", "best_of", "unsupported_parameter")
     target, chat = await service.controller.completions.open(owner.id, options.model)
@@ -145,7 +145,8 @@ async def completions(service: Service, owner: Owner, request: Request, options:
     _limit_choices(options, len(options.prompts))
     prepare = partial(service.controller.completions.prepare, target, chat)
     prompts = await service.threads(lambda: [prepare(prompt) for prompt in options.prompts])
-    return await _respond(service, owner.id, request, form, prompts, options.max_tokens or COMPLETION_TOKENS)
+    limit = COMPLETION_TOKENS if options.max_tokens is None else options.max_tokens
+    return await _respond(service, owner.id, request, form, prompts, limit)
 
 
 @routes.get("/models", response_model=dict[str, Any], name="openai_models")
@@ -198,6 +199,8 @@ async def _respond(
         for number, prompt in enumerate(prompts)
         for i in range(count)
     ]
+    _limit_logprobs(service, form, choices, limit)
+    _check_logits(service, options, prompts[0])
     growth = _generate(service, owner, options, choices, limit)
     headers = {"x-request-id": form.id}
     if options.stream:
@@ -214,6 +217,37 @@ def _limit_choices(options: CompletionOptions, prompts: int) -> None:
     """Called before the prompts are tokenized. Raises :class:`UnsupportedField`."""
     if (options.n or 1) * prompts > MAX_CHOICES:
         raise UnsupportedField(f"n: at most {MAX_CHOICES} choices in one request", "n")
+
+
+def _limit_logprobs(
+    service: ServiceContext, form: ResponseFormat, choices: Sequence[Choice], limit: int | None
+) -> None:
+    """Raises :class:`UnsupportedField`."""
+    echo, likeliest = _scores_prompt(form.options), form.options.likeliest
+    if echo or likeliest:
+        tokens = service.context.settings.server.answer_tokens if limit is None else limit
+        prompts = sum(len(choice.prompt.prompt) for choice in choices) if echo else 0
+        if (prompts + tokens * len(choices)) * (1 + likeliest) > MAX_LOGPROBS:
+            raise UnsupportedField(
+                f"logprobs: at most {MAX_LOGPROBS} in one request; ask for fewer choices, tokens or likeliest tokens",
+                "logprobs",
+            )
+
+
+def _check_logits(service: ServiceContext, options: CompletionOptions, prompt: PreparedPrompt) -> None:
+    """Raises :class:`UserError` for changes of the logits that the target's model or its engines do not know."""
+    logits = options.logits
+    if logits is not None:
+        unknown = next((token for token, _ in logits.logit_bias if not prompt.chat.token_bytes.known(token)), None)
+        if unknown is not None:
+            model = prompt.target.model
+            raise UnsupportedField(f"logit_bias has the token id {unknown}, which {model} does not have", "logit_bias")
+        service.controller.completions.check_logits(prompt.target, logits)
+
+
+def _scores_prompt(options: CompletionOptions) -> bool:
+    """Whether the response has the log-probabilities of the prompt."""
+    return isinstance(options, CompletionRequest) and bool(options.echo) and options.logprobs is not None
 
 
 def _seed(seed: int, index: int) -> int:
@@ -247,12 +281,14 @@ async def _generate(
             service.controller.completions.generate(
                 owner,
                 choice.prompt,
-                max_tokens=limit,
+                max_tokens=limit if limit is None else max(1, limit),
                 temperature=1.0 if options.temperature is None else options.temperature,
                 seed=choice.seed,
                 stop=options.stops,
                 kind="chat" if isinstance(options, ChatRequest) else "completion",
-                on_tokens=watch(choice),
+                logits=options.logits,
+                score_prompt=_scores_prompt(options),
+                on_tokens=watch(choice) if limit != 0 else None,
             )
         )
         for choice in choices
@@ -270,6 +306,8 @@ async def _generate(
                 last = tasks[choice.index].done()
                 if last:
                     choice.reply = tasks[choice.index].result()
+                    if limit == 0:
+                        choice.reply = SamplingResult(finish="length", prompt_logprobs=choice.reply.prompt_logprobs)
                     left.remove(choice)
                 known = len(choice.text.starts)
                 text = choice.next_text(last=last)

@@ -12,6 +12,8 @@ import msgspec
 from torch import Tensor
 
 from rookery import protocol
+from rookery.tokenization.grammar import GrammarTokenizer
+from rookery.worker.engine.logits import RequestLogits
 
 Finish = Literal["", "stop", "length", "abort", "error"]
 
@@ -35,6 +37,8 @@ def validate(order: protocol.Generate, vocabulary: int, context: int) -> None:
         raise ValueError("prompt_logprobs need a prompt without a shared_prefix")
     if not all(0 <= token < vocabulary for token in (*order.prompt, *order.prefix_tokens)):
         raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
+    if order.logits is not None and not all(0 <= token < vocabulary for token, _ in order.logits.logit_bias):
+        raise ValueError(f"logit_bias names a token id outside the vocabulary of {vocabulary}")
     if order.max_tokens < 1:
         raise ValueError(f"max_tokens is {order.max_tokens}; it must be at least 1")
     if not (isfinite(order.temperature) and order.temperature >= 0):
@@ -94,20 +98,32 @@ class EngineRequest:
     """Whether it may continue from a cache that an older version of its policy computed."""
     prompt_logprobs: dict[int, protocol.PromptLogprob] = field(default_factory=dict)
     """By position in the prompt."""
+    logits: RequestLogits | None = None
+    """How its logits are changed; None: not at all."""
+    top_logprobs: list[protocol.Likeliest] = field(default_factory=list)
+    """Of each token of the answer, where requested; empty for those of ``prefix_tokens``."""
 
     def __post_init__(self) -> None:
         self.keeps_cache = self.params.in_flight == "switch"
 
     @classmethod
-    def begin(cls, order: protocol.Generate, decode: Callable[[list[int]], str]) -> EngineRequest:
-        """A submitted request. ``decode`` turns token ids into text, for stop strings."""
-        given = len(order.prefix_tokens)
+    def begin(
+        cls,
+        order: protocol.Generate,
+        decode: Callable[[list[int]], str],
+        grammars: Callable[[], GrammarTokenizer] | None = None,
+    ) -> EngineRequest:
+        """A submitted request. ``decode`` turns token ids into text, for stop strings; ``grammars`` reads the tokens
+        for a schema. Raises ``ValueError`` for a schema that cannot be followed."""
+        given, logits = len(order.prefix_tokens), order.logits
         return cls(
             params=order,
             key=order.adapter.hash if order.adapter is not None else "",
             stops=StopStrings(order.stop, decode),
             log=protocol.TokenLog(list(order.prefix_tokens), [nan] * given, [-1] * given),
             num_drained=given,
+            logits=RequestLogits(logits, order.prompt, grammars) if logits is not None else None,
+            top_logprobs=[[] for _ in range(given)],
         )
 
     @property
@@ -119,6 +135,11 @@ class EngineRequest:
     def version(self) -> int:
         """The version that samples the next token; 0 for the base model."""
         return self.params.adapter.version if self.params.adapter is not None else 0
+
+    @property
+    def returns_likeliest(self) -> bool:
+        """Whether the likeliest tokens are returned with each token of the answer."""
+        return self.params.logits is not None and self.params.logits.top_logprobs > 0
 
     @property
     def scored_positions(self) -> range:
@@ -223,6 +244,7 @@ class EngineRequest:
             logprobs=self.log.logprobs[begin:end],
             version=version,
             policy=adapter.policy if adapter is not None else "",
+            top_logprobs=self.top_logprobs[begin:end] if self.returns_likeliest else [],
         )
 
 

@@ -25,16 +25,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import islice
-from math import isnan
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, islice
+from math import isnan, nan
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rookery import protocol
+from rookery.errors import UserError
 from rookery.scheduling.costs import Kind
+from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission, sequence_chunk
@@ -43,7 +45,7 @@ from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
 from rookery.worker.engine.native.runner import Runner, WeightSets, best_runner, logits_at
 from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.engine.request import EngineRequest, SharedPrefix, validate
-from rookery.worker.engine.sampler import SamplingKey
+from rookery.worker.engine.sampler import SampledTokens, SamplingKey
 from rookery.worker.memory import MemoryUse
 from rookery.worker.model.base import ResidentModel
 from rookery.worker.model.lora import LoraManager
@@ -85,8 +87,10 @@ class NativeEngine:
         runner: Runner | None = None,
         speculator: Speculator | None = None,
         gate: SloGate | None = None,
+        grammars: Callable[[], GrammarTokenizer] | None = None,
     ) -> None:
-        """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
+        """``decode`` turns token ids into text, for stop strings; ``grammars`` reads the model's tokens for schemas,
+        which are refused without it. ``prefill_tokens`` and ``runner`` default to those of
         the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
         self.decoder, self.loras = decoder, loras
         context = decoder.context
@@ -103,7 +107,7 @@ class NativeEngine:
         self.admission = Admission(self.store, loras, max_rows, self.stats, self.gate)
         self.admission.serves = self.weights.serves
         self._speculator = speculator if decoder.device.type == "cpu" else None
-        self._decode, self._prefill_keys = decode, prefill_keys
+        self._decode, self._grammars, self._prefill_keys = decode, grammars, prefill_keys
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
         self._requests: dict[str, EngineRequest] = {}
@@ -168,7 +172,7 @@ class NativeEngine:
     def submit(self, order: protocol.Generate) -> None:
         """See ``Engine``."""
         self._validate(order)
-        request = EngineRequest.begin(order, self._decode)
+        request = EngineRequest.begin(order, self._decode, self._grammars)
         self._requests[order.request] = request
         if request.key:
             self.loras.pin(request.key)
@@ -400,7 +404,9 @@ class NativeEngine:
         """Of each row, with room for their keys and values in its slot; none while the gate counts rows."""
         if self._speculator is None or self.gate.tracked:
             return [[] for _ in rows]
-        drafts = self._speculator.propose(rows, [row.remaining(self.limits.max_context) - 1 for row in rows])
+        context = self.limits.max_context
+        limits = [row.remaining(context) - 1 if row.logits is None else 0 for row in rows]
+        drafts = self._speculator.propose(rows, limits)
         drafts = [draft[: self.admission.room_after(row, len(draft))] for row, draft in zip(rows, drafts, strict=True)]
         self.stats["draft_tokens"] += sum(map(len, drafts))
         return drafts
@@ -416,15 +422,16 @@ class NativeEngine:
             for row, draft in zip(rows, drafts, strict=True)
             for i in range(1 + len(draft))
         ]
-        sampled = self.runner.sample(logits, keys)
+        sampled = self._draw(rows, logits, keys, [1 + len(draft) for draft in drafts])
         pairs = zip(sampled.tokens, sampled.logprobs, strict=True)
         for row, draft in zip(rows, drafts, strict=True):
             verified = list(islice(pairs, 1 + len(draft)))
             accepted = accepted_tokens(draft, [token for token, _ in verified])
             for i, (token, logprob) in enumerate(verified[: 1 + accepted]):
                 if isnan(logprob):
-                    row.finish, row.error = "error", "the logits are not numbers: the adapter's weights overflow"
-                    log.warning("logits are not numbers", extra={"request": row.params.request, "adapter": row.key})
+                    row.finish = "error"
+                    row.error = row.error or "the logits are not numbers: the adapter's weights overflow"
+                    log.warning("%s", row.error, extra={"request": row.params.request, "adapter": row.key})
                 else:
                     row.append(token, logprob, self.limits.max_context)
                     self.generated += 1
@@ -436,6 +443,40 @@ class NativeEngine:
             self._undrained[row.params.request] = row
             if row.finish:
                 self._finish(row)
+
+    def _draw(
+        self, rows: Sequence[EngineRequest], logits: Tensor, keys: Sequence[SamplingKey], counts: Sequence[int]
+    ) -> SampledTokens:
+        """One token for each key; each row has ``counts`` keys. Rows whose logits are changed are drawn separately, so
+        that the others are computed as without them."""
+        starts = (end - count for end, count in zip(accumulate(counts), counts, strict=True))
+        changed = {at: (row, row.logits) for at, row in zip(starts, rows, strict=True) if row.logits is not None}
+        if not changed:
+            return self.runner.sample(logits, keys)
+        drawn: dict[int, tuple[int, float]] = {}
+        plain = [at for at in range(len(keys)) if at not in changed]
+        if plain:
+            index = torch.tensor(plain if len(plain) > 1 else plain * 2, device=logits.device)  # ``batch_invariance``
+            drawn |= zip(plain, self._sampled(logits.index_select(0, index), keys, plain), strict=True)
+        lines: dict[int, Tensor] = {}
+        for at, (row, changes) in changed.items():
+            try:
+                lines[at] = changes.apply(logits[at], row.tokens, row.params.temperature)
+            except UserError as error:
+                row.error = str(error)
+        if lines:
+            stacked = torch.stack(list(lines.values()) * (2 if len(lines) == 1 else 1))
+            drawn |= zip(lines, self._sampled(stacked, keys, list(lines)), strict=True)
+        answers = [drawn.get(at, (0, nan)) for at in range(len(keys))]
+        for at, line in lines.items():
+            row, changes = changed[at]
+            if row.returns_likeliest and not isnan(answers[at][1]):
+                row.top_logprobs.append(changes.likeliest(line, keys[at].temperature))
+        return SampledTokens([token for token, _ in answers], [logprob for _, logprob in answers])
+
+    def _sampled(self, logits: Tensor, keys: Sequence[SamplingKey], rows: Sequence[int]) -> Iterator[tuple[int, float]]:
+        sampled = self.runner.sample(logits, [keys[at] for at in rows])
+        return zip(sampled.tokens, sampled.logprobs, strict=True)
 
     def _finish(self, request: EngineRequest) -> None:
         """Removes a finished request; ``drain`` returns its last chunk."""

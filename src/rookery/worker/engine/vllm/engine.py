@@ -180,6 +180,8 @@ class VllmEngine:
         if order.request in self._requests:
             raise ValueError(f"request {order.request} is already running")
         validate(order, self._vocabulary, self.limits.max_context)
+        if order.logits is not None:
+            raise ValueError("vLLM workers do not change logits: top_p, schemas and the like need another engine")
         if not self._backend.tempered and order.temperature not in (0.0, 1.0):
             raise ValueError(
                 f"temperature is {order.temperature}; this vLLM server reports log-probabilities at 1 only"

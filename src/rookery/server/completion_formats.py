@@ -1,0 +1,228 @@
+"""Responses of the OpenAI API's completions.
+
+A response has choices as they are sampled, written as chunks of a stream or as one message. A delta is the part of a
+choice that was not sent yet; the deltas of a stream, joined, equal the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rookery import protocol
+from rookery.controller.completions import PreparedPrompt
+from rookery.controller.rollout.request import SamplingResult
+from rookery.server.auth import ServiceContext
+from rookery.server.openai import CompletionOptions, CompletionRequest
+from rookery.server.responses import event_data
+from rookery.tokenization.detokenizer import StreamingText, TokenBytes
+
+Scores = tuple[int, float | None, protocol.Likeliest]
+"""A token, its log-probability, and the likeliest tokens in its place."""
+
+
+class Choice:
+    """One completion while it is sampled. ``ids_sent`` and ``logprobs_sent`` count the tokens whose ids and whose
+    log-probabilities were sent."""
+
+    def __init__(self, index: int, prompt: PreparedPrompt, seed: int, stops: Sequence[str]) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.seed = seed
+        self.text = StreamingText(prompt.chat.token_bytes, stops)
+        self.reply = SamplingResult()
+        self.ids_sent = 0
+        self.logprobs_sent = 0
+
+    def next_text(self, *, last: bool) -> str:
+        """The further text that can be sent, given the tokens of ``reply``."""
+        return self.text.take(self.reply.tokens[len(self.text.starts) :], last=last)
+
+    def scores(self, numbers: range) -> list[Scores]:
+        """Of sampled tokens, by their numbers."""
+        reply = self.reply
+        top = reply.top_logprobs or [[]] * len(reply.tokens)
+        return [(reply.tokens[number], reply.logprobs[number], top[number]) for number in numbers]
+
+    def prompt_scores(self) -> list[Scores]:
+        """Of the prompt's tokens: nothing precedes the first, which has no log-probability."""
+        scored = [(one.logprob, one.top) for one in self.reply.prompt_logprobs]
+        first: list[tuple[float | None, protocol.Likeliest]] = [(None, [])]
+        return [(token, *score) for token, score in zip(self.prompt.prompt, [*first, *scored], strict=True)]
+
+
+class ResponseFormat:
+    """The response format of an endpoint: one completion request, whole or streamed."""
+
+    object_type = ""
+    chunk_type = ""
+    id_prefix = ""
+
+    def __init__(self, service: ServiceContext, options: CompletionOptions, model: str, *, logprobs: bool) -> None:
+        self.options = options
+        self.id = service.context.ids.new(self.id_prefix)
+        self._head: dict[str, Any] = {
+            "id": self.id, "created": int(service.context.clock.time()), "model": model,
+        }  # fmt: skip
+        if options.logits is not None:
+            self._head["trainable"] = False
+        self._logprobs = logprobs
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream reports token counts."""
+        return self.options.stream_options is not None and self.options.stream_options.include_usage
+
+    def body(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        messages = [self.message(choice) for choice in choices]
+        return {**self._head, "object": self.object_type, "choices": messages, "usage": usage}
+
+    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        """One event of a stream."""
+        data = {**self._head, "object": self.chunk_type, "choices": choices}
+        if self.include_usage:
+            data["usage"] = usage
+        return event_data(msgspec.json.encode(data))
+
+    def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
+        """The first chunk of a choice, before any token was sampled; None where the format has none."""
+        raise NotImplementedError
+
+    def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _tokens(self, choice: Choice) -> dict[str, Any]:
+        """The extension fields for the tokens that were not sent yet."""
+        if not self.options.return_token_ids:
+            return {}
+        reply, first = choice.reply, choice.ids_sent
+        choice.ids_sent = len(reply.tokens)
+        return {
+            "token_ids": reply.tokens[first:],
+            "token_logprobs": reply.logprobs[first:],
+            "token_versions": reply.versions[first:],
+        }
+
+    def _prompt(self, choice: Choice) -> dict[str, Any]:
+        return {"prompt_token_ids": choice.prompt.prompt} if self.options.return_token_ids else {}
+
+    @staticmethod
+    def _next_scores(choice: Choice) -> list[Scores]:
+        """Of the tokens whose text was reached since the last call."""
+        first, choice.logprobs_sent = choice.logprobs_sent, choice.text.tokens_shown
+        return choice.scores(range(first, choice.logprobs_sent))
+
+
+class ChatFormat(ResponseFormat):
+    object_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def first_chunk(self, choice: Choice) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "finish_reason": None, **self._prompt(choice)}
+
+    def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
+        delta = {"content": text} if text else {}
+        chunk = {"index": choice.index, "delta": delta, "logprobs": self._logprobs_of(choice), "finish_reason": finish}
+        return {**chunk, **self._tokens(choice)}
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text.shown, "refusal": None},
+            "logprobs": self._logprobs_of(choice),
+            "finish_reason": choice.reply.finish,
+            **self._prompt(choice),
+            **self._tokens(choice),
+        }
+
+    def _logprobs_of(self, choice: Choice) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        written = choice.prompt.chat.token_bytes.written
+        entries = [
+            {**_entry(written(token), logprob), "top_logprobs": [_entry(written(one), value) for one, value in top]}
+            for token, logprob, top in self._next_scores(choice)
+        ]
+        return {"content": entries, "refusal": None}
+
+
+class TextFormat(ResponseFormat):
+    object_type = chunk_type = "text_completion"
+    id_prefix = "cmpl"
+
+    options: CompletionRequest
+
+    def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
+        if not self.options.return_token_ids:
+            return None
+        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, **self._prompt(choice)}
+
+    def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
+        logprobs = self._logprobs_of(choice, self._next_scores(choice), choice.text.starts)
+        chunk = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return {**chunk, **self._tokens(choice)}
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        if self.options.echo:
+            return {**self._prompt(choice), **self._echo(choice)}
+        return {**self._prompt(choice), **self.delta(choice, choice.text.shown, choice.reply.finish)}
+
+    def _echo(self, choice: Choice) -> dict[str, Any]:
+        """The prompt, with special tokens as text, and the answer, of which every sampled token is listed."""
+        before = StreamingText(choice.prompt.chat.token_bytes, special=True)
+        text = before.take(choice.prompt.prompt, last=True)
+        starts = [*before.starts, *(len(text) + start for start in choice.text.starts)]
+        sampled = choice.scores(range(len(choice.reply.tokens)))
+        scores = [*choice.prompt_scores(), *sampled] if self._logprobs else []
+        logprobs = self._logprobs_of(choice, scores, starts)
+        answer = {"index": choice.index, "text": text + choice.text.shown, "logprobs": logprobs}
+        return {**answer, "finish_reason": choice.reply.finish, **self._tokens(choice)}
+
+    def _logprobs_of(self, choice: Choice, scores: list[Scores], starts: list[int]) -> dict[str, Any] | None:
+        """``starts``: the offsets of a text whose part up to the last scored token they cover."""
+        if not self._logprobs:
+            return None
+        of, end = choice.prompt.chat.token_bytes, choice.logprobs_sent
+        first = 0 if self.options.echo else end - len(scores)
+        return {
+            "tokens": [_token_text(of.written(token)) for token, _, _ in scores],
+            "token_logprobs": [logprob for _, logprob, _ in scores],
+            "top_logprobs": self._likeliest(of, scores),
+            "text_offset": starts[first : first + len(scores)],
+        }
+
+    def _likeliest(self, of: TokenBytes, scores: list[Scores]) -> list[dict[str, float] | None] | None:
+        """As OpenAI returns them: by the token's text, with the token itself, which may not be among the likeliest."""
+        if not self.options.likeliest:
+            return None
+        lines: list[dict[str, float] | None] = []
+        for token, logprob, top in scores:
+            if logprob is None:
+                lines.append(None)
+                continue
+            line: dict[str, float] = {}
+            for one, value in [*top, (token, logprob)]:
+                line.setdefault(_token_text(of.written(one)), value)
+            lines.append(line)
+        return lines
+
+
+def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:
+    """A token with its log-probability in a chat's response."""
+    return {"token": _token_text(data), "bytes": list(data), "logprob": logprob}
+
+
+def _token_text(data: bytes) -> str:
+    """A token as text, in OpenAI's notation if it is not a sequence of whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

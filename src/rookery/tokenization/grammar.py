@@ -1,0 +1,78 @@
+"""Grammars of replies: a JSON schema as the set of tokens that may come next, by llguidance.
+
+The door compiles a grammar with the model's own tokenizer, as the engine does, so a schema that it accepts is one that
+the engine can follow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from rookery.errors import UserError, short
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, as ``json.dumps`` writes it: a model that may indent can write white space until it is cut off."""
+
+ANY_OBJECT = json.dumps({"type": "object"})
+"""The schema of ``response_format: {"type": "json_object"}``."""
+
+
+class GrammarTokenizer:
+    """A model's tokens as llguidance reads them. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> None:
+        """``vocabulary``: the number of logits; ``ends``: tokens that may end a complete reply."""
+        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocabulary, eos_token=list(ends) or None)
+
+    def matcher(self, schema: str) -> LLMatcher:
+        """The state at the start of a reply to a JSON schema. Raises :class:`UserError` for a schema that is not valid
+        or has a keyword that cannot be followed."""
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
+        except ValueError as error:
+            raise UserError(f"the schema is not a JSON schema: {_line(error)}") from None
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise UserError(f"the schema cannot be followed: {_line(matcher.get_error())}")
+        return matcher
+
+
+class ReplyGrammar:
+    """The state of one reply that follows a grammar."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, schema: str) -> None:
+        """Raises :class:`UserError` as :meth:`GrammarTokenizer.matcher`."""
+        self._matcher = tokenizer.matcher(schema)
+        self._consumed = 0
+
+    def allowed(self, tokens: Sequence[int], vocabulary: int) -> np.ndarray:
+        """Which tokens [vocabulary] may follow ``tokens``, which only grow between calls. Raises :class:`UserError`
+        for tokens that do not follow the grammar, and for one that takes too much work."""
+        if self._consumed < len(tokens):
+            self._matcher.consume_tokens(list(tokens[self._consumed :]))
+            self._consumed = len(tokens)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise UserError(f"the reply cannot follow its schema: {_line(self._matcher.get_error())}")
+        allowed = np.zeros(vocabulary, bool)
+        bits = np.unpackbits(mask, bitorder="little")[:vocabulary]
+        allowed[: len(bits)] = bits.astype(bool)
+        return allowed
+
+
+def schema_of(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as the text that an engine gets."""
+    return json.dumps(schema, separators=(",", ":"))
+
+
+def _line(error: object) -> str:
+    return short(" ".join(str(error).split()))
