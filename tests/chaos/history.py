@@ -16,11 +16,12 @@ bytes of the artifacts that they name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import msgspec
+from sqlalchemy import Connection
 from tests.chaos.events import Events
 from tests.chaos.invariants import Lasting
 
@@ -32,7 +33,8 @@ from rookery.simulation.fakes.trainer import ADAPTER, AdapterState, Example, cha
 from rookery.spec.job import JobSpec
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
-from rookery.storage.models import FINAL_JOB_STATES, GroupRow, JobRow, JobState, PolicyRow, VersionRow
+from rookery.storage.models import FINAL_JOB_STATES, GroupRow, JobState, PolicyRow, VersionRow
+from rookery.storage.repositories import versions as version_rows
 
 Trace = tuple[int, int]
 """A training sequence as told apart from others: hashes of its prompt and of what follows."""
@@ -232,7 +234,9 @@ class History:
     def check_all(self, database: Database, tenants: Mapping[str, str]) -> None:
         """The database tells the same history, and whatever it keeps is whole. ``tenants``: by job."""
         for name, policy in self._policies.items():
-            rows = [replace(row, evaluation=None) for row in database.versions(tenants[policy.job], name)]
+            rows = [
+                replace(row, evaluation=None) for row in database.read(version_rows.versions, tenants[policy.job], name)
+            ]
             if rows != list(policy.versions.values()):
                 self.events.fail("chain", f"{name}: the database tells another history", name)
             for row in rows:
@@ -244,68 +248,46 @@ class History:
         return sum(len(policy.versions) for policy in self._policies.values())
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 class WatchedDatabase(Database):
     """The shipped one; each transaction that changes what is accounted for is told as it succeeds."""
 
     history: History
     """Set before it is used."""
 
-    def submit_job(
-        self, row: JobRow, policies: Sequence[PolicyRow], warnings: Sequence[str] = ()
-    ) -> tuple[JobRow, bool]:
-        row, created = super().submit_job(row, policies, warnings)
-        if created:
-            self.history.submitted(row.id, row.spec, policies)
-        return row, created
+    def write(self, function: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        result: Any = super().write(function, *arguments, **named)
+        self._account(function.__name__, result, arguments, named)
+        return result  # type: ignore[no-any-return]
 
-    def set_job_state(
-        self, job: str, state: JobState, reason: str, time: float, error: str = "", resumes: bool = False
-    ) -> JobRow:
-        row = super().set_job_state(job, state, reason, time, error, resumes)
-        self.history.is_now(job, state, reason)
-        return row
-
-    def fence(self) -> None:
-        super().fence()
-        self.history.fenced()
-
-    def next_lease(self, policy: str) -> int:
-        lease = super().next_lease(policy)
-        self.history.leased(policy, lease)
-        return lease
-
-    def add_groups(self, job: str, groups: Sequence[GroupRow]) -> None:
-        super().add_groups(job, groups)
-        self.history.added(job, groups)
-
-    def save_turns(self, episode: str, turns: bytes, **named: Any) -> bool:
-        saved = super().save_turns(episode, turns, **named)
-        if saved:
-            self.history.turned(episode, len(msgspec.msgpack.decode(turns)))
-        return saved
-
-    def finish_episode(self, episode: str, state: Literal["done", "failed"], time: float, **named: Any) -> bool:
-        closed = super().finish_episode(episode, state, time, **named)
-        if closed:
-            self.history.closed(episode, state, named.get("trajectories", b""), named.get("reward"))
-        return closed
-
-    def finish_group(self, group: str, state: Literal["ready", "failed", "dropped"], time: float, **named: Any) -> None:
-        super().finish_group(group, state, time, **named)
-        self.history.grouped(group, state)
-
-    def drop_groups(self, groups: Sequence[str], reason: str, time: float, **named: Any) -> list[str]:
-        dropped = super().drop_groups(groups, reason, time, **named)
-        for group in dropped:
-            self.history.grouped(group, "dropped")
-        return dropped
-
-    def commit_step(self, **values: Any) -> VersionRow:
-        row = super().commit_step(**values)
-        self.history.committed(values["job"], row, values["lease"], values["groups"])
-        return row
-
-    def retire_version(self, policy: str, version: int) -> str | None:
-        digest = super().retire_version(policy, version)
-        self.history.retired(policy, version)
-        return digest
+    def _account(self, function: str, result: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        history = self.history
+        match function, arguments:
+            case "submit_job", (_, policies, *_):
+                row, created = result
+                if created:
+                    history.submitted(row.id, row.spec, policies)
+            case "set_job_state", (job, state, reason, *_):
+                history.is_now(job, state, reason)
+            case "fence", _:
+                history.fenced()
+            case "next_lease", (policy,):
+                history.leased(policy, result)
+            case "add_groups", (job, groups):
+                history.added(job, groups)
+            case "save_turns", (episode, turns) if result:
+                history.turned(episode, len(msgspec.msgpack.decode(turns)))
+            case "finish_episode", (episode, state, _) if result:
+                history.closed(episode, state, named.get("trajectories", b""), named.get("reward"))
+            case "finish_group", (group, state, _):
+                history.grouped(group, state)
+            case "drop_groups", _:
+                for group in result:
+                    history.grouped(group, "dropped")
+            case "commit_step", _:
+                history.committed(named["job"], result, named["lease"], named["groups"])
+            case "retire_version", (policy, version):
+                history.retired(policy, version)

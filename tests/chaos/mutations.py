@@ -110,7 +110,7 @@ MUTATIONS = [
         commit_deaths=1.0, restart_every=1000.0, down=2.0,
     ),
     _one(
-        "leave leases to a dead controller", Controller, "start", "await store.fence()", "pass",
+        "leave leases to a dead controller", Controller, "start", "await store.write(jobs.fence)", "pass",
         "durable", "jobs", "chain", commit_deaths=1.0, restart_every=1000.0, down=2.0,
     ),
     Mutation(

@@ -41,6 +41,7 @@ from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
 from rookery.simulation.fakes.text import chat
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES
+from rookery.storage.repositories import tenants
 from rookery.storage.store import Store
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -156,7 +157,7 @@ class Run:
         self._database.history = self.history
         self._database.create()
         for number in range(self.plan.tenants):
-            self._database.create_tenant(f"t{number}", f"Tenant {number}", 1.0)
+            self._database.write(tenants.create_tenant, f"t{number}", f"Tenant {number}", 1.0)
         await self._start()
         trainers = max(2, round(self.plan.workers * self.plan.trainers))
         self.machines = [SpotMachine(self, n, trains=n < trainers) for n in range(self.plan.workers)]

@@ -18,10 +18,11 @@ from tests.chaos.events import Events
 
 from rookery.errors import Unavailable
 from rookery.storage.db import Database
+from rookery.storage.repositories import versions
 
 T = TypeVar("T")
 
-COMMIT = Database.commit_step.__name__
+COMMIT = versions.commit_step.__name__
 """The call that makes a version."""
 
 
@@ -121,5 +122,4 @@ def _is_database(call: Callable[[], Any]) -> bool:
 
 
 def _is_commit(call: Callable[[], Any]) -> bool:
-    inner = call.func if isinstance(call, partial) else call
-    return getattr(inner, "__name__", "") == COMMIT
+    return isinstance(call, partial) and bool(call.args) and getattr(call.args[0], "__name__", "") == COMMIT

@@ -14,6 +14,8 @@ from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.environments.jsonl import read_jsonl
 from rookery.spec.parsing import SpecError
+from rookery.storage.repositories import tenants
+from rookery.storage.repositories.jobs import get_job
 
 ROWS = [{"prompt": f"{number} {'x' * 1000}", "answer": "1"} for number in range(100)]
 
@@ -64,7 +66,7 @@ async def test_inline_rows_are_stored_once_and_never_travel_with_an_episode(serv
     await service.ends(view.id)
     assert len(options) == 64
     assert max(len(msgspec.msgpack.encode(one)) for one in [*options, *(ask.options for ask in host.asked)]) < 1000
-    assert service.database.get_upload("alice", "dataset", digest).size > 100_000
+    assert service.database.read(tenants.get_upload, "alice", "dataset", digest).size > 100_000
     assert read_jsonl(service.artifacts.path(digest, "rows.jsonl").read_bytes()) == ROWS
 
 
@@ -150,7 +152,7 @@ async def test_hub_id_is_refused_unless_it_is_allowed(service: Service, fine: bo
 
 
 async def test_the_administrator_may_name_any_hub_id(service: Service) -> None:
-    service.database.create_tenant("root", "root", 0.0, admin=True)
+    service.database.write(tenants.create_tenant, "root", "root", 0.0, admin=True)
     assert (await service.controller.submit("root", job_of(base_model="some/model")))[0].base_model == "some/model"
 
 
@@ -190,7 +192,7 @@ async def test_jobs_that_would_hold_too_many_tokens_together_wait(service: Servi
         "running jobs of the tenant to end, which may hold 512 tokens in memory, of 512 (place 1)"
     )
     await service.controller.cancel("alice", first.id)
-    await eventually(lambda: service.database.get_job("alice", third.id).state == "running")
+    await eventually(lambda: service.database.read(get_job, "alice", third.id).state == "running")
 
 
 @pytest.mark.parametrize("settings", [{"tenant_jobs": 2}])
@@ -237,19 +239,19 @@ async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Serv
 async def test_job_that_waited_too_long_for_a_host_resumes_by_itself(service: Service) -> None:
     await service.worker().join()
     view, _ = await service.controller.submit("alice", job_of(environment__return_timeout=2))
-    await eventually(lambda: service.database.get_job("alice", view.id).state == "paused")
-    row = service.database.get_job("alice", view.id)
+    await eventually(lambda: service.database.read(get_job, "alice", view.id).state == "paused")
+    row = service.database.read(get_job, "alice", view.id)
     await settle()
     assert row.resumes and "no environment host" in row.reason
     retry = service.settings.limits.outage_retry_seconds
     await service.clock.advance(retry / 2)
-    assert service.database.get_job("alice", view.id).state == "paused"
+    assert service.database.read(get_job, "alice", view.id).state == "paused"
     await service.crash()
     await service.start()
     await service.worker("second").join()
     await service.host().join()
     await service.clock.advance(2 * service.settings.worker.heartbeat_seconds)  # a started service tries again at once
-    await eventually(lambda: service.database.get_job("alice", view.id).state == "completed")
+    await eventually(lambda: service.database.read(get_job, "alice", view.id).state == "completed")
     assert service.controller.queries.health()["totals"]["jobs_resumed"] == 1
 
 
@@ -259,7 +261,7 @@ async def test_job_that_its_owner_paused_does_not_resume_by_itself(service: Serv
     await service.ends(view.id, "running")
     await service.controller.pause("alice", view.id)
     await service.clock.advance(10_000.0)
-    assert service.database.get_job("alice", view.id).state == "paused"
+    assert service.database.read(get_job, "alice", view.id).state == "paused"
 
 
 # --- crashes while a job starts ---------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ async def test_job_that_ends_the_service_again_and_again_is_held_for_longer_each
         await service.crash()
         await service.start()
         await eventually(lambda: other.id in service.controller.jobs.runners)
-        row = service.database.get_job("alice", view.id)
+        row = service.database.read(get_job, "alice", view.id)
         if row.state == "paused":
             break
         assert row.crashes == crash and view.id not in service.controller.jobs.runners
@@ -306,7 +308,7 @@ async def test_a_restart_of_the_machine_makes_no_job_a_suspect(service: Service)
     path.write_bytes(path.read_bytes().replace(b'"boot":"', b'"boot":"another'))
     await service.start()
     await eventually(lambda: view.id in service.controller.jobs.runners)
-    assert service.database.get_job("alice", view.id).crashes == 0
+    assert service.database.read(get_job, "alice", view.id).crashes == 0
 
 
 @pytest.mark.parametrize("how", ["orderly stop", "trained a step", "ran for a while"])
@@ -316,10 +318,10 @@ async def test_job_that_has_started_is_no_suspect(service: Service, how: str) ->
     host: ScriptedHost | None = None
     for _ in range(3):
         if how == "trained a step":
-            step = service.database.get_job("alice", view.id).step
+            step = service.database.read(get_job, "alice", view.id).step
             host = service.host() if host is None else service.reconnect(host)
             await host.join()
-            await eventually(lambda step=step: service.database.get_job("alice", view.id).step > step)
+            await eventually(lambda step=step: service.database.read(get_job, "alice", view.id).step > step)
         await service.ends(view.id, "running")
         if how == "ran for a while":
             await service.clock.advance(service.settings.limits.start_seconds)
@@ -329,6 +331,6 @@ async def test_job_that_has_started_is_no_suspect(service: Service, how: str) ->
         await (service.close() if how == "orderly stop" else service.crash())
         await service.start()
         await eventually(lambda: view.id in service.controller.jobs.runners)
-        assert service.database.get_job("alice", view.id).crashes == 0
+        assert service.database.read(get_job, "alice", view.id).crashes == 0
         await (starting(service) if how != "trained a step" else service.worker().join())
     await service.ends(view.id, "running")

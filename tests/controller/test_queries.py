@@ -14,6 +14,7 @@ from tests.support.peers import MODEL, Service, eventually, job_of, settle
 from rookery.errors import NotFound
 from rookery.storage.columns import add
 from rookery.storage.models import JobRow, PolicyRow, StepRow
+from rookery.storage.repositories.jobs import set_job_state, submit_job
 
 
 def ended_job(service: Service, id: str, steps: int) -> None:
@@ -21,7 +22,7 @@ def ended_job(service: Service, id: str, steps: int) -> None:
     spec = {"base_model": MODEL, "environment": {"id": "calculator"}, "stop": {"steps": steps}}
     job = JobRow(id=id, tenant="alice", name=id, spec=spec, created=1.0)
     policy = PolicyRow(id=f"{id}-policy", tenant="alice", job=id, name="main", rank=8, alpha=16.0, targets=["q"])
-    service.database.submit_job(job, [policy])
+    service.database.write(submit_job, job, [policy])
     with service.database.writing() as connection:
         connection.execute(update(JobRow).where(JobRow.id == id).values(step=steps))
         add(
@@ -34,7 +35,7 @@ def ended_job(service: Service, id: str, steps: int) -> None:
                 for step in range(1, steps + 1)
             ),
         )  # fmt: skip
-    service.database.set_job_state(id, "completed", "", 2.0)
+    service.database.write(set_job_state, id, "completed", "", 2.0)
 
 
 async def test_a_list_shows_the_last_rewards_without_a_query_for_each_job(service: Service) -> None:

@@ -13,6 +13,7 @@ from tests.support.peers import HANG, Service, eventually, job_of, settle
 
 from rookery.controller.sessions import operations
 from rookery.errors import NotFound, TooManyRequests
+from rookery.storage.repositories import jobs, tenants
 
 DAY = 86400.0
 SIZE = forward([5, 6, 7]).size
@@ -135,9 +136,9 @@ async def test_running_job_keeps_no_more_versions_than_its_tenant_may_store(serv
     checkpoints = {"keep_last": 1000}
     greedy, _ = await service.controller.submit("alice", job_of(stop__steps=9, checkpoints=checkpoints))
     await service.ends(greedy.id, "paused")
-    row = service.database.get_job("alice", greedy.id)
+    row = service.database.read(jobs.get_job, "alice", greedy.id)
     assert row.reason.startswith("you store 4 adapters, allowed: 4") and row.resumes
-    assert service.database.stored("alice")[0] == 4
+    assert service.database.read(tenants.stored, "alice")[0] == 4
     with pytest.raises(TooManyRequests):
         await service.controller.dry_run("alice", job_of())
     await service.host(owner="bob").join()
@@ -156,8 +157,8 @@ async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_nex
     job, _ = await service.controller.submit("alice", job_of(stop__steps=1000))
     await eventually(lambda: service.controller.context.rooms.quotas.view("alice")["tokens_today"] >= 40)
     await service.clock.advance(2 * service.settings.worker.heartbeat_seconds)
-    await eventually(lambda: service.database.get_job("alice", job.id).state == "paused")
-    row = service.database.get_job("alice", job.id)
+    await eventually(lambda: service.database.read(jobs.get_job, "alice", job.id).state == "paused")
+    row = service.database.read(jobs.get_job, "alice", job.id)
     assert row.reason.startswith("the tenant's 40 tokens of today are used up; it continues by itself on 1970-01-13")
     assert row.resumes
     with pytest.raises(TooManyRequests, match="40 tokens of today are used up") as refusal:
@@ -177,11 +178,11 @@ async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_nex
     shown = await service.controller.queries.show("alice", waiting.id)
     assert shown.state == "queued" and shown.waits_for.startswith("the next day: the tenant's 40 tokens of today")
     await service.clock.advance(3600.0)
-    assert service.database.get_job("alice", job.id).state == "paused"
+    assert service.database.read(jobs.get_job, "alice", job.id).state == "paused"
     await service.controller.limit_tenant("alice", {"tokens_per_day": 10**9})
     await service.clock.advance(DAY)
     for one in (job, waiting):
-        await passing(service, lambda one=one: service.database.get_job("alice", one.id).state == "running")
+        await passing(service, lambda one=one: service.database.read(jobs.get_job, "alice", one.id).state == "running")
 
 
 @pytest.mark.parametrize("settings", [{"tenant_models": 1, "allowed_models": "*"}])
@@ -214,9 +215,9 @@ async def test_full_store_refuses_what_would_be_stored(service: Service) -> None
     await alice.save("kept")
     done, _ = await service.controller.submit("alice", job_of())
     await service.ends(done.id)
-    adapters, size = service.database.stored("alice")
+    adapters, size = service.database.read(tenants.stored, "alice")
     assert adapters >= 2 and size > 100
-    assert service.database.stored("bob") == (0, 0)
+    assert service.database.read(tenants.stored, "bob") == (0, 0)
     for name, most in (("adapters", adapters), ("bytes", size)):
         await service.controller.limit_tenant("alice", {"adapters": None, "bytes": None, name: most})
         with pytest.raises(TooManyRequests, match=rf"you store \d+ .*allowed: {most}"):
@@ -239,7 +240,7 @@ async def test_metadata_of_a_tenant_is_bounded(service: Service) -> None:
             made.append(await sessions.create("alice", f"k{number}", sdk_version="1", name="", about=text))
     assert len(made) == 3 and refused(service) == {"metadata_bytes": 1}
     await sessions.create("bob", None, sdk_version="1", name="", about=text)
-    stored = service.database.metadata_bytes("alice")
+    stored = service.database.read(tenants.metadata_bytes, "alice")
     assert 3000 <= stored < 4000, "what is stored is what was counted"
     await service.controller.limit_tenant("alice", {"metadata_bytes": 10_000})
     await sessions.create("alice", None, sdk_version="1", name="", about=text)

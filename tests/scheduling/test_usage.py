@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
 from tests.support.peers import MODEL, Service, eventually, job_of
+from tests.support.storing import intercept
 
 from rookery import protocol
 from rookery.cli.jobs import cost_lines
@@ -30,6 +31,7 @@ from rookery.scheduling.usage import (
     WorkerMeter,
 )
 from rookery.storage.models import PolicyRow
+from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import TENANT_TOTAL
 
 # --- sharing an interval ----------------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
     usage = service.controller.context.rooms.usage
     assert usage.tenant_view("bob").cost == 5.0 and usage.tenant_view("alice").cost == 0.0
     await usage.save()
-    assert list(service.database.tenant_usage("bob")) == [TENANT_TOTAL]
+    assert list(service.database.read(tenants.tenant_usage, "bob")) == [TENANT_TOTAL]
 
 
 async def lease(policy: str) -> int:
@@ -308,7 +310,7 @@ async def test_counters_survive_a_restart_and_a_crash_loses_only_those_not_store
     await controller.context.rooms.rollouts.sample(question("alice", "sample-2"))
     service.clock.now += 10.0
     await busy.beat(decode=3.0)
-    stored = lambda: service.database.usage_totals()["alice"]["reserved"]["decode"]["cost"]  # noqa: E731
+    stored = lambda: service.database.read(tenants.usage_totals)["alice"]["reserved"]["decode"]["cost"]  # noqa: E731
     await service.clock.advance(2.0)
     await eventually(lambda: stored() == 7)
     await controller.context.rooms.rollouts.sample(question("alice", "sample-3"))
@@ -346,17 +348,16 @@ async def test_an_unavailable_database_delays_only_the_counters(
     await service.controller.context.rooms.rollouts.sample(question())
     service.clock.now += 10.0
     await busy.beat(decode=4.0)
-    save = service.database.save_usage
 
     def away(*arguments: Any) -> None:
         raise Unavailable("the database does not answer")
 
-    monkeypatch.setattr(service.database, "save_usage", away)
-    await service.clock.advance(40.0)
-    await eventually(lambda: "usage is not stored yet" in caplog.text)
-    monkeypatch.setattr(service.database, "save_usage", save)
+    with monkeypatch.context() as patch:
+        intercept(patch, service.database, "save_usage", away)
+        await service.clock.advance(40.0)
+        await eventually(lambda: "usage is not stored yet" in caplog.text)
     await service.controller.context.rooms.usage.save()
-    assert service.database.job_usage("bob", TENANT_TOTAL)["reserved"]["decode"]["cost"] == 4
+    assert service.database.read(tenants.job_usage, "bob", TENANT_TOTAL)["reserved"]["decode"]["cost"] == 4
 
 
 async def test_an_invalid_price_is_refused(service: Service) -> None:

@@ -15,6 +15,7 @@ from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized
 from rookery.server.launcher import EmbeddedService
 from rookery.storage.data_dir import DATABASE_FILE
 from rookery.storage.db import Database
+from rookery.storage.repositories import jobs, tenants
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +112,14 @@ def test_an_interrupted_deletion_is_finished_at_the_next_start(tmp_path: Path) -
             client.submit(job(name="left", environment={"hosted": "nobody"}))
     database = Database(f"sqlite:///{tmp_path}/data/{DATABASE_FILE}")
     database.create()
-    database.delete_tenant(ada, 1.0)  # and the service ends before it has deleted anything
-    assert database.half_deleted() == {ada}
+    database.write(tenants.delete_tenant, ada, 1.0)  # and the service ends before it has deleted anything
+    assert database.read(tenants.half_deleted) == {ada}
     database.close()
     with served(tmp_path):
         deadline = time.monotonic() + 60
         database = Database(f"sqlite:///{tmp_path}/data/{DATABASE_FILE}")
-        while database.half_deleted():
+        while database.read(tenants.half_deleted):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert database.list_jobs(ada) == []
+        assert database.read(jobs.list_jobs, ada) == []
         database.close()

@@ -28,6 +28,7 @@ from rookery.storage.models import (
     UploadRow,
     VersionRow,
 )
+from rookery.storage.repositories import jobs, sessions, tenants
 
 ROWS = 20_000
 
@@ -84,15 +85,15 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServic
 def fill(service: EmbeddedService) -> None:
     """Twenty thousand rows in every list of the administrator's tenant; each hundred have the same time."""
     database = Database(f"sqlite:///{service.settings.data}/rookery.db")
-    admin = database.list_tenants()[0]
+    admin = database.read(tenants.list_tenants)[0]
     with Client(service.url, service.key) as client:
         made = client.submit(job(name="first"))
         made.cancel()
         made.wait(60)
-    first = database.get_job(admin.id, made.id)
-    [policy] = database.policies(admin.id, made.id)
+    first = database.read(jobs.get_job, admin.id, made.id)
+    [policy] = database.read(jobs.policies, admin.id, made.id)
     visit(database, admin.id)
-    [session], [model] = database.list_sessions(admin.id), database.list_models(admin.id)
+    [session], [model] = database.read(sessions.list_sessions, admin.id), database.read(sessions.list_models, admin.id)
     shared: dict[str, Any] = {"tenant": admin.id, "hash": "f" * 64, "created": 0.0}
     weights = {"manifest": Manifest(hash="0" * 64, shards=[]), "policy": policy.id, "version": -1}
     templates: dict[str, tuple[Base, dict[str, str]]] = {

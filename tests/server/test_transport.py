@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import Connection
 from tests.support.faces import job, served
 from tests.support.tinkered import place_model, running
 from tests.support.waiting import until
@@ -24,7 +25,7 @@ from rookery.errors import UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.db import Database
+from rookery.storage.repositories import tenants
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +92,13 @@ def test_keys_are_looked_up_by_their_digest(secured: EmbeddedService, monkeypatc
     with Client(secured.url, secured.key, settings=secured.settings) as client:
         fresh = client.add_key("admin").key  # nobody has presented it: a key that was valid is known for a second
     asked: list[str] = []
-    valid_key = Database.valid_key
+    valid_key = tenants.valid_key
 
-    def recorded(database: Database, key_hash: str, now: float) -> Any:
+    def recorded(connection: Connection, key_hash: str, now: float) -> Any:
         asked.append(key_hash)
-        return valid_key(database, key_hash, now)
+        return valid_key(connection, key_hash, now)
 
-    monkeypatch.setattr(Database, "valid_key", recorded)
+    monkeypatch.setattr(tenants, "valid_key", recorded)
     near = fresh[:-1] + ("a" if fresh[-1] != "a" else "b")
     with httpx.Client(base_url=secured.url, verify=False) as http:  # its certificate is the test's own
         for key in (fresh, near):

@@ -16,6 +16,8 @@ from tests.support.storing import commit, connected, group_counts, new_group, su
 from rookery.errors import Conflict
 from rookery.storage import models
 from rookery.storage.db import Database
+from rookery.storage.repositories import jobs, tenants
+from rookery.storage.repositories import versions as version_rows
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -27,7 +29,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.url = f"sqlite:///{self.folder.name}/rookery.db"
         self.database = Database(self.url)
         self.database.create()
-        self.database.create_tenant("alice", "", 0.0)
+        self.database.write(tenants.create_tenant, "alice", "", 0.0)
         submit(self.database)
         self.states: dict[int, str] = {}
         self.consumed: dict[str, int] = {}
@@ -46,9 +48,9 @@ class AnyOrder(RuleBasedStateMachine):
         if not groups or start != len(self.states):
             if groups:
                 with pytest.raises(Conflict):
-                    self.database.add_groups("job", groups)
+                    self.database.write(jobs.add_groups, "job", groups)
             return
-        self.database.add_groups("job", groups)
+        self.database.write(jobs.add_groups, "job", groups)
         self.states |= {group.ordinal: "open" for group in groups}
 
     @precondition(lambda self: self.states)
@@ -57,13 +59,13 @@ class AnyOrder(RuleBasedStateMachine):
         ordinal = data.draw(st.sampled_from(sorted(self.states)))
         group = new_group(ordinal)
         for episode in group.episodes:
-            closed = self.database.finish_episode(episode.id, "done", 1.0, trajectories=b"x")
+            closed = self.database.write(jobs.finish_episode, episode.id, "done", 1.0, trajectories=b"x")
             assert closed == (self.states[ordinal] == "open")
         if self.states[ordinal] != "open":
             with pytest.raises(Conflict):
-                self.database.finish_group(group.id, state, 2.0)
+                self.database.write(jobs.finish_group, group.id, state, 2.0)
             return
-        self.database.finish_group(group.id, state, 2.0, min_version=self.head)
+        self.database.write(jobs.finish_group, group.id, state, 2.0, min_version=self.head)
         self.states[ordinal] = state
 
     @precondition(lambda self: self.states)
@@ -72,13 +74,13 @@ class AnyOrder(RuleBasedStateMachine):
         ordinals = data.draw(st.lists(st.sampled_from(sorted(self.states)), unique=True, max_size=3))
         dropped = [n for n in ordinals if self.states[n] in ("open", "ready")]
         asked = [new_group(n).id for n in ordinals]
-        assert self.database.drop_groups(asked, "", 3.0) == [new_group(n).id for n in dropped]
+        assert self.database.write(jobs.drop_groups, asked, "", 3.0) == [new_group(n).id for n in dropped]
         self.states |= dict.fromkeys(dropped, "dropped")
 
     @rule()
     def take_over(self) -> None:
         self.lease += 1
-        assert self.database.next_lease("job-main") == self.lease
+        assert self.database.write(jobs.next_lease, "job-main") == self.lease
 
     @rule(data=st.data(), lease=st.sampled_from([0, 0, 0, -1, 1]), back=st.sampled_from([0, 0, 0, 1]))
     def commit(self, data: st.DataObject, lease: int, back: int) -> None:
@@ -108,9 +110,9 @@ class AnyOrder(RuleBasedStateMachine):
         parent = self.parents[self.head]
         if parent is None:
             with pytest.raises(Conflict):
-                self.database.rollback("job-main", self.head, "corrupt")
+                self.database.write(version_rows.rollback, "job-main", self.head, "corrupt")
             return
-        assert self.database.rollback("job-main", self.head, "corrupt").version == parent
+        assert self.database.write(version_rows.rollback, "job-main", self.head, "corrupt").version == parent
         self.head = parent
 
     @rule()
@@ -121,15 +123,19 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        assert self.database.get_job("alice", "job").cursor == len(self.states)
+        assert self.database.read(jobs.get_job, "alice", "job").cursor == len(self.states)
         for state in ("open", "ready"):
-            rows = self.database.open_groups("job") if state == "open" else self.database.ready_groups("job")
+            rows = (
+                self.database.read(jobs.open_groups, "job")
+                if state == "open"
+                else self.database.read(jobs.ready_groups, "job")
+            )
             assert [row.ordinal for row in rows] == [n for n in sorted(self.states) if self.states[n] == state]
         counts = {state: list(self.states.values()).count(state) for state in set(self.states.values())}
         assert group_counts(self.database, "job") == counts
-        versions = self.database.versions("alice", "job-main")
+        versions = self.database.read(version_rows.versions, "alice", "job-main")
         assert [version.parent for version in versions] == self.parents
-        policy = self.database.get_policy("alice", "job", "main")
+        policy = self.database.read(jobs.get_policy, "alice", "job", "main")
         assert (policy.head_version, policy.lease) == (self.head, self.lease)
         with connected(self.url) as connection:
             found = connection.execute(select(models.GroupRow.id, models.GroupRow.consumed_by)).all()

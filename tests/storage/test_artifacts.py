@@ -297,11 +297,12 @@ from pathlib import Path
 from rookery.errors import StorageFull
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
+from rookery.storage.repositories import tenants
 root = Path(sys.argv[1])
 artifacts = Artifacts(root / "artifacts")
 database = Database(f"sqlite:///{root}/rookery.db")
 database.create()
-database.create_tenant("t", "T", 0.0)
+database.write(tenants.create_tenant, "t", "T", 0.0)
 kept = []
 try:
     for n in range(100):
@@ -317,16 +318,16 @@ for hash in kept:
 stored = 0
 try:
     for n in range(1000):
-        database.add_event("t", None, float(n), "fill", "x" * 10_000)
+        database.write(tenants.add_event, "t", None, float(n), "fill", "x" * 10_000)
         stored += 1
 except StorageFull as error:
     print(error)
 assert stored < 1000
-assert len(database.events("t", None, 10_000)) == stored
+assert len(database.read(tenants.events, "t", None, 10_000)) == stored
 for hash in kept:
     artifacts.delete(hash)
 assert artifacts.hashes() == set()
-database.add_event("t", None, 0.0, "room again", "")
+database.write(tenants.add_event, "t", None, 0.0, "room again", "")
 print("survived")
 """
 

@@ -18,6 +18,7 @@ from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.backup import back_up, restore
 from rookery.storage.data_dir import DATABASE_FILE, DataFolder, sqlite_url
 from rookery.storage.db import Database
+from rookery.storage.repositories import tenants
 from rookery.storage.repositories.versions import live_hashes
 
 BACKUPS = 3
@@ -73,13 +74,13 @@ def stored(data: Path) -> None:
     """A data folder without a service: one job, an upload that is an artifact."""
     with DataFolder(data) as folder, closing(Database(folder.database_url)) as database:
         database.create()
-        database.create_tenant("alice", "Alice", 0.0)
+        database.write(tenants.create_tenant, "alice", "Alice", 0.0)
         submit(database)
         folder.admin_key(), folder.worker_token()
         with Artifacts(folder.artifacts).begin() as staging:
             staging.write("rows.jsonl", [b"rows"])
-            database.add_upload("alice", "dataset", staging.commit().hash, 4, 0.0)
-        database.add_event("alice", "job", 0.0, "text", "an event")
+            database.write(tenants.add_upload, "alice", "dataset", staging.commit().hash, 4, 0.0)
+        database.write(tenants.add_event, "alice", "job", 0.0, "text", "an event")
 
 
 def test_a_backup_holds_every_row_and_moves_to_another_kind_of_database(postgres: str, tmp_path: Path) -> None:
@@ -91,8 +92,8 @@ def test_a_backup_holds_every_row_and_moves_to_another_kind_of_database(postgres
     assert back_up(tmp_path / "restored", url, tmp_path / "two") == 1
     assert everything(sqlite_url(tmp_path / "two")) == everything(url)
     with closing(Database(url)) as database:
-        database.add_event("alice", "job", 1.0, "text", "numbered after the restored ones")
-        assert [row.id for row in database.events("alice", "job", 9)] == [1, 2]
+        database.write(tenants.add_event, "alice", "job", 1.0, "text", "numbered after the restored ones")
+        assert [row.id for row in database.read(tenants.events, "alice", "job", 9)] == [1, 2]
     for name in ("rookery.db", "admin.key", "worker.token"):
         assert (tmp_path / "two" / name).stat().st_mode & 0o077 == 0
     assert (tmp_path / "two").stat().st_mode & 0o077 == 0

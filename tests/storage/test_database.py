@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from rookery.storage.columns import Base
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database
 from rookery.storage.models import EpisodeRow, JobRow, PolicyRow
+from rookery.storage.repositories import episodes, jobs, runs, sessions, tenants
+from rookery.storage.repositories import versions as version_rows
 from rookery.storage.repositories.episodes import EpisodeChoice
 
 
@@ -68,7 +71,7 @@ def database(url: str) -> Iterator[Database]:
     database = Database(url)
     database.create()
     for tenant in ("alice", "bob"):
-        database.create_tenant(tenant, tenant.title(), 0.0)
+        database.write(tenants.create_tenant, tenant, tenant.title(), 0.0)
     yield database
     database.close()
 
@@ -78,63 +81,66 @@ def database(url: str) -> Iterator[Database]:
 
 def test_a_key_names_its_tenant_until_it_is_revoked_or_expires(database: Database) -> None:
     key, brief = hash_key(new_key()), hash_key(new_key())
-    database.add_key(key, "alice", "laptop", 1.0)
-    database.add_key(brief, "bob", "guest", 1.5, "host", 5.0)
-    found, guest = database.valid_key(key, 2.0), database.valid_key(brief, 4.9)
+    database.write(tenants.add_key, key, "alice", "laptop", 1.0)
+    database.write(tenants.add_key, brief, "bob", "guest", 1.5, "host", 5.0)
+    found, guest = database.read(tenants.valid_key, key, 2.0), database.read(tenants.valid_key, brief, 4.9)
     assert found is not None and (found.tenant, found.role) == ("alice", "tenant")
     assert guest is not None and (guest.tenant, guest.role) == ("bob", "host")
-    assert database.valid_key(brief, 5.0) is None
-    assert database.valid_key(hash_key(new_key()), 2.0) is None
+    assert database.read(tenants.valid_key, brief, 5.0) is None
+    assert database.read(tenants.valid_key, hash_key(new_key()), 2.0) is None
     for owner in ("alice", "bob", "nobody"):
         with pytest.raises(Conflict):
-            database.add_key(key, owner, "again", 1.0)
+            database.write(tenants.add_key, key, owner, "again", 1.0)
     with pytest.raises(NotFound):
-        database.revoke_key("bob", key, 2.0)
-    database.revoke_key("alice", key, 2.0)
-    assert database.valid_key(key, 2.0) is None
-    assert [(row.label, row.revoked) for row in database.keys("alice")] == [("laptop", 2.0)]
+        database.write(tenants.revoke_key, "bob", key, 2.0)
+    database.write(tenants.revoke_key, "alice", key, 2.0)
+    assert database.read(tenants.valid_key, key, 2.0) is None
+    assert [(row.label, row.revoked) for row in database.read(tenants.keys, "alice")] == [("laptop", 2.0)]
     with pytest.raises(Conflict):
-        database.create_tenant("alice", "another", 3.0)
-    assert [row.id for row in database.list_tenants()] == ["alice", "bob"]
+        database.write(tenants.create_tenant, "alice", "another", 3.0)
+    assert [row.id for row in database.read(tenants.list_tenants)] == ["alice", "bob"]
     with pytest.raises(NotFound):
-        database.get_tenant("carol")
+        database.read(tenants.get_tenant, "carol")
 
 
 def test_a_name_means_one_live_tenant(database: Database) -> None:
     for taken in ("Alice", "alice", "bob"):
         with pytest.raises(Conflict, match="give another name"):
-            database.create_tenant("carol", taken, 3.0)
+            database.write(tenants.create_tenant, "carol", taken, 3.0)
     with pytest.raises(Conflict, match="give another name"):
-        database.rename_tenant("bob", "Alice")
-    assert database.rename_tenant("bob", "Bob").name == "Bob", "the same name again is no conflict"
-    assert database.rename_tenant("bob", "Robert").name == "Robert"
-    assert database.create_tenant("carol", "Bob", 3.0).name == "Bob", "the old name is free"
+        database.write(tenants.rename_tenant, "bob", "Alice")
+    assert database.write(tenants.rename_tenant, "bob", "Bob").name == "Bob", "the same name again is no conflict"
+    assert database.write(tenants.rename_tenant, "bob", "Robert").name == "Robert"
+    assert database.write(tenants.create_tenant, "carol", "Bob", 3.0).name == "Bob", "the old name is free"
     with pytest.raises(NotFound):
-        database.rename_tenant("nobody", "Nobody")
+        database.write(tenants.rename_tenant, "nobody", "Nobody")
 
 
 def test_a_deleted_tenant_has_no_valid_key_and_its_name_is_free(database: Database) -> None:
     key = hash_key(new_key())
-    database.add_key(key, "alice", "laptop", 1.0)
+    database.write(tenants.add_key, key, "alice", "laptop", 1.0)
     submit(database, job="left")
-    database.delete_tenant("alice", 2.0)
-    assert database.valid_key(key, 2.0) is None
+    database.write(tenants.delete_tenant, "alice", 2.0)
+    assert database.read(tenants.valid_key, key, 2.0) is None
     with pytest.raises(NotFound, match="is deleted"):  # a job that was checked while its tenant was deleted
         submit(database, job="late")
-    for call in (database.get_tenant, database.delete_tenant):
-        with pytest.raises(NotFound):
-            call(*("alice", 3.0)[: 1 if call == database.get_tenant else 2])  # type: ignore[arg-type]
-    assert [row.id for row in database.list_tenants()] == ["bob"]
-    assert [row.id for row in database.list_tenants(True)] == ["alice", "bob"]
-    assert {id: row.deleted for id, row in database.tenants_of(["alice", "carol"]).items()} == {"alice": 2.0}
-    assert database.create_tenant("another", "Alice", 3.0).name == "Alice"
-    assert database.half_deleted() == {"alice"}, "its job is still there"
-    database.set_job_state("left", "cancelled", "", 4.0)
-    database.delete_job("alice", "left")
-    assert database.half_deleted() == set()
-    database.create_tenant("admins", "admin", 0.0, admin=True)
+    with pytest.raises(NotFound):
+        database.read(tenants.get_tenant, "alice")
+    with pytest.raises(NotFound):
+        database.write(tenants.delete_tenant, "alice", 3.0)
+    assert [row.id for row in database.read(tenants.list_tenants)] == ["bob"]
+    assert [row.id for row in database.read(tenants.list_tenants, True)] == ["alice", "bob"]
+    assert {id: row.deleted for id, row in database.read(tenants.tenants_of, ["alice", "carol"]).items()} == {
+        "alice": 2.0
+    }
+    assert database.write(tenants.create_tenant, "another", "Alice", 3.0).name == "Alice"
+    assert database.read(tenants.half_deleted) == {"alice"}, "its job is still there"
+    database.write(jobs.set_job_state, "left", "cancelled", "", 4.0)
+    database.write(jobs.delete_job, "alice", "left")
+    assert database.read(tenants.half_deleted) == set()
+    database.write(tenants.create_tenant, "admins", "admin", 0.0, admin=True)
     with pytest.raises(Conflict, match="administrator"):
-        database.delete_tenant("admins", 2.0)
+        database.write(tenants.delete_tenant, "admins", 2.0)
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -146,18 +152,18 @@ def test_a_name_means_the_newest_job_of_that_name(database: Database) -> None:
         [("j1", "sums"), ("j2", "sums"), ("j3", "j1"), ("j4", "sums"), ("j5", "other")]
     ):
         row = JobRow(id=id, tenant="alice", name=name, spec={}, created=float(number))
-        database.submit_job(row, [])
-    database.submit_job(JobRow(id="b1", tenant="bob", name="sums", spec={}, created=99.0), [])
+        database.write(jobs.submit_job, row, [])
+    database.write(jobs.submit_job, JobRow(id="b1", tenant="bob", name="sums", spec={}, created=99.0), [])
     named = {"sums": "j4", "sums~0": "j4", "sums~1": "j2", "sums~2": "j1", "j1": "j1", "j1~0": "j3", "j3": "j3",
              "other": "j5", "b1": None, "sums~3": None, "sums~": None, "sums~-1": None, "sums~1~1": None, "~1": None,
              "sums~9999999999": None, "": None, "nobody": None, "sums~１": None}  # fmt: skip
     for asked, id in named.items():
         if id is None:
             with pytest.raises(NotFound):
-                database.find_job("alice", asked)
+                database.read(jobs.find_job, "alice", asked)
         else:
-            assert database.find_job("alice", asked).id == id, asked
-    assert database.find_job("bob", "sums").id == "b1"
+            assert database.read(jobs.find_job, "alice", asked).id == id, asked
+    assert database.read(jobs.find_job, "bob", "sums").id == "b1"
 
 
 def test_submitting_is_idempotent_by_key(database: Database) -> None:
@@ -167,35 +173,37 @@ def test_submitting_is_idempotent_by_key(database: Database) -> None:
     assert submit(database, job="other", key="another")[1]
     assert submit(database, tenant="bob", job="bobs", key="k")[1], "keys are each tenant's own"
     assert submit(database, job="free")[1] and submit(database, job="free2")[1], "no key, no bond"
-    assert [policy.job for policy in database.policies("alice", "job")] == ["job"]
-    assert database.policies("alice", "again") == []
+    assert [policy.job for policy in database.read(jobs.policies, "alice", "job")] == ["job"]
+    assert database.read(jobs.policies, "alice", "again") == []
 
 
 def test_one_key_submitted_at_once_makes_one_job(database: Database) -> None:
     results: list[tuple[JobRow, bool]] = []
     in_threads(6, lambda i: results.append(submit(database, job=f"job{i}", key="k")))
     assert len(results) == 6 and sum(created for _, created in results) == 1
-    assert len({row.id for row, _ in results}) == len(database.list_jobs("alice")) == 1
+    assert len({row.id for row, _ in results}) == len(database.read(jobs.list_jobs, "alice")) == 1
 
 
 def test_a_finished_job_stays_finished(database: Database) -> None:
     submit(database)
-    assert database.set_job_state("job", "running", "", 5.0).started == 5.0
-    database.set_job_state("job", "paused", "asked to", 6.0)
-    assert database.set_job_state("job", "running", "", 7.0).started == 5.0
-    assert [job.id for job in database.all_unfinished_jobs()] == ["job"]
-    assert database.unfinished_job_ids("") == {"job"}
-    done = database.set_job_state("job", "failed", "the environment is broken", 8.0, error="ValueError: \x00\ud800")
+    assert database.write(jobs.set_job_state, "job", "running", "", 5.0).started == 5.0
+    database.write(jobs.set_job_state, "job", "paused", "asked to", 6.0)
+    assert database.write(jobs.set_job_state, "job", "running", "", 7.0).started == 5.0
+    assert [job.id for job in database.read(jobs.all_unfinished_jobs)] == ["job"]
+    assert database.read(jobs.unfinished_job_ids, "") == {"job"}
+    done = database.write(
+        jobs.set_job_state, "job", "failed", "the environment is broken", 8.0, error="ValueError: \x00\ud800"
+    )
     assert (done.finished, done.reason) == (8.0, "the environment is broken")
-    assert database.all_unfinished_jobs() == []
-    assert database.unfinished_job_ids("") == set()
+    assert database.read(jobs.all_unfinished_jobs) == []
+    assert database.read(jobs.unfinished_job_ids, "") == set()
     for state in ("running", "cancelled", "completed"):
         with pytest.raises(Conflict, match="failed already"):
-            database.set_job_state("job", state, "", 9.0)
+            database.write(jobs.set_job_state, "job", state, "", 9.0)
     with pytest.raises(NotFound):
-        database.set_job_state("other", "running", "", 9.0)
+        database.write(jobs.set_job_state, "other", "running", "", 9.0)
     with pytest.raises(Conflict):
-        database.add_groups("job", [new_group(0)])
+        database.write(jobs.add_groups, "job", [new_group(0)])
     with pytest.raises(Conflict):
         commit(database, 0, None, [], 0)
 
@@ -203,26 +211,26 @@ def test_a_finished_job_stays_finished(database: Database) -> None:
 def test_the_end_of_a_job_is_logged_and_closes_its_groups(database: Database) -> None:
     for job in ("job", "other"):
         submit(database, job=job)
-        database.set_job_state(job, "running", "", 5.0)
-    database.add_groups("job", [new_group(n) for n in range(3)])
-    database.add_groups("other", [new_group(0, job="other")])
+        database.write(jobs.set_job_state, job, "running", "", 5.0)
+    database.write(jobs.add_groups, "job", [new_group(n) for n in range(3)])
+    database.write(jobs.add_groups, "other", [new_group(0, job="other")])
     make_ready(database, new_group(1))
-    database.finish_group("job-train-2", "failed", 6.0)
-    database.set_job_state("job", "failed", "the environment is broken", 8.0)
-    said = [(event.time, event.kind, event.text) for event in database.events("alice", "job", 10)]
+    database.write(jobs.finish_group, "job-train-2", "failed", 6.0)
+    database.write(jobs.set_job_state, "job", "failed", "the environment is broken", 8.0)
+    said = [(event.time, event.kind, event.text) for event in database.read(tenants.events, "alice", "job", 10)]
     assert said == [(5.0, "state", "running"), (8.0, "state", "failed: the environment is broken")]
     assert group_counts(database, "job") == {"dropped": 2, "failed": 1}
-    assert not database.save_turns("job-train-0-0", b"late"), "a dropped group's episodes are closed"
+    assert not database.write(jobs.save_turns, "job-train-0-0", b"late"), "a dropped group's episodes are closed"
     assert group_counts(database, "other") == {"open": 1}
 
 
 def test_leases_only_grow(database: Database) -> None:
     submit(database)
     leases: list[int] = []
-    in_threads(8, lambda i: leases.append(database.next_lease("job-main")))
+    in_threads(8, lambda i: leases.append(database.write(jobs.next_lease, "job-main")))
     assert sorted(leases) == list(range(1, 9))
     with pytest.raises(NotFound):
-        database.next_lease("other")
+        database.write(jobs.next_lease, "other")
 
 
 # --- groups and the cursor --------------------------------------------------------------------------------------------
@@ -230,18 +238,18 @@ def test_leases_only_grow(database: Database) -> None:
 
 def test_the_cursor_moves_only_with_the_next_ordinals(database: Database, url: str) -> None:
     submit(database)
-    database.add_groups("job", [new_group(1), new_group(0)])
-    database.add_groups("job", [])
+    database.write(jobs.add_groups, "job", [new_group(1), new_group(0)])
+    database.write(jobs.add_groups, "job", [])
     before = everything(url)
     for ordinals in ([0], [1], [3], [2, 4], [2, 2]):
         with pytest.raises(Conflict):
-            database.add_groups("job", [new_group(ordinal) for ordinal in ordinals])
+            database.write(jobs.add_groups, "job", [new_group(ordinal) for ordinal in ordinals])
     with pytest.raises(NotFound):
-        database.add_groups("nothing", [new_group(2)])
+        database.write(jobs.add_groups, "nothing", [new_group(2)])
     assert everything(url) == before
-    database.add_groups("job", [new_group(2), new_group(7, split="eval:0")])
-    assert database.get_job("alice", "job").cursor == 3
-    assert [(g.split, g.ordinal) for g in database.open_groups("job")] == [
+    database.write(jobs.add_groups, "job", [new_group(2), new_group(7, split="eval:0")])
+    assert database.read(jobs.get_job, "alice", "job").cursor == 3
+    assert [(g.split, g.ordinal) for g in database.read(jobs.open_groups, "job")] == [
         ("eval:0", 7),
         ("train", 0),
         ("train", 1),
@@ -258,35 +266,35 @@ def test_an_ordinal_is_used_once(database: Database) -> None:
             group = new_group(ordinal)
             renamed = replace(group, id=f"{i}-{ordinal}", episodes=())
             try:
-                database.add_groups("job", [renamed])
+                database.write(jobs.add_groups, "job", [renamed])
                 won.append(ordinal)
             except Conflict:
                 continue
 
     in_threads(4, add)
-    assert sorted(won) == sorted({group.ordinal for group in database.open_groups("job")})
-    assert sorted(won) == list(range(database.get_job("alice", "job").cursor))
+    assert sorted(won) == sorted({group.ordinal for group in database.read(jobs.open_groups, "job")})
+    assert sorted(won) == list(range(database.read(jobs.get_job, "alice", "job").cursor))
 
 
 def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, database: Database) -> None:
     submit(database)
-    database.add_groups("job", [new_group(0), new_group(1), new_group(2)])
-    assert database.save_turns("job-train-0-1", b"one turn", version=3, host_instance="host")
-    assert database.save_turns("job-train-0-1", b"two turns")
+    database.write(jobs.add_groups, "job", [new_group(0), new_group(1), new_group(2)])
+    assert database.write(jobs.save_turns, "job-train-0-1", b"one turn", version=3, host_instance="host")
+    assert database.write(jobs.save_turns, "job-train-0-1", b"two turns")
     make_ready(database, new_group(1), version=2)
-    database.finish_episode("job-train-2-0", "failed", 5.0, error="TimeoutError: late")
-    database.finish_group("job-train-2", "failed", 6.0, reason="one member left")
+    database.write(jobs.finish_episode, "job-train-2-0", "failed", 5.0, error="TimeoutError: late")
+    database.write(jobs.finish_group, "job-train-2", "failed", 6.0, reason="one member left")
     database.close()
 
     again = Database(url)
     again.create()
-    (open_group,) = again.open_groups("job")
+    (open_group,) = again.read(jobs.open_groups, "job")
     assert (open_group.id, open_group.prompt, open_group.tenant) == ("job-train-0", b'{"n": 0}', "alice")
     assert [episode.seed for episode in open_group.episodes] == [2**63 - 1, 2**63 - 2]
     fresh, running = open_group.episodes
     assert (fresh.turns, fresh.version, fresh.state) == (b"", None, "open")
     assert (running.turns, running.version, running.host_instance) == (b"two turns", 3, "host")
-    (ready,) = again.ready_groups("job")
+    (ready,) = again.read(jobs.ready_groups, "job")
     assert (ready.min_version, [episode.trajectories for episode in ready.episodes]) == (2, [b"tokens"] * 2)
     assert group_counts(again, "job") == {"open": 1, "ready": 1, "failed": 1}
     again.close()
@@ -294,49 +302,55 @@ def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, databa
 
 def test_closed_groups_and_episodes_do_not_change(database: Database) -> None:
     submit(database)
-    database.add_groups("job", [new_group(n) for n in range(4)])
-    assert database.finish_episode("job-train-0-0", "done", 2.0, reward=1.0)
-    assert not database.finish_episode("job-train-0-0", "failed", 3.0, error="late")
-    assert not database.save_turns("job-train-0-0", b"late")
-    assert not database.save_turns("nothing", b"")
+    database.write(jobs.add_groups, "job", [new_group(n) for n in range(4)])
+    assert database.write(jobs.finish_episode, "job-train-0-0", "done", 2.0, reward=1.0)
+    assert not database.write(jobs.finish_episode, "job-train-0-0", "failed", 3.0, error="late")
+    assert not database.write(jobs.save_turns, "job-train-0-0", b"late")
+    assert not database.write(jobs.save_turns, "nothing", b"")
     with pytest.raises(Conflict, match="1 open episodes"):
-        database.finish_group("job-train-0", "ready", 3.0)
-    assert [group.id for group in database.open_groups("job")] == [f"job-train-{n}" for n in range(4)]
+        database.write(jobs.finish_group, "job-train-0", "ready", 3.0)
+    assert [group.id for group in database.read(jobs.open_groups, "job")] == [f"job-train-{n}" for n in range(4)]
     make_ready(database, new_group(1))
     with pytest.raises(Conflict):
-        database.finish_group("job-train-1", "failed", 3.0)
-    lease = database.next_lease("job-main")
+        database.write(jobs.finish_group, "job-train-1", "failed", 3.0)
+    lease = database.write(jobs.next_lease, "job-main")
     commit(database, lease, None, ["job-train-1"], 0)
     asked = ["job-train-2", "job-train-1", "job-train-0", "nothing"]
-    assert database.drop_groups(asked, "too old", 4.0) == ["job-train-2", "job-train-0"]
-    assert database.drop_groups(asked, "again", 5.0) == []
-    assert not database.save_turns("job-train-2-0", b"late"), "a dropped group's episodes are closed"
+    assert database.write(jobs.drop_groups, asked, "too old", 4.0) == ["job-train-2", "job-train-0"]
+    assert database.write(jobs.drop_groups, asked, "again", 5.0) == []
+    assert not database.write(jobs.save_turns, "job-train-2-0", b"late"), "a dropped group's episodes are closed"
     assert group_counts(database, "job") == {"consumed": 1, "dropped": 2, "open": 1}
 
 
 def test_recent_episodes_and_their_trimming(database: Database) -> None:
     submit(database)
     groups = [new_group(n, members=1) for n in range(4)]
-    database.add_groups("job", groups)
+    database.write(jobs.add_groups, "job", groups)
     for n, group in enumerate(groups):
-        database.save_turns(group.episodes[0].id, b"turns")
-        database.finish_episode(
-            group.episodes[0].id, "done", 10.0 + n, trajectories=b"t%d" % n, reward=n / 2, version=n % 2
+        database.write(jobs.save_turns, group.episodes[0].id, b"turns")
+        database.write(
+            jobs.finish_episode,
+            group.episodes[0].id,
+            "done",
+            10.0 + n,
+            trajectories=b"t%d" % n,
+            reward=n / 2,
+            version=n % 2,
         )
-        database.finish_group(group.id, "ready", 20.0)
+        database.write(jobs.finish_group, group.id, "ready", 20.0)
 
     def texts(version: int | None = None) -> list[bytes]:
-        return [episode.trajectories for _, episode in database.recent_episodes("alice", "job", 3, version)]
+        return [episode.trajectories for _, episode in database.read(jobs.recent_episodes, "alice", "job", 3, version)]
 
     assert texts() == [b"t3", b"t2", b"t1"]
     assert texts(0) == [b"t2", b"t0"]
-    assert [group.ordinal for group, _ in database.recent_episodes("alice", "job", 2)] == [3, 2]
-    assert database.trim_episodes("job", 0) == 0, "they wait to be trained on"
-    commit(database, database.next_lease("job-main"), None, [group.id for group in groups[:3]], 0)
-    assert database.trim_episodes("job", 2) == 2
-    assert database.trim_episodes("job", 2) == 0
+    assert [group.ordinal for group, _ in database.read(jobs.recent_episodes, "alice", "job", 2)] == [3, 2]
+    assert database.write(jobs.trim_episodes, "job", 0) == 0, "they wait to be trained on"
+    commit(database, database.write(jobs.next_lease, "job-main"), None, [group.id for group in groups[:3]], 0)
+    assert database.write(jobs.trim_episodes, "job", 2) == 2
+    assert database.write(jobs.trim_episodes, "job", 2) == 0
     assert texts() == [b"t3", b"t2"]
-    (last,) = database.ready_groups("job")
+    (last,) = database.read(jobs.ready_groups, "job")
     assert last.episodes[0].turns == b"turns"
 
 
@@ -344,51 +358,55 @@ def test_only_the_last_finished_jobs_keep_their_groups(database: Database) -> No
     names = [f"job{n}" for n in range(4)]
     for number, name in enumerate(names):
         submit(database, job=name)
-        database.add_groups(name, [new_group(0, job=name)])
-        commit(database, database.next_lease(f"{name}-main"), None, [make_ready(database, new_group(0, job=name))], 1,
-               job=name)  # fmt: skip
+        database.write(jobs.add_groups, name, [new_group(0, job=name)])
+        lease = database.write(jobs.next_lease, f"{name}-main")
+        commit(database, lease, None, [make_ready(database, new_group(0, job=name))], 1, job=name)
         if name != "job1":
-            database.set_job_state(name, "completed", "", 9.0 - number)
+            database.write(jobs.set_job_state, name, "completed", "", 9.0 - number)
     submit(database, "bob", "bobs")
-    database.add_groups("bobs", [new_group(0, job="bobs", tenant="bob")])
-    database.set_job_state("bobs", "cancelled", "", 0.0)
+    database.write(jobs.add_groups, "bobs", [new_group(0, job="bobs", tenant="bob")])
+    database.write(jobs.set_job_state, "bobs", "cancelled", "", 0.0)
 
-    database.drop_old_groups("alice", 1)
+    database.write(jobs.drop_old_groups, "alice", 1)
     assert [name for name in [*names, "bobs"] if group_counts(database, name)] == ["job0", "job1", "bobs"]
-    assert database.recent_episodes("alice", "job3", 9) == []
-    assert [row["step"] for row in database.steps("alice", "job3")] == [1]
-    assert [row.version for row in database.versions("alice", "job3-main")] == [0]
-    database.drop_old_groups("alice", 0)
+    assert database.read(jobs.recent_episodes, "alice", "job3", 9) == []
+    assert [row["step"] for row in database.read(version_rows.steps, "alice", "job3")] == [1]
+    assert [row.version for row in database.read(version_rows.versions, "alice", "job3-main")] == [0]
+    database.write(jobs.drop_old_groups, "alice", 0)
     assert [name for name in [*names, "bobs"] if group_counts(database, name)] == ["job1", "bobs"], "job1 runs"
 
 
 def test_deleted_job_leaves_no_row_and_other_jobs_stay(database: Database) -> None:
     for name in ("job", "other"):
         submit(database, job=name)
-        database.add_groups(name, [new_group(0, job=name)])
-        commit(database, database.next_lease(f"{name}-main"), None, [make_ready(database, new_group(0, job=name))], 1,
-               job=name)  # fmt: skip
-        database.add_evaluation(policy=f"{name}-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={},
-                                created=0.0)  # fmt: skip
-        database.add_event("alice", name, 0.0, "kind", "text")
-    database.save_usage({("alice", "job"): {"reserved": {}}, ("alice", ""): {"reserved": {}}}, {}, (0, {}))
-    digest = database.version("alice", "job-main", 0).hash
+        database.write(jobs.add_groups, name, [new_group(0, job=name)])
+        lease = database.write(jobs.next_lease, f"{name}-main")
+        commit(database, lease, None, [make_ready(database, new_group(0, job=name))], 1, job=name)
+        database.write(
+            version_rows.add_evaluation, policy=f"{name}-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={},
+            created=0.0,
+        )  # fmt: skip
+        database.write(tenants.add_event, "alice", name, 0.0, "kind", "text")
+    database.write(
+        tenants.save_usage, {("alice", "job"): {"reserved": {}}, ("alice", ""): {"reserved": {}}}, {}, (0, {})
+    )
+    digest = database.read(version_rows.version, "alice", "job-main", 0).hash
     with pytest.raises(Conflict, match="cancel it first"):
-        database.delete_job("alice", "job")
-    database.set_job_state("job", "cancelled", "", 1.0)
+        database.write(jobs.delete_job, "alice", "job")
+    database.write(jobs.set_job_state, "job", "cancelled", "", 1.0)
     with pytest.raises(NotFound):
-        database.delete_job("bob", "job")
+        database.write(jobs.delete_job, "bob", "job")
 
-    assert database.delete_job("alice", "job") == [digest]
+    assert database.write(jobs.delete_job, "alice", "job") == [digest]
     with database.reading() as connection:
         for table in Base.metadata.sorted_tables:
             if "job" in table.columns:
                 assert "job" not in connection.execute(select(table.c.job)).scalars().all(), table.name
-    assert database.versions("alice", "job-main") == []
-    assert [row.version for row in database.versions("alice", "other-main")] == [0]
-    assert database.tenant_usage("alice") == {"": {"reserved": {}}}
+    assert database.read(version_rows.versions, "alice", "job-main") == []
+    assert [row.version for row in database.read(version_rows.versions, "alice", "other-main")] == [0]
+    assert database.read(tenants.tenant_usage, "alice") == {"": {"reserved": {}}}
     with pytest.raises(NotFound):
-        database.delete_job("alice", "job")
+        database.write(jobs.delete_job, "alice", "job")
     submit(database)  # its idempotency key is free again
 
 
@@ -397,22 +415,24 @@ def test_deleted_job_leaves_no_row_and_other_jobs_stay(database: Database) -> No
 
 def test_a_commit_is_visible_as_a_whole(database: Database) -> None:
     submit(database)
-    lease = database.next_lease("job-main")
+    lease = database.write(jobs.next_lease, "job-main")
     assert commit(database, lease, None, [], 0) == 0
-    database.add_groups("job", [new_group(0), new_group(1)])
+    database.write(jobs.add_groups, "job", [new_group(0), new_group(1)])
     ids = [make_ready(database, new_group(n)) for n in range(2)]
     assert commit(database, lease, 0, ids, 1) == 1
-    job, policy = database.get_job("alice", "job"), database.get_policy("alice", "job", "main")
+    job, policy = database.read(jobs.get_job, "alice", "job"), database.read(jobs.get_policy, "alice", "job", "main")
     assert (job.step, job.counters, job.rng) == (1, {"steps": 1}, {"drawn": 1})
     assert policy.head_version == 1
-    assert [(v.version, v.parent, v.step, v.kept) for v in database.versions("alice", policy.id)] == [
+    assert [
+        (v.version, v.parent, v.step, v.kept) for v in database.read(version_rows.versions, "alice", policy.id)
+    ] == [
         (0, None, 0, True),
         (1, 0, 1, True),
     ]
-    head = database.version("alice", policy.id, 1)
+    head = database.read(version_rows.version, "alice", policy.id, 1)
     assert (head.manifest, head.hash, head.tenant) == (manifest("job-1"), manifest("job-1").hash, "alice")
     assert group_counts(database, "job") == {"consumed": 2}
-    assert database.ready_groups("job") == []
+    assert database.read(jobs.ready_groups, "job") == []
 
 
 _WRONG_COMMITS: dict[str, dict[str, Any]] = {
@@ -432,12 +452,12 @@ _WRONG_COMMITS: dict[str, dict[str, Any]] = {
 def test_a_refused_commit_changes_nothing(database: Database, url: str, wrong: str) -> None:
     submit(database)
     submit(database, tenant="bob", job="bobs")
-    database.add_groups("bobs", [new_group(0, job="bobs", tenant="bob")])
+    database.write(jobs.add_groups, "bobs", [new_group(0, job="bobs", tenant="bob")])
     make_ready(database, new_group(0, job="bobs", tenant="bob"))
-    database.add_groups("job", [new_group(n) for n in range(4)])
+    database.write(jobs.add_groups, "job", [new_group(n) for n in range(4)])
     ready = [make_ready(database, new_group(n)) for n in range(3)]
-    database.next_lease("job-main")
-    lease = database.next_lease("job-main")
+    database.write(jobs.next_lease, "job-main")
+    lease = database.write(jobs.next_lease, "job-main")
     commit(database, lease, None, [], 0)
     commit(database, lease, 0, [ready[0]], 1)
     given = {"parent": 1, "newer": 0, "group": None, **_WRONG_COMMITS[wrong]}
@@ -450,25 +470,25 @@ def test_a_refused_commit_changes_nothing(database: Database, url: str, wrong: s
 
 def test_of_many_committers_one_wins(database: Database) -> None:
     submit(database)
-    database.add_groups("job", [new_group(0)])
+    database.write(jobs.add_groups, "job", [new_group(0)])
     group = make_ready(database, new_group(0))
-    lease = database.next_lease("job-main")
+    lease = database.write(jobs.next_lease, "job-main")
     commit(database, lease, None, [], 0)
     won: list[int] = []
     in_threads(6, lambda i: won.append(commit(database, lease, 0, [group], i + 1)))
     assert won == [1]
-    assert [v.version for v in database.versions("alice", "job-main")] == [0, 1]
+    assert [v.version for v in database.read(version_rows.versions, "alice", "job-main")] == [0, 1]
 
 
 def test_whether_an_artifact_is_named_is_known_after_the_present_commit(database: Database, url: str) -> None:
     """That commit is one whose connection broke: the server may still carry it out."""
     submit(database)
-    commit(database, database.next_lease("job-main"), None, [], 0)
+    commit(database, database.write(jobs.next_lease, "job-main"), None, [], 0)
     digest, other = manifest("job-0").hash, manifest("job-1").hash
-    assert database.names("job-main", digest)
-    assert not database.names("job-main", other)
+    assert database.write(version_rows.names, "job-main", digest)
+    assert not database.write(version_rows.names, "job-main", other)
     told: list[bool] = []
-    asking = threading.Thread(target=lambda: told.append(database.names("job-main", other)))
+    asking = threading.Thread(target=lambda: told.append(database.write(version_rows.names, "job-main", other)))
     with connected(url) as under_way:
         under_way.execute(update(models.PolicyRow).values(head_version=1))
         asking.start()
@@ -481,10 +501,11 @@ def test_whether_an_artifact_is_named_is_known_after_the_present_commit(database
 
 def test_retiring_versions_and_evaluating_them(database: Database) -> None:
     submit(database)
-    lease = database.next_lease("job-main")
+    lease = database.write(jobs.next_lease, "job-main")
     for step in range(3):
         commit(database, lease, step - 1 if step else None, [], step)
-    same = database.commit_step(
+    same = database.write(
+        version_rows.commit_step,
         job="job",
         policy="job-main",
         lease=lease,
@@ -499,41 +520,41 @@ def test_retiring_versions_and_evaluating_them(database: Database) -> None:
     )
     assert same.hash == manifest("job-0").hash
     with pytest.raises(Conflict):
-        database.retire_version("job-main", 3)
-    assert database.retire_version("job-main", 0) is None, "version 3 has the same bytes"
-    assert database.retire_version("job-main", 1) == manifest("job-1").hash
-    database.add_upload("alice", "adapter", manifest("job-2").hash, 5, 1.0)
-    assert database.retire_version("job-main", 2) is None, "an upload has the same bytes"
-    assert database.live_hashes() == {manifest("job-0").hash, manifest("job-2").hash}
+        database.write(version_rows.retire_version, "job-main", 3)
+    assert database.write(version_rows.retire_version, "job-main", 0) is None, "version 3 has the same bytes"
+    assert database.write(version_rows.retire_version, "job-main", 1) == manifest("job-1").hash
+    database.write(tenants.add_upload, "alice", "adapter", manifest("job-2").hash, 5, 1.0)
+    assert database.write(version_rows.retire_version, "job-main", 2) is None, "an upload has the same bytes"
+    assert database.read(version_rows.live_hashes) == {manifest("job-0").hash, manifest("job-2").hash}
     figures = {"prompts": 64, "stderr": 0.1, "results": {"rewards": [1.0, math.nan]}, "created": 6.0}
-    database.add_evaluation(policy="job-main", version=3, mean=0.25, **figures)  # type: ignore[arg-type]
-    database.add_evaluation(policy="job-main", version=3, mean=0.5, **figures)  # type: ignore[arg-type]
-    (evaluation,) = database.evaluations("alice", "job")
+    database.write(version_rows.add_evaluation, policy="job-main", version=3, mean=0.25, **figures)  # type: ignore[arg-type]
+    database.write(version_rows.add_evaluation, policy="job-main", version=3, mean=0.5, **figures)  # type: ignore[arg-type]
+    (evaluation,) = database.read(version_rows.evaluations, "alice", "job")
     assert (evaluation.mean, evaluation.job) == (0.5, "job")
     assert math.isnan(evaluation.results["rewards"][1])
-    assert database.version("alice", "job-main", 3).evaluation == 0.5
+    assert database.read(version_rows.version, "alice", "job-main", 3).evaluation == 0.5
     with pytest.raises(NotFound):
-        database.add_evaluation(policy="job-main", version=4, mean=0.5, **figures)  # type: ignore[arg-type]
+        database.write(version_rows.add_evaluation, policy="job-main", version=4, mean=0.5, **figures)  # type: ignore[arg-type]
 
 
 def test_a_corrupt_head_is_replaced_by_the_newest_kept_version(database: Database) -> None:
     submit(database)
-    lease = database.next_lease("job-main")
+    lease = database.write(jobs.next_lease, "job-main")
     for step in range(4):
         commit(database, lease, step - 1 if step else None, [], step)
-    database.retire_version("job-main", 2)
+    database.write(version_rows.retire_version, "job-main", 2)
     with pytest.raises(Conflict):
-        database.rollback("job-main", 2, "not the head")
-    assert database.rollback("job-main", 3, "bad hash").version == 1
-    assert database.get_job("alice", "job").step == 1
-    assert database.version("alice", "job-main", 3).lost == "bad hash"
+        database.write(version_rows.rollback, "job-main", 2, "not the head")
+    assert database.write(version_rows.rollback, "job-main", 3, "bad hash").version == 1
+    assert database.read(jobs.get_job, "alice", "job").step == 1
+    assert database.read(version_rows.version, "alice", "job-main", 3).lost == "bad hash"
     with pytest.raises(Conflict):
         commit(database, lease, 3, [], 4)
     assert commit(database, lease, 1, [], 2) == 4, "numbers are never used again"
-    assert database.rollback("job-main", 4, "bad hash").version == 1
-    assert database.rollback("job-main", 1, "bad hash").version == 0
+    assert database.write(version_rows.rollback, "job-main", 4, "bad hash").version == 1
+    assert database.write(version_rows.rollback, "job-main", 1, "bad hash").version == 0
     with pytest.raises(Conflict, match="no version before"):
-        database.rollback("job-main", 0, "bad hash")
+        database.write(version_rows.rollback, "job-main", 0, "bad hash")
 
 
 # --- owners -----------------------------------------------------------------------------------------------------------
@@ -575,26 +596,35 @@ _EMPTY: dict[str, Any] = {
     "last_evaluation": None,
 }
 _NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups".split()
-"""The reply of each method that takes a tenant when bob names alice's rows."""
+"""The reply of each function that takes a tenant when bob names alice's rows."""
 
 
 def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     submit(database)
-    database.add_key("hash", "alice", "", 0.0)
-    database.add_groups("job", [new_group(0), new_group(1)])
+    database.write(tenants.add_key, "hash", "alice", "", 0.0)
+    database.write(jobs.add_groups, "job", [new_group(0), new_group(1)])
     group = make_ready(database, new_group(0))
     failed = new_group(1).episodes[0].id
-    database.finish_episode(failed, "failed", 2.0, error="ValueError")
-    lease = database.next_lease("job-main")
+    database.write(jobs.finish_episode, failed, "failed", 2.0, error="ValueError")
+    lease = database.write(jobs.next_lease, "job-main")
     commit(database, lease, None, [group], 0)
     assert commit(database, lease, 0, [], 1) == 1
-    database.add_evaluation(policy="job-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={}, created=0.0)
-    database.add_upload("alice", "dataset", "d" * 64, 1, 0.0)
-    database.add_event("alice", "job", 0.0, "state", "text")
-    database.save_usage({("alice", "job"): {"reserved": {}}}, {}, (0, {}))
+    database.write(
+        version_rows.add_evaluation,
+        policy="job-main",
+        version=0,
+        prompts=1,
+        mean=0.0,
+        stderr=0.0,
+        results={},
+        created=0.0,
+    )
+    database.write(tenants.add_upload, "alice", "dataset", "d" * 64, 1, 0.0)
+    database.write(tenants.add_event, "alice", "job", 0.0, "state", "text")
+    database.write(tenants.save_usage, {("alice", "job"): {"reserved": {}}}, {}, (0, {}))
     visit(database)
-    database.open_future(future_row("one/0", "alice", None))
-    database.finish_future("one/0", b"text", 1.0)
+    database.write(sessions.open_future, future_row("one/0", "alice", None))
+    database.write(sessions.finish_future, "one/0", b"text", 1.0)
     named: dict[str, Any] = {
         "id": "one",
         "sampler": "one",
@@ -623,19 +653,22 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
         "chosen": EpisodeChoice(),
     }
     scoped = {
-        name: inspect.signature(method)
-        for name, method in inspect.getmembers(Database, inspect.isfunction)
-        if "tenant" in inspect.signature(method).parameters and not name.startswith("_")
+        name: (function, inspect.signature(function))
+        for module in (episodes, jobs, runs, sessions, tenants, version_rows)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__
+        and "tenant" in inspect.signature(function).parameters
+        and not name.startswith("_")
     }
-    assert scoped.keys() == {*_NOT_FOUND, *_EMPTY, *_NAMES_NO_ROW}, "a new method: add its reply to another tenant"
+    assert scoped.keys() == {*_NOT_FOUND, *_EMPTY, *_NAMES_NO_ROW}, "a new function: add its reply to another tenant"
     for name in (*_NOT_FOUND, *_EMPTY):
-        signature = scoped[name]
+        function, signature = scoped[name]
         arguments = {p: named[p] for p in signature.parameters if p in named}
         if name == "recent_episodes":
             del arguments["version"]
         if "checkpoint" in name and "kind" in arguments:
             arguments["kind"] = "weights"
-        method = getattr(database, name)
+        method = partial(database.write, function)
         if name in _NOT_FOUND:
             with pytest.raises(NotFound):
                 method(tenant="bob", **arguments)
@@ -644,11 +677,13 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
         if name not in ("revoke_key", "expire_checkpoint", "delete_checkpoint", "delete_job", "delete_upload"):
             shown = method(tenant="alice", **arguments)
             assert shown and shown != _EMPTY.get(name), f"{name} shows them to their owner"
-    database.add_upload("bob", "dataset", "d" * 64, 1, 5.0)
-    assert database.get_upload("bob", "dataset", "d" * 64).created == 5.0, "who brings the same bytes has them too"
-    assert database.get_upload("alice", "dataset", "d" * 64).created == 0.0
+    database.write(tenants.add_upload, "bob", "dataset", "d" * 64, 1, 5.0)
+    assert database.read(tenants.get_upload, "bob", "dataset", "d" * 64).created == 5.0, (
+        "who brings the same bytes has them too"
+    )
+    assert database.read(tenants.get_upload, "alice", "dataset", "d" * 64).created == 0.0
     with pytest.raises(NotFound):
-        database.get_upload("bob", "adapter", "d" * 64)
+        database.read(tenants.get_upload, "bob", "adapter", "d" * 64)
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
@@ -656,16 +691,23 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
 
 def test_the_last_evaluation_is_that_of_the_newest_version(database: Database) -> None:
     submit(database)
-    lease = database.next_lease("job-main")
+    lease = database.write(jobs.next_lease, "job-main")
     for version in range(3):
         commit(database, lease, version - 1 if version else None, [], version)
     for evaluated, last in ((0, None), (2, 2), (1, 2)):
-        database.add_evaluation(
-            policy="job-main", version=evaluated, prompts=1, mean=0.0, stderr=0.0, results={}, created=0.0
+        database.write(
+            version_rows.add_evaluation,
+            policy="job-main",
+            version=evaluated,
+            prompts=1,
+            mean=0.0,
+            stderr=0.0,
+            results={},
+            created=0.0,
         )
-        found = database.last_evaluation("alice", "job", after=0)
+        found = database.read(version_rows.last_evaluation, "alice", "job", after=0)
         assert (found.version if found is not None else None) == last
-    assert database.last_evaluation("alice", "other", after=0) is None
+    assert database.read(version_rows.last_evaluation, "alice", "other", after=0) is None
 
 
 # --- what a step trained on -------------------------------------------------------------------------------------------
@@ -676,38 +718,44 @@ def test_a_step_shows_the_groups_that_its_policy_trained_on(database: Database) 
     row = JobRow(id="job", tenant="alice", name="job", spec={"base_model": "tiny", "stop": {"steps": 9}}, created=1.0)
     names = ("job-a", "job-b")
     about: dict[str, Any] = {"tenant": "alice", "job": "job", "rank": 8, "alpha": 16.0, "targets": ["q"]}
-    database.submit_job(row, [PolicyRow(id=name, name=name, **about) for name in names])
+    database.write(jobs.submit_job, row, [PolicyRow(id=name, name=name, **about) for name in names])
     groups = [new_group(number) for number in range(12)]
-    database.add_groups("job", groups)
+    database.write(jobs.add_groups, "job", groups)
     for group in groups:
         for episode in group.episodes:
-            database.finish_episode(episode.id, "done", 2.0, trajectories=b"tokens", reward=1.0, version=0)
-        database.finish_group(group.id, "ready", 3.0, min_version=0, policies=names)
-    leases, wanted, step = {name: database.next_lease(name) for name in names}, {}, 0
+            database.write(jobs.finish_episode, episode.id, "done", 2.0, trajectories=b"tokens", reward=1.0, version=0)
+        database.write(jobs.finish_group, group.id, "ready", 3.0, min_version=0, policies=names)
+    leases, wanted, step = {name: database.write(jobs.next_lease, name) for name in names}, {}, 0
     for version in range(12):
         for name, taken in zip(names, ([version], [11 - version]), strict=True):
             ids = [groups[number].id for number in taken] if version < 11 or name == "job-b" else []
             step += 1
-            made = database.commit_step(
+            made = database.write(
+version_rows.commit_step,
                 job="job", policy=name, lease=leases[name], parent=version - 1 if version else None,
                 manifest=manifest(f"{name}-{version}"), groups=ids, step=version + 1, counters={}, rng={},
                 metrics=[{"step": step, "reward": 0.5}], time=4.0, job_step=step,
             )  # fmt: skip
-            assert database.version_of_step("alice", "job", step) == (made.version, name)
+            assert database.read(episodes.version_of_step, "alice", "job", step) == (made.version, name)
             wanted[step] = set(ids)
     for number, ids in wanted.items():
-        page, total = database.groups_page("alice", "job", consumed_by=database.version_of_step("alice", "job", number))
+        page, total = database.read(
+            episodes.groups_page,
+            "alice",
+            "job",
+            consumed_by=database.read(episodes.version_of_step, "alice", "job", number),
+        )
         assert ({group.id for group in page}, total) == (ids, len(ids))
-        found = database.episodes_page("alice", "job", EpisodeChoice(step=number))
+        found = database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(step=number))
         assert ({group.id for group, _ in found}, len(found)) == (ids, 2 * len(ids))
 
 
 def test_a_step_that_is_not_committed_has_no_episodes(database: Database) -> None:
     submit(database)
-    database.add_groups("job", [new_group(0)])
+    database.write(jobs.add_groups, "job", [new_group(0)])
     make_ready(database, new_group(0))
-    assert len(database.episodes_page("alice", "job", EpisodeChoice())) == 2
-    assert database.episodes_page("alice", "job", EpisodeChoice(step=1)) == []
+    assert len(database.read(episodes.episodes_page, "alice", "job", EpisodeChoice())) == 2
+    assert database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(step=1)) == []
 
 
 # --- one service ------------------------------------------------------------------------------------------------------
@@ -788,12 +836,12 @@ def test_lost_server_is_reported_as_such_by_the_call_and_its_batch(postgres: str
     def fail() -> None:
         with pytest.raises(Unavailable, match="does not answer"):
             if writes:
-                database.create_tenant("bob", "Bob", 0.0)
+                database.write(tenants.create_tenant, "bob", "Bob", 0.0)
             else:
-                database.list_tenants()
+                database.read(tenants.list_tenants)
 
     with pytest.raises(Unavailable, match="does not answer"), database.batch_transaction():
-        database.create_tenant("alice", "Alice", 0.0)
+        database.write(tenants.create_tenant, "alice", "Alice", 0.0)
         with connected(url) as connection:
             connection.execute(text(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -801,7 +849,7 @@ def test_lost_server_is_reported_as_such_by_the_call_and_its_batch(postgres: str
             ))  # fmt: skip
         fail()
         fail()
-    assert database.list_tenants() == []
+    assert database.read(tenants.list_tenants) == []
     database.close()
 
 
@@ -827,29 +875,38 @@ def test_odd_values_on_both_databases(url: str) -> None:
 def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> None:
     database = Database(url)
     database.create()
-    database.create_tenant("alice", words, 0.0)
-    row, _ = database.submit_job(
-        JobRow(id="job", tenant="alice", name=words, spec=values, created=0.0, idempotency_key=words), []
+    database.write(tenants.create_tenant, "alice", words, 0.0)
+    row, _ = database.write(
+        jobs.submit_job,
+        JobRow(id="job", tenant="alice", name=words, spec=values, created=0.0, idempotency_key=words),
+        [],
     )
-    again, created = database.submit_job(
-        JobRow(id="job2", tenant="alice", name="", spec={}, created=0.0, idempotency_key=words), []
+    again, created = database.write(
+        jobs.submit_job, JobRow(id="job2", tenant="alice", name="", spec={}, created=0.0, idempotency_key=words), []
     )
     assert not created and again.spec == row.spec == values
-    database.add_groups("job", [new_group(0, members=1)])
+    database.write(jobs.add_groups, "job", [new_group(0, members=1)])
     episode = "job-train-0-0"
-    database.save_turns(episode, blob)
-    database.finish_episode(
-        episode, "failed", 1.0, trajectories=blob, reward=0.1, metrics={"x": math.nan}, error=words + "!"
+    database.write(jobs.save_turns, episode, blob)
+    database.write(
+        jobs.finish_episode,
+        episode,
+        "failed",
+        1.0,
+        trajectories=blob,
+        reward=0.1,
+        metrics={"x": math.nan},
+        error=words + "!",
     )
-    ((_, stored),) = database.recent_episodes("alice", "job", 1)
+    ((_, stored),) = database.read(jobs.recent_episodes, "alice", "job", 1)
     assert isinstance(stored, EpisodeRow)
     assert (stored.turns, stored.trajectories, stored.reward) == (blob, blob, 0.1)
     assert math.isnan(stored.metrics["x"])
     with pytest.raises(NotFound):
-        database.get_job("alice", words + "\x00")
-    database.add_event("alice", None, 0.0, "text", words)
+        database.read(jobs.get_job, "alice", words + "\x00")
+    database.write(tenants.add_event, "alice", None, 0.0, "text", words)
     clean = words.replace("\x00", "\ufffd").encode("utf-8", "replace").decode()
-    assert database.events("alice", None, 1)[0].text == clean
+    assert database.read(tenants.events, "alice", None, 1)[0].text == clean
     database.close()
 
 
@@ -874,19 +931,20 @@ def test_a_database_that_cannot_be_opened_is_refused_in_one_line(bad: str) -> No
 _TRAIN_FOREVER = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
+from rookery.storage.repositories import jobs
 from tests.support.storing import Database, commit, make_ready, new_group
 database = Database(sys.argv[1])
-lease = database.next_lease("job-main")
-job, policy = database.get_job("alice", "job"), database.get_policy("alice", "job", "main")
+lease = database.write(jobs.next_lease, "job-main")
+job, policy = database.read(jobs.get_job, "alice", "job"), database.read(jobs.get_policy, "alice", "job", "main")
 cursor, head, step = job.cursor, policy.head_version, job.step
 while True:
-    ready = [group.id for group in database.ready_groups("job")]
-    for group in database.open_groups("job"):
+    ready = [group.id for group in database.read(jobs.ready_groups, "job")]
+    for group in database.read(jobs.open_groups, "job"):
         ready.append(make_ready(database, new_group(group.ordinal), version=head or 0))
     if ready:
         head, step = commit(database, lease, head, ready, step + 1), step + 1
         os.write(1, f"{head} {' '.join(ready)}\\n".encode())
-    database.add_groups("job", [new_group(cursor), new_group(cursor + 1)])
+    database.write(jobs.add_groups, "job", [new_group(cursor), new_group(cursor + 1)])
     cursor += 2
 """
 
@@ -906,13 +964,13 @@ def test_kill_9_keeps_a_gapless_chain_and_trains_each_group_once(database: Datab
         for line in lines:
             head, *groups = line.decode().split()
             acknowledged[int(head)] = set(groups)
-    versions = database.versions("alice", "job-main")
+    versions = database.read(version_rows.versions, "alice", "job-main")
     assert [v.version for v in versions] == list(range(len(versions)))
     assert [v.parent for v in versions] == [None, *range(len(versions) - 1)]
     assert [v.step for v in versions] == list(range(1, len(versions) + 1))
-    job = database.get_job("alice", "job")
+    job = database.read(jobs.get_job, "alice", "job")
     assert (job.step, job.counters) == (len(versions), {"steps": len(versions)})
-    assert database.get_policy("alice", "job", "main").head_version == len(versions) - 1
+    assert database.read(jobs.get_policy, "alice", "job", "main").head_version == len(versions) - 1
     with connected(url) as connection:
         rows = connection.execute(select(models.GroupRow).order_by(models.GroupRow.ordinal)).all()
     assert [row.ordinal for row in rows] == list(range(job.cursor)), "no prompt skipped or used twice"

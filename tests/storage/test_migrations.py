@@ -38,6 +38,7 @@ from rookery.storage.columns import Base
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.migrations import HEAD
+from rookery.storage.repositories import jobs, runs, sessions, tenants, versions
 
 FINISHED, UNFINISHED = "job-1027c4d1c386bbc4cd613e30", "job-c69d4bd8b3fa7aa7e1fab9d7"
 SESSION = "session-e1ea24c4f9341c68966baea1"
@@ -108,32 +109,35 @@ def test_an_old_database_gets_the_schema_of_the_models(old_url: str) -> None:
             assert differences(connection) == []
             assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == HEAD
         check_rows(database)
-        database.add_event("alice", None, 0.0, "kind", "text")
+        database.write(tenants.add_event, "alice", None, 0.0, "kind", "text")
 
 
 def check_rows(database: Database) -> None:
     """Everything that the earlier version stored is there."""
-    key = database.valid_key(hash_key("tml-alice"), 9.0)
+    key = database.read(tenants.valid_key, hash_key("tml-alice"), 9.0)
     assert key is not None and (key.tenant, key.role, key.expires) == ("alice", "tenant", None)
-    assert database.valid_key(hash_key("tml-old"), 9.0) is None
-    rows = database.steps("alice", FINISHED)
+    assert database.read(tenants.valid_key, hash_key("tml-old"), 9.0) is None
+    rows = database.read(versions.steps, "alice", FINISHED)
     assert [(row["step"], row["version"], row["reward"]) for row in rows] == [(1, 1, 2.25), (2, 2, 2.25)]
-    rows = database.steps("alice", UNFINISHED)
+    rows = database.read(versions.steps, "alice", UNFINISHED)
     assert [(row["step"], row["version"], row["reward"]) for row in rows] == [(1, 1, 1.75), (2, 1, 2.75)]
-    assert database.get_job("alice", FINISHED).counters["trajectory_splits"] == 0
-    (policy,) = database.policies("alice", UNFINISHED)
-    assert [version.reward for version in database.versions("alice", policy.id)] == [None, 2.75]
-    assert database.rewards_of([FINISHED, UNFINISHED], 64) == {FINISHED: [2.25, 2.25], UNFINISHED: [1.75, 2.75]}
-    assert [row.version for row in database.evaluations("alice", FINISHED)] == [0, 2]
-    totals = {tenant: used["reserved"]["decode"] for tenant, used in database.usage_totals().items()}
+    assert database.read(jobs.get_job, "alice", FINISHED).counters["trajectory_splits"] == 0
+    (policy,) = database.read(jobs.policies, "alice", UNFINISHED)
+    assert [version.reward for version in database.read(versions.versions, "alice", policy.id)] == [None, 2.75]
+    assert database.read(runs.rewards_of, [FINISHED, UNFINISHED], 64) == {
+        FINISHED: [2.25, 2.25],
+        UNFINISHED: [1.75, 2.75],
+    }
+    assert [row.version for row in database.read(versions.evaluations, "alice", FINISHED)] == [0, 2]
+    totals = {tenant: used["reserved"]["decode"] for tenant, used in database.read(tenants.usage_totals).items()}
     assert totals == {
         "alice": {"seconds": 8.0, "cost": 8.0, "tokens": 117},
         "bob": {"seconds": 1.0, "cost": 1.0, "tokens": 7},
     }
-    assert database.job_usage("alice", FINISHED)["reserved"]["decode"]["cost"] == 4.0
-    (fleet,) = database.fleet_usage().values()
+    assert database.read(tenants.job_usage, "alice", FINISHED)["reserved"]["decode"]["cost"] == 4.0
+    (fleet,) = database.read(tenants.fleet_usage).values()
     assert (fleet["reserved"]["seconds"], fleet["reserved"]["cost"], fleet["reserved"]["idle"]) == (30.0, 30.0, 21.0)
-    for row in database.futures_behind(MODEL, -1):
+    for row in database.read(sessions.futures_behind, MODEL, -1):
         assert row.outcome is not None and operations.decode_result(row.outcome)
         assert not row.call or operations.decode_operation(row.call)
 
@@ -152,10 +156,10 @@ async def test_jobs_and_clients_of_an_old_folder_continue(folder: Path) -> None:
 
     client = Client(service, "bob")
     client.session, client.model = SESSION, MODEL
-    _, policy = service.database.get_model("bob", MODEL)
-    client._seq = max(future.seq for future in service.database.futures_behind(MODEL, -1))
+    _, policy = service.database.read(sessions.get_model, "bob", MODEL)
+    client._seq = max(future.seq for future in service.database.read(sessions.futures_behind, MODEL, -1))
     assert isinstance(await client.step(), operations.OptimStepResult), "the stored gradient is computed again"
-    after = service.database.get_model("bob", MODEL)[1]
+    after = service.database.read(sessions.get_model, "bob", MODEL)[1]
     assert (after.head_version or 0) == (policy.head_version or 0) + 1
     outcome = await client.outcome(await client.sample(SAMPLER, 1))
     assert isinstance(outcome, operations.SampleResult)

@@ -28,6 +28,7 @@ from rookery.client import Client
 from rookery.errors import Unavailable, UserError
 from rookery.storage.db import Database
 from rookery.storage.models import GroupRow, VersionRow
+from rookery.storage.repositories import tenants
 
 STEPS = 5
 
@@ -192,17 +193,17 @@ def test_a_service_that_lost_its_claim_changes_nothing(postgres: str) -> None:
     with closing(Database(url)) as one, closing(Database(url)) as other:
         one.claim()
         one.create()
-        one.create_tenant("alice", "Alice", 0.0)
+        one.write(tenants.create_tenant, "alice", "Alice", 0.0)
         with connected(url) as connection:
             connection.execute(CUT)
         other.claim()
         other.create()
         with pytest.raises(Unavailable, match="has another service since"):
-            one.create_tenant("bob", "Bob", 0.0)
+            one.write(tenants.create_tenant, "bob", "Bob", 0.0)
         with pytest.raises(Unavailable, match="has another service since"), one.batch_transaction():
-            one.create_tenant("bob", "Bob", 0.0)
-        other.create_tenant("carol", "Carol", 0.0)
-        assert {row.name for row in one.list_tenants()} == {"Alice", "Carol"}
+            one.write(tenants.create_tenant, "bob", "Bob", 0.0)
+        other.write(tenants.create_tenant, "carol", "Carol", 0.0)
+        assert {row.name for row in one.read(tenants.list_tenants)} == {"Alice", "Carol"}
 
 
 def test_a_service_that_stands_still_loses_its_claim(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,4 +216,4 @@ def test_a_service_that_stands_still_loses_its_claim(postgres: str, monkeypatch:
         one.create()
         other.claim()
         with pytest.raises(Unavailable):
-            one.create_tenant("bob", "Bob", 0.0)
+            one.write(tenants.create_tenant, "bob", "Bob", 0.0)

@@ -15,6 +15,7 @@ from tests.support.storing import everything, make_ready, new_group, submit
 
 from rookery.errors import Conflict, NotFound, StorageFull, Unavailable
 from rookery.storage.db import Database
+from rookery.storage.repositories import jobs, tenants
 from rookery.storage.store import StorageWriter
 
 
@@ -137,7 +138,7 @@ async def test_close_waits_for_submitted_calls() -> None:
 def database(tmp_path: Path) -> Iterator[Database]:
     database = Database(f"sqlite:///{tmp_path}/test.db")
     database.create()
-    database.create_tenant("alice", "Alice", 1.0)
+    database.write(tenants.create_tenant, "alice", "Alice", 1.0)
     submit(database)
     yield database
     database.close()
@@ -147,42 +148,42 @@ def test_together_all_is_durable_at_the_end_and_none_before(database: Database, 
     url = f"sqlite:///{tmp_path}/test.db"
     before = everything(url)
     with database.batch_transaction():
-        database.add_groups("job", [new_group(0)])
+        database.write(jobs.add_groups, "job", [new_group(0)])
         make_ready(database, new_group(0))
-        assert len(database.ready_groups("job")) == 1, "calls within see each other"
+        assert len(database.read(jobs.ready_groups, "job")) == 1, "calls within see each other"
         assert everything(url) == before, "nobody else sees them"
-    assert len(database.ready_groups("job")) == 1
+    assert len(database.read(jobs.ready_groups, "job")) == 1
 
 
 def test_a_refused_call_undoes_itself_alone(database: Database) -> None:
     with database.batch_transaction():
-        database.add_groups("job", [new_group(0)])
+        database.write(jobs.add_groups, "job", [new_group(0)])
         with pytest.raises(Conflict):
-            database.add_groups("job", [new_group(5)])
+            database.write(jobs.add_groups, "job", [new_group(5)])
         with pytest.raises(NotFound):
-            database.get_job("bob", "job")
+            database.read(jobs.get_job, "bob", "job")
         assert submit(database, key=None, job="other")[1]
         _, created = submit(database, job="keyed", key="k")
         assert created
         assert submit(database, job="again", key="k")[0].id == "keyed"
         with pytest.raises(Conflict):
-            database.create_tenant("alice", "Alice", 1.0)
-        database.add_groups("job", [new_group(1)])
-    assert [group.ordinal for group in database.open_groups("job")] == [0, 1]
-    assert {job.id for job in database.list_jobs("alice")} == {"job", "other", "keyed"}
+            database.write(tenants.create_tenant, "alice", "Alice", 1.0)
+        database.write(jobs.add_groups, "job", [new_group(1)])
+    assert [group.ordinal for group in database.read(jobs.open_groups, "job")] == [0, 1]
+    assert {job.id for job in database.read(jobs.list_jobs, "alice")} == {"job", "other", "keyed"}
 
 
 def test_an_error_within_a_transaction_undoes_all_of_it(database: Database) -> None:
     with pytest.raises(ZeroDivisionError), database.batch_transaction():
-        database.add_groups("job", [new_group(0)])
+        database.write(jobs.add_groups, "job", [new_group(0)])
         raise ZeroDivisionError
-    assert not database.open_groups("job")
-    database.add_groups("job", [new_group(0)])
+    assert not database.read(jobs.open_groups, "job")
+    database.write(jobs.add_groups, "job", [new_group(0)])
 
 
 def test_a_full_disk_undoes_all_of_them(database: Database) -> None:
     group = new_group(0)
-    database.add_groups("job", [group])
+    database.write(jobs.add_groups, "job", [group])
     database.close()
 
     def small(connection: sqlite3.Connection, record: object) -> None:
@@ -191,16 +192,16 @@ def test_a_full_disk_undoes_all_of_them(database: Database) -> None:
 
     event.listen(database.engine, "connect", small)
     with pytest.raises(StorageFull), database.batch_transaction():
-        database.save_turns(group.episodes[0].id, b"small")
+        database.write(jobs.save_turns, group.episodes[0].id, b"small")
         with pytest.raises(StorageFull):
-            database.save_turns(group.episodes[1].id, b"x" * 100_000)
+            database.write(jobs.save_turns, group.episodes[1].id, b"x" * 100_000)
         with pytest.raises(StorageFull):
-            database.save_turns(group.episodes[0].id, b"after")
+            database.write(jobs.save_turns, group.episodes[0].id, b"after")
         with pytest.raises(StorageFull):
-            database.get_job("alice", "job")
+            database.read(jobs.get_job, "alice", "job")
     event.remove(database.engine, "connect", small)
     database.close()
-    assert [episode.turns for episode in database.open_groups("job")[0].episodes] == [b"", b""]
+    assert [episode.turns for episode in database.read(jobs.open_groups, "job")[0].episodes] == [b"", b""]
 
 
 async def test_the_writer_batches_calls_of_the_database(database: Database, writer: StorageWriter) -> None:
@@ -211,12 +212,12 @@ async def test_the_writer_batches_calls_of_the_database(database: Database, writ
         commits += 1
 
     group = new_group(0, members=40)
-    await writer(database.add_groups, "job", [group])
+    await writer(database.write, jobs.add_groups, "job", [group])
     event.listen(database.engine, "commit", count)
     saved = await asyncio.gather(
-        *(writer(database.save_turns, episode.id, b"said", version=0) for episode in group.episodes)
+        *(writer(database.write, jobs.save_turns, episode.id, b"said", version=0) for episode in group.episodes)
     )
     assert saved == [True] * 40
     assert commits <= 10, "far fewer waits for the disk than calls"
-    stored = (await writer(database.open_groups, "job"))[0]
+    stored = (await writer(database.read, jobs.open_groups, "job"))[0]
     assert {episode.turns for episode in stored.episodes} == {b"said"}

@@ -38,6 +38,8 @@ from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, GRADIENT, FakeTrai
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
+from rookery.storage.repositories import jobs, tenants
+from rookery.storage.repositories import versions as version_rows
 from rookery.storage.store import StorageWriter, Store
 from rookery.tokenization.chat import Chat
 
@@ -479,8 +481,8 @@ class Service:
         self.settings = Settings(data=folder, cache=folder / "cache", **usual | settings)
         self.database = Database(f"sqlite:///{folder}/rookery.db")
         self.database.create()
-        for tenant in {"alice", "bob"} - {row.id for row in self.database.list_tenants()}:
-            self.database.create_tenant(tenant, tenant.title(), 1.0)
+        for tenant in {"alice", "bob"} - {row.id for row in self.database.read(tenants.list_tenants)}:
+            self.database.write(tenants.create_tenant, tenant, tenant.title(), 1.0)
         self.artifacts = Artifacts(folder / "artifacts")
         self.chat = Chat.load(model_folder(folder / "model"))
         self.no_model = ""
@@ -574,7 +576,7 @@ class Service:
 
     def stop_at(self, job: str, steps: int, tenant: str = "alice") -> None:
         """The job, the only one there is, ends after so many steps."""
-        row = self.database.get_job(tenant, job)
+        row = self.database.read(jobs.get_job, tenant, job)
         spec = {**row.spec, "stop": {**row.spec["stop"], "steps": steps}}
         with self.database.writing() as connection:
             connection.execute(update(models.JobRow).values(spec=spec))
@@ -583,8 +585,8 @@ class Service:
 
     def check_history(self, job: str, tenant: str = "alice") -> list[Any]:
         """Versions are a gapless chain, no group is in two of them, no ordinal is missing. Answers the versions."""
-        policy = self.database.policies(tenant, job)[0]
-        versions = self.database.versions(tenant, policy.id)
+        policy = self.database.read(jobs.policies, tenant, job)[0]
+        versions = self.database.read(version_rows.versions, tenant, policy.id)
         assert [v.version for v in versions] == list(range(len(versions)))
         step = {None: -1}
         for version in versions:
@@ -595,7 +597,7 @@ class Service:
                 self.artifacts.verify(kept.hash)
         rows = self.groups(job)
         assert [row["ordinal"] for row in rows] == list(range(len(rows)))
-        assert self.database.get_job(tenant, job).cursor == len(rows)
+        assert self.database.read(jobs.get_job, tenant, job).cursor == len(rows)
         assert len({row["prompt"] for row in rows}) == len(rows)
         return versions
 

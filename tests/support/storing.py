@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from rookery.storage.models import (
     SamplerRow,
     SessionRow,
 )
+from rookery.storage.repositories import jobs, sessions
+from rookery.storage.repositories.versions import commit_step
 
 
 def manifest(name: str) -> Manifest:
@@ -58,12 +61,13 @@ def submit(database: Database, tenant: str = "alice", job: str = "job", key: str
         idempotency_key=key, rng={"seed": 1},
     )  # fmt: skip
     policy = PolicyRow(id=f"{job}-main", tenant=tenant, job=job, name="main", rank=8, alpha=16.0, targets=["q", "v"])
-    return database.submit_job(row, [policy])
+    return database.write(jobs.submit_job, row, [policy])
 
 
 def visit(database: Database, tenant: str = "alice", id: str = "one", model: str = "one") -> None:
     """A client's session with everything that can belong to one."""
-    database.add_session(
+    database.write(
+sessions.add_session,
         SessionRow(
             id=id, tenant=tenant, idempotency_key=None, created=0.0, seen=0.0, finished=None, status="",
             sdk_version="0.38.0", name="", about={},
@@ -74,10 +78,10 @@ def visit(database: Database, tenant: str = "alice", id: str = "one", model: str
         policy=f"{model}-policy", lora={}, about={}, created=0.0, used=0.0, done_seq=-1, inflight=None,
     )  # fmt: skip
     policy = PolicyRow(id=f"{model}-policy", tenant=tenant, name=model, rank=8, alpha=16.0, targets=["q"])
-    database.add_model(row, policy)
-    database.add_sampler(sampler_row(id, tenant, session=id))
-    database.save_checkpoint(checkpoint_row(model, tenant), overwrite=False)
-    database.open_future(future_row(id, tenant, model))
+    database.write(sessions.add_model, row, policy)
+    database.write(sessions.add_sampler, sampler_row(id, tenant, session=id))
+    database.write(sessions.save_checkpoint, checkpoint_row(model, tenant), overwrite=False)
+    database.write(sessions.open_future, future_row(id, tenant, model))
 
 
 def sampler_row(id: str, tenant: str = "alice", session: str = "one", digest: str = "", used: float = 0) -> SamplerRow:
@@ -105,13 +109,16 @@ def future_row(id: str, tenant: str = "alice", model: str | None = None, seq: in
 
 def make_ready(database: Database, group: GroupRow, version: int = 0) -> str:
     for episode in group.episodes:
-        database.finish_episode(episode.id, "done", 2.0, trajectories=b"tokens", reward=1.0, version=version)
-    database.finish_group(group.id, "ready", 3.0, min_version=version)
+        database.write(
+            jobs.finish_episode, episode.id, "done", 2.0, trajectories=b"tokens", reward=1.0, version=version
+        )
+    database.write(jobs.finish_group, group.id, "ready", 3.0, min_version=version)
     return group.id
 
 
 def commit(database: Database, lease: int, parent: int | None, groups: list[str], step: int, job: str = "job") -> int:
-    row = database.commit_step(
+    row = database.write(
+        commit_step,
         job=job,
         policy=f"{job}-main",
         lease=lease,
@@ -232,6 +239,20 @@ def new_database(server: str) -> str:
     with connected(server.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text(f"CREATE DATABASE {name}"))
     return server.replace("NAME", name)
+
+
+def intercept(patch: pytest.MonkeyPatch, database: Database, name: str, call: Callable[..., Any]) -> None:
+    """``database`` runs ``call(real, *arguments, **named)`` in place of the repository function ``name``."""
+
+    def intercepting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            real = partial(run, function)
+            return call(real, *arguments, **named) if function.__name__ == name else real(*arguments, **named)
+
+        return chosen
+
+    patch.setattr(database, "write", intercepting(database.write))
+    patch.setattr(database, "read", intercepting(database.read))
 
 
 def group_counts(database: Database, job: str) -> dict[str, int]:

@@ -20,6 +20,7 @@ from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
 from rookery.errors import UserError
 from rookery.scheduling.slo import parse_objectives
+from rookery.storage.repositories import sessions, tenants, versions
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
 
 Message = Mapping[str, str]
@@ -205,10 +206,10 @@ class Completions:
         loaded = {
             worker.hello.model for worker in context.rooms.fleet.all() if worker.has_role("rollout", worker.hello.model)
         }
-        owner = await context.store.get_tenant(tenant)
+        owner = await context.store.read(tenants.get_tenant, tenant)
         rows: list[dict[str, Any]] = [{"name": name, "created": 0.0, "owner": "rookery"} for name in sorted(loaded)]
         last = ""
-        for job, policy, policies, version, created in await context.store.kept_versions(tenant):
+        for job, policy, policies, version, created in await context.store.read(versions.kept_versions, tenant):
             name = job if policies == 1 else f"{job}/{policy}"
             if name != last:
                 rows.append({"name": f"{name}:latest", "created": created, "owner": owner.name})
@@ -217,7 +218,7 @@ class Completions:
         now = context.clock.time()
         rows += [
             {"name": saved.path, "created": saved.created, "owner": owner.name}
-            for saved in await context.store.list_checkpoints(tenant, None)
+            for saved in await context.store.read(sessions.list_checkpoints, tenant, None)
             if saved.expires is None or saved.expires > now
         ]
         return rows

@@ -77,6 +77,8 @@ from rookery.settings import Settings
 from rookery.spec.fleet import Plan
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
+from rookery.storage.repositories import jobs, sessions, tenants
+from rookery.storage.repositories.versions import unnamed
 from rookery.storage.store import Store, Writer, every
 from rookery.tokenization.chat import Chat
 from rookery.turns import in_thread
@@ -140,7 +142,7 @@ class Controller:
             rollouts=rollouts,
             training=training,
             seeding=seeding(fleet, rollouts, training, settings, clock),
-            hosts=EnvironmentHosts(settings, clock, ids, store.unfinished_job_ids),
+            hosts=EnvironmentHosts(settings, clock, ids, lambda owner: store.read(jobs.unfinished_job_ids, owner)),
             usage=UsageMeter(settings, clock, store, quotas),
             models=ModelUse(settings, clock, provide, release),
             quotas=quotas,
@@ -177,7 +179,7 @@ class Controller:
     async def start(self) -> None:
         """Delete what a crash left half-written, resume every unfinished job, start the background tasks."""
         context, store = self.context, self.context.store
-        await store.fence()
+        await store.write(jobs.fence)
         await context.rooms.collector.collect_all(context.clock.time(), context.settings.server.orphan_keep_seconds)
         await context.rooms.usage.start()
         await context.rooms.quotas.start()
@@ -189,7 +191,7 @@ class Controller:
             self._tasks.append(asyncio.create_task(restarting(self.plan.watch, context.clock)))
         await self.sessions.start()
         blamed = await self._hold_suspects()
-        for row in sorted(await store.all_unfinished_jobs(), key=lambda row: row.state != "running"):
+        for row in sorted(await store.read(jobs.all_unfinished_jobs), key=lambda row: row.state != "running"):
             self.jobs.states[row.state] += 1
             if row.state == "paused":
                 if row.resumes:
@@ -201,7 +203,7 @@ class Controller:
             else:
                 context.rooms.rollouts.expect_resumptions()
                 self._admit(row)
-        for tenant in await store.half_deleted():
+        for tenant in await store.read(tenants.half_deleted):
             self._tasks.append(asyncio.create_task(self._clear_tenant(tenant)))
 
     async def _hold_suspects(self) -> list[str]:
@@ -210,10 +212,10 @@ class Controller:
         last, boot = self.record.begin()
         if last is None:
             return []
-        rows = {row.id: row for row in await self.context.store.all_unfinished_jobs() if row.state != "paused"}
+        rows = {row.id: row for row in await self.context.store.read(jobs.all_unfinished_jobs) if row.state != "paused"}
         found = crashes.in_order(rows, crashes.suspects(last, boot))
         if len(found) == 1:
-            await self.context.store.count_crash(found[0])
+            await self.context.store.write(jobs.count_crash, found[0])
         count = rows[found[0]].crashes + 1 if len(found) == 1 else 0
         for job, seconds in crashes.delays(found, count).items():
             self.admission.hold(job, seconds)
@@ -310,7 +312,8 @@ class Controller:
         dumped = spec.model_dump(mode="json")
         await self.context.rooms.quotas.check_metadata(tenant, dumped)
         id, now = self.context.ids.new("job"), self.context.clock.time()
-        row, created = await self.context.store.submit_job(
+        row, created = await self.context.store.write(
+            jobs.submit_job,
             JobRow(id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key),
             [replace(policy, job=id) for policy in policies],
             warnings,
@@ -351,23 +354,23 @@ class Controller:
         context = self.context
         async with self._lock(job):
             runner = self.jobs.runners.get(job)
-            if runner is not None and (await context.store.get_job(tenant, job)).state in FINAL_JOB_STATES:
+            if runner is not None and (await context.store.read(jobs.get_job, tenant, job)).state in FINAL_JOB_STATES:
                 await asyncio.wait([runner.task])
             await context.rooms.usage.save()  # else the next one would store the job's row again
-            for digest in await context.store.delete_job(tenant, job):
-                await context.rooms.collector.delete_unnamed(context.store.database.unnamed, digest)
+            for digest in await context.store.write(jobs.delete_job, tenant, job):
+                await context.rooms.collector.delete_unnamed(unnamed, digest)
         await asyncio.to_thread(shutil.rmtree, self._jobs_folder / job, ignore_errors=True)
         log.info("job %s is deleted by its owner", job, extra={"tenant": tenant, "job": job})
 
     async def delete_upload(self, tenant: str, digest: str) -> None:
         """Delete a dataset or an adapter that the tenant uploaded. Raises :class:`Conflict` where a job that has not
         ended uses it, :class:`NotFound`."""
-        await self.context.rooms.collector.delete_unnamed(self.context.store.database.delete_upload, tenant, digest)
+        await self.context.rooms.collector.delete_unnamed(tenants.delete_upload, tenant, digest)
 
     async def limit_tenant(self, tenant: str, changes: Mapping[str, float | None]) -> TenantRow:
         """Change limits of a tenant, or its weight; None is the service's setting. Running jobs continue. Raises
         :class:`NotFound`."""
-        row = await self.context.store.limit_tenant(tenant, changes)
+        row = await self.context.store.write(tenants.limit_tenant, tenant, changes)
         self.context.rooms.quotas.override(tenant, row.limits)
         self._launch_admitted(tenant)
         return row
@@ -376,30 +379,34 @@ class Controller:
         """Delete a tenant with its keys, jobs, uploads and checkpoints; its clients are finished. ``force`` cancels
         jobs that have not ended. Raises :class:`Conflict`, :class:`NotFound`."""
         store = self.context.store
-        await store.get_tenant(tenant)
-        unfinished = await store.unfinished_job_ids(tenant)
+        await store.read(tenants.get_tenant, tenant)
+        unfinished = await store.read(jobs.unfinished_job_ids, tenant)
         if unfinished and not force:
             shown = ", ".join(sorted(unfinished)[:SHOWN_JOBS])
             raise Conflict(
                 f"tenant {tenant} has {len(unfinished)} jobs that have not ended ({shown}); delete it with force"
                 " (rookery tenants delete --force), which cancels them"
             )
-        await store.delete_tenant(tenant, self.context.clock.time())
+        await store.write(tenants.delete_tenant, tenant, self.context.clock.time())
         await self._clear_tenant(tenant)
 
     async def _clear_tenant(self, tenant: str) -> None:
         """Delete what a deleted tenant stored."""
         store = self.context.store
-        async for session in every(partial(store.list_sessions, tenant), lambda row: (row.created, row.id)):
+        async for session in every(
+            partial(store.read, sessions.list_sessions, tenant), lambda row: (row.created, row.id)
+        ):
             if session.finished is None:
                 await self.sessions.finish(tenant, session.id, "deleted")
-        async for row in every(partial(store.list_jobs, tenant), lambda row: (row.created, row.id)):
+        async for row in every(partial(store.read, jobs.list_jobs, tenant), lambda row: (row.created, row.id)):
             if row.finished is None:
                 await self.cancel(tenant, row.id)
             await self.delete_job(tenant, row.id)
-        async for upload in every(partial(store.uploads, tenant), lambda row: (row.created, row.hash, row.kind)):
+        async for upload in every(
+            partial(store.read, tenants.uploads, tenant), lambda row: (row.created, row.hash, row.kind)
+        ):
             await self.delete_upload(tenant, upload.hash)
-        for saved in await store.list_checkpoints(tenant):  # a tenant may have a few thousand
+        for saved in await store.read(sessions.list_checkpoints, tenant):  # a tenant may have a few thousand
             await self.sessions.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
         log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
 
@@ -433,7 +440,7 @@ class Controller:
     async def resume(self, tenant: str, job: str, by_itself: bool = False) -> None:
         """Continue a paused job; ``by_itself`` only if it resumes by itself."""
         async with self._lock(job):
-            row = await self.context.store.get_job(tenant, job)
+            row = await self.context.store.read(jobs.get_job, tenant, job)
             if by_itself and not row.resumes:
                 return
             if not by_itself:
@@ -456,25 +463,27 @@ class Controller:
         """Go back from a version whose bytes are absent to the newest one that is there, and resume the paused job.
         Raises :class:`Conflict` if it is not paused, or its newest version is there."""
         async with self._lock(job):
-            row = await self.context.store.get_job(tenant, job)
+            row = await self.context.store.read(jobs.get_job, tenant, job)
             if row.state != "paused":
                 raise Conflict(f"job {job} is {row.state}: only a paused job goes back to an earlier version")
             runner = self.jobs.runners.get(job)
             if runner is not None:
                 await asyncio.wait([runner.task])
             lines, context = list[str](), self.context
-            for policy in await context.store.policies(tenant, job):
+            for policy in await context.store.read(jobs.policies, tenant, job):
                 versions = PolicyVersions(context, context.rooms.training, context.rooms.collector, policy)
                 lines += await versions.load_intact(absent=True)
             if not lines:
                 raise Conflict(f"the newest version of job {job} is there: resume it")
             for line in lines:
-                await self.context.store.add_event(tenant, job, self.context.clock.time(), "corrupt", line)
+                await self.context.store.write(
+                    tenants.add_event, tenant, job, self.context.clock.time(), "corrupt", line
+                )
         await self.resume(tenant, job)
 
     async def _launch_if_queued(self, tenant: str, job: str) -> None:
         """Launch a queued job without a task: the database stored it, and failed before it confirmed that."""
-        row = await self.context.store.get_job(tenant, job)
+        row = await self.context.store.read(jobs.get_job, tenant, job)
         if row.state == "queued" and job not in self.jobs.runners and job not in self.jobs.waiting:
             self._admit(row)
 
@@ -485,7 +494,7 @@ class Controller:
     async def _end(self, tenant: str, job: str, state: Literal["paused", "cancelled"]) -> None:
         """Bring the job into ``state`` at its owner's request."""
         async with self._lock(job):
-            row = await self.context.store.get_job(tenant, job)
+            row = await self.context.store.read(jobs.get_job, tenant, job)
             if row.state == state:
                 return
             if row.state in FINAL_JOB_STATES:
@@ -494,7 +503,7 @@ class Controller:
             if runner is not None:
                 runner.wanted = state
                 await cancel_all(runner.task)
-                row = await self.context.store.get_job(tenant, job)
+                row = await self.context.store.read(jobs.get_job, tenant, job)
                 if row.state in FINAL_JOB_STATES:
                     return
             try:
@@ -509,7 +518,9 @@ class Controller:
     ) -> JobRow:
         context, new = self.context, row
         if row.state != state or state not in FINAL_JOB_STATES:  # else an earlier attempt stored it already
-            new = await context.store.set_job_state(row.id, state, reason, context.clock.time(), error, resumes)
+            new = await context.store.write(
+                jobs.set_job_state, row.id, state, reason, context.clock.time(), error, resumes
+            )
         self.jobs.states[row.state] -= 1
         self.jobs.states[state] += 1
         if state in FINAL_JOB_STATES:
@@ -517,7 +528,7 @@ class Controller:
             context.rooms.rollouts.close_job(row.id)
             context.rooms.hosts.close_job(row.id)
             with suppress(StorageFull, Unavailable):  # the end of the next job tries again
-                await context.store.drop_old_groups(row.tenant, context.settings.server.finished_jobs_keep)
+                await context.store.write(jobs.drop_old_groups, row.tenant, context.settings.server.finished_jobs_keep)
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self.jobs.notify(row.id)
         return new
@@ -560,7 +571,7 @@ class Controller:
                     self._launch_admitted(row.tenant)
 
     async def _mark_running(self, row: JobRow) -> None:
-        current = await self.context.store.get_job(row.tenant, row.id)
+        current = await self.context.store.read(jobs.get_job, row.tenant, row.id)
         await asyncio.shield(self._set_state(current, "running", ""))  # the state counts must match the database
 
     async def _record_end(self, runner: JobRunner, state: JobState, reason: str) -> None:
@@ -569,7 +580,7 @@ class Controller:
         while True:
             try:
                 with shortages():
-                    current = await self.context.store.get_job(row.tenant, row.id)
+                    current = await self.context.store.read(jobs.get_job, row.tenant, row.id)
                     await asyncio.shield(self._set_state(current, state, reason, error, runner.outage is not None))
                 if runner.outage is not None:
                     self.retries.outage(row.tenant, row.id, runner.outage)

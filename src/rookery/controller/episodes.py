@@ -21,7 +21,16 @@ from rookery.errors import UserError
 from rookery.scheduling.health import EPISODES_READ, RecentEpisode
 from rookery.spec import values
 from rookery.storage.models import EpisodeRow, GroupRow, GroupState
-from rookery.storage.repositories.episodes import EpisodeChoice
+from rookery.storage.repositories import jobs
+from rookery.storage.repositories.episodes import (
+    EpisodeChoice,
+    episodes_page,
+    failure_counts,
+    get_episode,
+    get_group,
+    groups_page,
+    version_of_step,
+)
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import status
 
@@ -35,36 +44,36 @@ class EpisodeQueries:
         self, tenant: str, job: str, *, step: int | None, state: GroupState | None, offset: int, limit: int
     ) -> dict[str, Any]:
         """A page of groups with their episodes' rewards, and the number of all."""
-        row = await self._store.get_job(tenant, job)
+        row = await self._store.read(jobs.get_job, tenant, job)
         consumed = None
         if step is not None:
-            consumed = await self._store.version_of_step(tenant, job, step)
+            consumed = await self._store.read(version_of_step, tenant, job, step)
             if consumed is None:
                 return {"groups": [], "total": 0, "version": None}
-        found, total = await self._store.groups_page(
-            tenant, job, consumed_by=consumed, state=state, offset=offset, limit=limit
+        found, total = await self._store.read(
+            groups_page, tenant, job, consumed_by=consumed, state=state, offset=offset, limit=limit
         )
         name, version = algorithm(row.spec), consumed[0] if consumed is not None else None
         return {"groups": [_group(group, name) for group in found], "total": total, "version": version}
 
     async def group(self, tenant: str, job: str, group: str) -> dict[str, Any]:
         """One group with the replies of its episodes."""
-        row = await self._store.get_job(tenant, job)
-        found = await self._store.get_group(tenant, job, group)
+        row = await self._store.read(jobs.get_job, tenant, job)
+        found = await self._store.read(get_group, tenant, job, group)
         return await self._context.threads(_whole_group, found, algorithm(row.spec))
 
     async def episodes(self, tenant: str, job: str, chosen: EpisodeChoice) -> dict[str, Any]:
         """A page of episodes, newest first, and where the next one begins."""
-        await self._store.get_job(tenant, job)
-        found = await self._store.episodes_page(tenant, job, chosen)
+        await self._store.read(jobs.get_job, tenant, job)
+        found = await self._store.read(episodes_page, tenant, job, chosen)
         rows = await self._context.threads(lambda: [_line(group, episode) for group, episode in found])
         last = found[-1][1] if len(found) == chosen.limit else None
         return {"episodes": rows, "next": f"{last.finished!r}~{last.id}" if last is not None else None}
 
     async def episode(self, tenant: str, job: str, episode: str) -> dict[str, Any]:
         """One episode whole: conversation, turns, and its tokens where its text is kept."""
-        row = await self._store.get_job(tenant, job)
-        group, found = await self._store.get_episode(tenant, job, episode)
+        row = await self._store.read(jobs.get_job, tenant, job)
+        group, found = await self._store.read(get_episode, tenant, job, episode)
         view = _group(group, algorithm(row.spec))
         scored = {member["episode"]: member["advantage"] for member in view["members"]}
         shown: dict[str, Any] = {
@@ -83,13 +92,13 @@ class EpisodeQueries:
 
     async def failures(self, tenant: str, job: str, limit: int) -> list[dict[str, Any]]:
         """The most frequent errors of failed episodes."""
-        await self._store.get_job(tenant, job)
-        found = await self._store.failure_counts(tenant, job, limit)
+        await self._store.read(jobs.get_job, tenant, job)
+        found = await self._store.read(failure_counts, tenant, job, limit)
         return [{"error": error, "episodes": number} for error, number in found]
 
     async def recent(self, tenant: str, job: str) -> list[RecentEpisode]:
         """The newest episodes, as alarms read them."""
-        found = await self._store.episodes_page(tenant, job, EpisodeChoice(limit=EPISODES_READ))
+        found = await self._store.read(episodes_page, tenant, job, EpisodeChoice(limit=EPISODES_READ))
         return await self._context.threads(lambda: [_recent(episode) for _, episode in found])
 
     async def _chat(self, model: str) -> Chat | None:

@@ -45,7 +45,10 @@ from rookery.storage.models import (
     TenantRow,
     VersionRow,
 )
-from rookery.storage.repositories.runs import RunChoice
+from rookery.storage.repositories import jobs as job_rows
+from rookery.storage.repositories import tenants as tenant_rows
+from rookery.storage.repositories import versions as version_rows
+from rookery.storage.repositories.runs import RunChoice, chosen_jobs, rewards_of, state_times, usage_of
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
 
@@ -63,28 +66,32 @@ class JobQueries:
         self._store = context.store
         self._jobs = jobs
         self.episodes = EpisodeQueries(context)
-        self.feeds = JobFeeds(self.show, self._rows, self._store.last_step, jobs.signal)
+        self.feeds = JobFeeds(self.show, self._rows, self._last_step, jobs.signal)
+
+    async def _last_step(self, tenant: str, job: str) -> int:
+        return await self._store.read(version_rows.last_step, tenant, job)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def list(self, tenant: str, page: Page = Page()) -> Sequence[JobView]:  # noqa: B008 (frozen)
         """A page of the tenant's jobs, newest first."""
-        rows = await self._store.list_jobs(tenant, page)
+        rows = await self._store.read(job_rows.list_jobs, tenant, page)
         owner, policies = await asyncio.gather(
-            self._store.get_tenant(tenant), self._store.policies_of(tenant, [row.id for row in rows])
+            self._store.read(tenant_rows.get_tenant, tenant),
+            self._store.read(job_rows.policies_of, tenant, [row.id for row in rows]),
         )
         return await self._views(rows, {tenant: owner}, policies)
 
     async def runs(self, chosen: RunChoice) -> tuple[Sequence[JobView], int]:
         """A page of jobs in short, without policies, and the number of all that are chosen."""
-        rows, total = await self._store.chosen_jobs(chosen)
-        owners = await self._store.tenants_of(sorted({row.tenant for row in rows}))
+        rows, total = await self._store.read(chosen_jobs, chosen)
+        owners = await self._store.read(tenant_rows.tenants_of, sorted({row.tenant for row in rows}))
         return await self._views(rows, owners, {}), total
 
     async def show(self, tenant: str, job: str) -> JobView:
-        row = await self._store.get_job(tenant, job)
-        policies = await self._store.policies(tenant, job)
-        owner = await self._store.get_tenant(tenant)
+        row = await self._store.read(job_rows.get_job, tenant, job)
+        policies = await self._store.read(job_rows.policies, tenant, job)
+        owner = await self._store.read(tenant_rows.get_tenant, tenant)
         [view] = await self._views([row], {tenant: owner}, {job: policies})
         return view
 
@@ -94,7 +101,9 @@ class JobQueries:
         """Jobs with their ``owners`` by id, and their ``policies``, where these are shown, by job."""
         jobs = [row.id for row in rows]
         usage, rewards, since = await asyncio.gather(
-            self._store.usage_of(jobs), self._store.rewards_of(jobs, SHOWN_REWARDS), self._store.state_times(None, jobs)
+            self._store.read(usage_of, jobs),
+            self._store.read(rewards_of, jobs, SHOWN_REWARDS),
+            self._store.read(state_times, None, jobs),
         )
         shown = {row.id: await self._policies(row, policies.get(row.id, [])) for row in rows}
         current = self._context.rooms.usage.current
@@ -124,7 +133,9 @@ class JobQueries:
                 newest = policies[name].newest
                 version = newest.version if newest is not None else None
             else:
-                of_policy = {one.version: one for one in await self._store.versions(job.tenant, row.id)}
+                of_policy = {
+                    one.version: one for one in await self._store.read(version_rows.versions, job.tenant, row.id)
+                }
                 version = followed_version(_line(of_policy, row.head_version), follows["every"])
             found = _policy_view(row).model_copy(update={"name": name, "version": version or 0, "follows": row.name})
             views.append(found)
@@ -134,11 +145,11 @@ class JobQueries:
         self, tenant: str, job: str, after: int = -1, limit: int | None = None
     ) -> Sequence[dict[str, Any]]:
         """One row per committed step later than ``after``, the first ``limit``."""
-        await self._store.get_job(tenant, job)
+        await self._store.read(job_rows.get_job, tenant, job)
         return await self._rows(tenant, job, after, limit)
 
     async def _rows(self, tenant: str, job: str, after: int, limit: int | None) -> builtins.list[dict[str, Any]]:
-        return [finite(row) for row in await self._store.steps(tenant, job, after, limit)]
+        return [finite(row) for row in await self._store.read(version_rows.steps, tenant, job, after, limit)]
 
     async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
         """Metrics rows of later steps than ``after`` as they are committed, until the job has ended."""
@@ -158,7 +169,7 @@ class JobQueries:
             await change.wait()
 
     async def events(self, tenant: str, job: str, limit: int = 100) -> Sequence[dict[str, Any]]:
-        await self._store.get_job(tenant, job)
+        await self._store.read(job_rows.get_job, tenant, job)
         found, _ = await self.events_before(tenant, job, limit)
         return found
 
@@ -168,7 +179,7 @@ class JobQueries:
         """The newest events older than the event ``before``, oldest first; and the first of them, if there are older
         ones."""
         limit = min(limit, EVENTS_SHOWN)
-        rows = await self._store.events(tenant, job, limit + 1, before)
+        rows = await self._store.read(tenant_rows.events, tenant, job, limit + 1, before)
         shown = rows[-limit:]
         view = [{"time": row.time, "kind": row.kind, "text": row.text} for row in shown]
         return view, shown[0].id if len(rows) > limit else None
@@ -177,15 +188,17 @@ class JobQueries:
         self, tenant: str, job: str, limit: int, version: int | None = None
     ) -> Sequence[dict[str, Any]]:
         """The episodes that ended last: text, tokens, log-probs, versions, reward."""
-        await self._store.get_job(tenant, job)
-        found = await self._store.recent_episodes(tenant, job, limit, version)
+        await self._store.read(job_rows.get_job, tenant, job)
+        found = await self._store.read(job_rows.recent_episodes, tenant, job, limit, version)
         return await self._context.threads(lambda: [_trajectory_view(group, episode) for group, episode in found])
 
     async def versions(self, tenant: str, job: str, policy: str, page: Page | None = None) -> Sequence[dict[str, Any]]:
         """The versions of a policy, oldest first, each with the metrics of its last step."""
-        row = await self._store.get_policy(tenant, job, policy)
-        versions = await self._store.versions(tenant, row.id, page)
-        found = await self._store.steps_of_versions(tenant, job, policy, [version.version for version in versions])
+        row = await self._store.read(job_rows.get_policy, tenant, job, policy)
+        versions = await self._store.read(version_rows.versions, tenant, row.id, page)
+        found = await self._store.read(
+            version_rows.steps_of_versions, tenant, job, policy, [version.version for version in versions]
+        )
         metrics = {number: finite(step) for number, step in found.items()}
         shown = ("version", "parent", "hash", "step", "created", "kept", "lost", "evaluation")
         return [
@@ -197,7 +210,7 @@ class JobQueries:
         return await self.evaluation_views(tenant, job, await self.evaluation_rows(tenant, job))
 
     async def evaluation_views(self, tenant: str, job: str, rows: Sequence[EvaluationRow]) -> Sequence[dict[str, Any]]:
-        names = {policy.id: policy.name for policy in await self._store.policies(tenant, job)}
+        names = {policy.id: policy.name for policy in await self._store.read(job_rows.policies, tenant, job)}
         return [
             {
                 "policy": names[r.policy],
@@ -214,7 +227,9 @@ class JobQueries:
         """Alarms of a job; advice where there are none."""
         view = await self.show(tenant, job)
         rows = await self._rows(tenant, job, view.step - HEALTH_STEPS, None)
-        evaluation = await self._store.last_evaluation(tenant, job, after=0)  # version 0 has not learned anything yet
+        evaluation = await self._store.read(
+            version_rows.last_evaluation, tenant, job, after=0
+        )  # version 0 has not learned anything yet
         evaluations = [evaluation] if evaluation is not None else []
         known = JobHealth(
             now=view.finished or self._context.clock.time(),
@@ -231,8 +246,8 @@ class JobQueries:
 
     async def evaluation_rows(self, tenant: str, job: str, page: Page | None = None) -> Sequence[EvaluationRow]:
         """The evaluations of a job, by policy and version."""
-        await self._store.get_job(tenant, job)
-        return await self._store.evaluations(tenant, job, page)
+        await self._store.read(job_rows.get_job, tenant, job)
+        return await self._store.read(version_rows.evaluations, tenant, job, page)
 
     async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> protocol.Manifest:
         """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,
@@ -333,7 +348,7 @@ class JobQueries:
 
     async def costs(self) -> dict[str, Any]:
         """The cost of each tenant, of deleted ones where they caused any, and of the workers."""
-        tenants = await self._store.list_tenants(deleted=True)
+        tenants = await self._store.read(tenant_rows.list_tenants, deleted=True)
         usage = self._context.rooms.usage
         seconds = self._context.rooms.quotas.service_time.seconds
         bills = [

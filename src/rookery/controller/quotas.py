@@ -29,6 +29,7 @@ from rookery.errors import TooManyRequests
 from rookery.settings import LimitSettings
 from rookery.spec import values
 from rookery.spec.job import EnvironmentSpec, JobSpec
+from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import ROW_BYTES
 from rookery.storage.store import Store
 
@@ -110,9 +111,9 @@ class Quotas:
 
     async def start(self) -> None:
         """Read the overrides, and today's tokens of an earlier process."""
-        for row in await self._store.list_tenants():
+        for row in await self._store.read(tenants.list_tenants):
             self.override(row.id, row.limits)
-        self._day, tokens = await self._store.tokens_of_day()
+        self._day, tokens = await self._store.read(tenants.tokens_of_day)
         self._tokens = Counter(tokens)
 
     # --- limits -------------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class Quotas:
     async def check_stored(self, tenant: str) -> None:
         """The tenant is about to store something. Raises :class:`TooManyRequests` at a limit; so the last thing stored
         may exceed it."""
-        adapters, size = await self._store.stored(tenant)
+        adapters, size = await self._store.read(tenants.stored, tenant)
         for name, stored in (("adapters", adapters), ("bytes", size)):
             most = self.limit(tenant, name)
             if stored >= most:
@@ -232,7 +233,7 @@ class Quotas:
         now, most = self._clock.monotonic(), self.limit(tenant, "metadata_bytes")
         known, read = self._metadata.get(tenant, (0, -math.inf))
         if read == -math.inf or (known >= most and now - read > RETRY_SECONDS["metadata_bytes"]):
-            known, read = await self._store.metadata_bytes(tenant), now
+            known, read = await self._store.read(tenants.metadata_bytes, tenant), now
         if known >= most:
             raise self._refuse(
                 "metadata_bytes",

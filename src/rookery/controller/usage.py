@@ -26,6 +26,7 @@ from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError
 from rookery.scheduling.usage import HOUR, Interval, Kind, Usage, UsageRecord, WorkerMeter
 from rookery.settings import Settings
+from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import TENANT_TOTAL
 from rookery.storage.store import Store
 
@@ -76,9 +77,9 @@ class UsageMeter:
 
     async def start(self) -> None:
         """Read the counters that an earlier process stored."""
-        stored = await self._store.usage_totals()
+        stored = await self._store.read(tenants.usage_totals)
         self._usage.update({(tenant, TENANT_TOTAL): _decode(used) for tenant, used in stored.items()})
-        self._fleet = msgspec.convert(await self._store.fleet_usage(), FleetUsages)
+        self._fleet = msgspec.convert(await self._store.read(tenants.fleet_usage), FleetUsages)
         for kinds in self._fleet.values():
             for paid in kinds.values():
                 paid.idle = paid.cost - paid.used.cost  # work that was pending then gets no account any more
@@ -99,7 +100,7 @@ class UsageMeter:
         changed, self._changed = self._changed, set()
         usage = {account: msgspec.to_builtins(self._usage[account]) for account in changed}
         try:
-            await self._store.save_usage(usage, msgspec.to_builtins(self._fleet), self._quotas.day())
+            await self._store.write(tenants.save_usage, usage, msgspec.to_builtins(self._fleet), self._quotas.day())
         except BaseException:
             self._changed |= changed
             raise
@@ -121,7 +122,7 @@ class UsageMeter:
     async def open(self, tenant: str, job: str, policies: Sequence[str]) -> None:
         """The job runs from now on: usage by its requests and ``policies`` is charged to it."""
         if (tenant, job) not in self._usage:
-            stored = await self._store.job_usage(tenant, job)
+            stored = await self._store.read(tenants.job_usage, tenant, job)
             self._usage.setdefault((tenant, job), _decode(stored))
         self._jobs.update(dict.fromkeys(policies, (tenant, job)))
 

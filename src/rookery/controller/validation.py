@@ -31,6 +31,7 @@ from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_c
 from rookery.spec.policy import TARGETS
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
+from rookery.storage.repositories import jobs, tenants, versions
 from rookery.storage.store import Store, Writer
 from rookery.tokenization.registry import CATALOGUE, is_other_base, projections, resolve, status, usable
 
@@ -166,7 +167,7 @@ class JobValidator:
 
     async def model(self, tenant: str, name: str) -> str:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
-        owner = await self._services.store.get_tenant(tenant)
+        owner = await self._services.store.read(tenants.get_tenant, tenant)
         model = resolve(name, folders=owner.admin)  # only administrators may name folders of the service
         settings = self._services.settings
         listed = f"{settings.limits.allowed_models},{settings.server.models}"
@@ -221,7 +222,7 @@ class JobValidator:
             if field in options:
                 digest = str(options.pop(field))
                 try:
-                    await services.store.get_upload(tenant, "dataset", digest)
+                    await services.store.read(tenants.get_upload, tenant, "dataset", digest)
                 except NotFound:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
                 options[path] = str(await self._stored(field, digest, DATASET))
@@ -237,10 +238,10 @@ class JobValidator:
         where = f"policies.{name}.warm_start"
         try:
             if start.upload is not None:
-                digest = (await services.store.get_upload(tenant, "adapter", start.upload)).hash
+                digest = (await services.store.read(tenants.get_upload, tenant, "adapter", start.upload)).hash
             else:
                 assert start.job is not None
-                row = await services.store.find_job(tenant, start.job)
+                row = await services.store.read(jobs.find_job, tenant, start.job)
                 if row.spec["base_model"] != spec.base_model:
                     raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
                 _, found = await find_version(services.store, tenant, row.id, start.policy, start.version)
@@ -342,8 +343,8 @@ class JobValidator:
         job, at, version = target.removesuffix(":latest").partition("@")
         job, _, chosen = job.partition("/")
         try:
-            row = await services.store.find_job(tenant, job)
-            policies = {policy.name: policy for policy in await services.store.policies(tenant, row.id)}
+            row = await services.store.read(jobs.find_job, tenant, job)
+            policies = {policy.name: policy for policy in await services.store.read(jobs.policies, tenant, row.id)}
             about = row.spec.get("policies", {}).get(chosen, {})
             if about.get("base"):
                 return Target(row.spec["base_model"], row.spec["base_model"], None)
@@ -419,7 +420,7 @@ class JobValidator:
         manifest = await services.store.transfer(self._collector.commit, staging)
         try:
             size = sum(shard.size for shard in manifest.shards)
-            await services.store.add_upload(tenant, kind, manifest.hash, size, services.clock.time())
+            await services.store.write(tenants.add_upload, tenant, kind, manifest.hash, size, services.clock.time())
         finally:
             self._collector.named(manifest.hash)
         return manifest.hash
@@ -445,11 +446,11 @@ async def find_version(
 ) -> tuple[PolicyRow, VersionRow]:
     """A policy of a job and its version ``number``, the newest for None. Raises :class:`NotFound` where the version
     does not exist or its artifact was deleted."""
-    row = await store.get_policy(tenant, job, policy)
+    row = await store.read(jobs.get_policy, tenant, job, policy)
     number = row.head_version if number is None else number
     if number is None:
         raise NotFound(f"job {job} has no version yet")
-    version = await store.version(tenant, row.id, number)
+    version = await store.read(versions.version, tenant, row.id, number)
     if not version.kept:
         raise NotFound(f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are")
     return row, version

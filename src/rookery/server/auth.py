@@ -34,6 +34,7 @@ from rookery.server.signin import SignIns
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
+from rookery.storage.repositories import tenants
 from rookery.storage.store import Writer
 from rookery.turns import TENANT
 
@@ -95,7 +96,7 @@ class Keys:
         now = self._clock.time()
         row = self._known.get(key)
         if row is None:
-            find = partial(self._database.valid_key, key, now)
+            find = partial(self._database.read, tenants.valid_key, key, now)
             row = await asyncio.get_running_loop().run_in_executor(self._thread, find)
             if row is not None:
                 self._known[key] = row
@@ -103,7 +104,9 @@ class Keys:
 
     async def stored(self, key: str) -> KeyRow | None:
         """The row of a key that may be valid no more."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.find_key, key)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._database.read, tenants.find_key, key
+        )
 
     def forget(self, key: str) -> None:
         """The key was revoked."""

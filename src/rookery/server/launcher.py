@@ -53,6 +53,7 @@ from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFold
 from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import KeyRole
 from rookery.storage.opening import artifacts_at, open_artifacts
+from rookery.storage.repositories import tenants
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.metrics import check_sinks
@@ -391,10 +392,10 @@ def _greeting(service: Service) -> list[str]:
 def _register_keys(database: Database, folder: DataFolder, id: str, now: float) -> None:
     """Registers the two keys in the data folder as keys of the administrator, whose tenant is created if there is
     none."""
-    admin = next((row for row in database.list_tenants() if row.admin), None)
+    admin = next((row for row in database.read(tenants.list_tenants) if row.admin), None)
     if admin is None:
-        admin = database.create_tenant(id, "admin", now, admin=True)
-    known = {row.hash: row for row in database.keys(admin.id)}
+        admin = database.write(tenants.create_tenant, id, "admin", now, admin=True)
+    known = {row.hash: row for row in database.read(tenants.keys, admin.id)}
     keys: list[tuple[KeyRole, str, str]] = [
         ("admin", folder.admin_key(), ADMIN_KEY_FILE),
         ("worker", folder.worker_token(), WORKER_TOKEN_FILE),
@@ -402,7 +403,7 @@ def _register_keys(database: Database, folder: DataFolder, id: str, now: float) 
     for role, key, file in keys:
         row = known.get(hash_key(key))
         if row is None:
-            database.add_key(hash_key(key), admin.id, file, now, role)
+            database.write(tenants.add_key, hash_key(key), admin.id, file, now, role)
         elif row.revoked is not None:
             raise UserError(f"the key in {file} was revoked; delete the file, and the next start creates a new key")
 

@@ -29,6 +29,7 @@ from rookery.simulation.fakes.text import LongTailed
 from rookery.simulation.fakes.worker import FakeWorker
 from rookery.simulation.profiles import Profile
 from rookery.simulation.traces import HOUR, SpotInstance, SpotMarket, Trace
+from rookery.storage.repositories.jobs import recent_episodes
 
 ENVIRONMENT = "modelled"
 
@@ -256,7 +257,7 @@ def _trajectories(site: SimulatedService, jobs: dict[str, str]) -> str:
     """Ids differ from run to run, so episodes are ordered by group and member."""
     found = hashlib.sha256()
     for job, tenant in jobs.items():
-        stored = site.database.recent_episodes(tenant, job, site.settings.server.trajectory_keep)
+        stored = site.database.read(recent_episodes, tenant, job, site.settings.server.trajectory_keep)
         for group, episode in sorted(stored, key=lambda pair: (pair[0].split, pair[0].ordinal, pair[1].member)):
             result = episode_result_decoder.decode(episode.trajectories)
             found.update(msgspec.msgpack.encode((group.ordinal, episode.member, result.reward, result.trajectories)))

@@ -22,9 +22,9 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import URL, Connection, create_engine, event, func, insert, inspect, select, update
 from sqlalchemy.engine import Engine, make_url
@@ -43,9 +43,11 @@ from rookery.storage import migrations
 from rookery.storage.models import MetaRow
 from rookery.storage.place import Owner
 from rookery.storage.repositories.versions import live_hashes
-from rookery.storage.transactions import Transactions
 
 log = logging.getLogger("rookery.storage.db")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LOCK_WAIT_SECONDS = 30.0
 """Timeout of a SQLite writer that waits for another one: far longer than any transaction here."""
@@ -80,9 +82,17 @@ class DatabaseInUse(UserError):
     """Another service has claimed the database."""
 
 
-class Database(Transactions):
+class Database:
     """SQLite or PostgreSQL, by URL. Call :meth:`create` before anything else and :meth:`close` at the end. Methods
-    block, keep no state between calls, and may be called from any thread."""
+    block, keep no state between calls, and may be called from any thread.
+
+    :meth:`write` and :meth:`read` run the functions of :mod:`rookery.storage.repositories`, each in one transaction:
+
+    * A function that answers a tenant's request takes ``tenant`` first and sees only that tenant's rows: rows of
+      another raise :class:`~rookery.errors.NotFound`, or leave the list empty, as if they did not exist.
+    * A function without it is for the controller, with ids that it got from such a request or from
+      ``all_unfinished_jobs``.
+    """
 
     def __init__(self, url: str) -> None:
         """``url``: a SQLAlchemy URL. ``sqlite://`` alone lives in memory and serves one thread at a time.
@@ -247,6 +257,16 @@ class Database(Transactions):
         if shared is not None and self._shared.failure is not None:
             raise self._shared.failure
         return shared
+
+    def write(self, function: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Run ``function(connection, …)`` in a transaction that may change rows."""
+        with self.writing() as connection:
+            return function(connection, *arguments, **named)
+
+    def read(self, function: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Run ``function(connection, …)``, which only reads."""
+        with self.reading() as connection:
+            return function(connection, *arguments, **named)
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:

@@ -1,7 +1,7 @@
 """The asynchronous database, and the writer thread that runs blocking calls one after another.
 
-* ``database.get_job(tenant, job)`` blocks; ``await store.get_job(tenant, job)`` runs the same in the writer, where
-  calls keep their order, and a call that was handed over is carried out, also when its caller is cancelled.
+* ``database.write(jobs.add_groups, job, groups)`` blocks; ``await store.write(jobs.add_groups, job, groups)`` runs the
+  same in the writer, where calls keep their order, and a submitted call runs even if its caller is cancelled.
 * Database calls that wait in the writer at the same time share one transaction; each returns once it is durable.
 """
 
@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+from sqlalchemy import Connection
 
 from rookery.errors import StorageFull
 from rookery.storage.columns import LONGEST_PAGE, Page
 from rookery.storage.db import Database
-from rookery.storage.transactions import AsyncCalls, Transactions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -142,7 +143,7 @@ def _share(first: _Call, other: _Call | None) -> bool:
     return other is not None and first.store is not None and first.store is other.store
 
 
-class Store(Transactions, AsyncCalls):
+class Store:
     """``database`` behind ``writer``."""
 
     def __init__(
@@ -152,10 +153,22 @@ class Store(Transactions, AsyncCalls):
         that only read: they see what is durable and wait for nobody's changes; else the writer does."""
         self.database = database
         self._writer = writer
-        self.read: Writer = readers or writer
+        self._readers: Writer = readers or writer
         self.transfer: Writer = transfers or writer
         """Runs calls that read or write whole artifacts, one after another."""
 
     def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
         """Run any blocking call in the writer, such as one of the artifact store or several of :attr:`database`."""
         return self._writer(call, *arguments, **named)
+
+    def write(
+        self, function: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> Coroutine[Any, Any, T]:
+        """Run a function of :mod:`rookery.storage.repositories` in a transaction that may change rows."""
+        return self._writer(self.database.write, function, *arguments, **named)
+
+    def read(
+        self, function: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> Coroutine[Any, Any, T]:
+        """Run a function of :mod:`rookery.storage.repositories` that only reads. It sees what is durable."""
+        return self._readers(self.database.read, function, *arguments, **named)

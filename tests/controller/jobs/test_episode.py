@@ -23,6 +23,7 @@ from rookery.environments.host import Host
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.text import SPECIAL, STOP, TEMPLATE, byte_tokenizer, draw
 from rookery.spec.job import EnvironmentSpec
+from rookery.storage.repositories import jobs
 from rookery.tokenization.chat import Chat
 
 
@@ -32,7 +33,7 @@ async def run(service: Service, **changes: Any) -> str:
 
 
 def episodes(service: Service, job: str, state: str | None = None) -> list[Any]:
-    found = service.database.recent_episodes("alice", job, 10_000)
+    found = service.database.read(jobs.recent_episodes, "alice", job, 10_000)
     return [episode for _, episode in found if state in (None, episode.state)]
 
 

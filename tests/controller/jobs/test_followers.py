@@ -16,6 +16,7 @@ from rookery import protocol
 from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, episode_result_decoder
 from rookery.errors import UserError
 from rookery.scheduling.job_rules import followed_version
+from rookery.storage.repositories import jobs, tenants
 
 EVERY = 2
 SELF_PLAY: dict[str, Any] = {
@@ -37,7 +38,7 @@ def game(message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any] | Non
 
 
 def results(service: Service, job: str) -> dict[str, EpisodeResult]:
-    found = service.database.recent_episodes("alice", job, 100)
+    found = service.database.read(jobs.recent_episodes, "alice", job, 100)
     return {row.id: episode_result_decoder.decode(row.trajectories) for _, row in found}
 
 
@@ -66,7 +67,9 @@ async def test_follower_plays_the_version_of_the_last_multiple_and_learns_nothin
         assert versions_of(result, "opponent") == {player // EVERY * EVERY}
         seen.add((player, player // EVERY * EVERY))
     assert seen == {(0, 0), (1, 0), (2, 2), (3, 2), (4, 4)}
-    assert [policy.name for policy in service.database.policies("alice", job)] == ["player"], "it has no weights"
+    assert [policy.name for policy in service.database.read(jobs.policies, "alice", job)] == ["player"], (
+        "it has no weights"
+    )
     replies = {
         tuple(t.tokens): t for r in results(service, job).values() if (p := r.of("player")) for t in p.trajectories
     }
@@ -103,7 +106,7 @@ async def test_evaluations_meet_version_zero(service: Service) -> None:
     evaluated = [one for one in worker.generates if "-e" in one.request]
     met = {(one.request.split("-e")[1].split("-")[0], one.adapter.version) for one in evaluated if one.adapter}
     assert met == {(str(version), played) for version in range(6) for played in {version, 0}}
-    assert all("all " not in event.text for event in service.database.events("alice", job, 100))
+    assert all("all " not in event.text for event in service.database.read(tenants.events, "alice", job, 100))
 
 
 @pytest.mark.parametrize("in_flight", ["switch", "recompute"])
@@ -112,7 +115,7 @@ async def test_a_published_version_does_not_change_a_follower_in_its_reply(servi
     changes = JOB | {"algorithm": {"group_size": 2, "groups_per_step": 1, "max_staleness": 3, "in_flight": in_flight}}
     job = await submit(service, **changes | {"stop__steps": 12})
     await service.ends(job)
-    for _, row in service.database.recent_episodes("alice", job, 100):
+    for _, row in service.database.read(jobs.recent_episodes, "alice", job, 100):
         for turn in decode_turns(row.turns):
             if turn.policy == "opponent":
                 assert len(set(turn.versions)) <= 1 and all(version % EVERY == 0 for version in turn.versions)
@@ -160,7 +163,9 @@ async def test_a_later_version_is_followed_where_the_bytes_are_lost(service: Ser
     worker.answer = None
     await service.controller.resume("alice", job)
     await service.ends(job)
-    lines = [event.text for event in service.database.events("alice", job, 100) if event.kind == "corrupt"]
+    lines = [
+        event.text for event in service.database.read(tenants.events, "alice", job, 100) if event.kind == "corrupt"
+    ]
     assert len(lines) == 1 and "version 4 of player is lost" in lines[0] and "\n" not in lines[0]
 
 

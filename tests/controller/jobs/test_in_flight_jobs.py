@@ -18,6 +18,8 @@ from rookery.controller.jobs.trajectory import decode_turns
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.clock import InlineWriter, VirtualClock
 from rookery.simulation.clock import run as run_virtually
+from rookery.storage.repositories import jobs
+from rookery.storage.repositories import versions as version_rows
 
 MODES = ["finish", "switch", "recompute"]
 LONG = 60
@@ -105,7 +107,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def head_of(service: Service, job: str) -> int:
-    return service.database.policies("alice", job)[0].head_version or 0
+    return service.database.read(jobs.policies, "alice", job)[0].head_version or 0
 
 
 @pytest.mark.parametrize(("in_flight", "micro_batch"), [*((mode, 0) for mode in MODES), ("switch", 2)])
@@ -228,9 +230,11 @@ def test_after_a_restart_episodes_continue_on_the_head(tmp_path: Path, in_flight
 
         def halfway() -> bool:
             """An episode has said a part, with a version that is not kept any more."""
-            open_ones = [e for group in service.database.open_groups(job) for e in group.episodes if e.state == "open"]
-            policy = service.database.policies("alice", job)[0].id
-            kept = {v.version for v in service.database.versions("alice", policy) if v.kept}
+            open_ones = [
+                e for group in service.database.read(jobs.open_groups, job) for e in group.episodes if e.state == "open"
+            ]
+            policy = service.database.read(jobs.policies, "alice", job)[0].id
+            kept = {v.version for v in service.database.read(version_rows.versions, "alice", policy) if v.kept}
             return any(e.version not in kept and decode_turns(e.turns) for e in open_ones)
 
         await until(halfway)
@@ -262,13 +266,18 @@ def test_groups_sampled_by_a_lost_version_are_dropped(tmp_path: Path) -> None:
 
         def said_by_the_head() -> bool:
             """The head has said a turn of an open episode, whatever began it."""
-            said = [t for g in service.database.open_groups(job) for e in g.episodes for t in decode_turns(e.turns)]
+            said = [
+                t
+                for g in service.database.read(jobs.open_groups, job)
+                for e in g.episodes
+                for t in decode_turns(e.turns)
+            ]
             return any(head_of(service, job) in turn.versions for turn in said)
 
         await until(lambda: head_of(service, job) >= 3 and said_by_the_head())
         await service.crash()
-        policy, lost = service.database.policies("alice", job)[0], head_of(service, job)
-        service.corrupt(service.database.version("alice", policy.id, lost).hash)
+        policy, lost = service.database.read(jobs.policies, "alice", job)[0], head_of(service, job)
+        service.corrupt(service.database.read(version_rows.version, "alice", policy.id, lost).hash)
         service.stop_at(job, lost + 3)
         await service.start()
         worker = await Paced(service).join()

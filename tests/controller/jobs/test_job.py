@@ -27,6 +27,7 @@ from tests.support.peers import (
     peft_config,
     settle,
 )
+from tests.support.storing import intercept
 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
@@ -38,7 +39,15 @@ from rookery.spec.parsing import SpecError
 from rookery.spec.policy import TARGETS
 from rookery.storage import models
 from rookery.storage.artifacts import Staging
-from rookery.storage.models import JobRow, JobState
+from rookery.storage.repositories import tenants
+from rookery.storage.repositories import versions as version_rows
+from rookery.storage.repositories.jobs import (
+    get_job,
+    open_groups,
+    policies,
+    ready_groups,
+    recent_episodes,
+)
 
 
 async def run(service: Service, tenant: str = "alice", **changes: Any) -> str:
@@ -52,7 +61,7 @@ def versions_of(service: Service, job: str) -> list[set[int]]:
     found = []
     for row in service.groups(job):
         episodes = [
-            e for g, e in service.database.recent_episodes("alice", job, 10_000) if g.id == row["id"]
+            e for g, e in service.database.read(recent_episodes, "alice", job, 10_000) if g.id == row["id"]
         ]  # fmt: skip
         found.append({episode.version for episode in episodes})
     return found
@@ -172,9 +181,9 @@ async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
     if waiting:
         host.answering.clear()
     job = await run(service, stop={"wall_time": 100}, environment__step_timeout="1h")
-    await eventually(lambda: bool(service.database.policies("alice", job)[0].head_version is not None))
+    await eventually(lambda: bool(service.database.read(policies, "alice", job)[0].head_version is not None))
     if not waiting:
-        await eventually(lambda: service.database.get_job("alice", job).step > 0)
+        await eventually(lambda: service.database.read(get_job, "alice", job).step > 0)
     await eventually(lambda: service.controller.jobs.runners[job].job is not None)
     service.clock.now += 101
     await service.clock.advance(1, steps=1)
@@ -191,7 +200,7 @@ async def test_wall_time_includes_uncommitted_steps(service: Service, restart: b
     _, host = await service.join()
     host.answering.clear()
     job = await run(service, stop={"wall_time": 100}, environment__step_timeout="1h")
-    await eventually(lambda: bool(service.database.policies("alice", job)[0].head_version is not None))
+    await eventually(lambda: bool(service.database.read(policies, "alice", job)[0].head_version is not None))
     service.clock.now += 60
     if restart:
         await service.close()
@@ -228,25 +237,25 @@ async def test_counters_are_complete_when_the_end_of_a_job_is_visible(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await service.join(turns=3)
-    stored, seen = service.database.set_job_state, []
+    seen = []
 
     def stored_now(job: str) -> list[Any]:
         database = service.database
-        shown = [database.get_job("alice", job), database.events("alice", job, 100)]
+        shown = [database.read(get_job, "alice", job), database.read(tenants.events, "alice", job, 100)]
         return [
             *shown,
-            database.recent_episodes("alice", job, 1000),
-            database.open_groups(job),
-            database.ready_groups(job),
+            database.read(recent_episodes, "alice", job, 1000),
+            database.read(open_groups, job),
+            database.read(ready_groups, job),
         ]
 
-    def call(job: str, state: JobState, *others: Any) -> JobRow:
-        row = stored(job, state, *others)
+    def call(real: Any, job: str, state: str, *others: Any) -> Any:
+        row = real(job, state, *others)
         if state == "completed":
             seen.append(stored_now(job))
         return row
 
-    monkeypatch.setattr(service.database, "set_job_state", call)
+    intercept(monkeypatch, service.database, "set_job_state", call)
     job = await run(service, stop__steps=6, algorithm__max_staleness=3)
     await service.ends(job)
     await eventually(lambda: job not in service.controller.jobs.runners)
@@ -286,15 +295,15 @@ async def test_pause_keeps_tokens_and_resume_continues_from_them(service: Servic
 async def test_pause_during_the_start_keeps_the_state_counts_right(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, reached, go_on = service.database.set_job_state, threading.Event(), threading.Event()
+    reached, go_on = threading.Event(), threading.Event()
 
-    def slow(job: str, state: str, *values: Any) -> Any:
+    def slow(real: Any, job: str, state: str, *values: Any) -> Any:
         if state == "running":
             reached.set()
             go_on.wait(PATIENCE)
-        return store(job, state, *values)  # type: ignore[arg-type]
+        return real(job, state, *values)
 
-    monkeypatch.setattr(service.database, "set_job_state", slow)
+    intercept(monkeypatch, service.database, "set_job_state", slow)
     submitting = asyncio.create_task(run(service))  # its last read may wait for the same writer
     await eventually(reached.is_set)
     (job,) = service.controller.jobs.runners
@@ -446,7 +455,7 @@ async def test_orderly_stop_is_resumed(service: Service) -> None:
     job = await run(service, stop__steps=3)
     await eventually(lambda: host.calls > 15)
     await service.close()
-    assert service.database.get_job("alice", job).state == "running"
+    assert service.database.read(get_job, "alice", job).state == "running"
     await service.start()
     worker = await service.worker().join()
     await service.reconnect(host).join()
@@ -460,7 +469,7 @@ async def test_missing_model_after_a_restart_pauses_its_jobs(service: Service) -
     """It can be mended, as a hub that does not answer; a job that never ran is refused for it."""
     _, host = await service.join()
     job = await run(service, stop__steps=20)
-    await eventually(lambda: service.database.get_job("alice", job).step > 0)
+    await eventually(lambda: service.database.read(get_job, "alice", job).step > 0)
     await service.crash()
     service.no_model = "base_model: the hub does not answer"
     await service.start()
@@ -478,11 +487,11 @@ async def test_missing_model_after_a_restart_pauses_its_jobs(service: Service) -
 async def test_a_corrupt_head_is_rolled_back(service: Service) -> None:
     _, host = await service.join()
     job = await run(service, stop__steps=40)
-    await eventually(lambda: service.database.get_job("alice", job).step >= 3)
+    await eventually(lambda: service.database.read(get_job, "alice", job).step >= 3)
     host.answering.clear()
     await service.crash()
-    policy = service.database.policies("alice", job)[0]
-    head = service.database.version("alice", policy.id, int(policy.head_version or 0))
+    policy = service.database.read(policies, "alice", job)[0]
+    head = service.database.read(version_rows.version, "alice", policy.id, int(policy.head_version or 0))
     service.corrupt(head.hash)
     service.stop_at(job, head.step + 2)
     await service.start()
@@ -518,17 +527,17 @@ async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(service: Servi
 
     host = await service.host(script=script).join()
     job = await run(service, stop__steps=40, checkpoints={"keep_last": 1})
-    await eventually(lambda: service.database.get_job("alice", job).step >= 9)
+    await eventually(lambda: service.database.read(get_job, "alice", job).step >= 9)
     host.answering.clear()
-    policy = service.database.policies("alice", job)[0]
+    policy = service.database.read(policies, "alice", job)[0]
 
     def kept() -> list[int]:
-        return [row.version for row in service.database.versions("alice", policy.id) if row.kept]
+        return [row.version for row in service.database.read(version_rows.versions, "alice", policy.id) if row.kept]
 
     await eventually(lambda: len(kept()) == 2 and kept()[1] > kept()[0] + 1)
     await service.crash()
     best, newest = kept()
-    head = service.database.version("alice", policy.id, newest)
+    head = service.database.read(version_rows.version, "alice", policy.id, newest)
     service.corrupt(head.hash)
     service.stop_at(job, head.step + 1)
     await service.start()
@@ -544,10 +553,10 @@ async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(service: Servi
 async def test_a_job_without_an_intact_version_waits_for_a_backup_of_it(service: Service) -> None:
     await service.worker().join()
     job = await run(service)
-    await eventually(lambda: service.database.policies("alice", job)[0].head_version == 0)
+    await eventually(lambda: service.database.read(policies, "alice", job)[0].head_version == 0)
     await service.crash()
-    policy = service.database.policies("alice", job)[0]
-    head = service.database.version("alice", policy.id, 0)
+    policy = service.database.read(policies, "alice", job)[0]
+    head = service.database.read(version_rows.version, "alice", policy.id, 0)
     path = service.artifacts.path(head.hash, ADAPTER)
     intact = path.read_bytes()
     service.corrupt(head.hash)
@@ -557,7 +566,7 @@ async def test_a_job_without_an_intact_version_waits_for_a_backup_of_it(service:
     path.write_bytes(intact)
     await settle()
     await service.clock.advance(service.settings.limits.outage_retry_seconds + 2)
-    await eventually(lambda: service.database.get_job("alice", job).state == "running")
+    await eventually(lambda: service.database.read(get_job, "alice", job).state == "running")
 
 
 # --- evaluation and retention -----------------------------------------------------------------------------------------
@@ -590,9 +599,9 @@ async def test_the_first_evaluation_survives_a_restart(service: Service) -> None
 
     await service.host(script=script).join()
     job = await run(service, stop__steps=4, evaluation={"prompts": 2}, checkpoints={"keep_last": 1, "keep_best": False})
-    await eventually(lambda: service.database.get_job("alice", job).step >= 3)
+    await eventually(lambda: service.database.read(get_job, "alice", job).step >= 3)
     await service.crash()
-    assert not service.database.evaluations("alice", job)
+    assert not service.database.read(version_rows.evaluations, "alice", job)
     await service.start()
     worker, _ = await service.join(instance="host-2")
     await service.ends(job)
@@ -715,21 +724,21 @@ async def test_a_commit_that_fails_leaves_no_artifact_behind(
     service: Service, monkeypatch: pytest.MonkeyPatch, step: int, trouble: RookeryError, where: str
 ) -> None:
     """The artifact is not written whole, its version is not committed, or it is and nobody hears of it."""
-    commit, publish, failures = service.database.commit_step, Staging.commit, [trouble]
+    publish, failures = Staging.commit, [trouble]
 
-    def committing(**values: Any) -> Any:
+    def committing(real: Any, **values: Any) -> Any:
         if where != "before" and values["step"] == step and failures:
             if where == "after":
-                commit(**values)
+                real(**values)
             raise failures.pop()
-        return commit(**values)
+        return real(**values)
 
     def publishing(staging: Staging) -> protocol.Manifest:
         if where == "before" and len(service.artifacts.hashes()) == step and failures:
             raise failures.pop()
         return publish(staging)
 
-    monkeypatch.setattr(service.database, "commit_step", committing)
+    intercept(monkeypatch, service.database, "commit_step", committing)
     monkeypatch.setattr(Staging, "commit", publishing)
     await service.join()
     job = await run(service, stop__steps=4, checkpoints={"keep_last": 9})
@@ -750,8 +759,8 @@ async def test_artifact_is_kept_while_its_references_are_unknown(
     def away(*arguments: Any, **values: Any) -> Any:
         raise Unavailable("the server went away")
 
-    monkeypatch.setattr(service.database, "commit_step", away)
-    monkeypatch.setattr(service.database, "names", away)
+    intercept(monkeypatch, service.database, "commit_step", away)
+    intercept(monkeypatch, service.database, "names", away)
     await service.join()
     job = await run(service)
     await service.ends(job, "paused")
@@ -766,18 +775,20 @@ async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
 ) -> None:
     """The call under way is carried out all the same, after the job's task was told to end."""
     reached, go_on = threading.Event(), threading.Event()
-    owner: Any = {"open": service.artifacts, "publish": Staging, "commit": service.database}[where]
-    name = {"open": "begin", "publish": "commit", "commit": "commit_step"}[where]
-    carried_out = getattr(owner, name)
 
-    def slow(*arguments: Any, **values: Any) -> Any:
+    def slow(real: Any, *arguments: Any, **values: Any) -> Any:
         if service.artifacts.hashes() or where == "publish":
             reached.set()
             go_on.wait(PATIENCE)
-        return carried_out(*arguments, **values)
+        return real(*arguments, **values)
 
     await service.join()
-    monkeypatch.setattr(owner, name, slow)
+    if where == "commit":
+        intercept(monkeypatch, service.database, "commit_step", slow)
+    else:
+        owner, name = (service.artifacts, "begin") if where == "open" else (Staging, "commit")
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: slow(real, *arguments))
     job = await run(service)
     await eventually(reached.is_set)
     ending = service.controller.jobs.runners[job].task
@@ -799,16 +810,16 @@ async def test_a_stored_state_change_without_reply_takes_effect(
     """The database's server goes away after it has stored that the job is submitted, resumed, completed."""
 
     def unanswered(method: str, *states: str) -> list[str]:
-        stored, left = getattr(service.database, method), list(states) or [""]
+        left = list(states) or [""]
 
-        def call(*arguments: Any, **named: Any) -> Any:
-            answer = stored(*arguments, **named)
+        def call(real: Any, *arguments: Any, **named: Any) -> Any:
+            answer = real(*arguments, **named)
             if left and left[0] in ("", *arguments):
                 left.pop(0)
                 raise Unavailable("the server went away")
             return answer
 
-        monkeypatch.setattr(service.database, method, call)
+        intercept(monkeypatch, service.database, method, call)
         return left
 
     unanswered("submit_job")
@@ -828,7 +839,7 @@ async def test_a_stored_state_change_without_reply_takes_effect(
     while view.id in service.controller.jobs.runners:  # what is tried again in a while is
         await service.clock.advance(2.0)
         await asyncio.sleep(0.01)
-    assert service.database.get_job("alice", view.id).state == "completed"
+    assert service.database.read(get_job, "alice", view.id).state == "completed"
     assert {row["state"] for row in service.groups(view.id)} <= {"consumed", "dropped", "failed"}
     assert not host.episodes, "its hosts have let go of it"
 
@@ -940,9 +951,9 @@ async def test_warm_start_reads_its_source_once(service: Service) -> None:
     source = await run(service, stop__steps=1, checkpoints={"keep_last": 1})
     await service.ends(source)
     job = await run(service, policies={"main": {"warm_start": {"job": source}}}, stop__steps=3)
-    await eventually(lambda: service.database.policies("alice", job)[0].head_version is not None)
+    await eventually(lambda: service.database.read(policies, "alice", job)[0].head_version is not None)
     await service.crash()
-    policy = service.database.policies("alice", source)[0]
+    policy = service.database.read(policies, "alice", source)[0]
     with service.database.writing() as connection:
         connection.execute(update(models.VersionRow).where(models.VersionRow.policy == policy.id).values(kept=False))
     await service.start()
@@ -956,14 +967,14 @@ async def test_warm_start_source_is_kept_until_it_is_read(service: Service) -> N
     worker, _ = await service.join()
     source = await run(service, stop__steps=2, checkpoints={"keep_last": 3})
     await service.ends(source)
-    policy, found = service.database.policies("alice", source)[0], service.check_history(source)[1]
+    policy, found = service.database.read(policies, "alice", source)[0], service.check_history(source)[1]
     content = service.artifacts.path(found.hash, ADAPTER).read_bytes()
     worker.training.clear()
     before = len(worker.operations)
     job = await run(service, policies={"main": {"warm_start": {"job": source, "version": 1}}}, stop__steps=1)
     await eventually(lambda: len(worker.operations) > before)
     world = service.controller.context
-    await world.rooms.collector.delete_unnamed(service.database.retire_version, policy.id, 1)
+    await world.rooms.collector.delete_unnamed(version_rows.retire_version, policy.id, 1)
     assert found.hash in service.artifacts.hashes()
     worker.training.set()
     await service.ends(job)

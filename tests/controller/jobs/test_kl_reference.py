@@ -9,6 +9,7 @@ from tests.support.peers import ScriptedWorker, Service, eventually, job_of
 
 from rookery import protocol
 from rookery.spec.job import JobSpec, stored_job
+from rookery.storage.repositories import jobs, versions
 
 
 async def submitted(service: Service, **changes: Any) -> str:
@@ -70,9 +71,9 @@ async def test_the_start_survives_restarts_moves_and_retention(service: Service)
         policies=policies,
     )
     for number, steps in enumerate((3, 6)):
-        await eventually(lambda steps=steps: len(service.database.steps("alice", job)) >= steps)
-        policy = service.database.policies("alice", job)[0]
-        assert service.database.versions("alice", policy.id)[0].kept
+        await eventually(lambda steps=steps: len(service.database.read(versions.steps, "alice", job)) >= steps)
+        policy = service.database.read(jobs.policies, "alice", job)[0]
+        assert service.database.read(versions.versions, "alice", policy.id)[0].kept
         await service.crash()
         await service.start()
         workers += [await service.worker(f"later-{number}-{i}").join() for i in range(2)]

@@ -8,6 +8,7 @@ import pytest
 from tests.support.peers import Service, eventually, job_of
 
 from rookery import protocol
+from rookery.storage.repositories import versions
 
 
 async def signals(service: Service, job: str) -> list[str]:
@@ -60,7 +61,7 @@ async def test_steps_before_a_restart_count(service: Service) -> None:
     await service.join(script=rewards(dict.fromkeys(range(1, 9), 0.0)))
     view, _ = await service.controller.submit("alice", job_of(stop__steps=8))
     for steps in (2, 4):
-        await eventually(lambda steps=steps: len(service.database.steps("alice", view.id)) >= steps)
+        await eventually(lambda steps=steps: len(service.database.read(versions.steps, "alice", view.id)) >= steps)
         await service.crash()
         await service.start()
         await service.join(script=rewards(dict.fromkeys(range(1, 9), 0.0)))

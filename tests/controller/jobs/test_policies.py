@@ -18,6 +18,8 @@ from rookery.scheduling.job_rules import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.storage.models import VersionRow
+from rookery.storage.repositories import jobs
+from rookery.storage.repositories import versions as version_rows
 
 PAIR: dict[str, Any] = {"solver": {"rank": 4}, "verifier": {"rank": 8, "seed": 1}}
 
@@ -45,15 +47,15 @@ async def submit(service: Service, **changes: Any) -> str:
 
 def chain(service: Service, job: str, name: str) -> list[VersionRow]:
     """The versions of a policy; they have no gap, and each has the next parent."""
-    policy = service.database.get_policy("alice", job, name)
-    versions = service.database.versions("alice", policy.id)
+    policy = service.database.read(jobs.get_policy, "alice", job, name)
+    versions = service.database.read(version_rows.versions, "alice", policy.id)
     assert [v.version for v in versions] == list(range(len(versions)))
     assert [v.parent for v in versions] == [None, *range(len(versions) - 1)]
     return versions
 
 
 def trained(worker: ScriptedWorker, service: Service, job: str, name: str) -> list[protocol.TrainingBatch]:
-    policy = service.database.get_policy("alice", job, name)
+    policy = service.database.read(jobs.get_policy, "alice", job, name)
     names = {op.op for op in worker.operations if isinstance(op, protocol.ForwardBackward) and op.policy == policy.id}
     return [batch for op, batch in worker.batches.items() if op in names]
 
@@ -67,7 +69,7 @@ async def test_each_policy_learns_from_its_replies_and_rewards(service: Service)
     assert [len(chain(service, job, name)) for name in PAIR] == [3, 3]
     results = [
         episode_result_decoder.decode(episode.trajectories)
-        for _, episode in service.database.recent_episodes("alice", job, 100)
+        for _, episode in service.database.read(jobs.recent_episodes, "alice", job, 100)
     ]
     assert len(results) == 8
     for result in results:
@@ -105,7 +107,7 @@ async def test_a_policy_stops_and_steps_by_its_own_rules(service: Service) -> No
     job = await submit(service, policies=policies, stop__steps=3)
     view = await service.ends(job)
     assert view.reason == "solver: 1 steps; verifier: 3 steps" and (view.step, view.steps) == (4, 4)
-    for _, episode in service.database.recent_episodes("alice", job, 100):
+    for _, episode in service.database.read(jobs.recent_episodes, "alice", job, 100):
         part = episode_result_decoder.decode(episode.trajectories).of("verifier")
         assert part is not None and part.num_action_tokens <= 3
 
@@ -149,7 +151,7 @@ async def test_frozen_partner_keeps_its_bytes_and_base_model_replies_without_an_
         view = await service.ends(job)
         assert view.reason == "2 steps" and len(chain(service, job, "solver")) == 3
         assert {op.policy for op in worker.operations if not isinstance(op, protocol.InitAdapter)} == {
-            service.database.get_policy("alice", job, "solver").id
+            service.database.read(jobs.get_policy, "alice", job, "solver").id
         }
         if "base" not in partner:
             (version,) = chain(service, job, "verifier")
@@ -194,7 +196,7 @@ async def test_a_policy_without_replies_gets_no_group(service: Service) -> None:
     job = await submit(service, algorithm__max_staleness=4, stop__steps=2)
     await service.ends(job)
     assert [len(chain(service, job, name)) for name in PAIR] == [3, 3]
-    verifier = service.database.get_policy("alice", job, "verifier").id
+    verifier = service.database.read(jobs.get_policy, "alice", job, "verifier").id
     for row in service.groups(job):
         assert row["ordinal"] % 2 == 0 or verifier not in row["uses"]
 

@@ -144,7 +144,9 @@ def test_a_path_stays_inside(path: str, sandbox: Sandbox) -> None:
         sandbox.run(Program("", files={path: ""}))
 
 
-def test_a_machine_without_bubblewrap_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_bubblewrap_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
         find("bubblewrap")

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 from tests.support.driven import ADAM, Client, forward, join
 from tests.support.peers import ADAPTER, ScriptedWorker, Service, eventually
+from tests.support.storing import intercept
 
 from rookery import protocol
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
 from rookery.errors import DatabaseAway, NotFound, RookeryError, StorageFull, Unavailable, UserError
+from rookery.storage.db import Database
+from rookery.storage.repositories import sessions, versions
 
 FULL = StorageFull("the database's disk is full; free some space, nothing was half-written")
 AWAY = Unavailable("the database does not answer")
@@ -44,9 +47,8 @@ class Refusing:
     ) -> None:
         self.trouble: Exception | None = trouble
         self.refused = 0
-        real = getattr(service.database, method)
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(real: Any, *arguments: Any, **named: Any) -> Any:
             if self.trouble is None:
                 return real(*arguments, **named)
             if taken:
@@ -54,7 +56,7 @@ class Refusing:
             self.refused += 1
             raise self.trouble
 
-        patch.setattr(service.database, method, call)
+        intercept(patch, service.database, method, call)
 
 
 async def pass_until(service: Service, holds: Any) -> None:
@@ -85,7 +87,7 @@ async def test_result_refused_by_the_database_is_stored_later(
     [said] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert request in said.getMessage() and said.__dict__["tenant"] == "alice", "said once, with the tenant"
     database.trouble = None
-    await pass_until(service, lambda: service.database.get_future("alice", request).outcome is not None)
+    await pass_until(service, lambda: service.database.read(sessions.get_future, "alice", request).outcome is not None)
     assert await visitor.outcome(request) == operations.OperationFailed(error="no such loss", category="user")
     assert isinstance(await visitor.gradient(), operations.ForwardBackwardResult)
     assert isinstance(await visitor.step(), operations.OptimStepResult)
@@ -100,7 +102,7 @@ async def test_sample_whose_result_was_refused_is_answered_later(
     request = await visitor.sample(sampler, 0)
     await pass_until(service, lambda: database.refused >= 2)
     database.trouble = None
-    await pass_until(service, lambda: service.database.get_future("alice", request).outcome is not None)
+    await pass_until(service, lambda: service.database.read(sessions.get_future, "alice", request).outcome is not None)
     assert isinstance(await visitor.outcome(request), operations.SampleResult)
 
 
@@ -121,7 +123,7 @@ async def test_failed_sweep_is_logged_and_repeated(
     said = [record for record in caplog.records if "the sweep of expired" in record.getMessage()]
     assert said and all(bool(record.exc_info) == isinstance(trouble, OSError) for record in said)
     database.trouble = None
-    await pass_until(service, lambda: not service.database.list_checkpoints("alice"))
+    await pass_until(service, lambda: not service.database.read(sessions.list_checkpoints, "alice"))
 
 
 async def test_operations_behind_a_missing_number_fail_when_the_database_accepts_it(
@@ -134,9 +136,9 @@ async def test_operations_behind_a_missing_number_fail_when_the_database_accepts
     lost = [await visitor.send(forward([1, 2, 3])), await visitor.send(forward([1, 2, 3]))]
     database = Refusing(service, monkeypatch, "finish_future", FULL)
     await pass_until(service, lambda: database.refused >= 1)
-    await pass_until(service, lambda: not service.database.list_checkpoints("bob"))
+    await pass_until(service, lambda: not service.database.read(sessions.list_checkpoints, "bob"))
     database.trouble = None
-    await pass_until(service, lambda: not service.database.open_futures())
+    await pass_until(service, lambda: not service.database.read(sessions.open_futures))
     for request in lost:
         failed = await visitor.outcome(request)
         assert isinstance(failed, operations.OperationFailed) and failed.category == "user"
@@ -238,8 +240,8 @@ async def test_failed_step_is_not_taken_later(service: Service, crash: bool) -> 
         await visitor.gradient(10, 11, 12)
         assert isinstance(await visitor.step(), operations.OptimStepResult)
         ends.append(await content(visitor, "end"))
-        row, _ = await visitor.store.get_model("alice", visitor.model)
-        policy = service.database.versions("alice", row.policy)
+        row, _ = await visitor.store.read(sessions.get_model, "alice", visitor.model)
+        policy = service.database.read(versions.versions, "alice", row.policy)
         assert [version.step for version in policy] == [0, 3]
     assert ends[0] == ends[1]
 
@@ -299,7 +301,7 @@ async def test_operations_wait_for_the_database(
                 database = Refusing(service, patch, method, GONE, taken=taken) if away else None
                 refused += await sent_while_away(visitor, call, database)
         two, _, policy = await visitor.find(f"tinker://{visitor.model}/weights/two")
-        kept = [row.version for row in await visitor.store.versions("alice", policy.id)]
+        kept = [row.version for row in await visitor.store.read(versions.versions, "alice", policy.id)]
         ends.append((await content(visitor, "end"), two.version, kept))
     assert refused
     assert ends[0] == ends[1]
@@ -331,9 +333,8 @@ class FailingOnce:
     def __init__(self, place: Any, patch: pytest.MonkeyPatch, method: str, *, taken: bool = False) -> None:
         self.armed = False
         self.on_failure: Callable[[], None] = lambda: None
-        real = getattr(place, method)
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(real: Any, *arguments: Any, **named: Any) -> Any:
             if not self.armed:
                 return real(*arguments, **named)
             if taken:
@@ -342,7 +343,10 @@ class FailingOnce:
             self.on_failure()
             raise GONE
 
-        patch.setattr(place, method, call)
+        if isinstance(place, Database):
+            intercept(patch, place, method, call)
+        else:
+            patch.setattr(place, method, partial(call, getattr(place, method)))
 
     def arm(self) -> None:
         self.armed = True

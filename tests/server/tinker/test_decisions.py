@@ -16,6 +16,7 @@ from rookery.errors import Conflict, NotFound
 from rookery.scheduling.queues import ReorderBuffer
 from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.storage.db import Database
+from rookery.storage.repositories import jobs, sessions, tenants, versions
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
@@ -77,15 +78,16 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database = Database(f"sqlite:///{tmp_path}/rookery.db")
     database.create()
     for tenant in ("alice", "bob"):
-        database.create_tenant(tenant, tenant, 0.0)
+        database.write(tenants.create_tenant, tenant, tenant, 0.0)
     visit(database)
     yield database
     database.close()
 
 
 def commit(database: Database, name: str, parent: int | None, done: int, **more: tuple[str, bytes]) -> int:
-    lease = database.next_lease("one-policy")
-    return database.commit_model(
+    lease = database.write(jobs.next_lease, "one-policy")
+    return database.write(
+sessions.commit_model,
         model="one", policy="one-policy", lease=lease, parent=parent, manifest=manifest(name), step=done,
         time=5.0, done_seq=done, **more,
     ).version  # fmt: skip
@@ -93,74 +95,76 @@ def commit(database: Database, name: str, parent: int | None, done: int, **more:
 
 def test_commit_includes_its_operations_and_its_result(database: Database) -> None:
     for seq in (1, 2, 3):
-        database.open_future(future_row(f"one/{seq}", model="one", seq=seq, call=b"call"))
-    database.finish_future("one/1", b"gradient", 1.0)
+        database.write(sessions.open_future, future_row(f"one/{seq}", model="one", seq=seq, call=b"call"))
+    database.write(sessions.finish_future, "one/1", b"gradient", 1.0)
     assert commit(database, "zero", None, 0) == 0
-    assert [row.seq for row in database.futures_behind("one", 0)] == [1, 2, 3]
-    assert database.get_future("alice", "one/1").call == b"call"  # it may have to be computed again
+    assert [row.seq for row in database.read(sessions.futures_behind, "one", 0)] == [1, 2, 3]
+    assert database.read(sessions.get_future, "alice", "one/1").call == b"call"  # it may have to be computed again
     assert commit(database, "one", 0, 2, outcome=("one/2", b"stepped")) == 1
-    assert database.get_model("alice", "one")[0].done_seq == 2
-    assert [(row.seq, row.outcome) for row in database.futures_behind("one", 2)] == [(3, None)]
-    assert database.get_future("alice", "one/1").call == b""
-    assert database.get_future("alice", "one/2").outcome == b"stepped"
+    assert database.read(sessions.get_model, "alice", "one")[0].done_seq == 2
+    assert [(row.seq, row.outcome) for row in database.read(sessions.futures_behind, "one", 2)] == [(3, None)]
+    assert database.read(sessions.get_future, "alice", "one/1").call == b""
+    assert database.read(sessions.get_future, "alice", "one/2").outcome == b"stepped"
     with pytest.raises(Conflict):
         commit(database, "late", 0, 3, outcome=("one/3", b"no"))
-    assert database.get_future("alice", "one/3").outcome is None
-    database.finish_future("one/2", b"again", 9.0)
-    assert database.get_future("alice", "one/2").outcome == b"stepped"
-    assert {row.id for row in database.open_futures()} == {"one", "one/3"}
+    assert database.read(sessions.get_future, "alice", "one/3").outcome is None
+    database.write(sessions.finish_future, "one/2", b"again", 9.0)
+    assert database.read(sessions.get_future, "alice", "one/2").outcome == b"stepped"
+    assert {row.id for row in database.read(sessions.open_futures)} == {"one", "one/3"}
 
 
 def test_results_expire_when_no_run_can_replay_them(database: Database) -> None:
     commit(database, "zero", None, 0)
     for seq in (1, 2):
-        database.open_future(future_row(f"one/{seq}", model="one", seq=seq))
-        database.finish_future(f"one/{seq}", b"done", 1.0)
-    database.open_future(future_row("sample"))
-    database.finish_future("sample", b"text", 1.0)
-    assert database.get_future("alice", "sample").call == b""
-    assert database.drop_futures(before=0.5) == 0
-    assert database.drop_futures(before=2.0) == 1  # the sample: the model's are behind its head
+        database.write(sessions.open_future, future_row(f"one/{seq}", model="one", seq=seq))
+        database.write(sessions.finish_future, f"one/{seq}", b"done", 1.0)
+    database.write(sessions.open_future, future_row("sample"))
+    database.write(sessions.finish_future, "sample", b"text", 1.0)
+    assert database.read(sessions.get_future, "alice", "sample").call == b""
+    assert database.write(sessions.drop_futures, before=0.5) == 0
+    assert database.write(sessions.drop_futures, before=2.0) == 1  # the sample: the model's are behind its head
     commit(database, "one", 0, 1)
-    assert database.drop_futures(before=2.0) == 1
+    assert database.write(sessions.drop_futures, before=2.0) == 1
     with pytest.raises(NotFound):
-        database.get_future("alice", "one/1")
-    assert database.get_future("alice", "one/2").outcome == b"done"
+        database.read(sessions.get_future, "alice", "one/1")
+    assert database.read(sessions.get_future, "alice", "one/2").outcome == b"done"
 
 
 def test_checkpoints_and_samplers_keep_their_artifacts(database: Database) -> None:
     version = commit(database, "zero", None, 0)
     digest = manifest("zero").hash
-    database.save_checkpoint(checkpoint_row("one", name="kept", content="zero"), overwrite=False)
-    database.add_sampler(sampler_row("sampler", digest=digest))
+    database.write(sessions.save_checkpoint, checkpoint_row("one", name="kept", content="zero"), overwrite=False)
+    database.write(sessions.add_sampler, sampler_row("sampler", digest=digest))
     commit(database, "one", version, 1)
-    assert database.retire_version("one-policy", version) is None
-    assert digest in database.live_hashes()
-    assert database.delete_checkpoint("alice", "one", "weights", "kept") is None
-    assert [row.id for row in database.idle_samplers(before=1.0)] == ["sampler"]
-    assert database.release_sampler("sampler") == digest
-    assert digest not in database.live_hashes()
-    assert not database.get_sampler("alice", "sampler").kept
+    assert database.write(versions.retire_version, "one-policy", version) is None
+    assert digest in database.read(versions.live_hashes)
+    assert database.write(sessions.delete_checkpoint, "alice", "one", "weights", "kept") is None
+    assert [row.id for row in database.read(sessions.idle_samplers, before=1.0)] == ["sampler"]
+    assert database.write(sessions.release_sampler, "sampler") == digest
+    assert digest not in database.read(versions.live_hashes)
+    assert not database.read(sessions.get_sampler, "alice", "sampler").kept
 
 
 def test_checkpoint_name_is_taken_until_overwritten(database: Database) -> None:
     with pytest.raises(Conflict, match="exists already"):
-        database.save_checkpoint(checkpoint_row("one", content="b"), overwrite=False)
+        database.write(sessions.save_checkpoint, checkpoint_row("one", content="b"), overwrite=False)
     outcome = ("one", b"saved")
-    freed = database.save_checkpoint(checkpoint_row("one", content="b"), overwrite=True, outcome=outcome)
+    freed = database.write(
+        sessions.save_checkpoint, checkpoint_row("one", content="b"), overwrite=True, outcome=outcome
+    )
     assert freed == manifest("a").hash
-    assert database.get_future("alice", "one").outcome == b"saved"
-    database.expire_checkpoint("alice", "one", "weights", "main", 7.0)
-    assert [row.path for row in database.expired_checkpoints(8.0)] == ["tinker://one/weights/main"]
+    assert database.read(sessions.get_future, "alice", "one").outcome == b"saved"
+    database.write(sessions.expire_checkpoint, "alice", "one", "weights", "main", 7.0)
+    assert [row.path for row in database.read(sessions.expired_checkpoints, 8.0)] == ["tinker://one/weights/main"]
 
 
 def test_rows_are_created_once(database: Database) -> None:
-    first = database.get_session("alice", "one")
+    first = database.read(sessions.get_session, "alice", "one")
     keyed = replace(first, id="two", idempotency_key="key")
-    assert database.add_session(keyed).id == "two"
-    assert database.add_session(replace(keyed, id="three")).id == "two"
-    assert database.add_session(replace(keyed, id="four", tenant="bob")).id == "four"
+    assert database.write(sessions.add_session, keyed).id == "two"
+    assert database.write(sessions.add_session, replace(keyed, id="three")).id == "two"
+    assert database.write(sessions.add_session, replace(keyed, id="four", tenant="bob")).id == "four"
     with pytest.raises(Conflict):
         visit(database, id="five", model="one")
-    row, created = database.open_future(future_row("one", call=b"other"))
+    row, created = database.write(sessions.open_future, future_row("one", call=b"other"))
     assert (row.call, created) == (b"c", False)

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from tests.support.driven import ADAM, Client, forward, join
 from tests.support.peers import ScriptedWorker, Service, eventually, settle
+from tests.support.storing import intercept
 
 from rookery import protocol
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import FutureExpired, QueueStatus
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.errors import NotFound, Unavailable, UserError
+from rookery.storage.repositories import sessions
+from rookery.storage.repositories import versions as version_rows
 
 HOUR = 3600.0
 
@@ -46,8 +49,10 @@ async def wait(service: Service, seconds: float) -> None:
 
 async def heads(client: Client) -> set[str]:
     """Hashes of what is kept of the client's model."""
-    _, policy = await client.store.get_model(client.tenant, client.model)
-    return {row.hash for row in client.service.database.versions(client.tenant, policy.id) if row.kept}
+    _, policy = await client.store.read(sessions.get_model, client.tenant, client.model)
+    return {
+        row.hash for row in client.service.database.read(version_rows.versions, client.tenant, policy.id) if row.kept
+    }
 
 
 def evicted_policies(worker: ScriptedWorker) -> list[str]:
@@ -107,18 +112,18 @@ async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service)
     }
     sampled = await visitor.save("sampled", HOUR, kind="sampler_weights")
     sampler = await visitor.sampler(sampled)
-    [shared] = {row.hash for row in await visitor.store.list_checkpoints("alice")}
+    [shared] = {row.hash for row in await visitor.store.read(sessions.list_checkpoints, "alice")}
     await visitor.gradient()
     await visitor.step()
     other = await visitor.save("other", HOUR)
-    digest = next(row.hash for row in await visitor.store.list_checkpoints("alice") if row.path == other)
+    digest = next(row.hash for row in await visitor.store.read(sessions.list_checkpoints, "alice") if row.path == other)
 
     service.clock.now += HOUR + 1
     for path in (paths["short"], other):
         with pytest.raises(NotFound, match="has expired"):
             await visitor.find(path)
     await visitor.sessions.sweep()
-    left = {row.path for row in await visitor.store.list_checkpoints("alice")}
+    left = {row.path for row in await visitor.store.read(sessions.list_checkpoints, "alice")}
     assert left == {paths["kept"], paths["longer"]}
     assert {shared, digest} <= service.artifacts.hashes(), "one is named by others, the other is the model's head"
     await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
@@ -127,7 +132,7 @@ async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service)
     await visitor.outcome(f"{sampler}/0")
     await visitor.sessions.sweep()
     assert {shared, digest} <= service.artifacts.hashes()
-    assert await visitor.store.list_checkpoints("alice") == []
+    assert await visitor.store.read(sessions.list_checkpoints, "alice") == []
     service.clock.now += 10 * HOUR + 1
     await visitor.sessions.sweep()
     assert shared not in service.artifacts.hashes() and digest in service.artifacts.hashes()
@@ -147,14 +152,14 @@ async def test_checkpoint_stays_while_it_is_loaded(
     await visitor.gradient()
     await visitor.step()
     path = await visitor.save("kept")
-    digest = next(row.hash for row in await visitor.store.list_checkpoints("alice"))
+    digest = next(row.hash for row in await visitor.store.read(sessions.list_checkpoints, "alice"))
     await visitor.gradient()
     await visitor.step()
     await visitor.save("other")  # the model's head is another
 
     def late(work: Any) -> Any:
         async def deleted_first(self: PolicyTrainer, *given: Any) -> Any:
-            if any(row.path == path for row in await visitor.store.list_checkpoints("alice")):
+            if any(row.path == path for row in await visitor.store.read(sessions.list_checkpoints, "alice")):
                 await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
             assert digest in service.artifacts.hashes()
             return await work(self, *given)
@@ -167,7 +172,7 @@ async def test_checkpoint_stays_while_it_is_loaded(
     assert isinstance(loaded, operations.StateLoaded), loaded
     await eventually(lambda: not service.controller.context.rooms.collector.pins)
     await wait(service, 1)  # what nothing names is removed in the writer thread
-    checkpoints = {row.hash for row in await visitor.store.list_checkpoints("alice")}
+    checkpoints = {row.hash for row in await visitor.store.read(sessions.list_checkpoints, "alice")}
     assert service.artifacts.hashes() == await heads(visitor) | checkpoints
     assert not service.controller.context.rooms.collector.deferred
     await visitor.gradient()
@@ -212,10 +217,10 @@ async def test_of_a_finished_session_only_names_stay(service: Service) -> None:
     for _ in range(2):  # a second sweep finds nothing
         await visitor.sessions.sweep()
         assert service.artifacts.hashes() == {kept.hash} | await heads(other)
-    assert service.database.futures_behind(visitor.model, -1) == [], "nor are its calls kept"
+    assert service.database.read(sessions.futures_behind, visitor.model, -1) == [], "nor are its calls kept"
     with pytest.raises(UserError, match="is finished"):
         await visitor.gradient()
-    assert [row.path for row in await visitor.store.list_checkpoints("alice", visitor.model)] == [path]
+    assert [row.path for row in await visitor.store.read(sessions.list_checkpoints, "alice", visitor.model)] == [path]
     another = await Client(service).begin()
     loaded = await another.do(operations.LoadState(path=path, optimizer=True))
     assert isinstance(loaded, operations.StateLoaded), "and can be gone on from"
@@ -283,7 +288,7 @@ async def test_client_with_heartbeats_is_never_finished(tmp_path: Path, restarts
         await service.start()
     await beats.sessions.sweep()
     for client in (beats, computes):
-        [row] = await client.store.list_sessions(client.tenant)
+        [row] = await client.store.read(sessions.list_sessions, client.tenant)
         assert row.finished is None and service.clock.time() - row.seen <= 70.0
     await service.close()
 
@@ -292,13 +297,12 @@ async def test_a_session_whose_stored_end_was_not_acknowledged_is_finished(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visitor = await Client(service).begin()
-    finish = service.database.finish_session
 
-    def unheard(*arguments: Any) -> None:
-        finish(*arguments)
+    def unheard(real: Any, *arguments: Any) -> None:
+        real(*arguments)
         raise Unavailable("the server went away")
 
-    monkeypatch.setattr(service.database, "finish_session", unheard)
+    intercept(monkeypatch, service.database, "finish_session", unheard)
     with pytest.raises(Unavailable):
         await visitor.sessions.finish("alice", visitor.session, "success")
     with pytest.raises(UserError, match="is finished"):
@@ -314,7 +318,7 @@ async def test_calls_without_changes_expire_while_their_model_is_used(service: S
         await visitor.outcome(request)
     service.clock.now += HOUR + 1
     await visitor.sessions.sweep()
-    assert service.database.futures_behind(visitor.model, -1) == []
+    assert service.database.read(sessions.futures_behind, visitor.model, -1) == []
     await service.crash()
     await service.start()
     await join(service)
@@ -323,13 +327,15 @@ async def test_calls_without_changes_expire_while_their_model_is_used(service: S
     await visitor.outcome(behind)
     service.clock.now += HOUR + 1
     await visitor.sessions.sweep()
-    assert len(service.database.futures_behind(visitor.model, -1)) == 2, "a gradient that has to be kept is before it"
+    assert len(service.database.read(sessions.futures_behind, visitor.model, -1)) == 2, (
+        "a gradient that has to be kept is before it"
+    )
     assert isinstance(await visitor.step(), operations.OptimStepResult)
     await visitor.save("kept")
     await visitor.outcome(await visitor.send(forward([1, 2, 3], only=True)))
     service.clock.now += HOUR + 1
     await visitor.sessions.sweep()
-    assert service.database.futures_behind(visitor.model, -1) == [], "saving changed nothing either"
+    assert service.database.read(sessions.futures_behind, visitor.model, -1) == [], "saving changed nothing either"
 
 
 async def test_weights_stay_while_requests_sample_from_them(service: Service) -> None:
@@ -389,7 +395,7 @@ async def trained(service: Service, *, crash_after: int | None) -> tuple[list[fl
         await visitor.gradient(number, 5)  # two batches in each gradient but the first
     path = await visitor.save("end")
     row, _, _ = await visitor.find(path)
-    versions = service.database.versions("alice", row.policy)
+    versions = service.database.read(version_rows.versions, "alice", row.policy)
     assert [version.step for version in versions] == [0, 3, 6, 7]
     return durable, service.artifacts.path(row.hash, "adapter_model.safetensors").read_text()
 
@@ -435,8 +441,10 @@ async def test_corrupt_head_is_reported_and_another_state_can_be_loaded(service:
     await visitor.gradient()
     await visitor.step()
     await visitor.save("bad")
-    head = max(row.version for row in await visitor.store.list_checkpoints("alice"))
-    digest = next(row.hash for row in await visitor.store.list_checkpoints("alice") if row.version == head)
+    head = max(row.version for row in await visitor.store.read(sessions.list_checkpoints, "alice"))
+    digest = next(
+        row.hash for row in await visitor.store.read(sessions.list_checkpoints, "alice") if row.version == head
+    )
     await service.crash()
     file = service.artifacts.path(digest, "adapter_model.safetensors")
     file.write_text("x" * file.stat().st_size)
@@ -474,7 +482,7 @@ async def test_queued_operations_of_a_killed_client_wait_and_are_dropped(
         if isinstance(op, protocol.ForwardBackward) and op.policy == policy.id:
             await free.wait()
 
-    _, policy = await killed.store.get_model("alice", killed.model)
+    _, policy = await killed.store.read(sessions.get_model, "alice", killed.model)
     worker.answer = hold
     trained = [await killed.send(forward([1, 2, number])) for number in range(3)]
     worker.generating.clear()

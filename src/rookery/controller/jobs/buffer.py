@@ -15,6 +15,7 @@ from rookery.controller.jobs.step import CompleteGroup
 from rookery.controller.jobs.trajectory import EpisodeResult
 from rookery.scheduling.job_rules import ReadyGroup, select_batch
 from rookery.storage.models import GroupRow
+from rookery.storage.repositories import jobs
 
 LEAST_EPISODES = 2
 """Episodes of a group that is trained on: an advantage compares rewards."""
@@ -108,6 +109,6 @@ class GroupBuffer:
     async def _remove(self, groups: Sequence[CompleteGroup], reason: str) -> None:
         names, progress, controller = [group.id for group in groups], self._job.progress, self._job.controller
         policy = self.id if len(self._job.trained) > 1 else ""
-        await progress.store(controller.store.drop_groups, names, reason, controller.clock.time(), policy=policy)
+        await progress.store(jobs.drop_groups, names, reason, controller.clock.time(), policy=policy)
         self.ready = [group for group in self.ready if group.id not in names]
         self._changed.notify()

@@ -37,6 +37,7 @@ from rookery.controller.rollout.request import SamplingRequest
 from rookery.errors import RookeryError, short
 from rookery.spec.policy import InFlight
 from rookery.storage.models import EpisodeRow
+from rookery.storage.repositories import jobs
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, LONG_TEXT, Message
 
 T = TypeVar("T")
@@ -275,7 +276,7 @@ class Episode:
 
     async def _store_turns(self) -> None:
         """Count the newest turn, and make all turns durable where the episode is stored."""
-        progress, store = self.job.progress, self.job.controller.store
+        progress = self.job.progress
         progress.add_sampled(len(self.turns[-1].tokens))
         if self.row is not None:
             turns = msgspec.msgpack.encode(self.turns)
@@ -283,7 +284,7 @@ class Episode:
             of_first = [version for turn in self.turns if turn.policy in ("", first) for version in turn.versions]
             ref = self.refs[first]
             version = of_first[0] if of_first else ref.version if ref is not None else 0
-            await progress.store(store.save_turns, self.id, turns, version=version, host_instance=self._instance)
+            await progress.store(jobs.save_turns, self.id, turns, version=version, host_instance=self._instance)
 
     async def _observe(
         self, host: EnvironmentHost, message: protocol.Reset | protocol.StepEpisode

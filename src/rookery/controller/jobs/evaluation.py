@@ -23,6 +23,7 @@ from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import short
 from rookery.protocol import BestConstant
 from rookery.spec import values
+from rookery.storage.repositories.versions import add_evaluation, evaluations
 
 
 class EvalResult(msgspec.Struct):
@@ -69,7 +70,8 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
             await progress.add_event("evaluation", text)
             return
         answered = len(results) - len(failed)
-        await store.add_evaluation(
+        await store.write(
+            add_evaluation,
             policy=policy.versions.row.id,
             version=version,
             prompts=answered,
@@ -98,7 +100,7 @@ async def held_out_prompts(job: JobContext) -> tuple[list[bytes], BestConstant |
     """The same prompts at every call: those of the job's first evaluation, if there was one; and the fixed reply that
     earns most on them."""
     evaluation = job.spec.evaluation
-    earlier = await job.controller.store.evaluations(job.row.tenant, job.row.id)
+    earlier = await job.controller.store.read(evaluations, job.row.tenant, job.row.id)
     if earlier:
         known, first = earlier[0].results.get("constant"), earlier[0].results["held_out"]
         return [values.encode(result["prompt"]) for result in first], msgspec.convert(known, BestConstant | None)

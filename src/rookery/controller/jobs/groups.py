@@ -29,6 +29,7 @@ from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import RookeryError
 from rookery.scheduling.job_rules import FailureRateMonitor
 from rookery.storage.models import EpisodeRow, GroupRow
+from rookery.storage.repositories import jobs
 
 log = logging.getLogger("rookery.controller.jobs.groups")
 
@@ -74,14 +75,14 @@ class Groups:
         """Load the complete groups of an earlier run."""
         groups = [
             (group, {e.id: episode_result_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"})
-            for group in await self._store.ready_groups(self._job.row.id)
+            for group in await self._store.read(jobs.ready_groups, self._job.row.id)
         ]
         for buffer in self._buffers:
             await buffer.restore(groups)
 
     async def resume(self, tasks: TaskGroup) -> None:
         """Run the open groups of an earlier run."""
-        for group in await self._store.open_groups(self._job.row.id):
+        for group in await self._store.read(jobs.open_groups, self._job.row.id):
             versions = {name: self._resume_version(group, name, head) for name, head in self._job.newest().items()}
             known = {name: version for name, version in versions.items() if version is not None}
             if known != versions:
@@ -152,7 +153,7 @@ class Groups:
             )  # fmt: skip
             groups.append(group)
         with self._job.pinned(versions):
-            await self._store.add_groups(job, groups)
+            await self._store.write(jobs.add_groups, job, groups)
         self._cursor += len(groups)
         return versions, groups
 
@@ -178,7 +179,7 @@ class Groups:
 
     async def _run(self, group: GroupRow, refs: Refs) -> None:
         """Run all episodes of one prompt concurrently. Ends with the group ready, or failed and counted."""
-        store, write = self._store, self._progress.store
+        write = self._progress.store
         async with TaskGroup() as tasks:
             runs = [tasks.create_task(self._run_episode(group, row, refs)) for row in group.episodes]
         ended = {row.id: run.result() for row, run in zip(group.episodes, runs, strict=True)}
@@ -189,7 +190,7 @@ class Groups:
             oldest = min((part.min_version for _, part in parts), default=None)
             policies = [buffer.id for buffer, _ in parts] if len(self._buffers) > 1 else []
             await write(
-                store.finish_group, group.id, "ready" if parts else "dropped", self._clock.time(), min_version=oldest,
+                jobs.finish_group, group.id, "ready" if parts else "dropped", self._clock.time(), min_version=oldest,
                 policies=policies, reason="" if parts else "no policy that trains has two episodes in it",
             )  # fmt: skip
             for buffer, part in found:
@@ -199,7 +200,7 @@ class Groups:
         else:
             reason = f"{len(episodes)} of {len(group.episodes)} episodes survived"
             self._progress.counters["groups_failed"] += 1
-            await write(store.finish_group, group.id, "failed", self._clock.time(), reason=reason)
+            await write(jobs.finish_group, group.id, "failed", self._clock.time(), reason=reason)
         if (reason_to_pause := self._failures.pause_reason) is not None:
             raise JobPaused(reason_to_pause)
         for buffer in self._buffers:
@@ -211,7 +212,7 @@ class Groups:
 
     async def _run_episode(self, group: GroupRow, row: EpisodeRow, refs: Refs) -> EpisodeResult | None:
         """Run one episode and store its end; None when it failed."""
-        store, progress = self._store, self._progress
+        progress = self._progress
         if row.state != "open":
             return episode_result_decoder.decode(row.trajectories) if row.state == "done" else None
         self._untrimmed += 1
@@ -223,7 +224,7 @@ class Groups:
             progress.counters["episodes_failed"] += 1
             extra = {"tenant": row.tenant, "job": row.job, "version": row.version, "episode": row.id}
             log.warning("episode %s failed: %s", row.id, error, extra=extra)
-            await progress.store(store.finish_episode, row.id, "failed", self._clock.time(), error=str(error))
+            await progress.store(jobs.finish_episode, row.id, "failed", self._clock.time(), error=str(error))
             episode.close()
             return None
         self._record_end(group, "")
@@ -231,7 +232,7 @@ class Groups:
         progress.counters["episodes"] += 1
         progress.counters["trajectory_splits"] += episode.splits
         await progress.store(
-            store.finish_episode,
+            jobs.finish_episode,
             row.id,
             "done",
             self._clock.time(),
@@ -250,7 +251,7 @@ class Groups:
 
     async def _drop(self, group: GroupRow, reason: str) -> None:
         self._progress.counters["groups_dropped_stale"] += 1
-        await self._progress.store(self._store.drop_groups, [group.id], reason, self._clock.time())
+        await self._progress.store(jobs.drop_groups, [group.id], reason, self._clock.time())
         self._changed.notify()
 
     async def trim(self) -> None:
@@ -258,4 +259,4 @@ class Groups:
         keep = self._job.controller.settings.server.trajectory_keep
         if self._untrimmed >= keep:
             self._untrimmed = 0
-            await self._store.trim_episodes(self._job.row.id, keep)
+            await self._store.write(jobs.trim_episodes, self._job.row.id, keep)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from rookery.aio import Signal, TaskGroup
@@ -14,6 +13,7 @@ from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.policy_loop import PolicyLoop, prepare
 from rookery.controller.quotas import groups_at_once
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.storage.repositories import versions as version_rows
 
 
 class TrainingJob:
@@ -103,7 +103,7 @@ class TrainingJob:
             for line in await loop.versions.verify_followed():
                 await self.progress.add_event("corrupt", line)
         rewards = await self.progress.recover()
-        evaluations = await store.evaluations(job.tenant, job.id)
+        evaluations = await store.read(version_rows.evaluations, job.tenant, job.id)
         for loop in self.loops:
             row = loop.versions.row
             loop.recover({one.version for one in evaluations if one.policy == row.id}, rewards.get(row.name))
@@ -112,11 +112,10 @@ class TrainingJob:
     async def _prepare_frozen(self, policy: JobPolicy, versions: PolicyVersions) -> None:
         """Have the only version of a policy that does not train."""
         run = self._job.policy_run(versions)
-        write = partial(
-            self._controller.store.commit_step, job=self._job.row.id, groups=[], metrics=[], rng=self.rng(),
-            counters=dict(self.progress.counters),
-        )  # fmt: skip
-        await prepare(self._job, policy, run, write)
+        values: dict[str, Any] = {"job": self._job.row.id, "groups": [], "metrics": [], "rng": self.rng()}
+        values["counters"] = dict(self.progress.counters)
+        store = self._controller.store
+        await prepare(self._job, policy, run, lambda **more: store.write(version_rows.commit_step, **values, **more))
         run.forget()
 
     async def _keep_in_flight(self, tasks: TaskGroup) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import JobSpec
 from rookery.spec.policy import PolicySpec
 from rookery.storage.models import JobRow, VersionRow
+from rookery.storage.repositories import jobs, tenants
+from rookery.storage.repositories.versions import save_step, steps
 from rookery.tokenization.chat import Chat
 
 RATE_SECONDS = 30.0
@@ -85,19 +87,19 @@ class Progress:
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
-    async def store(self, write: Callable[..., Awaitable[Any]], *values: Any, **named: Any) -> None:
+    async def store(self, function: Callable[..., Any], *values: Any, **named: Any) -> None:
         """Write to the database, with the job's counters in the same transaction."""
-        await write(*values, **named, counters=dict(self.counters))
+        await self._context.store.write(function, *values, **named, counters=dict(self.counters))
 
     async def add_event(self, kind: str, text: str) -> None:
         """Add a line to the job's log."""
         now = self._context.clock.time()
-        await self._context.store.add_event(self._row.tenant, self._row.id, now, kind, text)
+        await self._context.store.write(tenants.add_event, self._row.tenant, self._row.id, now, kind, text)
 
     async def recover(self) -> dict[str, float]:
         """Read the committed steps. Returns the last reward of each policy."""
         last: dict[str, float] = {}
-        for row in await self._context.store.steps(self._row.tenant, self._row.id):
+        for row in await self._context.store.read(steps, self._row.tenant, self._row.id):
             self.committed = row["step"]
             self._show(row)
             last[self._policy_of(row)] = row["reward"]
@@ -106,14 +108,14 @@ class Progress:
             if len(rows) < NO_SIGNAL_STEPS:
                 continue
             line = self._no_signal(policy)
-            events = await self._context.store.events(self._row.tenant, self._row.id, EVENTS_READ)
+            events = await self._context.store.read(tenants.events, self._row.tenant, self._row.id, EVENTS_READ)
             if not any(event.kind == NO_SIGNAL and event.text == line for event in events):
                 await self.add_event(NO_SIGNAL, line)  # a crash came between the step and its event
         return last
 
     async def publish(self, metrics: dict[str, Any], version: int) -> None:
         """Make a committed step's metrics visible."""
-        await self._context.store.save_step(self._row.id, version, metrics)
+        await self._context.store.write(save_step, self._row.id, version, metrics)
         row = {**metrics, "version": version}
         self._show(row)
         self.staleness = row["staleness_mean"]
@@ -256,8 +258,11 @@ class JobContext:
 
     def policy_run(self, versions: PolicyVersions, trainers: int = 1) -> PolicyRun:
         """The training of one of its policies. A batch is divided among at most ``trainers`` workers."""
-        rooms, next_lease = self.controller.rooms, self.controller.store.next_lease
-        return PolicyRun(rooms.training, rooms.residency, next_lease, self.spec.base_model, versions, trainers)
+        rooms, store = self.controller.rooms, self.controller.store
+        return PolicyRun(
+            rooms.training, rooms.residency, lambda policy: store.write(jobs.next_lease, policy),
+            self.spec.base_model, versions, trainers,
+        )  # fmt: skip
 
     @property
     def first(self) -> JobPolicy:

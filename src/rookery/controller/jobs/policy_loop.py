@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from rookery import protocol
@@ -29,6 +28,8 @@ from rookery.controller.jobs.step import (
 )
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.scheduling.job_rules import admission_budget
+from rookery.storage.repositories import jobs
+from rookery.storage.repositories.versions import commit_step
 
 log = logging.getLogger("rookery.controller.jobs.job")
 
@@ -212,11 +213,12 @@ class PolicyLoop:
 
     def _write(self, groups: list[str], metrics: list[dict[str, Any]]) -> Callable[..., Awaitable[Any]]:
         """The transaction of a commit."""
-        return partial(
-            self._controller.store.commit_step, job=self._job.row.id, groups=groups, metrics=metrics,
-            counters=dict(self._job.progress.counters), rng=self._rng(),
-            job_step=self._job.progress.committed + len(metrics) if self._several else None,
-        )  # fmt: skip
+        values: dict[str, Any] = {
+            "job": self._job.row.id, "groups": groups, "metrics": metrics, "rng": self._rng(),
+            "counters": dict(self._job.progress.counters),
+            "job_step": self._job.progress.committed + len(metrics) if self._several else None,
+        }  # fmt: skip
+        return lambda **more: self._controller.store.write(commit_step, **values, **more)
 
     async def _publish(self) -> None:
         """Make the committed steps visible and their version the one that new groups run on, and running ones if the
@@ -225,7 +227,7 @@ class PolicyLoop:
         ref = self._run.publish(row.id, self.spec.algorithm.in_flight, self._controller.rooms.rollouts.switch)
         for step in self._uncommitted:
             await asyncio.gather(  # in one transaction
-                self._controller.store.save_train_logprobs(step.logprobs),
+                self._controller.store.write(jobs.save_train_logprobs, step.logprobs),
                 progress.publish(step.metrics, ref.version),
             )
             self._reward = step.metrics["reward"]

@@ -29,6 +29,7 @@ from rookery.errors import (
 )
 from rookery.spec.job import JobSpec, stored_job
 from rookery.storage.models import JobRow, PolicyRow
+from rookery.storage.repositories import jobs
 from rookery.telemetry.metrics import Sinks
 from rookery.tokenization.chat import Chat
 from rookery.turns import TENANT
@@ -137,7 +138,7 @@ class JobRunner:
         self._record.started(self.row.id)
         if self.row.crashes:
             with contextlib.suppress(RookeryError):
-                await self._context.store.clear_crashes(self.row.id)
+                await self._context.store.write(jobs.clear_crashes, self.row.id)
 
     async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row
@@ -145,7 +146,7 @@ class JobRunner:
         context.rooms.models.provide(spec.base_model)
         if reason := context.rooms.fleet.failure(spec.base_model):
             raise Unavailable(f"worker: {reason}")
-        policies = await context.store.policies(row.tenant, row.id)
+        policies = await context.store.read(jobs.policies, row.tenant, row.id)
         await context.rooms.usage.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(context.settings, self._folder, row.id, row.name)
         rows = {policy.name: policy for policy in policies}
@@ -213,7 +214,9 @@ class JobRunner:
         try:
             if self.job is not None:
                 counters = dict(self.job.progress.counters)
-                await asyncio.shield(self._context.store.save_counters(self.row.id, counters, self.job.rng()))
+                await asyncio.shield(
+                    self._context.store.write(jobs.save_counters, self.row.id, counters, self.job.rng())
+                )
         except Exception:  # tolerable: counters and wall time are then those of the last commit
             extra = {"tenant": self.row.tenant, "job": self.row.id}
             log.exception("counters of job %s are not saved", self.row.id, extra=extra)

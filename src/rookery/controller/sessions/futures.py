@@ -32,6 +32,7 @@ from rookery.controller.sessions.operations import (
 )
 from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
 from rookery.storage.models import FutureRow
+from rookery.storage.repositories import sessions
 
 log = logging.getLogger("rookery.controller.sessions.futures")
 
@@ -102,7 +103,7 @@ class Futures:
                 created=services.clock.time(), finished=None,
             )  # fmt: skip
             try:
-                row, _ = await services.store.open_future(row)
+                row, _ = await services.store.write(sessions.open_future, row)
             except BaseException as error:
                 del self._open[id]
                 future.stored.set_exception(error)
@@ -131,7 +132,7 @@ class Futures:
         while True:
             try:
                 now = services.clock.time()
-                await services.store.finish_future(future.id, content, now, trace=trace)
+                await services.store.write(sessions.finish_future, future.id, content, now, trace=trace)
             except (StorageFull, Unavailable) as error:
                 reason = f"finished, but the result is not stored yet: {error}"
                 if not refused:
@@ -157,7 +158,7 @@ class Futures:
         future = self._open.get(id) or self._kept.get(id)
         if future is None:
             try:
-                row = await self._services.store.get_future(tenant, id)
+                row = await self._services.store.read(sessions.get_future, tenant, id)
                 future = self._open.get(id) or self._kept.get(id) or self._from_row(row)
             except NotFound:
                 pass

@@ -26,6 +26,16 @@ from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import RookeryError, UserError
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
+from rookery.storage.repositories import versions
+from rookery.storage.repositories.sessions import (
+    add_sampler,
+    get_model,
+    get_sampler,
+    idle_samplers,
+    keep_sampler,
+    release_sampler,
+    used_sampler,
+)
 
 log = logging.getLogger("rookery.controller.sessions.samplers")
 
@@ -99,7 +109,9 @@ class Samplers:
             checkpoint, run, policy = await find_checkpoint(context, tenant, path)
             if base_model is not None and base_model != run.base_model:
                 raise UserError(f"{path} is of {run.requested_model}, not of {requested_model}")
-            return await context.store.add_sampler(sampler_row(id, session, now, run, policy, checkpoint, path=path))
+            return await context.store.write(
+                add_sampler, sampler_row(id, session, now, run, policy, checkpoint, path=path)
+            )
         if base_model is None or requested_model is None:
             raise UserError("give base_model or model_path")
         row = SamplerRow(
@@ -111,7 +123,7 @@ class Samplers:
             created=now,
             used=now,
         )
-        return await context.store.add_sampler(row)
+        return await context.store.write(add_sampler, row)
 
     def start(self, future: Future, operation: Sample, row: SamplerRow) -> None:
         """Sample; the result goes to ``future``."""
@@ -164,12 +176,12 @@ class Samplers:
     async def retire(self) -> None:
         """Delete the weights of samplers without a name that were idle for ``sampler_idle_seconds``."""
         context, sampling = self._context, {sample.row.id for sample in self._running.values()}
-        for row in await context.store.idle_samplers(
-            context.clock.time() - context.settings.sessions.sampler_idle_seconds
+        for row in await context.store.read(
+            idle_samplers, context.clock.time() - context.settings.sessions.sampler_idle_seconds
         ):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
-                await context.rooms.collector.delete_unnamed(context.store.database.release_sampler, row.id)
+                await context.rooms.collector.delete_unnamed(release_sampler, row.id)
 
     def _status(self, future: Future, row: SamplerRow) -> QueueStatus:
         fleet, sample = self._context.rooms.fleet, self._running.get(future.id)
@@ -277,9 +289,9 @@ class Samplers:
         store = self._context.store
         if row.inflight:
             assert row.model is not None
-            run, policy = await store.get_model(row.tenant, row.model)
+            run, policy = await store.read(get_model, row.tenant, row.model)
             assert run.inflight is not None
-            return adapter_ref(policy, await store.version(row.tenant, row.policy, run.inflight))
+            return adapter_ref(policy, await store.read(versions.version, row.tenant, row.policy, run.inflight))
         if not row.hash:
             return None
         await self._touch(row)
@@ -292,14 +304,14 @@ class Samplers:
         store, now = self._context.store, self._context.clock.time()
         if row.id in self._used and now - self._used[row.id] < USED_SECONDS:
             return
-        if not (await store.get_sampler(row.tenant, row.id)).kept:
+        if not (await store.read(get_sampler, row.tenant, row.id)).kept:
             if not row.path or (await find_checkpoint(self._context, row.tenant, row.path))[0].hash != row.hash:
                 raise FutureExpired(
                     f"the weights of sampler {row.id} were deleted after it was idle; save them under a name"
                 )
-            await store.keep_sampler(row.id)
+            await store.write(keep_sampler, row.id)
         self._used[row.id] = now
-        await store.used_sampler(row.id, now)
+        await store.write(used_sampler, row.id, now)
 
 
 def derive_seed(text: str) -> int:

@@ -37,6 +37,7 @@ from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, RookeryError, UserError
 from rookery.spec.policy import TARGETS
 from rookery.storage.models import ModelRow, PolicyRow, SamplerRow, SessionRow
+from rookery.storage.repositories import sessions, versions
 
 log = logging.getLogger("rookery.controller.sessions.sessions")
 
@@ -77,14 +78,14 @@ class Sessions:
     async def start(self) -> None:
         """Resume the operations that an earlier process acknowledged and did not finish."""
         store = self._context.store
-        for row in await store.open_futures():
+        for row in await store.read(sessions.open_futures):
             if row.model is not None:
                 run = await self.run(row.tenant, row.model)
                 self._context.rooms.models.provide(run.row.base_model)
             else:
                 future, operation = self.futures.reopen(row)
                 assert isinstance(operation, Sample)
-                sampler = await store.get_sampler(row.tenant, operation.sampler)
+                sampler = await store.read(sessions.get_sampler, row.tenant, operation.sampler)
                 await self._row(row.tenant, sampler.session)
                 self._context.rooms.models.provide(sampler.base_model)
                 self._context.rooms.rollouts.expect_resumptions()
@@ -141,21 +142,21 @@ class Sessions:
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
         context, store, settings, now = self._context, self._context.store, self._context.settings, self._time()
-        await store.drop_futures(now - settings.sessions.session_result_seconds)
-        for row in await store.expired_checkpoints(now):
+        await store.write(sessions.drop_futures, now - settings.sessions.session_result_seconds)
+        for row in await store.read(sessions.expired_checkpoints, now):
             await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
         await self.samplers.retire()
         limit = settings.sessions.session_expire_seconds
-        for session in await store.silent_sessions(now - limit):
+        for session in await store.read(sessions.silent_sessions, now - limit):
             if context.clock.monotonic() - self._seen.get(session.id, -math.inf) > limit:
                 extra = {"tenant": session.tenant}
                 log.info("session %s is finished: no heartbeat for %.0f s", session.id, limit, extra=extra)
                 await self.finish(session.tenant, session.id, "lost")
         await self._forget_idle()
-        for id in await store.over_models(now - settings.sessions.session_result_seconds):
+        for id in await store.read(sessions.over_models, now - settings.sessions.session_result_seconds):
             if id not in self.runs:
-                for digest in await store.end_model(id):
-                    await context.rooms.collector.delete_unnamed(store.database.unnamed, digest)
+                for digest in await store.write(sessions.end_model, id):
+                    await context.rooms.collector.delete_unnamed(versions.unnamed, digest)
 
     async def _forget_idle(self) -> None:
         """Remove from memory the idle runs of finished sessions, and the sessions of clients that are away."""
@@ -189,13 +190,13 @@ class Sessions:
         )  # fmt: skip
         await self._context.rooms.quotas.check_metadata(tenant, about)
         log.info("session with SDK %s", sdk_version, extra={"tenant": tenant})
-        return await self._context.store.add_session(row)
+        return await self._context.store.write(sessions.add_session, row)
 
     async def get(self, tenant: str, id: str) -> SessionRow:
         """The session, whose client is alive. Raises :class:`NotFound`."""
         row, now = await self._row(tenant, id), self._context.clock.monotonic()
         if row.finished is None and now - self._stored.get(id, -math.inf) > SEEN_SECONDS:
-            await self._context.store.seen_session(id, self._time())
+            await self._context.store.write(sessions.seen_session, id, self._time())
             self._stored[id] = now
             row = await self._row(tenant, id)  # it may have been finished meanwhile
         self._seen[id] = now
@@ -218,7 +219,7 @@ class Sessions:
         """End the session: its trainer slots and samplers are free."""
         await self._row(tenant, id)
         try:
-            await self._context.store.finish_session(id, status, self._time())
+            await self._context.store.write(sessions.finish_session, id, status, self._time())
         finally:
             self._open.pop(id, None)  # the database may have stored it and failed to answer
         self._resume(id)
@@ -229,7 +230,7 @@ class Sessions:
     async def _row(self, tenant: str, id: str) -> SessionRow:
         row = self._open.get(id)
         if row is None:
-            row = await self._context.store.get_session(tenant, id)
+            row = await self._context.store.read(sessions.get_session, tenant, id)
             if row.finished is None:
                 self._open[id] = row
         if row.tenant != tenant:
@@ -275,11 +276,11 @@ class Sessions:
             lora=lora, about=about, created=now, used=now,
         )  # fmt: skip
         try:
-            await context.store.get_model(tenant, id)
+            await context.store.read(sessions.get_model, tenant, id)
         except NotFound:
             await context.rooms.quotas.check_metadata(tenant, about)
             new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)
-            await context.store.add_model(row, new)
+            await context.store.write(sessions.add_model, row, new)
         self._context.rooms.models.provide(name)
         return await self.submit(tenant, id, 0, operation)
 
@@ -295,7 +296,7 @@ class Sessions:
             async with self.loading.setdefault(id, asyncio.Lock()):
                 run = self.runs.get(id)
                 if run is None:
-                    row, policy = await self._context.store.get_model(tenant, id)
+                    row, policy = await self._context.store.read(sessions.get_model, tenant, id)
                     await self._row(tenant, row.session)
                     run = TrainingRun(self._context, self.futures, self._slots, row, policy)
                     await run.load()
@@ -348,7 +349,7 @@ class Sessions:
 
     async def sample(self, tenant: str, number: int, operation: Sample) -> str:
         """Sample ``operation.count`` texts; returns the request's id."""
-        row = await self._context.store.get_sampler(tenant, operation.sampler)
+        row = await self._context.store.read(sessions.get_sampler, tenant, operation.sampler)
         await self._require_open(tenant, row.session)
         self._context.rooms.quotas.check_generation(tenant, row.base_model, operation.tokens, operation.count)
         self._context.rooms.models.provide(row.base_model)
@@ -358,5 +359,5 @@ class Sessions:
         return future.id
 
     async def delete_checkpoint(self, tenant: str, run: str, kind: str, name: str) -> None:
-        delete = self._context.store.database.delete_checkpoint
-        await self._context.rooms.collector.delete_unnamed(delete, tenant, run, kind, name)
+        collector = self._context.rooms.collector
+        await collector.delete_unnamed(sessions.delete_checkpoint, tenant, run, kind, name)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from functools import partial
+from collections.abc import Awaitable
 from math import prod
+from typing import Any
 
 import msgspec
 
@@ -38,6 +39,7 @@ from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import CorruptArtifact, RookeryError, StorageFull, Unavailable, UserError
 from rookery.scheduling.queues import ReorderBuffer
 from rookery.storage.models import CheckpointRow, FutureRow, ModelRow, PolicyRow, VersionRow
+from rookery.storage.repositories import jobs, sessions
 
 log = logging.getLogger("rookery.controller.sessions.training_run")
 
@@ -62,7 +64,7 @@ class TrainingRun:
         self._policy_run = PolicyRun(
             context.rooms.training,
             context.rooms.residency,
-            context.store.next_lease,
+            lambda policy: context.store.write(jobs.next_lease, policy),
             row.base_model,
             self._versions,
         )
@@ -104,7 +106,7 @@ class TrainingRun:
     async def _replay_log(self) -> list[FutureRow]:
         """Bring back the effect of the operations that were executed after the head; the rows of the others."""
         others = []
-        for row in await self._context.store.futures_behind(self.row.id, self.row.done_seq):
+        for row in await self._context.store.read(sessions.futures_behind, self.row.id, self.row.done_seq):
             if row.outcome is None:
                 others.append(row)
             else:
@@ -125,7 +127,7 @@ class TrainingRun:
         """Answer every operation that needs the head with an error that names a checkpoint to load instead."""
         head, row = self._versions.head, self.row
         assert head is not None
-        saved = await self._context.store.list_checkpoints(row.tenant, row.id)
+        saved = await self._context.store.read(sessions.list_checkpoints, row.tenant, row.id)
         intact = next((found.path for found in saved if found.kind == "weights" and found.hash != head.hash), None)
         hint = f"load its newest other checkpoint, {intact}" if intact is not None else "it has no other checkpoint"
         self._corrupt = f"version {head.version} of model {row.id} is corrupt ({error}); {hint}"
@@ -312,14 +314,14 @@ class TrainingRun:
         """After an outage: take over what the database stored without an answer. ``head`` was the newest version when
         the operation met the outage. Whether the database has the result of ``future``, which is delivered then."""
         store = self._context.store
-        self.row, _ = await store.get_model(self.row.tenant, self.row.id)
+        self.row, _ = await store.read(sessions.get_model, self.row.tenant, self.row.id)
         await self._read_head()
         new = self._versions.head
         if new is not None and (head is None or new.version != head.version):  # the commit succeeded
             self._policy_run.forget()
             self._last_step = self.row.done_seq
             await self._replay_log()
-        stored = await store.get_future(self.row.tenant, future.id)
+        stored = await store.read(sessions.get_future, self.row.tenant, future.id)
         if stored.outcome is None:
             return False
         self._futures.deliver(future, operations.decode_result(stored.outcome), len(stored.outcome))
@@ -407,8 +409,8 @@ class TrainingRun:
         saved = operations.StateSaved(path=row.path, size_bytes=row.size)
         content = operations.encode(saved)
         overwrite = operation.overwrite or operation.kind != "weights"  # the API protects only these
-        save = context.store.database.save_checkpoint
-        await context.rooms.collector.delete_unnamed(save, row, overwrite, (future.id, content))
+        outcome = (future.id, content)
+        await context.rooms.collector.delete_unnamed(sessions.save_checkpoint, row, overwrite, outcome)
         self._futures.deliver(future, saved, len(content))
 
     async def _save_sampler(self, operation: operations.SaveSampler) -> operations.SamplerSaved:
@@ -417,7 +419,7 @@ class TrainingRun:
             await self._versions.publish_inflight(run.id)
         now, inflight = self._context.clock.time(), operation.inflight
         row = sampler_row(operation.sampler, run.session, now, run, self.policy, head, inflight=inflight)
-        await self._context.store.add_sampler(row)
+        await self._context.store.write(sessions.add_sampler, row)
         return operations.SamplerSaved(sampling_session_id=operation.sampler)
 
     async def _load_state(self, future: Future, operation: operations.LoadState) -> None:
@@ -466,12 +468,15 @@ class TrainingRun:
         """Commit the next version together with the operations in it and, where given, the ``result`` of ``future``.
         ``replaces``, ``uploaded``: see :meth:`PolicyRun.replace`."""
         context, content = self._context, operations.encode(result) if result is not None else b""
-        write = partial(
-            context.store.commit_model,
-            model=self.row.id,
-            done_seq=future.seq if future is not None else self._last_step,
-            outcome=(future.id, content) if future is not None else None,
-        )
+        values: dict[str, Any] = {
+            "model": self.row.id,
+            "done_seq": future.seq if future is not None else self._last_step,
+            "outcome": (future.id, content) if future is not None else None,
+        }
+
+        def write(**more: Any) -> Awaitable[VersionRow]:
+            return context.store.write(sessions.commit_model, **values, **more)
+
         if replaces:
             await self._policy_run.replace(write, manifest, uploaded=uploaded)
         else:

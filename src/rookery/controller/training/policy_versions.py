@@ -26,6 +26,8 @@ from rookery.errors import ArtifactMissing, Conflict, CorruptArtifact, Incomplet
 from rookery.scheduling.job_rules import followed_version, training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec
 from rookery.storage.models import PolicyRow, VersionRow
+from rookery.storage.repositories import jobs, sessions
+from rookery.storage.repositories import versions as version_rows
 
 log = logging.getLogger("rookery.controller.training.policy_versions")
 
@@ -65,9 +67,9 @@ class PolicyVersions:
         """Read the history. Raises :class:`CorruptArtifact` if the head's bytes are there and do not match their hash,
         :class:`ArtifactMissing` if they are absent, :class:`Unavailable`; ``head`` is set all the same."""
         services, row = self._services, self.row
-        versions = await services.store.versions(row.tenant, row.id)
+        versions = await services.store.read(version_rows.versions, row.tenant, row.id)
         self._versions = {version.version: version for version in versions}
-        self.row = await services.store.get_policy(row.tenant, row.job, row.name)
+        self.row = await services.store.read(jobs.get_policy, row.tenant, row.job, row.name)
         self.head = self._versions[self.row.head_version] if self.row.head_version is not None else None
         await self.verify()
 
@@ -118,7 +120,7 @@ class PolicyVersions:
         assert self.head is not None
         bad = self.head.version
         try:
-            head = await services.store.rollback(row.id, bad, reason)
+            head = await services.store.write(version_rows.rollback, row.id, bad, reason)
         except Conflict as none_left:
             raise ArtifactMissing(
                 f"version {bad} of {row.name} is {fault} ({reason}), and {none_left}; the job resumes when a backup of"
@@ -233,7 +235,7 @@ class PolicyVersions:
     async def publish_inflight(self, run: str) -> None:
         """Make the head the version that the in-flight samplers of the training run ``run`` use."""
         assert self.head is not None
-        await self._services.store.publish_inflight(run, self.head.version)
+        await self._services.store.write(sessions.publish_inflight, run, self.head.version)
         self._inflight = self.head.version
         await self.retire()
 
@@ -243,7 +245,7 @@ class PolicyVersions:
 
     async def retire(self) -> None:
         """Delete the versions that retention does not keep."""
-        services, checkpoints = self._services, self._checkpoints
+        checkpoints = self._checkpoints
         kept = [row for row in self._versions.values() if row.kept]
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
@@ -256,7 +258,7 @@ class PolicyVersions:
             in_use=in_use,
         )
         for version in going:
-            await self._collector.delete_unnamed(services.store.database.retire_version, self.row.id, version)
+            await self._collector.delete_unnamed(version_rows.retire_version, self.row.id, version)
             self._versions[version] = replace(self._versions[version], kept=False)
         if checkpoints is None:
             self._versions = {version: row for version, row in self._versions.items() if row.kept}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rookery.controller.services import Services
 from rookery.errors import NotFound, UserError
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow
+from rookery.storage.repositories import sessions
 
 SCHEME = "tinker://"
 
@@ -15,7 +16,7 @@ async def find_checkpoint(services: Services, tenant: str, path: str) -> tuple[C
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
         raise UserError(f"{path!r} is no checkpoint; one is {SCHEME}<run>/<weights|sampler_weights>/<name>")
-    row = await services.store.get_checkpoint(tenant, *parts)
+    row = await services.store.read(sessions.get_checkpoint, tenant, *parts)
     if row.expires is not None and row.expires < services.clock.time():
         raise NotFound(f"{path} has expired")
-    return row, *await services.store.get_model(tenant, row.model)
+    return row, *await services.store.read(sessions.get_model, tenant, row.model)

@@ -30,6 +30,7 @@ from rookery import protocol
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import StorageFull, Unavailable
 from rookery.storage.artifacts import Artifacts, Staging
+from rookery.storage.repositories import versions
 from rookery.storage.store import Store
 
 log = logging.getLogger("rookery.controller.weights.gc")
@@ -62,7 +63,7 @@ class ArtifactCollector:
             yield
         finally:
             if self._release(ref.hash):
-                await self.delete_unnamed(self._unless_named, ref.hash)
+                await self.delete_unnamed(versions.unnamed, ref.hash)
 
     def hold(self, digest: str) -> None:
         """Pin an artifact until :meth:`named` or :meth:`drop`."""
@@ -90,7 +91,7 @@ class ArtifactCollector:
         try:
             with self._deletion:
                 self._release(digest)
-                if not self._store.database.names(policy, digest):
+                if not self._store.database.write(versions.names, policy, digest):
                     self._delete(digest)
         except (StorageFull, Unavailable, OSError) as error:  # the error that ended the step is the one to report
             log.warning("artifact %s of %s stays until the next start: %s", digest, policy, error,
@@ -109,12 +110,12 @@ class ArtifactCollector:
 
     # --- deletion -----------------------------------------------------------------------------------------------------
 
-    async def delete_unnamed(self, call: Callable[..., str | None], *arguments: Any) -> None:
-        """Run ``call``, which deletes a row and returns the hash of an artifact that nothing names any more or None,
-        and delete that artifact, here and at every worker."""
+    async def delete_unnamed(self, function: Callable[..., str | None], *arguments: Any) -> None:
+        """Run a repository function that deletes a row and returns the hash of an artifact that nothing names any more,
+        or None; delete that artifact, here and at every worker."""
 
         def both() -> str | None:
-            digest = call(*arguments)
+            digest = self._store.database.write(function, *arguments)
             return digest if digest is not None and self._delete(digest) else None
 
         if (deleted := await self._store.run(both)) is not None:
@@ -124,12 +125,9 @@ class ArtifactCollector:
         """Delete half-written uploads and every artifact that nothing has named for ``keep`` seconds before ``now``.
         Only at start, before new uploads."""
         await self._store.transfer(self._artifacts.sweep)
-        live = await self._store.live_hashes()
+        live = await self._store.read(versions.live_hashes)
         for digest in await self._store.transfer(self._artifacts.prune, live, now, keep):
             log.info("deleted artifact %s, which no commit names", digest)
-
-    def _unless_named(self, digest: str) -> str | None:
-        return None if digest in self._store.database.live_hashes() else digest
 
     def _delete(self, digest: str) -> bool:
         """Whether the artifact was deleted: not while it is pinned."""

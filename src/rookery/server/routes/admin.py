@@ -19,6 +19,7 @@ from rookery.server.responses import ERRORS
 from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantLimits, TenantView, WorkerView
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.models import KeyRow, TenantRow
+from rookery.storage.repositories import tenants as tenant_rows
 
 KEY_ID = 16
 """Hex digits of a key's hash in its id: enough that no two keys share them."""
@@ -67,7 +68,7 @@ async def worker_events(
 @routes.get("/tenants")
 async def tenants(service: Service, owner: Administrator, page: Paged) -> list[TenantView]:
     """A page of the tenants, oldest first."""
-    fetch = partial(service.context.store.list_tenants, False)
+    fetch = partial(service.context.store.read, tenant_rows.list_tenants, False)
     found = await page.read(fetch, lambda row: (row.created, row.id), float, str)
     return [_tenant_view(service, row) for row in found]
 
@@ -75,20 +76,20 @@ async def tenants(service: Service, owner: Administrator, page: Paged) -> list[T
 @routes.post("/tenants", status_code=201)
 async def new_tenant(service: Service, owner: Administrator, request: NewTenant) -> TenantView:
     id, now = service.context.ids.new("tenant"), service.context.clock.time()
-    return _tenant_view(service, await service.context.store.create_tenant(id, request.name, now))
+    return _tenant_view(service, await service.context.store.write(tenant_rows.create_tenant, id, request.name, now))
 
 
 @routes.patch("/tenants/{tenant}")
 async def rename_tenant(service: Service, owner: Administrator, tenant: str, request: NewTenant) -> TenantView:
     """Give a tenant another name. Two tenants never have the same one."""
-    return _tenant_view(service, await service.context.store.rename_tenant(tenant, request.name))
+    return _tenant_view(service, await service.context.store.write(tenant_rows.rename_tenant, tenant, request.name))
 
 
 @routes.delete("/tenants/{tenant}", status_code=204)
 async def delete_tenant(service: Service, owner: Administrator, tenant: str, force: bool = False) -> None:
     """Delete a tenant: its keys, jobs, versions, uploads and checkpoints. What it cost stays in the costs. With
     ``force`` also one whose jobs have not ended: they are cancelled."""
-    keys = await service.context.store.keys(tenant)
+    keys = await service.context.store.read(tenant_rows.keys, tenant)
     try:
         await service.controller.delete_tenant(tenant, force)
     finally:
@@ -106,21 +107,21 @@ async def limit_tenant(service: Service, owner: Administrator, tenant: str, requ
 async def new_tenant_key(service: Service, owner: Administrator, tenant: str, request: NewKey) -> CreatedKey:
     """Create an API key of a tenant. Keep it: it is never shown again. Only the administrator's tenant has keys of the
     roles ``admin`` and ``worker``."""
-    row = await service.context.store.get_tenant(tenant)
+    row = await service.context.store.read(tenant_rows.get_tenant, tenant)
     role = request.role or ("admin" if row.admin else "tenant")
     if role in ("admin", "worker") and not row.admin:
         raise UserError(f"role: a key of the role {role} can only belong to the administrator's tenant")
     key, now = new_key(), service.context.clock.time()
     expires = None if request.lifetime_seconds is None else now + request.lifetime_seconds
-    await service.context.store.add_key(hash_key(key), row.id, request.label, now, role, expires)
+    await service.context.store.write(tenant_rows.add_key, hash_key(key), row.id, request.label, now, role, expires)
     return CreatedKey(key=key, tenant=row.id, label=request.label, role=role, expires=expires)
 
 
 @routes.get("/tenants/{tenant}/keys")
 async def keys(service: Service, owner: Administrator, tenant: str, page: Paged) -> list[KeyView]:
     """A page of a tenant's keys, oldest first, revoked ones included."""
-    row = await service.context.store.get_tenant(tenant)
-    fetch = partial(service.context.store.keys, row.id)
+    row = await service.context.store.read(tenant_rows.get_tenant, tenant)
+    fetch = partial(service.context.store.read, tenant_rows.keys, row.id)
     found = await page.read(fetch, lambda key: (key.created, key.hash), float, str)
     return [_key_view(key, key.revoked) for key in found]
 
@@ -128,8 +129,10 @@ async def keys(service: Service, owner: Administrator, tenant: str, page: Paged)
 @routes.delete("/tenants/{tenant}/keys/{key}")
 async def revoke_key(service: Service, owner: Administrator, tenant: str, key: str) -> KeyView:
     """Revoke a key; its tenant's data stays. The key of this request cannot revoke itself."""
-    row = await service.context.store.get_tenant(tenant)
-    found = next((k for k in await service.context.store.keys(row.id) if k.hash[:KEY_ID] == key), None)
+    row = await service.context.store.read(tenant_rows.get_tenant, tenant)
+    found = next(
+        (k for k in await service.context.store.read(tenant_rows.keys, row.id) if k.hash[:KEY_ID] == key), None
+    )
     if found is None:
         raise NotFound(f"tenant {row.id} has no key {key}")
     if found.hash == owner.key:
@@ -137,7 +140,7 @@ async def revoke_key(service: Service, owner: Administrator, tenant: str, key: s
     if found.revoked is not None:
         raise Conflict(f"key {key} is already revoked")
     now = service.context.clock.time()
-    await service.context.store.revoke_key(row.id, found.hash, now)
+    await service.context.store.write(tenant_rows.revoke_key, row.id, found.hash, now)
     service.keys.forget(found.hash)
     return _key_view(found, now)
 

@@ -43,7 +43,8 @@ from rookery.server.schemas import (
 )
 from rookery.storage.columns import PAGE
 from rookery.storage.models import JobRow
-from rookery.storage.repositories.runs import RunChoice, RunOrder
+from rookery.storage.repositories import jobs, tenants
+from rookery.storage.repositories.runs import RunChoice, RunOrder, any_job
 
 DATASET_ROWS = 5_000_000
 """Rows of one uploaded dataset: the service holds an offset of each."""
@@ -71,11 +72,11 @@ async def _named_job(
     :class:`NotFound`."""
     store = service.context.store
     try:
-        return await store.find_job(owner.id, job)
+        return await store.read(jobs.find_job, owner.id, job)
     except NotFound:
         if owner.role != "admin":
             raise
-        return await store.any_job(job)
+        return await store.read(any_job, job)
 
 
 OfJob = Annotated[JobRow, Depends(_named_job)]
@@ -263,7 +264,7 @@ async def add_adapter(service: Service, owner: Owner, request: Request) -> Uploa
 @routes.get("/uploads", tags=["uploads"])
 async def uploads(service: Service, owner: Owner, page: Paged) -> list[UploadView]:
     """A page of the datasets (inline rows of jobs too) and adapters that this tenant stores, oldest first."""
-    fetch = partial(service.context.store.uploads, owner.id)
+    fetch = partial(service.context.store.read, tenants.uploads, owner.id)
     found = await page.read(fetch, lambda row: (row.created, row.hash, row.kind), float, str, str)
     return [UploadView(hash=row.hash, kind=row.kind, size=row.size, created=row.created) for row in found]
 

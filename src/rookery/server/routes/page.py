@@ -15,6 +15,7 @@ from rookery.server.auth import AuthenticatedRoute, KeyHolder, Owner, Service
 from rookery.server.responses import ERRORS
 from rookery.server.schemas import AccountView, SignInLink
 from rookery.server.signin import HEADER
+from rookery.storage.repositories import tenants
 
 FOLDER = FilePath(__file__).parents[1] / "page"
 
@@ -116,7 +117,7 @@ async def sign_out(service: Service, owner: Owner, response: Response) -> None:
 async def account(service: Service, owner: Owner) -> AccountView:
     """The tenant of the key, its limits, and its usage."""
     context = service.context
-    row = await context.store.get_tenant(owner.id)
+    row = await context.store.read(tenants.get_tenant, owner.id)
     view = context.rooms.quotas.view(owner.id)
     return AccountView(
         tenant=row.id, name=row.name, role=owner.role, limits=view["limits"], tokens_today=view["tokens_today"],

@@ -23,6 +23,7 @@ from rookery.server.auth import Owner, Service, ServiceContext
 from rookery.server.bodies import off_loop
 from rookery.server.responses import json_response
 from rookery.server.tinker import protobuf, schemas
+from rookery.storage.repositories import sessions
 from rookery.tokenization.registry import model_folder, resolve
 
 log = logging.getLogger("rookery.server.tinker")
@@ -77,7 +78,7 @@ async def load_weights(service: Service, owner: Owner, request: Request) -> Resp
 @routes.post("/get_info")
 async def get_info(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.GetInfo.read(request)
-    row, policy = await service.context.store.get_model(owner.id, body.model_id)
+    row, policy = await service.context.store.read(sessions.get_model, owner.id, body.model_id)
     model = resolve(row.base_model)
     if model.kind in ("catalogue", "hub") and (request.client is None or request.client.host not in LOCAL):
         tokenizer = model.sources[0].where
@@ -173,7 +174,7 @@ async def create_sampler(service: Service, owner: Owner, request: Request) -> Re
 
 @routes.get("/samplers/{sampler}")
 async def sampler(service: Service, owner: Owner, sampler: str) -> Response:
-    row = await service.context.store.get_sampler(owner.id, sampler)
+    row = await service.context.store.read(sessions.get_sampler, owner.id, sampler)
     return json_response({"sampler_id": row.id, "base_model": row.requested_model, "model_path": row.path or None})
 
 

@@ -20,6 +20,17 @@ from rookery.server.tinker import schemas
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, older_than_supported, supported
 from rookery.storage.columns import Page
 from rookery.storage.models import CheckpointKind, CheckpointRow, ModelRow
+from rookery.storage.repositories.sessions import (
+    count_checkpoints,
+    count_models,
+    expire_checkpoint,
+    get_model,
+    ids_of_session,
+    list_checkpoints,
+    list_models,
+    list_sessions,
+    newest_checkpoints,
+)
 from rookery.tokenization.registry import inspect, status
 
 routes = APIRouter()
@@ -110,14 +121,14 @@ async def telemetry(owner: Owner) -> Response:
 
 @routes.get("/sessions")
 async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.context.store.list_sessions(owner.id, Page(limit, offset=offset))
+    rows = await service.context.store.read(list_sessions, owner.id, Page(limit, offset=offset))
     return json_response({"sessions": [row.id for row in rows]})
 
 
 @routes.get("/sessions/{session}")
 async def session(service: Service, owner: Owner, session: str) -> Response:
     row = await service.controller.sessions.get(owner.id, session)
-    models, samplers = await service.context.store.ids_of_session(owner.id, session)
+    models, samplers = await service.context.store.read(ids_of_session, owner.id, session)
     return json_response({
         "training_run_ids": models,
         "sampler_ids": samplers,
@@ -129,25 +140,25 @@ async def session(service: Service, owner: Owner, session: str) -> Response:
 @routes.get("/training_runs")
 async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
     store = service.context.store
-    rows = await store.list_models(owner.id, Page(limit, offset=offset))
-    newest = await store.newest_checkpoints(owner.id, [row.id for row in rows])
+    rows = await store.read(list_models, owner.id, Page(limit, offset=offset))
+    newest = await store.read(newest_checkpoints, owner.id, [row.id for row in rows])
     shown = [_run(owner, row, newest) for row in rows]
-    total = await store.count_models(owner.id)
+    total = await store.read(count_models, owner.id)
     return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, total)})
 
 
 @routes.get("/training_runs/{run}")
 async def training_run(service: Service, owner: Owner, run: str) -> Response:
-    row, _ = await service.context.store.get_model(owner.id, run)
-    newest = await service.context.store.newest_checkpoints(owner.id, [row.id])
+    row, _ = await service.context.store.read(get_model, owner.id, run)
+    newest = await service.context.store.read(newest_checkpoints, owner.id, [row.id])
     return json_response(_run(owner, row, newest))
 
 
 @routes.get("/training_runs/{run}/checkpoints")
 async def checkpoints_of(service: Service, owner: Owner, run: str, sdk: SdkVersion = None) -> Response:
     store = service.context.store
-    await store.get_model(owner.id, run)  # an unknown run is not an empty one
-    rows = await store.list_checkpoints(owner.id, run)
+    await store.read(get_model, owner.id, run)  # an unknown run is not an empty one
+    rows = await store.read(list_checkpoints, owner.id, run)
     return json_response({"checkpoints": [_checkpoint(row, sdk) for row in rows]})
 
 
@@ -156,8 +167,8 @@ async def checkpoints(
     service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0, sdk: SdkVersion = None
 ) -> Response:
     store = service.context.store
-    rows = await store.list_checkpoints(owner.id, None, Page(limit, offset=offset))
-    shown, total = [_checkpoint(row, sdk) for row in rows], await store.count_checkpoints(owner.id)
+    rows = await store.read(list_checkpoints, owner.id, None, Page(limit, offset=offset))
+    shown, total = [_checkpoint(row, sdk) for row in rows], await store.read(count_checkpoints, owner.id)
     return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, total)})
 
 
@@ -171,7 +182,7 @@ async def delete_checkpoint(service: Service, owner: Owner, run: str, kind: str,
 async def set_ttl(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
     ttl = schemas.check_ttl((await schemas.CheckpointTtl.read(request)).ttl_seconds)
     expires = None if ttl is None else service.context.clock.time() + ttl
-    await service.context.store.expire_checkpoint(owner.id, run, kind, name, expires)
+    await service.context.store.write(expire_checkpoint, owner.id, run, kind, name, expires)
     return Response(status_code=204)
 
 

@@ -33,6 +33,7 @@ from rookery.spec.fleet import Plan
 from rookery.spec.machine import Machine, Workload
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
+from rookery.storage.repositories.tenants import create_tenant
 from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
@@ -71,7 +72,7 @@ class SimulatedService:
         self.database = Database("sqlite://")
         self.database.create()
         for tenant in tenants:
-            self.database.create_tenant(tenant, tenant, 0.0)
+            self.database.write(create_tenant, tenant, tenant, 0.0)
         source = Random(seed)
         model = chat(context)
 
