@@ -74,7 +74,7 @@ def test_every_field_and_setting_has_a_meaning() -> None:
     assert missing == []
 
 
-def test_refused_reasoning_gym_tasks_are_documented() -> None:
+def test_reasoning_gym_tasks_that_run_code_are_documented() -> None:
     documented = sections(ROOT / "docs" / "environments.md")["The reasoning-gym extra"]
     assert all(f"`{task}`" in documented for task in REPLIES_ARE_CODE) and len(REPLIES_ARE_CODE) == 10
 

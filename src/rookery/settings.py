@@ -82,6 +82,10 @@ class ServerSettings(Section):
     """Also write each job's metrics as TensorBoard events into its folder. Needs the `tensorboard` extra."""
     wandb_project: str = ""
     """Also log each job's metrics to this Weights & Biases project. Needs the `wandb` extra."""
+    sandbox: Literal["bubblewrap", "gvisor"] = "bubblewrap"
+    """In which code of replies runs: bubblewrap, or gVisor (`runsc`), which starts more slowly and has a kernel of its
+    own. With gVisor the service does not start where that is not installed; without bubblewrap, jobs that run code are
+    refused."""
     ticket_seconds: float = Field(600.0, gt=0)
     """Lifetime of a ticket for reading or writing bytes over HTTP."""
     worker_wait_seconds: float = Field(600.0, gt=0)
@@ -510,7 +514,7 @@ CLIENT_SETTINGS = ("data", "cache", "host", "port", "url", "key", "tls_cert", "c
 WORKER_SETTINGS = ("cache", "worker", "engine", "training", "log_level", "tls_cert", "ca_file")
 """Fields and sections that a worker uses."""
 
-HOST_SETTINGS = ("log_level", "tls_cert", "ca_file")
+HOST_SETTINGS = ("log_level", "tls_cert", "ca_file", "sandbox")
 """Fields that the host of the built-in environments uses."""
 
 STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")

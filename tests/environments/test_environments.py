@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator
@@ -339,7 +340,7 @@ import os
 
 class Dataset:
     def __init__(self, task, size, seed, config):
-        if task != "count":
+        if task not in ("count", "puzzle24"):
             raise ValueError(f"Dataset '{task}' not registered")
         self.size, self.seed, self.config = size, seed, config
 
@@ -354,6 +355,8 @@ class Dataset:
             pass
         if answer == "open":
             open(os.devnull)
+        if answer.startswith("eval "):
+            return eval(answer.removeprefix("eval "))
         if answer == "exit":
             raise SystemExit
         if answer == "variables":
@@ -475,14 +478,47 @@ def test_what_scores_replies_has_no_secrets_and_opens_no_file(gym: None, monkeyp
     assert play(environment, prompt, "open")[:2] == (0, {"right": 0, "unjudged": 1})
 
 
-@pytest.mark.parametrize("task", REPLIES_ARE_CODE)
-def test_a_task_that_runs_replies_as_code_is_refused(task: str) -> None:
-    """When the job is submitted: the service makes no such environment, its host would."""
-    says = rf'environment\.task: given "{task}", allowed: a task that only reads replies; .* Python code, by .*; host'
-    for refuse in (find("reasoning-gym"), find("reasoning-gym").validate_options):
-        with pytest.raises(UserError, match=says) as caught:
-            refuse({"task": task})
-        assert "\n" not in str(caught.value)
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@pytest.mark.parametrize(
+    ("answer", "reward", "unjudged"),
+    [
+        ("eval 1.0", 1.0, 0.0),
+        ("eval 0.25", 0.25, 0.0),
+        ("wrong", 0.0, 0.0),
+        ("shape", 1.0, 0.0),
+        ("eval __import__('os').fork()", 0.0, 1.0),
+        ("eval __import__('socket').socket() and 1.0", 0.0, 1.0),
+        ("eval __import__('os')._exit(0)", 0.0, 1.0),
+        ("eval float('nan')", 0.0, 1.0),
+        ("variables", 0.0, 0.0),
+    ],
+)
+def test_a_task_that_runs_replies_as_code_is_scored_in_the_sandbox(
+    answer: str, reward: float, unjudged: float, puzzles: Environment
+) -> None:
+    prompt = next(iter(puzzles.prompts("train")))
+    assert play(puzzles, prompt, answer)[:2] == (reward, {"right": float(reward == 1), "unjudged": unjudged})
+
+
+@pytest.fixture(scope="module")
+def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
+    """A task of the stand-in library that runs replies."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("gym")
+        folder.chmod(0o755)  # the sandbox reads it as another user
+        (folder / "reasoning_gym").mkdir()
+        (folder / "reasoning_gym" / "__init__.py").write_text(GYM)
+        patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "reasoning_gym", raising=False)
+        yield find("reasoning-gym")({"task": "puzzle24", "size": 5, "eval_size": 0})
+    sys.modules.pop("reasoning_gym", None)
+
+
+def test_a_task_that_runs_replies_as_code_needs_a_sandbox(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    find("reasoning-gym").validate_options({"task": "count"})
+    with pytest.raises(UserError, match="apt-get install bubblewrap"):
+        find("reasoning-gym").validate_options({"task": "puzzle24"})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="the extra is not installed")

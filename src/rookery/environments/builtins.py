@@ -18,7 +18,14 @@ from rookery.environments.base import Environment, SplitSizes
 from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.jsonl import Jsonl, JsonlOptions
-from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions, require_library
+from rookery.environments.reasoning_gym import (
+    REPLIES_ARE_CODE,
+    ReasoningGym,
+    ReasoningGymOptions,
+    require_library,
+)
+from rookery.environments.sandbox.sandbox import find as find_sandbox
+from rookery.environments.sandbox.sandbox import isolation
 from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.errors import UserError, nearest, short
 from rookery.spec.parsing import problem_line
@@ -49,6 +56,8 @@ class Builtin:
             checked = self.check(options)
             self.require()
             assert isinstance(checked, ReasoningGymOptions)
+            if checked.task in REPLIES_ARE_CODE:
+                find_sandbox(isolation())
             return SplitSizes(checked.size, checked.eval_size, held_out_by="environment.eval_size")
         built = self(options)  # checks rows and runs nothing
         if isinstance(built, Jsonl):

@@ -23,6 +23,7 @@ from typing import Any
 from cachetools import LRUCache, TTLCache
 
 from rookery.environments.base import SplitSizes
+from rookery.environments.sandbox.sandbox import Isolation
 from rookery.environments.verifiers.pool import VerifierError, VerifierPool, VerifierTimeout
 from rookery.errors import Unavailable, UserError
 
@@ -42,8 +43,9 @@ MEMORY = "MemoryError"
 class EnvironmentChecks:
     """Thread-safe; every method blocks."""
 
-    def __init__(self) -> None:
-        self._pool = VerifierPool("check", module="rookery.environments.check_process")
+    def __init__(self, sandbox: Isolation = "bubblewrap") -> None:
+        """``sandbox`` is the isolation in which code of replies will run."""
+        self._pool = VerifierPool("check", sandbox, module="rookery.environments.check_process")
         self._lock = threading.Lock()
         self._fitting: LRUCache[str, SplitSizes] = LRUCache(RESULTS)
         """Hashes of options, with the names of their files, that were found right."""

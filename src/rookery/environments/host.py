@@ -38,6 +38,7 @@ from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
 from rookery.environments.reasoning_gym import ReasoningGym
+from rookery.environments.sandbox.sandbox import isolation, set_isolation
 from rookery.errors import UserError
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 from rookery.settings import HOST_SETTINGS, Settings, token_of
@@ -93,7 +94,7 @@ class Host:
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
         self._episodes = Episodes(self._calls, self._environment)
-        self._checks = EnvironmentChecks()
+        self._checks = EnvironmentChecks(isolation())
         self.connected = asyncio.Event()
         """Set while the controller has welcomed this host."""
 
@@ -266,6 +267,7 @@ def _refused(message: protocol.Prompts | protocol.Observation, error: str) -> pr
 
 async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     """Hosts the built-ins until a signal ends it. Raises :class:`UserError` when the service refuses."""
+    set_isolation(settings.server.sandbox)
     builtins = {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()}
     host = Host(url, token_of(), builtins, ca_file=settings.trusted)
     running = asyncio.create_task(host.run())

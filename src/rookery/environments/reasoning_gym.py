@@ -2,7 +2,7 @@
 
 An entry is stored whole as the episode's prompt and scored from there, because some tasks give different entries in
 different processes for one seed. Replies are scored in separate processes
-(:mod:`rookery.environments.verifiers.pool`). Tasks whose scorer runs replies as code are refused.
+(:mod:`rookery.environments.verifiers.pool`); those of tasks whose scorer runs the reply as code, in a sandbox.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import copy
 import importlib.util
 import json
 import logging
+import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rookery.bounds import INTEGER, SETTINGS, JsonSize, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, Step
+from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox
 from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.parts import ReplyPart
 from rookery.environments.verifiers.pool import LIMIT_SECONDS, VerifierError, VerifierPool, VerifierTimeout
@@ -38,8 +42,24 @@ REPLIES_ARE_CODE = {
     "composite": "other tasks",
 }
 """Tasks of reasoning-gym 0.1.25 whose scorers run the reply as Python code (``composite`` passes replies to other
-tasks). They are refused: a separate process with limits does not contain code that has the rights of the service's
-user."""
+tasks). A separate process with limits does not contain code that has the rights of the service's user."""
+
+CODE_LIMITS = ProgramLimits(seconds=LIMIT_SECONDS, memory=512 << 20)
+"""Limits of such a score: sympy's take up to five seconds on a slow machine."""
+
+_CODE_SCORER = """
+import ast, json
+from reasoning_gym import create_dataset
+arguments = json.loads({arguments!r})
+if arguments["task"] == "composite":
+    from reasoning_gym.composite import DatasetSpec
+    arguments["config"]["datasets"] = [DatasetSpec(**part) for part in arguments["config"].get("datasets", ())]
+dataset = create_dataset(arguments["task"], size=arguments["size"], seed=arguments["seed"], **arguments["config"])
+
+def score(answer, prompt):
+    entry = ast.literal_eval(prompt[{literal!r}]) if {literal!r} in prompt else prompt
+    return float(dataset.score_answer(answer=answer, entry=entry))
+"""
 
 
 class ReasoningGymOptions(ReplyPart):
@@ -59,16 +79,6 @@ class ReasoningGymOptions(ReplyPart):
     """Draws the questions."""
     suffix: Text = "\nReply with the answer only."
     """Text after every question."""
-
-    @field_validator("task")
-    @classmethod
-    def _reads_replies(cls, task: str) -> str:
-        if task in REPLIES_ARE_CODE:
-            raise ValueError(
-                f"a task that only reads replies; this one runs them as Python code, by {REPLIES_ARE_CODE[task]}, with"
-                " the service's rights; host an environment of your own for it"
-            )
-        return task
 
 
 NOT_INSTALLED = f"environment reasoning-gym: not installed; run: {installs('reasoning-gym')}"
@@ -102,7 +112,12 @@ class ReasoningGym(Environment):
             raise UserError(NOT_INSTALLED) from None
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"environment.task: {options.task}: {' '.join(str(error).split())}") from None
-        self._pool = VerifierPool("reasoning-gym", json.dumps(arguments), limit=limit)
+        asked = json.dumps(arguments)
+        self._pool = VerifierPool("reasoning-gym", asked, limit=limit)
+        self._sandbox: Sandbox | None = None
+        if options.task in REPLIES_ARE_CODE:
+            prelude = _CODE_SCORER.format(arguments=asked, literal=pool.LITERAL)
+            self._sandbox = Sandbox(prelude=prelude, paths=_packages())
 
     def prompts(self, split: Split) -> Iterable[Any]:
         size, whole = self._options.size, self._options.size + self._options.eval_size
@@ -142,11 +157,29 @@ class ReasoningGym(Environment):
         answer = None if part is None else part.strip()
         score, unjudged = 0.0, False
         try:
-            score = self._pool.score({"answer": answer, "prompt": self.prompt})
+            score = self._score(answer)
         except (VerifierTimeout, VerifierError) as error:
             log.warning("reasoning-gym's %s: %s; the reply scores 0", self._options.task, error)
             unjudged = True
         return Step(reward=score, done=True, metrics={"right": float(score >= 1.0), "unjudged": float(unjudged)})
 
+    def _score(self, answer: str | None) -> float:
+        if self._sandbox is None:
+            return float(self._pool.score({"answer": answer, "prompt": self.prompt}))
+        result = self._sandbox.run(Program("", call="score", arguments=[answer, self.prompt]), CODE_LIMITS)
+        if result.status == "time":
+            raise VerifierTimeout(result.last_line)
+        if result.status != "ok" or not isinstance(result.value, int | float) or not math.isfinite(result.value):
+            raise VerifierError(result.last_line)
+        return float(result.value)
+
     def for_episode(self) -> Environment:
         return copy.copy(self)
+
+
+def _packages() -> list[str]:
+    """The folder of the library, and those of what it needs."""
+    library = importlib.util.find_spec("reasoning_gym")
+    beside = [str(Path(place).parent) for place in (library and library.submodule_search_locations) or ()]
+    others = [path for path in sys.path if Path(path).is_dir() and Path(path).name.endswith("-packages")]
+    return [*dict.fromkeys([*beside, *others])]

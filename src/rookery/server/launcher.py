@@ -38,6 +38,7 @@ from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.environments.checks import EnvironmentChecks
+from rookery.environments.sandbox.sandbox import find as find_sandbox
 from rookery.errors import Unavailable, UserError, shortages
 from rookery.folders import CACHE_FOLDERS, usable_folder
 from rookery.server.app import build, standby
@@ -173,6 +174,8 @@ class Service:
         refusals = Counter(dict.fromkeys(REFUSALS, 0))
         connections = Connections(settings.edge, refusals, tls)
         place = Place(*settings.server.artifacts)
+        if settings.server.sandbox == "gvisor":
+            find_sandbox(settings.server.sandbox)
         await asyncio.to_thread(_check_place, database, place, folder)
         await self._claim(database, connections, listening)
         await asyncio.to_thread(database.create)
@@ -185,7 +188,7 @@ class Service:
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.callback(readers.close)
         opened.callback(threads.close)
-        checks, checkers = EnvironmentChecks(), TenantThreads(CHECKERS, "check")
+        checks, checkers = EnvironmentChecks(settings.server.sandbox), TenantThreads(CHECKERS, "check")
         opened.callback(checkers.close)
         opened.callback(checks.close)  # runs first: a check that runs fails
         if transfers is not None:

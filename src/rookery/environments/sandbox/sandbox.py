@@ -141,6 +141,20 @@ class ProgramResult:
         return short(lines[-1]) if lines else f"it ended with {self.code}"
 
 
+_isolation_of_process: Isolation = "bubblewrap"
+
+
+def set_isolation(isolation: Isolation) -> None:
+    """The isolation of sandboxes that this process makes from now on. Called once when a process starts."""
+    global _isolation_of_process
+    _isolation_of_process = isolation
+
+
+def isolation() -> Isolation:
+    """The isolation of sandboxes that this process makes where none is given."""
+    return _isolation_of_process
+
+
 def find(isolation: Isolation) -> str:
     """The program of an isolation. Raises :class:`UserError` where this machine cannot have it."""
     found = shutil.which(PROGRAMS[isolation])
@@ -169,21 +183,26 @@ class Sandbox:
 
     def __init__(
         self,
-        isolation: Isolation = "bubblewrap",
+        isolation: Isolation | None = None,
         *,
         prelude: str = "",
         paths: Sequence[str] = (),
         confinements: int = CONFINEMENTS,
     ) -> None:
-        """``prelude`` is Python that runs once per confinement; its names are those of every program's module.
-        ``paths`` are folders of further modules. Nothing starts before the first program."""
-        self._isolation: Isolation = isolation
+        """``isolation`` is that of this process (:func:`set_isolation`) where none is given. ``prelude`` is Python that
+        runs once per confinement; its names are those of every program's module. ``paths`` are folders of further
+        modules. Nothing starts before the first program."""
+        self._isolation: Isolation = isolation or _isolation_of_process
         self._prelude, self._paths = prelude, tuple(paths)
         self._slots = threading.BoundedSemaphore(confinements)
         self._lock = threading.Lock()
         self._idle: list[_Confinement] = []
         self._active: set[_Confinement] = set()
         self._timer_set = self._closed = False
+
+    def require(self) -> None:
+        """Raises :class:`UserError` where this machine has no sandbox."""
+        find(self._isolation)
 
     def run(self, program: Program, limits: ProgramLimits = DEFAULT_LIMITS) -> ProgramResult:
         """Raises :class:`SandboxError` where the confinement ended, ValueError for a path outside, and

@@ -297,6 +297,10 @@ def create(task: str, size: int, seed: int, config: dict[str, Any]) -> Any:
     """The library's dataset. Raises ImportError where the library is missing, and its own errors for bad arguments."""
     import reasoning_gym
 
+    if task == "composite":
+        from reasoning_gym.composite import DatasetSpec
+
+        config = {**config, "datasets": [DatasetSpec(**part) for part in config.get("datasets", ())]}
     return reasoning_gym.create_dataset(task, size=size, seed=seed, **config)
 
 

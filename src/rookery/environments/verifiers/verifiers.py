@@ -26,6 +26,9 @@ import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from rookery.bounds import METRICS, NAME, Integer, Name, SmallJson
+from rookery.environments.sandbox.rows import code_of, task_of
+from rookery.environments.sandbox.rows import score as code_score
+from rookery.environments.sandbox.sandbox import ProgramLimits, Sandbox
 from rookery.environments.verifiers.constants import LISTED, best_of, densest, example, most_common, shortened, spread
 from rookery.environments.verifiers.expressions import gold_latex
 from rookery.environments.verifiers.numbers import numbers, plain_number
@@ -445,6 +448,46 @@ class Math(VerifierOptions):
         return reward, {**metrics, "unjudged": float(unjudged)}
 
 
+class Code(AnyVerifier):
+    """Right when the reply's Python code passes every check of its row, in a sandbox without network and files: `tests`
+    (Python that runs after the code, a text or a list of texts), `cases` (a list of `{"stdin": …, "stdout": …}`) or
+    `files` (a project with tests in files `test*.py`; the reply is the text of the row's `file`, `solution.py` by
+    default). The code is the last fenced block of the reply, or the whole reply. It has the standard library. Metrics:
+    `right`, `passed` (the share of checks), `timed_out`. See [code](environments.md#code)."""
+
+    name: Literal["sandbox"] = "sandbox"
+    right: float = 1.0
+    """Reward of code that passes every check."""
+    wrong: float = 0.0
+    """Reward of any other reply."""
+    partial: bool = False
+    """Other replies earn the share of checks that they pass, between `wrong` and `right`."""
+    seconds: float = Field(2.0, gt=0, le=60)
+    """Processor time of one run. By the clock it may take five times as long, and a second."""
+    memory_mb: int = Field(256, ge=16, le=4096)
+    """Memory of one run, in addition to an idle interpreter's."""
+    output_kb: int = Field(64, ge=1, le=4096)
+    """Standard output of one run, and standard error; code that writes more is ended."""
+    _sandbox: Sandbox = PrivateAttr(default_factory=Sandbox)
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        self._sandbox.require()
+
+    def check(self, row: Row) -> None:
+        task_of(row)
+
+    def judge(self, text: str | None, row: Row) -> Score:
+        task = task_of(row)
+        if text is None:
+            return self.wrong, {"right": 0.0, "passed": 0.0, "timed_out": 0.0}
+        limits = ProgramLimits(self.seconds, self.memory_mb << 20, self.output_kb << 10)
+        found = code_score(self._sandbox, limits, code_of(text), task)
+        share = float(found.right) if found.right or not self.partial else found.passed
+        metrics = {"right": float(found.right), "passed": found.passed, "timed_out": float(found.timed_out)}
+        return self.wrong + (self.right - self.wrong) * share, metrics
+
+
 class Judge(AnyVerifier):
     """Another policy of the job reads the conversation with a question about the reply, and its answer is the reward:
     the last number in it, divided by `scale`, at least 0 and at most 1. An answer without a number is 0 and counts in
@@ -473,17 +516,18 @@ class Judge(AnyVerifier):
         return min(1.0, max(0.0, float(last / Decimal(self.scale)))), {"unjudged": 0.0}
 
 
-VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | type[Math] | type[Judge]] = {
+VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | type[Math] | type[Code] | type[Judge]] = {
     "exact": Exact,
     "number": Number,
     "regex": Regex,
     "json": Json,
     "math": Math,
+    "sandbox": Code,
     "judge": Judge,
 }
 """Verifiers by name; a job gives a name, or a mapping with ``name`` and options."""
 
-Verifier = Exact | Number | Regex | Json | Math | Judge
+Verifier = Exact | Number | Regex | Json | Math | Code | Judge
 
 
 def _key(gold: str | Decimal) -> str | Decimal:

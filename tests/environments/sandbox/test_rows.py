@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.environments.builtins import find
+from rookery.environments.checks import EnvironmentChecks
+from rookery.environments.sandbox.rows import code_of, task_of
+from rookery.environments.verifiers.verifiers import Code
+from rookery.errors import UserError
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: apt-get install bubblewrap")
+
+ADD = "def add(a, b):\n    return a + b"
+FENCED = f"Here:\n```python\n{ADD}\n```\nDone."
+TESTS = {"tests": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
+CASES = {"cases": [{"stdin": "2\n3\n", "stdout": "5"}, {"stdin": "0\n0\n", "stdout": "0\n"}]}
+PROJECT = {
+    "file": "shop/cart.py",
+    "files": {
+        "shop/__init__.py": "",
+        "shop/prices.py": "PRICES = {'egg': 2}",
+        "tests/test_cart.py": (
+            "from shop.cart import total\nfrom shop.prices import PRICES\n"
+            "def test_total(): assert total(['egg', 'egg']) == 2 * PRICES['egg']\n"
+            "def test_empty(): assert total([]) == 0"
+        ),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def code() -> Iterator[Code]:
+    yield Code()
+
+
+@pytest.mark.parametrize(
+    ("row", "reply", "right", "passed"),
+    [
+        (TESTS, FENCED, 1.0, 1.0),
+        (TESTS, ADD, 1.0, 1.0),
+        (TESTS, FENCED.replace("a + b", "abs(a) + b"), 0.0, 0.5),
+        (TESTS, "I cannot do that.", 0.0, 0.0),
+        (TESTS, f"{FENCED}\n```python\nimport os\nos._exit(0)\n```", 0.0, 0.0),
+        ({"tests": "\n".join(TESTS["tests"])}, FENCED, 1.0, 1.0),
+        (CASES, "```\nprint(int(input()) + int(input()))\n```", 1.0, 1.0),
+        (CASES, "print('5   ')\nprint()", 0.0, 0.5),
+        (CASES, "print(0)", 0.0, 0.5),
+        (CASES, "print(int(input()) + int(input()))\nraise SystemExit(1)", 0.0, 0.0),
+        (
+            PROJECT,
+            "from shop.prices import PRICES\ndef total(items):\n    return sum(PRICES[item] for item in items)",
+            1.0,
+            1.0,
+        ),
+        (PROJECT, "def total(items):\n    return 4", 0.0, 0.5),
+        (PROJECT, "import sys\nsys.exit(0)", 0.0, 0.0),
+    ],
+)
+def test_code_is_scored_by_its_checks(row: dict[str, Any], reply: str, right: float, passed: float, code: Code) -> None:
+    reward, metrics = code.score(reply, row)
+    assert (reward, metrics) == (right, {"right": right, "passed": passed, "timed_out": 0.0})
+
+
+def test_partial_reward_and_the_limits() -> None:
+    code = Code.model_validate({"partial": True, "seconds": 0.2, "right": 2.0, "wrong": 0.5})
+    assert code.score(FENCED.replace("a + b", "abs(a) + b"), TESTS)[0] == pytest.approx(0.5 + 1.5 * 0.5)
+    reward, metrics = code.score("def add(a, b):\n    while True: pass", TESTS)
+    assert reward == 0.5 and metrics["timed_out"] == 1.0
+
+
+@pytest.mark.parametrize("reply", ["", "\0", "\ud800", "```python", "(" * 10_000, "```python\n\ud800\n```", "é" * 5000])
+def test_no_reply_makes_it_raise(reply: str, code: Code) -> None:
+    assert code.score(reply, TESTS)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"answer": 1}, "the row has no tests, cases or files to check code with, but 'answer'; give one of them"),
+        ({}, "but nothing"),
+        ({"tests": "assert x", "cases": []}, "the row has tests and cases; give one of them"),
+        ({"tests": []}, "tests is []; give a text, or a list of 1 to 100 texts"),
+        ({"tests": ["assert x"] * 101}, "tests is"),
+        ({"tests": {"a": 1}}, "tests is"),
+        ({"tests": ["assert x", " "]}, 'tests.1 is " "; give Python that raises'),
+        ({"tests": ["assert x", 3]}, "tests.1 is 3"),
+        ({"tests": "assert add(1, 2 == 3"}, "tests is no Python: '(' was never closed"),
+        ({"tests": "x = '\0'"}, "tests is no Python"),
+        ({"tests": "(" * 5000}, "tests is no Python"),
+        ({"cases": [{"stdin": "1"}]}, 'cases.0 is {"stdin": "1"}'),
+        ({"cases": [{"stdout": 1}]}, "cases.0 is"),
+        ({"cases": [{"stdin": "1", "stdout": "\n"}]}, "a program that writes nothing passes it"),
+        ({"cases": {}}, "cases is {}"),
+        ({"files": {"a.py": "x = 1"}}, 'files has no tests, but ["a.py"]; give some in files named test….py'),
+        ({"files": {"../test_a.py": "x = 1"}}, "is no path inside the working directory"),
+        ({"files": {"test_a.py": "x = 1"}, "file": "/etc/passwd"}, "is no path inside the working directory"),
+        ({"files": {"test_a.py": "x = 1"}, "file": "test_a.py"}, "which is one of the tests"),
+        ({"files": {"test_a.py": "x ="}}, "files.test_a.py is no Python"),
+        ({"files": {"test_a.py": 3}}, "give texts by their path"),
+        ({"files": []}, "files is []"),
+    ],
+)
+def test_a_row_without_usable_checks_is_refused(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        task_of(row)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("~~~py\nx = 1\n~~~", "x = 1\n"),
+        ("````python\n```\n````", "```\n"),
+        ("```python\nx = 1\n```\n```bash\npip install y\n```", "x = 1\n"),
+        ("```\nx = 1\n```\nbetter:\n```Python\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1", "x = 1"),
+        ("```js\nlet x\n```", "```js\nlet x\n```"),
+        ("inline ```x``` only", "inline ```x``` only"),
+    ],
+)
+def test_the_code_of_a_reply(reply: str, found: str) -> None:
+    assert code_of(reply) == found
+
+
+def test_rows_are_checked_when_a_job_is_submitted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "Write add.", **TESTS}, {"prompt": "Write it."}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    checks = EnvironmentChecks()
+    try:
+        with pytest.raises(UserError, match=r"line 2: the row has no tests, cases or files .* \(verifier sandbox\)"):
+            checks.validate("jsonl", {"path": str(path), "verifier": "sandbox"})
+        path.write_text(json.dumps(rows[0]))
+        assert (
+            checks.validate("jsonl", {"path": str(path), "verifier": {"name": "sandbox", "partial": True}}).train == 1
+        )
+    finally:
+        checks.close()
+
+
+def test_a_machine_without_a_sandbox_refuses_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="apt-get install bubblewrap"):
+        find("jsonl").validate_options({"rows": [{"prompt": "Write add.", **TESTS}], "verifier": "sandbox"})
+
+
+def test_the_shipped_programs_are_accepted_and_documented() -> None:
+    examples = Path(__file__).parents[3] / "examples"
+    rows = [json.loads(line) for line in (examples / "programs.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(task_of(row) for row in rows) and len({row["prompt"] for row in rows}) == len(rows) == 40
+    page = (examples.parent / "docs" / "environments.md").read_text(encoding="utf-8")
+    assert (examples / "programs.yaml").read_text(encoding="utf-8") in page
