@@ -315,6 +315,20 @@ def test_every_text_file_names_its_encoding() -> None:
     assert "\n".join(calls) == ""
 
 
+@pytest.mark.parametrize("folder", ["src/rookery", "tests", "benchmarks"])
+def test_docstrings_are_not_mere_references(folder: str) -> None:
+    """A docstring that only names another place says nothing where it stands."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, text in sources(ROOT / folder).items()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and str(node.value.value).startswith("See ")
+    ]
+    assert found == []
+
+
 # --- references -------------------------------------------------------------------------------------------------------
 
 ROLE = re.compile(r":(?:mod|class|func|meth|data|attr):`~?([\w.]+)`")

@@ -67,7 +67,6 @@ class Meter:
         self._came: tuple[str, int] | None = None
 
     def arrived(self, connection: NetworkConnection, frame: bytes) -> None:
-        """See :class:`tests.chaos.network.Observer`."""
         message = protocol.decode(connection.decoder, frame)
         kind = type(message).__name__
         self.events[kind] += max(1, len(message.chunks)) if isinstance(message, protocol.Output) else 1

@@ -220,7 +220,6 @@ class ChatRequest(CompletionOptions):
 
     @property
     def likeliest(self) -> int:
-        """See the base class."""
         return self.top_logprobs or 0
 
 
@@ -259,7 +258,6 @@ class CompletionRequest(CompletionOptions):
 
     @property
     def likeliest(self) -> int:
-        """See the base class."""
         return self.logprobs or 0
 
     @property

@@ -25,8 +25,6 @@ LOOK_SECONDS = 1.0
 
 
 class ProgressWatch:
-    """See the module."""
-
     def __init__(self, compute: Compute, clock: Callable[[], float] = time.monotonic) -> None:
         self._compute = compute
         self._clock = clock

@@ -71,7 +71,6 @@ class Episode:
     splits: int = 0
     """Times that the chat template did not extend the sequence."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """See :attr:`EpisodeResult.seconds <rookery.controller.jobs.trajectory.EpisodeResult.seconds>`."""
     _host: EnvironmentHost | None = None
 
     def __post_init__(self) -> None:

@@ -75,18 +75,15 @@ class DecoderConfig:
 
     @property
     def sites(self) -> Mapping[str, tuple[str, ...]]:
-        """See ``adapter.Projections``."""
         return SITES
 
     @cached_property
     def shapes(self) -> Mapping[tuple[int, str], tuple[int, int]]:
-        """See ``adapter.Projections``."""
         parts = [part for parts in SITES.values() for part in parts]
         return {(layer, part): self.site_shape(part) for layer in range(self.layers) for part in parts}
 
     @property
     def prefix(self) -> str:
-        """See ``adapter.Projections``."""
         return "model.layers"
 
     @classmethod

@@ -249,7 +249,6 @@ class BatchLora:
         ]
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
-        """See ``LoraProduct``."""
         outputs = output_slices(self._model, site, layer).values()
         narrowest = min(part.stop - part.start for part in outputs)
         for rows, adapter in self._groups:
@@ -281,7 +280,6 @@ class GroupedLora:
         self._product = product
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
-        """See ``LoraProduct``."""
         if site not in self._a:
             return y
         inner = self._product(x, self._a[site][layer].transpose(1, 2), self._ends)

@@ -113,7 +113,7 @@ class UniformCache:
 
 @dataclass(frozen=True)
 class LinearProjections:
-    """See ``adapter.Projections``: each linear module is a separate site."""
+    """Each linear module is a separate site."""
 
     shapes: Mapping[tuple[int, str], tuple[int, int]]
     sites: Mapping[str, tuple[str, ...]]
@@ -167,8 +167,6 @@ class _Computed(MoeModelOutputWithPast):
 
 
 class TransformersModel:
-    """See the module."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         """``model`` is frozen and set to evaluation. Raises ``UserError`` for one without decoder layers."""
         self.model = model.eval().requires_grad_(False)

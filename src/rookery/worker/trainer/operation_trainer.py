@@ -43,7 +43,6 @@ class OperationTrainer:
         raise NotImplementedError
 
     def gauges(self) -> dict[str, float]:
-        """See ``Trainer``."""
         return {"worker_trained_tokens": self.trained}
 
     # --- the trainer protocol ---------------------------------------------------------------------------------------

@@ -70,7 +70,6 @@ class AdapterExport:
     step: int = 0
     base: BaseReference = UNNAMED
     canary: Sequence[float] = ()
-    """See :mod:`rookery.worker.model.canary`."""
 
     @property
     def numbers(self) -> int:

@@ -77,6 +77,6 @@ class PackedLora:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
-        """See ``Lora``; ``y`` is changed in place. Rows of policies without this projection keep the base's output."""
+        """``y`` is changed in place. Rows of policies without this projection keep the base's output."""
         present = [rows for rows in self._policies if (layer, site) in rows.policy.sites]
         return _AddLora.apply(y, x, self._anchor, present, (layer, site)) if present else y

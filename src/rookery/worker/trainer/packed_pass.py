@@ -46,8 +46,6 @@ class BackwardPass(Protocol):
 
 
 class Backbone(Protocol):
-    """See the module."""
-
     paused: float
     """Seconds within passes in which others computed."""
 

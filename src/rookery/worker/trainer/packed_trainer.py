@@ -42,8 +42,6 @@ bounds them all the same."""
 
 
 class PackedTrainer(OperationTrainer):
-    """See :class:`rookery.worker.trainer.base.Trainer`."""
-
     def __init__(
         self,
         backbone: Backbone,

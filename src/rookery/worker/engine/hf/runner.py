@@ -34,7 +34,6 @@ class StreamAttention(SegmentPlan):
         self._masks: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> Tensor:
-        """See ``AttentionPlan``."""
         read = self.exchange(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         keys, values = (x.view(-1, self.count, *x.shape[1:]).transpose(0, 1) for x in read)
         queries = q[0].index_select(1, self.grid).view(q.shape[1], self.count, -1, q.shape[3]).transpose(0, 1)
@@ -49,15 +48,12 @@ def seen(gap: Tensor, window: int) -> Tensor:
 
 
 class StreamRunner(BaseRunner):
-    """See the module."""
-
     def __init__(self, model: TransformersModel, loras: LoraManager, kv_budget_bytes: int) -> None:
         assert model.cache_shape is not None
         self._cache = KVCache(model.cache_shape, model.dtype, model.device, kv_budget_bytes)
         super().__init__(model, loras, self._cache)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        """See ``Runner``."""
         attend = StreamAttention(self._cache, TokenStream(streams, double=False))
         lora = self._loras.batch_product(*zip(*adapter_groups(streams), strict=True))
         with self._decoder.adapted(lora, len(attend.tokens), attend):
@@ -77,7 +73,6 @@ class SequenceStore(SegmentStore):
         super().__init__(budget_bytes, max(two - one, 1), max(2 * one - two, 0))
 
     def move(self, old: KVSlot, new: KVSlot) -> None:
-        """See ``SegmentStore``."""
         if old in self.caches:
             self.caches[new] = self.caches.pop(old)
 
@@ -106,15 +101,12 @@ def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, a
 
 
 class SequenceRunner(BaseRunner):
-    """See the module."""
-
     def __init__(self, model: TransformersModel, loras: LoraManager, kv_budget_bytes: int) -> None:
         store = SequenceStore(model, kv_budget_bytes)
         self._caches = store.caches
         super().__init__(model, loras, store)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        """See ``Runner``."""
         hidden, counts = [], [len(chunk.tokens) for chunk in streams]
         for chunk, count in zip(streams, counts, strict=True):
             first = chunk.prefix_length + chunk.start

@@ -139,7 +139,6 @@ class SegmentAttention(SegmentPlan):
             self._masks[window] = mask.repeat(config.kv_heads, 1, 1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``AttentionBackend``."""
         config, count, width, size = self._config, self.count, self._width, self._config.head_dim
         keys, values = self.exchange(layer, k, v)
         q = (q * (1.0 / math.sqrt(size))).index_select(0, self.grid)

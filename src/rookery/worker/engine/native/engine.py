@@ -71,8 +71,6 @@ SCORED_ROWS = 128
 
 
 class NativeEngine:
-    """See the module and ``Engine``."""
-
     def __init__(
         self,
         decoder: ResidentModel,
@@ -127,7 +125,6 @@ class NativeEngine:
         return len(self.admission.waiting)
 
     def gauges(self) -> dict[str, float]:
-        """See ``Engine``."""
         return {
             "draft_tokens": self.stats["draft_tokens"],
             "draft_tokens_accepted": self.stats["accepted_tokens"],
@@ -135,7 +132,6 @@ class NativeEngine:
         }
 
     def tenants(self) -> dict[str, int]:
-        """See ``Engine``."""
         if any(map(self.gate.is_client, self._requests.values())):
             return {}
         rows = dict.fromkeys((request.params.tenant for request in self._requests.values()), 0)
@@ -144,20 +140,16 @@ class NativeEngine:
         return rows
 
     def adapters(self) -> list[str]:
-        """See ``Engine``."""
         return self.loras.keys()
 
     def has_adapter(self, key: str) -> bool:
-        """See ``Engine``."""
         return key in self.loras
 
     def memory(self) -> dict[str, MemoryUse]:
-        """See ``Engine``."""
         kv_cache = MemoryUse(self.store.bytes, self.store.budget)
         return {"kv_cache": kv_cache, "adapters": MemoryUse(self.loras.bytes, self.loras.budget_bytes)}
 
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
-        """See ``Engine``."""
         if ref.hash not in self.loras:
             self.weights.add(ref, folder)
 
@@ -166,11 +158,9 @@ class NativeEngine:
         return self.store.tokens - self.store.used_tokens
 
     def evict_adapter(self, key: str) -> None:
-        """See ``Engine``."""
         self.loras.evict(key)
 
     def submit(self, order: protocol.Generate) -> None:
-        """See ``Engine``."""
         self._validate(order)
         request = EngineRequest.begin(order, self._decode, self._grammars)
         self._requests[order.request] = request
@@ -186,7 +176,6 @@ class NativeEngine:
                 self._speculator.begin(request)
 
     def switch_adapter(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> bool:
-        """See ``Engine``."""
         held = self._requests.get(request)
         if held is None:
             return False
@@ -200,24 +189,22 @@ class NativeEngine:
         return True
 
     def abort(self, request: str) -> None:
-        """See ``Engine``."""
         held = self._requests.get(request)
         if held is not None:
             held.finish = "abort"
             self._finish(held)
 
     def close(self) -> None:
-        """See ``Engine``: it has neither."""
+        """There is no thread and no process to end."""
 
     def drain(self) -> list[protocol.TokenChunk]:
-        """See ``Engine``."""
         requests, self._undrained = self._undrained, {}
         self.admission.discard_adapters(self.loras.dropped)
         self.weights.clear_dropped()
         return [chunk for request in requests.values() for chunk in request.chunks()]
 
     def step(self) -> bool:
-        """See ``Engine``. While there are requests, every step computes: the rows that were chosen, else rows of other
+        """While there are requests, every step computes: the rows that were chosen, else rows of other
         weights, else, and this is counted as a forced slice, all rows, whatever the gate says."""
         with torch.no_grad():
             return self._slice() or self._other_slice()
@@ -257,7 +244,6 @@ class NativeEngine:
         return any(self._slice(turn=True) for _ in range(len(sets) + 1))
 
     def describe(self) -> str:
-        """See ``Engine``."""
         running, waiting, gate = self.admission.running, self.admission.waiting, self.gate
         decoding, prompts = sum(row.decodes for row in running), sum(not row.prefilled for row in running)
         parts = [

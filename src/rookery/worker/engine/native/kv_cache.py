@@ -206,7 +206,6 @@ class KVCache(SegmentStore):
         return x[start * rows : stop * rows].view(self.layers, self.kv_heads, slot.capacity, self.head_dim)
 
     def move(self, old: KVSlot, new: KVSlot) -> None:
-        """See ``SegmentStore``."""
         axis = 1 if self.token_major else 2
         for x in (self.k, self.v):
             self.segment(x, new).narrow(axis, 0, old.capacity).copy_(self.segment(x, old))

@@ -73,35 +73,28 @@ class BaseRunner:
         self._loras = loras
 
     def use(self, decoder: Any) -> None:
-        """See ``Runner``."""
         self._decoder = decoder
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """Nothing to do: products take rows in any order."""
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        """See ``Runner``."""
         raise NotImplementedError
 
     def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
-        """See ``Runner``."""
         hidden, last = self.prefill(streams)
         return logits_at(self._decoder, hidden, last)
 
     def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
-        """See ``Runner``."""
         return sample(logits, keys)
 
 
 class DenseRunner(BaseRunner):
-    """See the module."""
-
     def __init__(self, decoder: Decoder, loras: LoraManager, kv_budget_bytes: int) -> None:
         self._cache = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
         super().__init__(decoder, loras, self._cache)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        """See ``Runner``."""
         attend = SegmentAttention(self._decoder.config, self._cache, TokenStream(streams))
         lora = self._loras.batch_product(*zip(*_doubled_groups(streams), strict=True))
         return self._decoder.forward(attend.tokens, attend.positions, attend, lora), attend.last
@@ -111,7 +104,6 @@ class KernelRunner(DenseRunner):
     """A CPU's with compiled kernels (``kernels.load`` comes first)."""
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        """See ``Runner``."""
         from rookery.worker.engine.native.kernels.attention import KernelAttention
         from rookery.worker.engine.native.kernels.layer_pass import forward
         from rookery.worker.engine.native.kernels.lora import KernelAdapter
@@ -122,7 +114,6 @@ class KernelRunner(DenseRunner):
         return forward(self._decoder, attend.tokens, groups, attend), attend.last
 
     def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
-        """See ``Runner``."""
         from rookery.worker.engine.native.kernels import sampler
 
         return sampler.sample(logits, keys)

@@ -79,7 +79,7 @@ class TrackedRequest:
 
 
 class SloGate:
-    """See the module. ``costs`` is corrected by every slice."""
+    """``costs`` is corrected by every slice."""
 
     def __init__(
         self, *, enabled: bool = True, headroom: float = KV_HEADROOM, clock: Callable[[], float] = time.monotonic

@@ -56,8 +56,6 @@ START = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
 
 
 class Attached:
-    """See the module and :class:`~rookery.worker.engine.vllm.backend.Backend`."""
-
     tempered = False
 
     def __init__(self, settings: Settings) -> None:
@@ -71,7 +69,6 @@ class Attached:
         self._use_read = 0.0
 
     async def start(self) -> None:
-        """See ``Backend``."""
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
@@ -119,18 +116,15 @@ class Attached:
         return True
 
     async def load(self, adapter: LoadedAdapter) -> None:
-        """See ``Backend``."""
         body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
         answer = await self._post("/v1/load_lora_adapter", body)
         if answer.is_error:
             raise UserError(f"the vLLM server at {self.url} cannot load {adapter.folder}: {_reason(answer)}")
 
     async def unload(self, adapter: LoadedAdapter) -> None:
-        """See ``Backend``."""
         await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
 
     async def sample(self, task: SamplingTask) -> AsyncIterator[SampledPart]:
-        """See ``Backend``."""
         await self._read_metrics()
         if task.scored:
             body = {**self._body(task, keyed=False), "max_tokens": 1, "prompt_logprobs": task.top_logprobs}
@@ -197,15 +191,12 @@ class Attached:
         return text
 
     def kv_cache(self) -> MemoryUse:
-        """See ``Backend``."""
         return self._use
 
     def free_tokens(self) -> int:
-        """See ``Backend``."""
         return self._free_tokens
 
     async def close(self) -> None:
-        """See ``Backend``."""
         await self._http.aclose()
 
 

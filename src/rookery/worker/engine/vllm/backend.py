@@ -73,8 +73,6 @@ class TaskFailed(Exception):
 
 
 class Backend(Protocol):
-    """See the module."""
-
     tempered: bool
     """Whether log-probabilities are those at the request's temperature, not at 1."""
 

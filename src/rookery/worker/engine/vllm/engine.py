@@ -53,8 +53,6 @@ INTERACTIVE, ROLLOUT = 0, 1
 
 
 class VllmEngine:
-    """See the module and ``Engine``."""
-
     def __init__(
         self,
         backend: Backend,
@@ -101,30 +99,24 @@ class VllmEngine:
 
     @property
     def active(self) -> int:
-        """See ``Engine``."""
         return min(len(self._requests), self.limits.max_rows)
 
     @property
     def waiting(self) -> int:
-        """See ``Engine``."""
         return len(self._requests) - self.active
 
     def adapters(self) -> list[str]:
-        """See ``Engine``."""
         return [key for key in self._adapters if key not in self._evicting]
 
     def has_adapter(self, key: str) -> bool:
-        """See ``Engine``."""
         return key in self._adapters and key not in self._evicting
 
     def tenants(self) -> dict[str, int]:
-        """See ``Engine``."""
         if any(request.params.interactive for request in self._requests.values()):
             return {}
         return Counter(request.params.tenant for request in self._requests.values())
 
     def describe(self) -> str:
-        """See ``Engine``."""
         return f"{len(self._requests)} requests wait for vLLM's next tokens"
 
     @property
@@ -134,20 +126,18 @@ class VllmEngine:
         return max(self._gaps.values(), default=0.0)
 
     def gauges(self) -> dict[str, float]:
-        """See ``Engine``."""
         return {"engine_gap_nats": self.gap}
 
     def memory(self) -> dict[str, MemoryUse]:
-        """See ``Engine``. vLLM reserves the memory of all adapters when it starts."""
+        """vLLM reserves the memory of all adapters when it starts."""
         return {"kv_cache": self._backend.kv_cache()}
 
     @property
     def free_tokens(self) -> int:
-        """See ``Engine``."""
         return self._backend.free_tokens()
 
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
-        """See ``Engine``. Waits for vLLM, some tens of milliseconds."""
+        """It waits for vLLM, some tens of milliseconds."""
         self._evicting.discard(ref.hash)
         if ref.hash in self._adapters:
             return
@@ -170,13 +160,11 @@ class VllmEngine:
         self._adapters[ref.hash] = adapter
 
     def evict_adapter(self, key: str) -> None:
-        """See ``Engine``."""
         if key in self._adapters:
             self._evicting.add(key)
             self._unload_unused(key)
 
     def submit(self, order: protocol.Generate) -> None:
-        """See ``Engine``."""
         if order.request in self._requests:
             raise ValueError(f"request {order.request} is already running")
         validate(order, self._vocabulary, self.limits.max_context)
@@ -198,7 +186,6 @@ class VllmEngine:
             self._start(request)
 
     def switch_adapter(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> bool:
-        """See ``Engine``."""
         held = self._requests.get(request)
         if held is None:
             return False
@@ -211,14 +198,13 @@ class VllmEngine:
         return True
 
     def abort(self, request: str) -> None:
-        """See ``Engine``."""
         held = self._requests.get(request)
         if held is not None:
             held.finish = "abort"
             self._finish(held)
 
     def step(self) -> bool:
-        """See ``Engine``. Raises ``Unavailable`` when vLLM has ended."""
+        """Raises ``Unavailable`` when vLLM has ended."""
         try:
             self._apply(*self._parts.get(timeout=WAIT_SECONDS))
         except queue.Empty:
@@ -228,12 +214,10 @@ class VllmEngine:
         return True
 
     def drain(self) -> list[protocol.TokenChunk]:
-        """See ``Engine``."""
         requests, self._undrained = self._undrained, {}
         return [chunk for request in requests.values() for chunk in request.chunks()]
 
     def close(self) -> None:
-        """See ``Engine``."""
         self._wait(self._backend.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 

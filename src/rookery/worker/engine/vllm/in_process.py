@@ -58,8 +58,6 @@ def lora_rank(max_rank: int) -> int:
 
 
 class InProcess:
-    """See the module and :class:`~rookery.worker.engine.vllm.backend.Backend`."""
-
     tempered = True
 
     def __init__(self, model: Callable[[], Path], settings: Settings, dtype: str, cache_bytes: int | None) -> None:
@@ -136,7 +134,6 @@ class InProcess:
         return CacheUse()
 
     async def load(self, adapter: LoadedAdapter) -> None:
-        """See ``Backend``."""
         try:
             await self._llm.add_lora(self._request(adapter))
         except Exception as error:
@@ -144,11 +141,9 @@ class InProcess:
             raise UserError(f"{adapter.folder}: vLLM cannot load this adapter: {one_line(error)}") from None
 
     async def unload(self, adapter: LoadedAdapter) -> None:
-        """See ``Backend``."""
         await self._llm.remove_lora(adapter.number)
 
     async def sample(self, task: SamplingTask) -> AsyncIterator[SampledPart]:
-        """See ``Backend``."""
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
@@ -185,15 +180,12 @@ class InProcess:
             raise TaskFailed(one_line(error)) from error
 
     def kv_cache(self) -> MemoryUse:
-        """See ``Backend``."""
         return MemoryUse(int(self._usage * self._cache_bytes), self._cache_bytes)
 
     def free_tokens(self) -> int:
-        """See ``Backend``."""
         return int((1 - self._usage) * self._cache_tokens)
 
     async def close(self) -> None:
-        """See ``Backend``."""
         if self._llm is not None:
             self._llm.shutdown()
 

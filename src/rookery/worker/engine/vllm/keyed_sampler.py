@@ -35,7 +35,7 @@ from rookery.worker.engine.vllm.backend import NOT_A_NUMBER, POSITION, SEED, TEM
 
 
 class KeyedSampler(LogitsProcessor):
-    """See the module. A row is (seed, position of the first token, temperature, tokens sampled since)."""
+    """A row is (seed, position of the first token, temperature, tokens sampled since)."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[int, int, float, list[int]]] = {}

@@ -50,7 +50,7 @@ class GroupOptions:
 
 
 class TrainingGroup:
-    """See the module. Belongs to one thread; a process has at most one group at a time."""
+    """Belongs to one thread; a process has at most one group at a time."""
 
     def __init__(self, options: GroupOptions) -> None:
         self.options = options
@@ -87,11 +87,9 @@ class TrainingGroup:
             raise GroupLost(f"process {rank} of the training group has ended") from error
 
     def zero_grad(self) -> None:
-        """See ``states.TrainingState``."""
         self.call("zero_grad")
 
     def adamw(self, adam: protocol.Adam, scale: float) -> dict[str, float]:
-        """See ``states.TrainingState``."""
         metrics: dict[str, float] = self.call("optim_step", adam, scale)[0]
         return metrics
 

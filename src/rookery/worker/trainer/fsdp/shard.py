@@ -51,7 +51,7 @@ class PassResult:
 
 
 class PolicyShard:
-    """See the module. Nothing is loaded at first."""
+    """Nothing is loaded at first."""
 
     def __init__(self, model: Path, mesh: DeviceMesh, dtype: torch.dtype, *, recompute: bool) -> None:
         """``model`` is the prepared folder of the base model; the others as in

@@ -66,8 +66,6 @@ class FolderExport:
 
 
 class FsdpTrainer(OperationTrainer):
-    """See the module."""
-
     def __init__(
         self,
         start: Callable[[], TrainingGroup],

@@ -49,7 +49,6 @@ class BlockAttention:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> Tensor:
-        """See ``AttentionPlan``."""
         outputs = []
         for i, (block, inside) in enumerate(zip(self._blocks, self._inside, strict=True)):
             mask = self._masks.get((i, window))
@@ -119,8 +118,6 @@ def _padded(batch: PackedBatch, policies: Sequence[PolicyRows]) -> _Layout:
 
 @dataclass
 class TransformersPass:
-    """See ``packed_pass.BackwardPass``."""
-
     hidden: Tensor
     _backbone: TransformersBackbone
     _output: Tensor
@@ -135,8 +132,6 @@ class TransformersPass:
 
 
 class TransformersBackbone:
-    """See the module and ``packed_pass.Backbone``."""
-
     paused = 0.0
 
     def __init__(self, model: TransformersModel, memory_bytes: float = math.inf) -> None:
@@ -145,12 +140,10 @@ class TransformersBackbone:
         self.limits = _limits(model, memory_bytes)
 
     def infer(self, batch: PackedBatch, policies: Sequence[PolicyRows]) -> Tensor:
-        """See ``Backbone``."""
         with torch.no_grad():
             return self._compute(batch, policies, recompute=False)._output
 
     def forward(self, batch: PackedBatch, policies: Sequence[PolicyRows], *, recompute: bool) -> TransformersPass:
-        """See ``Backbone``."""
         with torch.enable_grad():
             return self._compute(batch, policies, recompute=recompute)
 
@@ -174,7 +167,7 @@ class TransformersBackbone:
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
     ) -> TokenLogprobs:
-        """See ``Backbone``. d logp / d hidden by autograd through the model's head, a chunk at a time: a row's
+        """Compute d logp / d hidden by autograd through the model's head, a chunk at a time: a row's
         log-probability depends on that row alone, so the gradient of their sum has the row's derivative in each row."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))

@@ -279,7 +279,7 @@ class ChunkedAttention:
         self._plans = _Plans(batch.blocks(), config.kv_heads, config.group, decoder.dtype, chunks)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``AttentionBackend``. Blocks cover every row, because every token attends at least to itself."""
+        """Blocks cover every row, because every token attends at least to itself."""
         return _ChunkedAttention.apply(q, k, v, self._plans, self._windows[layer])
 
     def gradients(self, layer: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,7 +325,6 @@ class VarlenAttention:
             self._keys = torch.cat(ranges).to(decoder.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``AttentionBackend``."""
         if self._keys is not None:
             k, v = (_Repeat.apply(x, self._keys) for x in (k, v))
         return varlen_attention(q, k, v, self._sequences, self._windows[layer])

@@ -162,7 +162,6 @@ class NativeBackbone:
         self.limits = limits or limits_for(decoder)
 
     def infer(self, batch: PackedBatch, policies: Sequence[PolicyRows]) -> Tensor:
-        """See ``Backbone``."""
         if self._compiled:
             from rookery.worker.trainer.native import kernel_pass
 
@@ -172,7 +171,6 @@ class NativeBackbone:
             return self._decoder.forward(batch.tokens, batch.positions, attend, lora)
 
     def forward(self, batch: PackedBatch, policies: Sequence[PolicyRows], *, recompute: bool) -> BackwardPass:
-        """See ``Backbone``."""
         if self._compiled:
             from rookery.worker.trainer.native import kernel_pass
 
@@ -188,5 +186,4 @@ class NativeBackbone:
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
     ) -> TokenLogprobs:
-        """See ``Backbone``."""
         return token_logprobs(self._decoder, hidden, targets, temperatures, derivatives=derivatives)

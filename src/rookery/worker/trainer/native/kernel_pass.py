@@ -70,7 +70,6 @@ class KernelPass:
 
     @torch.no_grad()
     def backward(self, d_hidden: Tensor) -> None:
-        """See ``BackwardPass``."""
         decoder = self._decoder
         gradient = rms_norm_backward(d_hidden, self._last, decoder.norm, decoder.config.eps)
         for i in reversed(range(len(decoder.layers))):

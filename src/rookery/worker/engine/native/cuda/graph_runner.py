@@ -85,8 +85,6 @@ _WARM_UPS = 2
 
 
 class CudaGraphRunner:
-    """See ``runner.Runner``."""
-
     def __init__(
         self, decoder: Decoder, loras: LoraManager, kv_budget_bytes: int, product: GroupedMatmul | None = None
     ) -> None:
@@ -105,14 +103,13 @@ class CudaGraphRunner:
         """The stream of all warm-ups: libraries keep a workspace for every stream that they have seen."""
 
     def use(self, decoder: Decoder) -> None:
-        """See ``Runner``. Captured graphs know the weights' addresses."""
+        """Captured graphs know the weights' addresses."""
         self._decoder = decoder
         self.graphs.clear()
         if self._memory is not None:
             self._memory = torch.cuda.graph_pool_handle()
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
-        """See ``Runner``."""
         self._slots = self._loras.assign_slots(dict.fromkeys(keys))
         if self._loras.slots.layout_version != self._layout_version:
             self._layout_version = self._loras.slots.layout_version
@@ -122,7 +119,6 @@ class CudaGraphRunner:
                 self._memory = torch.cuda.graph_pool_handle()
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        """See ``Runner``."""
         attend = PrefillAttention(self._decoder.config, self.store, streams)
         lora: LoraProduct | None = None
         if self._slots:
@@ -138,7 +134,6 @@ class CudaGraphRunner:
         return hidden, attend.last
 
     def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
-        """See ``Runner``."""
         shape = bucket(
             len(streams), max(s.start + 1 for s in streams), max(s.prefix_length for s in streams), self._slots
         )
@@ -150,7 +145,6 @@ class CudaGraphRunner:
         return self._decoder.compute_logits(graph(inputs))
 
     def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
-        """See ``Runner``."""
         return sample(logits, keys)
 
     def _new_graph(self, shape: Bucket, inputs: np.ndarray) -> DecodeGraph:
@@ -190,7 +184,6 @@ class PrefillAttention:
             self._read = torch.as_tensor(np.concatenate(ranges)).to(device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``AttentionBackend``."""
         for cache, new in ((self._pool.k[layer], k), (self._pool.v[layer], v)):
             cache.index_copy_(0, self._write, new)
         if self._read is not None:
@@ -279,7 +272,6 @@ class DecodeAttention:
         self._config, self._pool, self._write, self._seen = config, pool, write, seen
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``AttentionBackend``."""
         keys, values = self._pool.k[layer], self._pool.v[layer]
         keys.index_copy_(0, self._write, k)
         values.index_copy_(0, self._write, v)

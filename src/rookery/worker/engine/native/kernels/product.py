@@ -119,7 +119,6 @@ def _product(
     vectors: int,
     half: int,
 ) -> None:
-    """See ``multiply``."""
     row = 0
     while row < rows:
         here, there = x + 4 * row * x_stride, out + 4 * row * out_stride

@@ -129,7 +129,7 @@ KERNEL = Kernel(_sample)
 
 
 def sample(logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
-    """See ``sampler.sample``; ``logits`` [at least len(keys), vocab] are bfloat16 or float32."""
+    """``logits`` [at least len(keys), vocab] are bfloat16 or float32."""
     count = len(keys)
     rows = F.pad(logits, (0, -logits.shape[1] % LANES), value=-torch.inf).contiguous()
     vocabulary = rows.shape[1]
