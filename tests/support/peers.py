@@ -485,6 +485,8 @@ class Service:
             self.database.write(tenants.create_tenant, tenant, tenant.title(), 1.0)
         self.artifacts = Artifacts(folder / "artifacts")
         self.chat = Chat.load(model_folder(folder / "model"))
+        self.chats: dict[str, Chat] = {}
+        """Those of base models that have another one than ``chat``."""
         self.no_model = ""
         """Why base models cannot be prepared."""
         self.provided: list[str] = []
@@ -501,7 +503,7 @@ class Service:
         async def chat(model: str) -> Chat:
             if self.no_model:
                 raise UserError(self.no_model)
-            return self.chat
+            return self.chats.get(model, self.chat)
 
         self.lives += 1
         self.writer = MortalWriter(calls_left, after, self.make_writer())

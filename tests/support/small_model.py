@@ -17,11 +17,16 @@ SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
 def save_small_model(
-    folder: Path, seed: int = 0, config: transformers.PreTrainedConfig | None = None, *, hidden: int = 64
+    folder: Path,
+    seed: int = 0,
+    config: transformers.PreTrainedConfig | None = None,
+    *,
+    hidden: int = 64,
+    reverse: bool = False,
 ) -> Path:
     """Writes config, weights, tokenizer and chat template; the context is 512 tokens. Another family's ``config`` gets
-    the tokenizer's sizes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    the tokenizer's sizes. With ``reverse`` each token has another id than without."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

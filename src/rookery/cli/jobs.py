@@ -81,7 +81,7 @@ def _policy_lines(view: Record) -> list[tuple[str, str]]:
         else:
             size = f"rank {policy.rank}, alpha {policy.alpha:g}" if policy.rank else "all parameters"
             line = f"version {policy.version}, {size}" + ("" if about.get("train", True) else ", frozen")
-        lines.append((f"policy {name}", line))
+        lines.append((f"policy {name}", line + (f", on {about.base_model}" if about.get("base_model") else "")))
     return lines
 
 

@@ -75,6 +75,7 @@ from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, sho
 from rookery.scheduling import crashes
 from rookery.settings import Settings
 from rookery.spec.fleet import Plan
+from rookery.spec.job import stored_base_models
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, sessions, tenants
@@ -416,7 +417,7 @@ class Controller:
         if failure := self.context.rooms.fleet.fail(model, reason):
             log.error("%s", failure)
             for runner in list(self.jobs.runners.values()):
-                if runner.row.spec["base_model"] == model:
+                if model in stored_base_models(runner.row.spec):
                     runner.halt(f"worker: {failure}")
 
     async def _watch_jobs(self) -> None:

@@ -9,17 +9,25 @@ import asyncio
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from rookery.algorithms.advantages import ADVANTAGES, advantages, has_variance
 from rookery.controller.context import ControllerContext
-from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory, decode_turns, episode_result_decoder
+from rookery.controller.jobs.trajectory import (
+    EpisodeResult,
+    ReplySpan,
+    Trajectory,
+    decode_turns,
+    episode_result_decoder,
+)
 from rookery.errors import UserError
 from rookery.scheduling.health import EPISODES_READ, RecentEpisode
 from rookery.spec import values
+from rookery.spec.job import stored_base_model
 from rookery.storage.models import EpisodeRow, GroupRow, GroupState
 from rookery.storage.repositories import jobs
 from rookery.storage.repositories.episodes import (
@@ -83,8 +91,11 @@ class EpisodeQueries:
             "finish": None, "seconds": None,
         }  # fmt: skip
         if found.trajectories:
-            chat = await self._chat(row.spec["base_model"])
-            shown |= await self._context.threads(_whole_episode, found.trajectories, found.train_logprobs, chat)
+            names = row.spec.get("policies") or {"main": {}}
+            models = {name: stored_base_model(row.spec, name) for name in names}
+            chats = {model: await self._chat(model) for model in set(models.values())}
+            by_policy = {name: chats[model] for name, model in models.items()}
+            shown |= await self._context.threads(_whole_episode, found.trajectories, found.train_logprobs, by_policy)
         elif found.turns:
             replies = await self._context.threads(decode_turns, found.turns)
             shown["messages"] = [{"role": "assistant", "content": reply.text} for reply in replies]
@@ -178,31 +189,37 @@ def _recent(episode: EpisodeRow) -> RecentEpisode:
     return RecentEpisode(failed, episode.reward, outcome.replies, [step.finish for step in outcome.steps])
 
 
-def _whole_episode(stored: bytes, logprobs: bytes, chat: Chat | None) -> dict[str, Any]:
-    """The part of an episode's view that its stored text holds."""
+def _whole_episode(stored: bytes, logprobs: bytes, chats: Mapping[str, Chat | None]) -> dict[str, Any]:
+    """The part of an episode's view that its stored text holds. ``chats``: by policy."""
     outcome = episode_result_decoder.decode(stored)
     return {
         "messages": msgspec.to_builtins(outcome.turns),
         "turns": [msgspec.structs.asdict(step) for step in outcome.steps],
-        "trajectories": _token_strips(outcome, logprobs, chat),
+        "trajectories": _token_strips(outcome, logprobs, chats),
         "finish": outcome.finish, "seconds": outcome.seconds,
     }  # fmt: skip
 
 
-def _token_strips(outcome: EpisodeResult, stored: bytes, chat: Chat | None) -> list[dict[str, Any]]:
+def _token_strips(outcome: EpisodeResult, stored: bytes, chats: Mapping[str, Chat | None]) -> list[dict[str, Any]]:
     """Each trajectory with the text of its tokens, the trainer's log-probabilities, and where another worker began."""
     trainer = _trainer_logprobs(outcome.trajectories, stored)
     workers = _workers(outcome)
     return [
         {
             **msgspec.to_builtins(trajectory),
-            "prompt_texts": _pieces(trajectory.prompt, chat),
-            "texts": _pieces(trajectory.tokens, chat),
+            "prompt_texts": _pieces(trajectory.prompt, _chat_of(trajectory, chats)),
+            "texts": _pieces(trajectory.tokens, _chat_of(trajectory, chats)),
             "trainer_logprobs": trainer[number] if trainer else None,
             "workers": workers[number],
         }
         for number, trajectory in enumerate(outcome.trajectories)
     ]
+
+
+def _chat_of(trajectory: Trajectory, chats: Mapping[str, Chat | None]) -> Chat | None:
+    """All tokens of a trajectory are of one base model: that of the policies that replied in it."""
+    names = [reply.policy for reply in trajectory.replies if reply.policy in chats]
+    return chats[names[0]] if names else next(iter(chats.values()))
 
 
 def _pieces(tokens: Sequence[int], chat: Chat | None) -> list[str] | None:
@@ -223,7 +240,7 @@ def _trainer_logprobs(trajectories: Sequence[Trajectory], stored: bytes) -> list
 def _workers(outcome: EpisodeResult) -> list[list[tuple[int, str]]]:
     """For each trajectory, the tokens at which another worker began to sample, with its name."""
     found: list[list[tuple[int, str]]] = [[] for _ in outcome.trajectories]
-    actions = [(n, at) for n, one in enumerate(outcome.trajectories) for at, action in enumerate(one.mask) if action]
+    actions = _actions(outcome)
     begin, last = 0, ""
     for step in outcome.steps:
         for offset, worker in step.workers:
@@ -233,6 +250,22 @@ def _workers(outcome: EpisodeResult) -> list[list[tuple[int, str]]]:
                 last = worker
         begin += step.tokens
     return found
+
+
+def _actions(outcome: EpisodeResult) -> list[tuple[int, int]]:
+    """The place of each sampled token, ``(trajectory, token)``, in the order in which they were sampled: those of
+    policies on several base models are in trajectories of their own."""
+    spans: dict[str, deque[tuple[int, ReplySpan]]] = defaultdict(deque)
+    for number, trajectory in enumerate(outcome.trajectories):
+        for reply in trajectory.replies:
+            spans[reply.policy].append((number, reply))
+    found: list[tuple[int, int]] = []
+    for speaker in outcome.speakers:
+        number, reply = spans[speaker].popleft()
+        found += [(number, at) for at in range(reply.start, reply.stop)]
+    if found:
+        return found
+    return [(n, at) for n, one in enumerate(outcome.trajectories) for at, action in enumerate(one.mask) if action]
 
 
 def _decode_logprobs(stored: bytes) -> list[float]:

@@ -25,7 +25,7 @@ from rookery.controller.weights.gc import ArtifactCollector
 from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import find
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
-from rookery.spec.job import EnvironmentSpec, JobSpec
+from rookery.spec.job import EnvironmentSpec, JobSpec, stored_base_model
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_config, read_lora
 from rookery.spec.policy import TARGETS
@@ -93,17 +93,20 @@ class JobValidator:
         await self._quotas.check_stored(tenant)
         spec = await self._services.threads(parse_job, data)
         problems = []
-        model = spec.base_model
-        try:
-            model = await self.model(tenant, spec.base_model)
-        except UserError as error:
-            problems.append(str(error))
+        models = {name: name for name in (spec.base_model, *spec.base_models)}
+        for name in models:
+            try:
+                models[name] = await self.model(tenant, name)
+            except UserError as error:
+                problems.append(str(error))
+        spec = _on_models(spec, models)
         for name, policy in spec.policies.items():
             if policy.lora_rank > services.settings.engine.max_rank:
                 problems.append(
                     f"policies.{name}.rank: given {policy.rank}, allowed: at most {services.settings.engine.max_rank}"
                     " (the service's ROOKERY_MAX_RANK)"
                 )
+            model = spec.base_model_of(name)
             reason = await self._services.threads(self._not_native, model) if policy.full else ""
             if reason:
                 problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
@@ -127,13 +130,13 @@ class JobValidator:
                 sizes = await self._checkers(self._check_environment, spec.environment.id, options)
             problems += split_problems(spec, sizes)
             if sizes is not None and not problems:
-                problems += await self._form_problems(model, sizes)
+                problems += await self._form_problems(spec.base_models[0], sizes)
         except UserError as error:
             line = str(error)
             problems.append(line if line.startswith("environment.") else f"environment: {line}")
         if problems:
             raise SpecError(problems)
-        spec = await self.store_rows(tenant, spec.model_copy(update={"base_model": model}))
+        spec = await self.store_rows(tenant, spec)
         rows = []
         for name, policy in spec.policies.items():
             if policy.base or policy.follows is not None:
@@ -242,8 +245,9 @@ class JobValidator:
             else:
                 assert start.job is not None
                 row = await services.store.read(jobs.find_job, tenant, start.job)
-                if row.spec["base_model"] != spec.base_model:
-                    raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
+                trained = stored_base_model(row.spec, start.policy)
+                if trained != spec.base_model:
+                    raise SpecError([f"{where}.job: trained {trained}, this policy has {spec.base_model}"])
                 _, found = await find_version(services.store, tenant, row.id, start.policy, start.version)
                 digest = found.hash
             config = await self._stored(where, digest, CONFIG_FILE)
@@ -306,7 +310,7 @@ class JobValidator:
         services, hosts = self._services, self._hosts
         environment = await self.environment(tenant, services.ids.new("preview"), spec)
         evaluation = spec.evaluation
-        chat = await services.chat(spec.base_model)
+        chat = await services.chat(spec.base_models[0])
         split = await hosts.split(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
         notes = [split.note]
         if evaluation.prompts:  # raises if there are none
@@ -347,7 +351,7 @@ class JobValidator:
             policies = {policy.name: policy for policy in await services.store.read(jobs.policies, tenant, row.id)}
             about = row.spec.get("policies", {}).get(chosen, {})
             if about.get("base"):
-                return Target(row.spec["base_model"], row.spec["base_model"], None)
+                return Target(model := stored_base_model(row.spec, chosen), model, None)
             if about.get("follows"):
                 other = about["follows"]["policy"]
                 raise UserError(f"{target!r}: it replies with versions of {other}; give {row.id}/{other}@VERSION")
@@ -376,7 +380,7 @@ class JobValidator:
         number = int(version) if NUMBER.fullmatch(version) else None
         policy, found = await find_version(services.store, tenant, row.id, policy.name, number)
         name = f"{row.id}/{chosen}" if chosen else row.id
-        return Target(f"{name}@{found.version}", row.spec["base_model"], adapter_ref(policy, found))
+        return Target(f"{name}@{found.version}", stored_base_model(row.spec, policy.name), adapter_ref(policy, found))
 
     async def add_dataset(
         self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int]
@@ -435,6 +439,15 @@ def with_defaults(spec: JobSpec) -> dict[str, Any]:
         options = find(spec.environment.id).check(spec.environment.options)
         shown["environment"] |= options.model_dump(mode="json", exclude_none=True)
     return shown
+
+
+def _on_models(spec: JobSpec, names: Mapping[str, str]) -> JobSpec:
+    """The job with the canonical names of its base models."""
+    policies = {
+        name: policy.model_copy(update={"base_model": names[policy.base_model]}) if policy.base_model else policy
+        for name, policy in spec.policies.items()
+    }
+    return spec.model_copy(update={"base_model": names[spec.base_model], "policies": policies})
 
 
 async def _whole(content: bytes) -> AsyncIterator[bytes]:

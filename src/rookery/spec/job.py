@@ -7,6 +7,7 @@ Every field, default and bound of a job is defined here and in :mod:`rookery.spe
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -191,15 +192,28 @@ class JobSpec(StrictModel):
         return self
 
     def of_policy(self, name: str) -> JobSpec:
-        """The job as one of its policies sees it: with that policy alone, and its algorithm, sampling and stop."""
+        """The job as one of its policies sees it: with that policy alone, its base model, algorithm, sampling and
+        stop."""
         policy = self.policies[name]
-        parts: dict[str, Any] = {"policies": {name: policy}}
+        parts: dict[str, Any] = {"policies": {name: policy}, "base_model": self.base_model_of(name)}
         for part in ("algorithm", "sampling", "stop"):
             if (changes := getattr(policy, part)) is not None:
                 given = {field: getattr(changes, field) for field in changes.model_fields_set}
                 known = {field: value for field, value in given.items() if value is not None}
                 parts[part] = getattr(self, part).model_copy(update=known)
         return self.model_copy(update=parts)
+
+    def base_model_of(self, name: str) -> str:
+        """The base model of a policy; that of the policy that it follows."""
+        policy = self.policies[name]
+        if policy.follows is not None:
+            return self.base_model_of(policy.follows.policy)
+        return policy.base_model or self.base_model
+
+    @property
+    def base_models(self) -> list[str]:
+        """The base models of the policies, that of the first one first."""
+        return list(dict.fromkeys(self.base_model_of(name) for name in self.policies))
 
     @property
     def trained(self) -> list[str]:
@@ -216,6 +230,19 @@ class JobSpec(StrictModel):
         """Whether the KL penalty needs the weights of version 0, which the base model's alone do not give."""
         algorithm, (_, policy) = self.algorithm, self.policy
         return algorithm.kl_weight > 0 and algorithm.kl_reference == "start" and policy.warm_start is not None
+
+
+def stored_base_model(spec: Mapping[str, Any], policy: str) -> str:
+    """The base model of a policy of a stored job."""
+    about = spec.get("policies", {}).get(policy, {})
+    if about.get("follows"):
+        return stored_base_model(spec, about["follows"]["policy"])
+    return str(about.get("base_model") or spec["base_model"])
+
+
+def stored_base_models(spec: Mapping[str, Any]) -> set[str]:
+    """The base models that a stored job needs."""
+    return {stored_base_model(spec, policy) for policy in spec.get("policies") or {"main": {}}}
 
 
 def stored_job(data: dict[str, Any]) -> JobSpec:

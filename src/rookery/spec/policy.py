@@ -281,7 +281,10 @@ class PolicyStop(StrictModel):
     """Mean reward of a training step at or above this."""
 
 
-_FOREIGN_WEIGHTS = {"base": ("rank", "alpha", "targets"), "follows": ("rank", "alpha", "targets", "seed", "full")}
+_FOREIGN_WEIGHTS = {
+    "base": ("rank", "alpha", "targets"),
+    "follows": ("rank", "alpha", "targets", "seed", "full", "base_model"),
+}
 """Fields that a frozen policy does not have which takes its weights from elsewhere."""
 
 
@@ -325,6 +328,9 @@ class PolicySpec(StrictModel):
     train: bool = True
     """False freezes the policy at the weights that `warm_start` gives, at the base model, or at versions of another
     policy: a judge, an opponent ([several policies](multi-policy.md))."""
+    base_model: Line | None = Field(None, min_length=1)
+    """Base model of this policy, if it is another than the job's: it replies and trains on other workers. Between
+    models, a conversation passes as text."""
     base: bool = False
     """With `train: false`: the base model itself, without an adapter."""
     follows: FollowsSpec | None = None

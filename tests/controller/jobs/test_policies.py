@@ -286,6 +286,8 @@ def test_order_of_the_buffer(fifo: bool, order: list[str]) -> None:
             {"a": {}, "b": {"train": False, **follows("b")}},
             "policies.b.follows.policy: given 'b', allowed: a policy that",
         ),
+        ({"a": {}, "b": {"train": False, "base_model": "x", **follows("a")}}, "base_model: not with train: false and"),
+        ({"a": {"base_model": ""}}, "policies.a.base_model"),
         ({"a": {}, "b": {"train": False, **follows("a", 0)}}, "policies.b.follows.every"),
         ({"a": {}, "b": {"train": False, "follows": {"policy": "a"}}}, "policies.b.follows.every"),
         ({"a": {}, "b": {"algorithm": {"group_size": 4}}}, "group_size"),

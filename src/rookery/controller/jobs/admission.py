@@ -8,6 +8,7 @@ from rookery.clock import Clock
 from rookery.controller.jobs.registry import JobRegistry
 from rookery.controller.quotas import Quotas, tokens_in_memory
 from rookery.settings import LimitSettings
+from rookery.spec.job import stored_base_models
 from rookery.storage.models import JobRow
 
 
@@ -30,7 +31,7 @@ class JobAdmission:
             if not self._obstacle(row, models, running):
                 del self._jobs.waiting[row.id]
                 admitted.append(row)
-                models.add(row.spec["base_model"])
+                models |= stored_base_models(row.spec)
                 running.append(tokens_in_memory(row.spec))
         return admitted
 
@@ -57,7 +58,8 @@ class JobAdmission:
         tokens, most = sum(running), 2 * self._limits.job_tokens
         if running and tokens + tokens_in_memory(row.spec) > most:
             return f"running jobs of the tenant to end, which may hold {tokens} tokens in memory, of {most}"
-        if row.spec["base_model"] not in models and len(models) >= quotas.limit(tenant, "models"):
+        needed = stored_base_models(row.spec)
+        if needed - models and len(models | needed) > quotas.limit(tenant, "models"):
             return f"one of the tenant's {quotas.limit(tenant, 'models'):g} base models in use to be free"
         return ""
 

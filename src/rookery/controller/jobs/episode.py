@@ -54,6 +54,17 @@ class EpisodeFailed(RookeryError):
 
 
 @dataclass
+class _Sequence:
+    """The conversation in the tokens of one base model."""
+
+    model: str
+    tokens: Trajectory
+    reply: AssistantTurn = field(default_factory=lambda: AssistantTurn([], [], [], finish="", text=""))
+    """The last reply in it, after which so many messages were in the conversation."""
+    messages: int = 0
+
+
+@dataclass
 class Episode:
     """An episode of ``job`` for ``prompt`` under the versions ``refs`` of its policies (None: the base model), which
     the caller keeps available; with another ``in_flight`` than ``finish``, each reply begins with the newest version.
@@ -111,7 +122,7 @@ class Episode:
 
     async def _play(self, host: EnvironmentHost) -> EpisodeResult:
         job = self.job
-        trajectories: list[Trajectory] = []
+        sequences: list[_Sequence] = []
         steps: list[TurnRecord] = []
         speakers: list[str] = []
         metrics: dict[str, float] = {}
@@ -120,15 +131,17 @@ class Episode:
         observation = await self._observe(host, job.environment.reset(self.id, self.prompt, self.environment_seed))
         conversation = list(observation.messages)
         for turn in range(job.spec.environment.max_turns):
-            if not await self._extend(trajectories, conversation, len(observation.messages), turn):
+            speaker = self._policy(observation.policy or job.first.name, turn)
+            sequence = await self._extend(sequences, conversation, speaker, turn)
+            if sequence is None:
                 finish = "context"
                 break
-            speaker = self._policy(observation.policy or job.first.name, turn)
-            reply = self.turns[turn] if turn < len(self.turns) else await self._sample(trajectories[-1], turn, speaker)
-            trajectories[-1].append_action(reply, speaker.name)
+            reply = self.turns[turn] if turn < len(self.turns) else await self._sample(sequence.tokens, turn, speaker)
+            sequence.tokens.append_action(reply, speaker.name)
             speakers.append(speaker.name)
             conversation.append(protocol.ChatMessage(role="assistant", content=reply.text))
-            raw, special = job.chat.decode_special(reply.tokens)
+            sequence.reply, sequence.messages = reply, len(conversation)
+            raw, special = speaker.chat.decode_special(reply.tokens)
             step = protocol.StepEpisode(
                 call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=conversation,
                 raw=raw, special=special,
@@ -172,6 +185,7 @@ class Episode:
                     f" those that replied: {', '.join(dict.fromkeys(speakers))}"
                 )
         replies = [reply.text for reply in self.turns]
+        trajectories = [sequence.tokens for sequence in sequences]
         return EpisodeResult(
             trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds), steps, rewards,
             speakers if len(job.policies) > 1 else [],
@@ -188,25 +202,27 @@ class Episode:
         return policy
 
     async def _extend(
-        self, trajectories: list[Trajectory], conversation: list[protocol.ChatMessage], observed: int, turn: int
-    ) -> bool:
-        """Extend the token sequence to where the next reply begins; the last ``observed`` messages are new. False when
-        the context has no room for a reply."""
-        chat, messages = self.job.chat, [msgspec.structs.asdict(message) for message in conversation]
-        sequence = trajectories[-1].sequence if trajectories else []
+        self, sequences: list[_Sequence], conversation: list[protocol.ChatMessage], speaker: JobPolicy, turn: int
+    ) -> _Sequence | None:
+        """Extend the token sequence of the speaker's base model to where its reply begins, or begin one, with all that
+        the conversation has in addition. Between base models the conversation passes as text. None when the context has
+        no room for a reply."""
+        chat, messages = speaker.chat, [msgspec.structs.asdict(message) for message in conversation]
+        last = next((one for one in reversed(sequences) if one.model == speaker.model), None)
         letters = sum(len(message["role"]) + len(message["content"]) for message in messages)
         most = chat.context * CHARACTERS_PER_TOKEN
         if letters > most:  # far too long: tokenizing it would take seconds
             if turn == 0:
                 raise EpisodeFailed(f"the prompt has {letters} characters, the model's context holds at most {most}")
-            return False
+            return None
         try:
             tokens = None
-            if turn > 0:
-                last, end = self.turns[turn - 1], len(messages) - observed
+            if last is not None:
+                reply, end = last.reply, last.messages
                 tokens = await self._tokenize(
-                    messages, chat.extend, sequence, messages[: end - 1], last.text, last.tokens, messages[end:]
-                )
+                    messages, chat.extend, last.tokens.sequence, messages[: end - 1], reply.text, reply.tokens,
+                    messages[end:],
+                )  # fmt: skip
             extends = tokens is not None
             if tokens is None:
                 tokens = await self._tokenize(messages, chat.prompt, messages)
@@ -215,13 +231,13 @@ class Episode:
         if len(tokens) >= chat.context:
             if turn == 0:
                 raise EpisodeFailed(f"the prompt has {len(tokens)} tokens, the model's context is {chat.context}")
-            return False
-        if extends:
-            trajectories[-1].append_observation(tokens[len(sequence) :])
-        else:
-            self.splits += turn > 0
-            trajectories.append(Trajectory(prompt=tokens))
-        return True
+            return None
+        if last is not None and extends:
+            last.tokens.append_observation(tokens[len(last.tokens.sequence) :])
+            return last
+        self.splits += last is not None
+        sequences.append(_Sequence(speaker.model, Trajectory(prompt=tokens)))
+        return sequences[-1]
 
     async def _tokenize(self, messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
         """``work(*arguments)``, in a thread where the messages are long."""
@@ -237,7 +253,7 @@ class Episode:
         return policy.versions.pinned(policy.newest.version)
 
     async def _sample(self, trajectory: Trajectory, turn: int, policy: JobPolicy) -> AssistantTurn:
-        job, sequence, chat = self.job, trajectory.sequence, self.job.chat
+        job, sequence, chat = self.job, trajectory.sequence, policy.chat
         sampling, clock = policy.spec.sampling, job.controller.clock
         first = policy is job.first
         began = clock.monotonic()
@@ -258,7 +274,7 @@ class Episode:
             )
             algorithm, owner = policy.spec.algorithm, (job.row.tenant, job.row.id)
             waits = not (algorithm.max_staleness or algorithm.micro_batch)
-            request = SamplingRequest(*owner, job.spec.base_model, generate, turn > 0, synchronous=waits)
+            request = SamplingRequest(*owner, policy.model, generate, turn > 0, synchronous=waits)
             result = await job.controller.rooms.rollouts.sample(request)
         generation_seconds = max(0.0, clock.monotonic() - began - result.queue_seconds)
         self.seconds["queue"] += result.queue_seconds

@@ -43,12 +43,12 @@ class TrainingJob:
         ]
         return None if None in left else sum(number for number in left if number is not None)
 
-    def versions(self) -> list[PolicyVersions]:
-        """Those of all policies that have versions of their own."""
+    def versions(self, model: str | None = None) -> list[PolicyVersions]:
+        """Those of all policies that have versions of their own, with ``model`` of those on that base model."""
         return [
             policy.versions
             for policy in self.policies.values()
-            if policy.versions is not None and policy.about.follows is None
+            if policy.versions is not None and policy.about.follows is None and model in (None, policy.model)
         ]
 
     def rng(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class TrainingJob:
 
     async def _prepare_frozen(self, policy: JobPolicy, versions: PolicyVersions) -> None:
         """Have the only version of a policy that does not train."""
-        run = self._job.policy_run(versions)
+        run = self._job.policy_run(policy, versions)
         values: dict[str, Any] = {"job": self._job.row.id, "groups": [], "metrics": [], "rng": self.rng()}
         values["counters"] = dict(self.progress.counters)
         store = self._controller.store

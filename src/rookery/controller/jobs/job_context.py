@@ -186,9 +186,10 @@ class Progress:
 
     def waits_for(self) -> str:
         """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
-        fleet, model = self._context.rooms.fleet, self._spec.base_model
-        if not fleet.serving("train", model) or not fleet.serving("rollout", model):
-            return "worker: " + fleet.missing("rollout and training", model)
+        fleet, trains = self._context.rooms.fleet, {self._spec.base_model_of(name) for name in self._spec.trained}
+        for model in self._spec.base_models:
+            if not fleet.serving("rollout", model) or (model in trains and not fleet.serving("train", model)):
+                return "worker: " + fleet.missing("rollout and training" if model in trains else "rollout", model)
         if self._training:
             return "trainer" + self._sharing()
         position = self._context.rooms.rollouts.position(self._row.tenant, self._row.id)
@@ -201,7 +202,8 @@ class Progress:
 
     def _sharing(self) -> str:
         """The number of operations that share the trainer, where there are others than this job's."""
-        trainers = self._context.rooms.fleet.serving("train", self._spec.base_model)
+        fleet, models = self._context.rooms.fleet, {self._spec.base_model_of(name) for name in self._spec.trained}
+        trainers = [worker for model in models for worker in fleet.serving("train", model)]
         operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
         return f" ({operations} operations take turns)" if operations > OPERATIONS_PER_STEP else ""
 
@@ -225,10 +227,17 @@ class JobPolicy:
     """Its section of the job."""
     spec: JobSpec
     """The job as this policy alone sees it (:meth:`JobSpec.of_policy`)."""
+    chat: Chat
+    """The chat template and tokenizer of its base model."""
     versions: PolicyVersions | None
     """Its committed versions, or those of the policy that it follows; None for the base model itself."""
     warm_start: protocol.AdapterRef | None = None
     """The weights from which it begins while it has no version."""
+
+    @property
+    def model(self) -> str:
+        """Its base model."""
+        return self.spec.base_model
 
     @property
     def newest(self) -> VersionRow | None:
@@ -249,19 +258,17 @@ class JobContext:
     """The validated job spec."""
     environment: EnvironmentRef
     """The environment of its episodes."""
-    chat: Chat
-    """The chat template and tokenizer of the base model."""
     policies: dict[str, JobPolicy]
     """Its policies by name, in the order of its spec."""
     progress: Progress
     """Its counters, metrics and rewards."""
 
-    def policy_run(self, versions: PolicyVersions, trainers: int = 1) -> PolicyRun:
-        """The training of one of its policies. A batch is divided among at most ``trainers`` workers."""
+    def policy_run(self, policy: JobPolicy, versions: PolicyVersions, trainers: int = 1) -> PolicyRun:
+        """The training of ``policy``, which has ``versions``. A batch is divided among at most ``trainers`` workers."""
         rooms, store = self.controller.rooms, self.controller.store
         return PolicyRun(
             rooms.training, rooms.residency, lambda policy: store.write(jobs.next_lease, policy),
-            self.spec.base_model, versions, trainers,
+            policy.model, versions, trainers,
         )  # fmt: skip
 
     @property

@@ -52,7 +52,7 @@ async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, write: Cal
     if versions.head is None:
         async with job.controller.rooms.collector.pin(source):  # the wait for a worker may be long
             await run.create(write, policy.about.seed, source)
-    job.controller.rooms.residency.announce(job.spec.base_model, run.parent)
+    job.controller.rooms.residency.announce(policy.model, run.parent)
 
 
 class PolicyLoop:
@@ -71,7 +71,7 @@ class PolicyLoop:
         self.versions = policy.versions
         self.buffer = GroupBuffer(job, policy, changed)
         self.step = 0
-        self._run = job.policy_run(policy.versions, policy.about.trainers)
+        self._run = job.policy_run(policy, policy.versions, policy.about.trainers)
         self._several = len(job.trained) > 1
         self._next = StepAccumulator(self.spec, 0)
         """The step whose groups are being collected."""
@@ -150,13 +150,13 @@ class PolicyLoop:
     async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
         """Add the gradient of ``groups`` to that of the next step."""
         alone = len(self._job.policies) == 1  # of an episode of several, they would be those of some of its tokens
-        request = forward_backward(self.spec, groups, self._job.chat.context, logprobs=alone)
+        request = forward_backward(self.spec, groups, self.policy.chat.context, logprobs=alone)
         if self.versions.reference is not None:
             request = replace(request, reference=self.versions.ref(self.versions.reference))
         done = await self._timed(self._run.forward(request))
         self._next.add(done.metrics)
         if request.logprobs:
-            self._next.logprobs |= trainer_logprobs(self.spec, groups, done.logprobs, self._job.chat.context)
+            self._next.logprobs |= trainer_logprobs(self.spec, groups, done.logprobs, self.policy.chat.context)
 
     async def _optim_step(self) -> protocol.Manifest | None:
         """Take the step; returns the artifact of the trained state when a commit is due."""

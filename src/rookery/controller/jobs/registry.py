@@ -10,6 +10,7 @@ from rookery import protocol
 from rookery.aio import Signal
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.runner import JobRunner
+from rookery.spec.job import stored_base_models
 from rookery.storage.models import JobRow
 
 STEPS_UNKNOWN = 100
@@ -47,12 +48,11 @@ class JobRegistry:
     def models(self, tenant: str | None = None) -> set[str]:
         """The base models of the jobs that have a task, of one tenant or of all."""
         rows = [runner.row for runner in self.runners.values()]
-        return {str(row.spec["base_model"]) for row in rows if tenant in (None, row.tenant)}
+        return {model for row in rows if tenant in (None, row.tenant) for model in stored_base_models(row.spec)}
 
     def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
         """The versions that running jobs of a base model sample from."""
-        jobs = [job for job in self.running() if job.spec.base_model == model]
-        return [ref for job in jobs for versions in job.versions() for ref in versions.in_use()]
+        return [ref for job in self.running() for versions in job.versions(model) for ref in versions.in_use()]
 
     def pinned(self, ref: protocol.AdapterRef | None) -> contextlib.AbstractContextManager[object]:
         """The retention of a running job keeps the version within."""

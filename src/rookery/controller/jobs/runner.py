@@ -143,9 +143,10 @@ class JobRunner:
     async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row
         spec = await self._validator.store_rows(row.tenant, stored_job(row.spec))
-        context.rooms.models.provide(spec.base_model)
-        if reason := context.rooms.fleet.failure(spec.base_model):
-            raise Unavailable(f"worker: {reason}")
+        for model in spec.base_models:
+            context.rooms.models.provide(model)
+            if reason := context.rooms.fleet.failure(model):
+                raise Unavailable(f"worker: {reason}")
         policies = await context.store.read(jobs.policies, row.tenant, row.id)
         await context.rooms.usage.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(context.settings, self._folder, row.id, row.name)
@@ -155,21 +156,26 @@ class JobRunner:
             row,
             spec,
             environment=await self._validator.environment(row.tenant, row.id, spec),
-            chat=await self._chat(spec.base_model),
             policies=await self._policies(spec, rows),
             progress=Progress(context, row, spec, self._on_metrics),
         )
         return TrainingJob(job)
 
     async def _policies(self, spec: JobSpec, rows: Mapping[str, PolicyRow]) -> dict[str, JobPolicy]:
-        found = {name: await self._policy(spec, name, rows[name]) for name in spec.policies if name in rows}
+        chats = {model: await self._chat(model) for model in spec.base_models}
+        found = {
+            name: await self._policy(spec, name, rows[name], chats[spec.base_model_of(name)])
+            for name in spec.policies
+            if name in rows
+        }
         for name, about in spec.policies.items():
             if name not in rows:  # the base model, or one that follows another
                 versions = found[about.follows.policy].versions if about.follows is not None else None
-                found[name] = JobPolicy(name, about, spec.of_policy(name), versions)
+                part = spec.of_policy(name)
+                found[name] = JobPolicy(name, about, part, chats[part.base_model], versions)
         return {name: found[name] for name in spec.policies}
 
-    async def _policy(self, spec: JobSpec, name: str, row: PolicyRow) -> JobPolicy:
+    async def _policy(self, spec: JobSpec, name: str, row: PolicyRow, chat: Chat) -> JobPolicy:
         part, start = spec.of_policy(name), None
         if row.head_version is None:
             start = await self._validator.warm_start(row.tenant, part, row)
@@ -181,7 +187,7 @@ class JobRunner:
             context, context.rooms.training, context.rooms.collector, row, spec.checkpoints, reference=reference,
             followers=followers, keeps_first=bool(followers and spec.evaluation.prompts),
         )  # fmt: skip
-        return JobPolicy(name, spec.policies[name], part, versions, start)
+        return JobPolicy(name, spec.policies[name], part, chat, versions, start)
 
     async def _chat(self, model: str) -> Chat:
         """The base model's chat template and tokenizer. For a job that has run before they existed: an error is

@@ -1,0 +1,174 @@
+"""Policies of one job on several base models: workers, tokens, text between them, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tests.controller.jobs.test_policies import chain, debate, submit, trained
+from tests.support.peers import MODEL, Service, eventually
+from tests.support.small_model import save_small_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import rookery
+from rookery.controller.jobs.trajectory import episode_result_decoder
+from rookery.server.launcher import EmbeddedService
+from rookery.settings import Settings
+from rookery.spec.parsing import SpecError
+from rookery.storage.repositories import jobs
+from rookery.tokenization.chat import Chat
+
+OTHER = "qwen3-0.6b"
+PAIR: dict[str, Any] = {"solver": {"rank": 4}, "verifier": {"rank": 8, "seed": 1, "base_model": OTHER}}
+
+
+def other_chat() -> Chat:
+    """Bytes as tokens with ids that the usual one gives to others, and another template."""
+    special = ["<|im_end|>", "<s>"]
+    vocabulary = {token: id for id, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())[::-1]])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}<s>assistant: "
+    return Chat(tokenizer, template, special={"eos_token": "<|im_end|>"}, ends=[0], context=512)
+
+
+async def two_workers(service: Service) -> dict[str, Any]:
+    service.chats[OTHER] = other_chat()
+    workers = {
+        MODEL: await service.worker().join(),
+        OTHER: await service.worker("other", model=OTHER, model_hash="o").join(),
+    }
+    await service.host(script=debate, environments={"task": True}).join()
+    return workers
+
+
+async def test_each_policy_replies_and_trains_on_its_base_model_and_text_passes(service: Service) -> None:
+    workers = await two_workers(service)
+    job = await submit(service, policies=PAIR)
+    view = await service.ends(job)
+    assert view.reason == "solver: 2 steps; verifier: 2 steps"
+    assert {MODEL, OTHER} <= set(service.provided)
+    chats = {"solver": service.chat, "verifier": service.chats[OTHER]}
+    for name, model in (("solver", MODEL), ("verifier", OTHER)):
+        policy = service.database.read(jobs.get_policy, "alice", job, name).id
+        assert {one.adapter.policy for one in workers[model].generates} == {policy}
+        assert {op.policy for op in workers[model].operations} == {policy}
+        assert len(chain(service, job, name)) == 3 and trained(workers[model], service, job, name)
+    for _, row in service.database.read(jobs.recent_episodes, "alice", job, 100):
+        result = episode_result_decoder.decode(row.trajectories)
+        assert result.speakers == ["solver", "verifier", "solver"]
+        [of_solver, of_verifier] = result.trajectories
+        assert [reply.policy for reply in of_solver.replies] == ["solver", "solver"]
+        assert [reply.policy for reply in of_verifier.replies] == ["verifier"]
+        read = chats["verifier"].decode(of_verifier.prompt)
+        assert read.count(result.replies[0].strip()) and "now verifier" in read
+        written = chats["solver"].decode(of_solver.tokens)
+        assert all(text in written for text in result.replies) and "now solver" in written
+        for name, trajectory in (("solver", of_solver), ("verifier", of_verifier)):
+            texts = [chats[name].decode(trajectory.tokens[r.start : r.stop]) for r in trajectory.replies]
+            assert texts == [t for t, who in zip(result.replies, result.speakers, strict=True) if who == name]
+            part = result.of(name)
+            assert part is not None
+            assert [sum(one.mask) for one in part.trajectories] == [
+                sum(one.mask) if one is trajectory else 0 for one in result.trajectories
+            ]
+
+
+async def test_a_job_waits_for_a_worker_of_each_base_model(service: Service) -> None:
+    service.chats[OTHER] = other_chat()
+    await service.worker().join()
+    await service.host(script=debate).join()
+    job = await submit(service, policies=PAIR)
+
+    async def waits() -> bool:
+        view = await service.controller.queries.show("alice", job)
+        return view.waits_for.startswith("worker: ") and OTHER in view.waits_for
+
+    await eventually(waits)
+
+
+async def test_a_target_names_the_base_model_of_its_policy(service: Service) -> None:
+    await two_workers(service)
+    judge = {"train": False, "base": True, "base_model": OTHER}
+    job = await submit(service, policies={**PAIR, "judge": judge})
+    await service.ends(job)
+    find = service.controller.completions.find
+    for name, model in (("solver", MODEL), ("verifier", OTHER), ("judge", OTHER)):
+        assert (await find("alice", f"{job}/{name}")).model == model
+    assert (await find("alice", f"{job}/judge")).adapter is None
+
+
+@pytest.mark.parametrize(
+    ("policies", "says"),
+    [
+        ({"a": {}, "b": {"base_model": "no such model"}}, "no model is called 'no such model'"),
+        ({"a": {}, "b": {"base_model": "/etc"}}, "no model is called '/etc'"),
+        (
+            {"a": {"rank": 4, "base_model": OTHER, "warm_start": {"job": "{}"}}},
+            f"trained {MODEL}, this policy has {OTHER}",
+        ),
+    ],
+)
+async def test_an_unfit_base_model_is_refused_in_one_line(service: Service, policies: Any, says: str) -> None:
+    await two_workers(service)
+    source = await submit(service, policies={"main": {"rank": 4}}, environment={"hosted": "task"})
+    for about in policies.values():
+        if "warm_start" in about:
+            about["warm_start"] = {"job": source, "policy": "main"}
+    with pytest.raises(SpecError) as refused:
+        await submit(service, policies=policies)
+    assert [line for line in refused.value.problems if says in line] and "\n" not in str(refused.value.problems[0])
+
+
+class Rated(rookery.Environment):
+    """The solver writes, the rater of another model answers about it."""
+
+    deterministic = True
+
+    def prompts(self, split: str) -> list[int]:
+        return list(range(8))
+
+    def reset(self, prompt: Any, seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"say {prompt}"}]
+
+    def step(self, reply: rookery.Reply) -> rookery.Step:
+        if reply.turn == 0:
+            return rookery.Step(messages=[{"role": "user", "content": "good?"}], policy="rater")
+        said = [message["content"] for message in reply.messages if message["role"] == "assistant"]
+        rewards = {"solver": len(set(said[0])) / 8, "rater": len(set(said[1])) / 8}
+        return rookery.Step(done=True, rewards=rewards)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+def test_two_base_models_learn_in_one_job_on_real_workers(tmp_path: Path) -> None:
+    one, two = save_small_model(tmp_path / "one"), save_small_model(tmp_path / "two", 1, hidden=32, reverse=True)
+    folders = {"data": tmp_path / "data", "cache": tmp_path / "cache"}
+    settings = Settings.load({}, port=0, models=f"{one},{two}", workers=1, **folders)
+    with EmbeddedService(settings) as service, rookery.Client(service.url, service.key) as client:
+        optimizer = {"lr": 1e-2}
+        job = client.train(
+            base_model=str(one),
+            environment={"hosted": Rated(), "max_turns": 2},
+            policies={
+                "solver": {"rank": 4, "optimizer": optimizer},
+                "rater": {"rank": 2, "optimizer": optimizer, "base_model": str(two)},
+            },
+            algorithm={"group_size": 4, "groups_per_step": 2},
+            sampling={"max_tokens": 8},
+            evaluation={"prompts": 2},
+            stop={"steps": 2},
+        )
+        view = job.wait(240)
+        assert view.reason == "solver: 2 steps; rater: 2 steps", view.reason
+        rows = list(job.metrics(follow=False))
+        assert len(rows) == 4
+        assert all(row["ratio"] == pytest.approx(1.0, abs=0.05) for row in rows), "each scores its own tokens"
+        for name, width in (("solver", 64), ("rater", 32)):
+            adapter = load_file(job.adapter(policy=name).download(tmp_path / name) / "adapter_model.safetensors")
+            assert {weight.shape[1] for key, weight in adapter.items() if "q_proj.lora_A" in key} == {width}
+        assert {worker.model for worker in client.workers()} == {str(one), str(two)}
