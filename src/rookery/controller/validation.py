@@ -136,7 +136,7 @@ class JobValidator:
             problems.append(line if line.startswith("environment.") else f"environment: {line}")
         if problems:
             raise SpecError(problems)
-        spec = await self.store_rows(tenant, spec)
+        spec = await self._store_rows(tenant, spec)
         rows = []
         for name, policy in spec.policies.items():
             if policy.base or policy.follows is not None:
@@ -192,7 +192,7 @@ class JobValidator:
         found = status(self._services.settings.cache, model).inspected
         return found.not_native if found is not None else ""
 
-    async def store_rows(self, tenant: str, spec: JobSpec) -> JobSpec:
+    async def _store_rows(self, tenant: str, spec: JobSpec) -> JobSpec:
         """The job with its inline rows as stored datasets: the options travel with every episode."""
         environment = spec.environment
         inline = {name: rows for name in ROWS if (rows := environment.options.get(name)) is not None}

@@ -243,9 +243,3 @@ def stored_base_model(spec: Mapping[str, Any], policy: str) -> str:
 def stored_base_models(spec: Mapping[str, Any]) -> set[str]:
     """The base models that a stored job needs."""
     return {stored_base_model(spec, policy) for policy in spec.get("policies") or {"main": {}}}
-
-
-def stored_job(data: dict[str, Any]) -> JobSpec:
-    """The job in a row of the database. One from before ``kl_reference`` continues to compare with the base model."""
-    algorithm = {"kl_reference": "base", **data.get("algorithm", {})}
-    return JobSpec.model_validate({**data, "algorithm": algorithm})

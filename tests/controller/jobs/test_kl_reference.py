@@ -8,7 +8,7 @@ import pytest
 from tests.support.peers import ScriptedWorker, Service, eventually, job_of
 
 from rookery import protocol
-from rookery.spec.job import JobSpec, stored_job
+from rookery.spec.job import JobSpec
 from rookery.storage.repositories import jobs, versions
 
 
@@ -84,19 +84,14 @@ async def test_the_start_survives_restarts_moves_and_retention(service: Service)
     assert sum(bool(worker.operations) for worker in workers) >= 3
 
 
-def test_a_stored_job_from_before_the_field_compares_with_the_base() -> None:
-    data = JobSpec.model_validate(job_of(algorithm__kl_weight=0.1)).model_dump(mode="json")
-    assert stored_job(data).algorithm.kl_reference == "start"
-    del data["algorithm"]["kl_reference"]
-    assert stored_job(data).algorithm.kl_reference == "base"
-    warm = JobSpec.model_validate(job_of(algorithm__kl_weight=0.1, policies__main__warm_start={"job": "job-1"}))
-    assert warm.compares_with_start
-    for changes in ({"algorithm__kl_weight": 0}, {"algorithm__kl_reference": "base"}, {"policies__main": {}}):
-        other = job_of(**{"algorithm__kl_weight": 0.1, "policies__main__warm_start": {"job": "job-1"}, **changes})
-        assert not JobSpec.model_validate(other).compares_with_start
-
-
 def test_full_training_has_no_penalty() -> None:
     whole = {"full": True, "optimizer": {"lr": 1e-5}}
     with pytest.raises(ValueError, match=r"algorithm\.kl_weight: not with policies\.main\.full, which keeps no"):
         JobSpec.model_validate(job_of(algorithm__kl_weight=0.1, policies__main=whole))
+
+
+def test_only_a_penalty_against_a_warm_start_needs_the_weights_of_version_0() -> None:
+    warm = {"algorithm__kl_weight": 0.1, "policies__main__warm_start": {"job": "job-1"}}
+    assert JobSpec.model_validate(job_of(**warm)).compares_with_start
+    for changes in ({"algorithm__kl_weight": 0}, {"algorithm__kl_reference": "base"}, {"policies__main": {}}):
+        assert not JobSpec.model_validate(job_of(**{**warm, **changes})).compares_with_start

@@ -27,7 +27,7 @@ from rookery.errors import (
     UserError,
     shortage,
 )
-from rookery.spec.job import JobSpec, stored_job
+from rookery.spec.job import JobSpec
 from rookery.storage.models import JobRow, PolicyRow
 from rookery.storage.repositories import jobs
 from rookery.telemetry.metrics import Sinks
@@ -142,7 +142,7 @@ class JobRunner:
 
     async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row
-        spec = await self._validator.store_rows(row.tenant, stored_job(row.spec))
+        spec = JobSpec.model_validate(row.spec)  # as it was checked and stored at its submission
         for model in spec.base_models:
             context.rooms.models.provide(model)
             if reason := context.rooms.fleet.failure(model):
