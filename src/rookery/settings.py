@@ -223,9 +223,9 @@ class LimitSettings(Section):
     """Seconds of the service's processor time that requests of one tenant may take in a second while other tenants work
     here: its further requests wait, and get status 429 after ten seconds. Alone, a tenant may take all."""
     outage_retry_seconds: float = Field(30.0, gt=0)
-    """A job that was paused by an outage (disk, workers, environment host) resumes by itself after this time, then
-    after twice as long each time, up to ten minutes. The database and the place of the artifacts are asked at every
-    heartbeat: the first answer resumes their jobs."""
+    """A job that was paused by an outage (workers, environment host) resumes by itself after this time, then after
+    twice as long each time, up to ten minutes. The database, the place of the artifacts and disks that took no writes
+    are asked at every heartbeat: the first answer resumes their jobs."""
 
 
 class ClusterSettings(Section):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -84,6 +87,63 @@ def test_a_job_waits_for_a_shared_folder(leave: Callable[[Path], Callable[[], ob
         trained(again)
         again.pause()
         check_nothing_lost(again)
+
+
+@contextmanager
+def mounted(folder: Path, megabytes: int = 64) -> Iterator[None]:
+    """A disk of its own at ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ["-t", "tmpfs", "-o", f"size={megabytes}m,mode=755", "none"]
+    made = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"this machine mounts nothing: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def make_read_only(disk: Path) -> Callable[[], object]:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    return lambda: subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Callable[[], object]:
+    """To the last byte, also what its owner frees meanwhile."""
+    filler, full = disk / "filler", threading.Event()
+
+    def write() -> None:
+        with filler.open("wb", buffering=0) as file:
+            while not full.wait(0.01):
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(4096))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    return lambda: (full.set(), writer.join(), filler.unlink())
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("disk", "spoil"), [("shared", make_read_only), ("shared", fill), ("data", fill)])
+def test_a_job_resumes_as_soon_as_a_disk_takes_writes_again(
+    disk: str, spoil: Callable[[Path], Callable[[], object]], tmp_path: Path
+) -> None:
+    with mounted(tmp_path / disk), running(tmp_path, artifacts_url=str(tmp_path / "shared")) as (service, client):
+        made = client.submit(ENDLESS)
+        trained(made)
+        for _ in range(2):
+            mend = spoil(tmp_path / disk)
+            try:
+                until(lambda: made.show().state == "paused", made.show)
+                assert re.search("full|do not answer", made.show().reason) and str(tmp_path) not in made.show().reason
+            finally:
+                mend()
+            mended = time.monotonic()
+            trained(made)
+            assert time.monotonic() - mended < service.settings.limits.outage_retry_seconds / 2
+        made.pause()
+        check_nothing_lost(made)
 
 
 @pytest.fixture

@@ -24,8 +24,9 @@ from rookery.errors import (
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.store import Store
 
-Outage = Literal["database", "artifacts", "other"]
-"""Kinds of outages: of the first two the service asks whether they are over."""
+Outage = Literal["database", "artifacts", "writes", "other"]
+"""Kinds of outages: the database or the place of the artifacts is away, or a disk takes no writes, as one that is full
+or read-only. Of these the service asks whether they are over."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 """An operation that meets an outage again and again, such as a store that denies one object, is executed again after so
@@ -39,7 +40,9 @@ def outage_of(cause: BaseException) -> Outage | None:
         return "database"
     if isinstance(cause, ArtifactsAway):
         return "artifacts"
-    waits = isinstance(cause, Unavailable | StorageFull | TooManyRequests | CorruptArtifact | OSError)
+    if isinstance(cause, StorageFull | UnreadableArtifact):
+        return "writes"
+    waits = isinstance(cause, Unavailable | TooManyRequests | CorruptArtifact | OSError)
     return "other" if waits else None
 
 
@@ -83,6 +86,9 @@ class Outages:
                 await store.run(store.database.ping)
             elif kind == "artifacts":
                 await store.transfer(self._artifacts.check)
+            elif kind == "writes":
+                await store.run(store.database.check_writes)
+                await store.transfer(self._artifacts.check_writes)
         except RookeryError:
             return True
         return False

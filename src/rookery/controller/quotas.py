@@ -250,9 +250,10 @@ class Quotas:
             self.day()[1][tenant] += int(tokens)
 
     def day(self) -> tuple[int, Counter[str]]:
-        """Today, in days since the epoch, and its tokens by tenant."""
+        """Today, in days since the epoch, and its tokens by tenant. A clock that is set back over midnight begins no
+        new day."""
         today = int(self._clock.time() // DAY)
-        if today != self._day:
+        if today > self._day or today < self._day - 1:
             self._day, self._tokens = today, Counter()
         return self._day, self._tokens
 

@@ -54,6 +54,10 @@ largest, and keeps a broken or hostile worker from filling the disk."""
 READ_BYTES = 1 << 20
 """Bytes of a file that are read at once: a switch of threads costs more than reading less."""
 
+PROBE_BYTES = 1 << 20
+"""Written to see whether the place takes writes again: about an adapter of a small model. One that finds no room after
+that is tried again later."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -118,6 +122,14 @@ class Artifacts:
         if mark != self._owner:
             found = "has no owner's mark" if mark is None else "is marked as another database's"
             raise away(f"{self.root} {found}; mount the disk, or restore the file {OWNER}")
+
+    def check_writes(self) -> None:
+        """Write :data:`PROBE_BYTES` and delete them. Raises :class:`ArtifactsAway`, :class:`StorageFull`,
+        :class:`UnreadableArtifact`."""
+        with understood(self._check_staging), tempfile.TemporaryFile(dir=self._staging) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _mark(self) -> str | None:
         try:

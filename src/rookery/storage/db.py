@@ -176,6 +176,11 @@ class Database:
         with self.reading() as connection:
             self._check_epoch(connection.execute(_EPOCH).scalar())
 
+    def check_writes(self) -> None:
+        """Change a row to what it is. Raises :class:`StorageFull`, :class:`Unavailable`."""
+        with self.writing() as connection:
+            connection.execute(update(MetaRow).where(MetaRow.name == "identity").values(value=MetaRow.value))
+
     def claim(self) -> None:
         """Reserve the database for this service until :meth:`close`; further calls renew the claim. It may be called
         before :meth:`create`. On SQLite nothing is done. Raises :class:`DatabaseInUse` where another service has it and

@@ -29,6 +29,7 @@ from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError, in
 from rookery.protocol import Manifest, Shard
 from rookery.storage.artifacts import (
     MANIFEST,
+    PROBE_BYTES,
     READ_BYTES,
     Artifacts,
     check_hash,
@@ -51,6 +52,9 @@ except ModuleNotFoundError:
     raise UserError(f"artifacts_url: obstore is missing; {installs('s3')}") from None
 
 ORPHANS = "orphans"
+
+PROBE = "probe"
+"""The object of :meth:`ObjectArtifacts.check_writes`."""
 
 PARTS_AT_ONCE = 4
 """Parts of 5 MiB of one file that are sent at once."""
@@ -116,6 +120,12 @@ class ObjectArtifacts(Artifacts):
                 "there is no such bucket, or no owner's mark in it" if mark is None else "marked by another database"
             )
             raise away(f"{self._url}: {found}")
+
+    def check_writes(self) -> None:
+        super().check_writes()
+        with self._errors(PROBE):
+            obstore.put(self._store, PROBE, bytes(PROBE_BYTES))
+            obstore.delete(self._store, PROBE)
 
     def _check_staging(self) -> None:
         try:
