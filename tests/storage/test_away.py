@@ -104,7 +104,8 @@ def mounted(folder: Path, megabytes: int = 64) -> Iterator[None]:
 
 
 def make_read_only(disk: Path) -> Callable[[], object]:
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    """As soon as no file is open for writing there."""
+    until(lambda: subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode == 0)
     return lambda: subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
 
 
