@@ -48,8 +48,7 @@ from rookery.controller.rollout import placement
 from rookery.controller.rollout.placement import Migration, WorkerPool
 from rookery.controller.rollout.request import InflightRequest, SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
-from rookery.controller.weights.distribution import AdapterResidency
-from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
 from rookery.scheduling.divided_rollout import Site
 from rookery.scheduling.rollout_order import RolloutOrder
@@ -177,9 +176,8 @@ async def _step(arm: str, curve: str, load: Load, chunk: int, folder: Path) -> C
                 rollouts.on_worker_lost(event.worker)
 
     fleet = Fleet(settings, clock, on_event)
-    peers = PeerDirectory(tickets, clock, 600)
-    residency = AdapterResidency(fleet, peers, tickets.artifacts, InlineWriter(), clock)
-    rollouts, tasks = RolloutScheduler(fleet, residency, settings, clock), BackgroundTasks()
+    weights = WeightStore(fleet, tickets.artifacts, InlineWriter(), clock)
+    rollouts, tasks = RolloutScheduler(fleet, weights, settings, clock), BackgroundTasks()
     if arm == "whole groups":
         rollouts.pool = OneWorkerPerGroup(settings, clock, {})
         rollouts.pool.homes = {}

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rookery.bounds import NAME
 from rookery.errors import UserError
 from rookery.folders import expanded
 from rookery.network import join_address, service_url
@@ -87,7 +88,7 @@ class ServerSettings(Section):
     own. With gVisor the service does not start where that is not installed; without bubblewrap, jobs that run code are
     refused."""
     ticket_seconds: float = Field(600.0, gt=0)
-    """Lifetime of a ticket for reading or writing bytes over HTTP."""
+    """Lifetime of a link of the Tinker API with which a checkpoint is downloaded without a key."""
     worker_wait_seconds: float = Field(600.0, gt=0)
     """A request or training step that finds no worker for this long pauses its job, with that reason."""
     usage_flush_seconds: float = Field(30.0, gt=0)
@@ -273,6 +274,9 @@ class WorkerSettings(Section):
     request_timeout_seconds: float = Field(1800.0, gt=0)
     """A request without a new token, or a training operation without an answer, for this long fails or is retried
     although its worker sends heartbeats: far above the time either spends in a worker's queue."""
+    site: str = Field("", max_length=NAME)
+    """Where a worker, or the service, runs, such as `frankfurt`: adapters and models cross once to each site and spread
+    there among its workers. The names of one deployment only need to agree."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that workers compute on. `auto` is a GPU where PyTorch sees one; `CUDA_VISIBLE_DEVICES` gives each worker
     its own."""
@@ -295,7 +299,8 @@ class WorkerSettings(Section):
     transfer_seconds: float = Field(30.0, gt=0)
     """Time that the service may be silent in a transfer before the transfer is retried."""
     peer_seconds: float = Field(3.0, gt=0)
-    """Time that another worker may be silent while it serves an adapter, before the rest is pulled from the service."""
+    """Time that another worker may be silent while it serves an adapter or a model, before the rest is read from
+    another source."""
     drain_seconds: float = Field(4.0, gt=0)
     """Time that a draining worker takes for its slice and its uploads. Keep it below `stop_seconds`."""
 

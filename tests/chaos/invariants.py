@@ -223,7 +223,7 @@ class Requests:
                     named(message.parent, type(message).__name__)
             case protocol.VersionCommitted():
                 named(message.ref, "Committed")
-            case protocol.PrefetchAdapters():
+            case protocol.Replicate():
                 for ref in message.refs:
                     named(ref, "Hold")
 

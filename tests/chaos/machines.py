@@ -69,10 +69,6 @@ class LiveTickets:
         self._world = world
         self.artifacts = world.artifacts
 
-    def reads(self, ticket: str, digest: str) -> bool:
-        controller = self._world.controller
-        return controller is not None and controller.tickets.reads(ticket, digest)
-
     def open_batch(self, ticket: str) -> bytes | None:
         controller = self._world.controller
         return controller.tickets.open_batch(ticket) if controller is not None else None

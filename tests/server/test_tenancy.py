@@ -86,7 +86,7 @@ way."""
 
 
 class Listening(ScriptedWorker):
-    """Keeps the tickets that it is given."""
+    """Keeps the references and tickets that it is given."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -606,33 +606,44 @@ def test_peer_without_hello_gets_no_information(town: Town, path: str, frame: by
     assert town.bob.get("/api/v1/health").status_code == 200
 
 
-def test_ticket_reads_only_its_artifact(town: Town) -> None:
+def test_artifacts_are_read_with_a_worker_s_signature_only(town: Town) -> None:
     asked = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 4, "seed": 1}
     for version in (1, 2):
         town.ada.post("/api/v1/sample", json={**asked, "target": f"{town.done['id']}@{version}"}).raise_for_status()
-    tickets = {ref.hash: ref.ticket for ref in town.worker.refs}
     first, second = town.versions[1]["hash"], town.versions[2]["hash"]
+    key, now = town.worker.reads, time.time()
 
-    def read(digest: str, ticket: str, name: str = "/adapter_model.safetensors") -> httpx.Response:
-        headers = {"X-Rookery-Ticket": ticket.encode()}
+    def read(digest: str, signature: str, name: str = "/adapter_model.safetensors") -> httpx.Response:
+        headers = {protocol.READ_HEADER: signature.encode()}
         return httpx.get(f"{town.service.url}/wire/artifacts/{digest}{name}", headers=headers)
 
-    assert read(first, tickets[first]).content == adapter_files(1.0)["adapter_model.safetensors"]
+    def signed(digest: str, at: float = now, key: protocol.ReadKey = key) -> str:
+        return protocol.sign_read(key, digest, at)
+
+    assert read(first, signed(first)).content == adapter_files(1.0)["adapter_model.safetensors"]
+    assert read(first, signed(first, now + 60)).status_code == 200, "clocks drift"
     unknown = read(first, "")
     assert unknown.status_code == 404
-    until, _, signature = tickets[first].partition(".")
+    id, minute, signature = signed(first).split(".")
+    bobs = protocol.read_key(hash_key(town.keys["bob"]))
     forged = [
-        tickets[second], f"{int(until) + 1}.{signature}", f"{until}.{signature[::-1]}", signature, f"{until}.", until,
-        f".{signature}", f"{until}.é", f"²{until}.{signature}", f"{'9' * 5000}.{signature}", f"-{until}.{signature}",
+        signed(second), signed(first, now - 600), signed(first, now + 600), signed(first, key=bobs),
+        signed(first, key=protocol.ReadKey(id=key.id, secret=bobs.secret)), f"{id}.{int(minute) + 1}.{signature}",
+        f"{id}.{minute}.{signature[::-1]}", signature, f"{id}.{minute}.", f"{id}..{signature}",
+        f".{minute}.{signature}", f"{id}.é.{signature}", f"{id}.²{minute}.{signature}",
+        f"{id}.{'9' * 5000}.{signature}", "..", "é.é.é",
     ]  # fmt: skip
-    for ticket in forged:
+    for forgery in forged:
         for name in ("", "/adapter_model.safetensors", "/trainer_state.safetensors"):
-            answer = read(first, ticket, name)
-            assert (answer.status_code, answer.content) == (404, unknown.content), ticket
+            answer = read(first, forgery, name)
+            assert (answer.status_code, answer.content) == (404, unknown.content), forgery
     for name in ("/manifest.json", "/../manifest.json", "/%2e%2e%2f%2e%2e%2fadmin.key", "/.staging"):
-        assert read(first, tickets[first], name).status_code == 404
+        assert read(first, signed(first), name).status_code == 404
     for digest in (first.upper(), first[:-1], f"{first}0", "..", ".staging"):
-        assert read(digest, tickets[first]).status_code == 404
+        assert read(digest, signed(first)).status_code == 404
+    for text in (town.ada, town.bob):
+        headers = {**dict(text.headers), protocol.READ_HEADER: ""}
+        assert httpx.get(f"{town.service.url}/wire/artifacts/{first}", headers=headers).status_code == 404
     for path in (f"/wire/uploads/{town.worker.uploads[-1]}/adapter_config.json", "/wire/uploads/x/adapter_config.json"):
         assert httpx.put(town.service.url + path, content=b"{}").status_code == 404, "an upload that is over"
 

@@ -412,30 +412,6 @@ def test_modes_are_parsed_and_unknown_ones_refused() -> None:
         parse_modes("rookery,fast")
 
 
-def test_expired_ticket_is_requested_again() -> None:
-    """The controller, the modelled worker and the host end to end, under tickets that are over at once."""
-
-    async def play(folder: str) -> str:
-        site = SimulatedService(Path(folder), LongTailed(10, 0.5), context=512, seed=1, tenants=["t"],
-                    settings={"ticket_seconds": 1.0})  # fmt: skip
-        await site.controller.start()
-        host = site.host({"builtin:e": 0.1}, prompt_tokens=8)
-        await host.join()
-        worker = site.worker("w", small(latency=5.0, load=0.0))
-        worker.start()
-        job = {"name": "j", "base_model": MODEL, "environment": {"id": "e"}, "stop": {"steps": 2},
-               "algorithm": {"group_size": 2, "groups_per_step": 1}, "sampling": {"max_tokens": 30}}  # fmt: skip
-        view, _ = await site.controller.submit("t", job)
-        ended = await site.controller.queries.wait("t", view.id)
-        await worker.kill()
-        await host.leave()
-        await site.close()
-        return ended.state
-
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        assert run(play(folder)) == "completed"
-
-
 # --- replayable -------------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,11 @@
-"""The service's side of the wire, in the test's own process: a WebSocket that workers dial in to, and tickets."""
+"""The service's side of the wire, in the test's own process: a WebSocket that workers dial in to, and transfers."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from rookery.storage.artifacts import Artifacts
 
 PATIENCE_SECONDS = 120.0
 """A test that waits longer for something fails: far more than a loaded machine needs to load a small model."""
+
+READ_KEY = protocol.read_key("the token's hash")
 
 M = TypeVar("M")
 
@@ -98,6 +101,8 @@ class Dialled:
         self.connections: list[Connection] = []
         self.requests: list[tuple[str, str]] = []
         """(path, Range header) of every artifact read."""
+        self.refused: set[str] = set()
+        """Artifacts that nobody may read."""
         self.cut: int | None = None
         """Artifact answers break off after this many bytes."""
         self.uploads = threading.Event()
@@ -139,12 +144,23 @@ class Dialled:
         return self.until(lambda: self.connections[number] if len(self.connections) > number else None)
 
     def ref(
-        self, manifest: protocol.Manifest, version: int, policy: str = "policy", ticket: bool = True
+        self, manifest: protocol.Manifest, version: int, policy: str = "policy", sources: Sequence[str] = ()
     ) -> protocol.AdapterRef:
-        granted = self.tickets.grant(manifest.hash) if ticket else "1.expired"
         return protocol.AdapterRef(
-            policy=policy, version=version, hash=manifest.hash, rank=4, alpha=8.0, ticket=granted
+            policy=policy, version=version, hash=manifest.hash, rank=4, alpha=8.0, sources=list(sources)
         )
+
+    def welcome(self, name: str, epoch: int) -> protocol.Welcome:
+        """The answer to a Hello."""
+        return protocol.Welcome(
+            name=name, epoch=epoch, heartbeat_seconds=self.heartbeat_seconds, flush_seconds=self.flush_seconds,
+            reads=READ_KEY, time=time.time(),
+        )  # fmt: skip
+
+    def permits(self, header: str, digest: str) -> bool:
+        """Whether a worker of this service signed the header, and the artifact is not refused."""
+        secret = READ_KEY.secret
+        return digest not in self.refused and protocol.may_read(header, digest, time.time(), lambda id: secret)
 
     def store(self, files: dict[str, bytes]) -> protocol.Manifest:
         staging = self.artifacts.begin()
@@ -170,12 +186,7 @@ class Dialled:
             hello = protocol.decode(protocol.from_worker, await socket.receive_bytes())
             assert isinstance(hello, protocol.Hello)
             connection = Connection(self, socket, hello, 100 + len(self.connections))
-            welcome = protocol.Welcome(
-                name=hello.name,
-                epoch=connection.epoch,
-                heartbeat_seconds=self.heartbeat_seconds,
-                flush_seconds=self.flush_seconds,
-            )
+            welcome = self.welcome(hello.name, connection.epoch)
             await socket.send_bytes(protocol.encode(welcome))
             with self._changed:
                 self.connections.append(connection)
@@ -193,14 +204,14 @@ class Dialled:
                     self._changed.notify_all()
 
         @app.get("/wire/artifacts/{digest}")
-        async def manifest(digest: str, x_rookery_ticket: str = Header("")) -> Response:
-            if not self.tickets.reads(x_rookery_ticket, digest):
+        async def manifest(digest: str, x_rookery_read: str = Header("")) -> Response:
+            if not self.permits(x_rookery_read, digest):
                 return Response(status_code=404)
             return Response(msgspec.json.encode(self.artifacts.open(digest)))
 
         @app.get("/wire/artifacts/{digest}/{name}")
-        async def shard(digest: str, name: str, request: Request, x_rookery_ticket: str = Header("")) -> Response:
-            if not self.tickets.reads(x_rookery_ticket, digest):
+        async def shard(digest: str, name: str, request: Request, x_rookery_read: str = Header("")) -> Response:
+            if not self.permits(x_rookery_read, digest):
                 return Response(status_code=404)
             self.requests.append((f"{digest}/{name}", request.headers.get("range", "")))
             path = self.artifacts.root / digest / name

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +78,7 @@ class ScriptedWorker:
         self.gauges: dict[str, float] = {}
         """Of its next heartbeats."""
         self.read: dict[str, bytes] = {}
-        """Adapter files that were read with tickets, by ``hash/name``."""
+        """Adapter files that were read, by ``hash/name``."""
 
     @classmethod
     def of(cls, service: EmbeddedService) -> Self:
@@ -107,7 +108,13 @@ class ScriptedWorker:
             engine=self.engine,
         )  # fmt: skip
 
+    def signed(self, digest: str) -> dict[str, str]:
+        """Headers with which the worker reads an artifact."""
+        return {protocol.READ_HEADER: protocol.sign_read(self.reads, digest, time.time())}
+
     async def _converse(self, channel: Channel[protocol.ToWorker]) -> None:
+        assert isinstance(channel.welcome, protocol.Welcome)
+        self.reads = channel.welcome.reads
         beat = protocol.Heartbeat(
             epoch=channel.epoch, progress=0, active=0, waiting=0, training=0, generated=0,
             decode_seconds=0, train_seconds=0,
@@ -137,7 +144,7 @@ class ScriptedWorker:
                     version=0, finish="error", error=error,
                 )  # fmt: skip
                 return protocol.Output(epoch=epoch, chunks=[chunk])
-            case protocol.PrefetchAdapters():
+            case protocol.Replicate():
                 return protocol.PullFailed(epoch=epoch, hash=message.refs[0].hash, error=error)
         assert isinstance(message, protocol.InitAdapter | protocol.ForwardBackward | protocol.OptimStep), error
         return protocol.OperationDone(epoch=epoch, op=message.op, error=error, category="lost")
@@ -148,7 +155,7 @@ class ScriptedWorker:
                 if message.adapter is not None:
                     await self._pull(http, message.adapter)
                 return protocol.Output(epoch=epoch, chunks=[self._chunk(message)])
-            case protocol.PrefetchAdapters():
+            case protocol.Replicate():
                 for ref in message.refs:
                     await self._pull(http, ref)
                 return protocol.AdaptersCached(epoch=epoch, hashes=[ref.hash for ref in message.refs])
@@ -187,7 +194,7 @@ class ScriptedWorker:
     async def _pull(self, http: httpx.AsyncClient, ref: protocol.AdapterRef) -> None:
         name = f"{ref.hash}/adapter_model.safetensors"
         if name not in self.read:
-            headers = {"X-Rookery-Ticket": ref.ticket}
+            headers = self.signed(ref.hash)
             self.read[name] = (await http.get(f"/wire/artifacts/{name}", headers=headers)).raise_for_status().content
             headers["Range"] = "bytes=10-"
             rest = (await http.get(f"/wire/artifacts/{name}", headers=headers)).raise_for_status()

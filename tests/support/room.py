@@ -25,8 +25,7 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
-from rookery.controller.weights.distribution import AdapterResidency
-from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter
@@ -36,7 +35,7 @@ from rookery.storage.artifacts import Artifacts
 def react(
     event: WorkerEvent,
     fleet: Fleet,
-    residency: AdapterResidency,
+    weights: WeightStore,
     *,
     in_use: Sequence[protocol.AdapterRef] = (),
     rollouts: RolloutScheduler | None = None,
@@ -46,19 +45,23 @@ def react(
     worker = event.worker
     match event:
         case MessageReceived(message=protocol.AdaptersCached() as message):
-            residency.on_cached(worker, message)
-        case MessageReceived(message=protocol.TicketRequest() as message):
-            residency.on_ticket_request(worker, message)
+            weights.on_cached(worker, message)
+        case MessageReceived(message=protocol.AdaptersEvicted() as message):
+            weights.on_evicted(worker, message)
+        case MessageReceived(message=protocol.SourcesRequest() as message):
+            weights.on_sources_request(worker, message)
         case MessageReceived(message=protocol.PullFailed() as message):
-            residency.on_pull_failed(worker, message)
+            weights.on_pull_failed(worker, message)
         case MessageReceived(message=protocol.Output() as message) if rollouts is not None:
             rollouts.on_output(worker, message)
         case MessageReceived(message=protocol.OperationDone() as message) if training is not None:
             training.on_done(worker, message)
-        case HeartbeatReceived() if rollouts is not None:
-            rollouts.on_heartbeat(worker, event.beat)
+        case HeartbeatReceived():
+            weights.on_heartbeat(worker, event.beat)
+            if rollouts is not None:
+                rollouts.on_heartbeat(worker, event.beat)
         case WorkerLoaded():
-            residency.on_worker_loaded(worker, in_use)
+            weights.on_worker_loaded(worker, in_use)
             fleet.admit(worker)
         case WorkerReady() | WorkerCatchingUp() | AdaptersChanged():
             if rollouts is not None:
@@ -66,7 +69,7 @@ def react(
             if training is not None:
                 training.on_worker_changed(worker)
         case WorkerDraining() | WorkerSuspect() | WorkerGone():
-            residency.on_worker_lost(worker)
+            weights.on_worker_lost(worker)
             if rollouts is not None:
                 rollouts.on_worker_changed(worker)
                 rollouts.on_worker_lost(worker)
@@ -82,8 +85,7 @@ class Room:
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
         self.fleet = Fleet(self.settings, self.clock, self.on_event)
-        peers = PeerDirectory(self.tickets, self.clock, self.settings.server.ticket_seconds)
-        self.residency = AdapterResidency(self.fleet, peers, self.artifacts, InlineWriter(), self.clock)
+        self.weights = WeightStore(self.fleet, self.artifacts, InlineWriter(), self.clock)
         self.used: list[protocol.AdapterRef] = []
         """The versions that jobs sample from."""
         self.events: list[WorkerEvent] = []
@@ -96,7 +98,7 @@ class Room:
         for worker in self.workers:
             if worker.link is not None:
                 await worker.die()
-        await self.residency.close()
+        await self.weights.close()
 
     def on_event(self, event: WorkerEvent) -> None:
         self.events.append(event)
@@ -105,7 +107,7 @@ class Room:
         if isinstance(event, MessageReceived) and isinstance(event.message, protocol.Output):
             self.outputs.append(event.worker)
         in_use = self.used if event.worker.hello.model == MODEL else ()
-        react(event, self.fleet, self.residency, in_use=in_use)
+        react(event, self.fleet, self.weights, in_use=in_use)
 
     def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
         self.workers.append(ScriptedWorker(self.fleet.serve, self.tickets, name, **script))

@@ -276,20 +276,19 @@ def test_sigterm_while_the_model_loads(service: Dialled, start: Start, tmp_path:
     assert isinstance(link.frames[-1], protocol.Draining)
 
 
-def test_prefetch_pulls_from_a_peer_and_reports_a_failed_pull(service: Dialled, start: Start, tmp_path: Path) -> None:
+def test_order_is_received_from_another_worker(service: Dialled, start: Start, tmp_path: Path) -> None:
     start("--peer-port", "0")
     one = service.connection(0)
     assert one.hello.address.startswith("http://127.0.0.1:")
     adapter = make_policy(service, one, "p")
     service.until(lambda: any(adapter.hash in holding.hashes for holding in one.of(protocol.AdaptersCached)))
-    start(cache=str(tmp_path / "cache"))
+    start("--site", "there", cache=str(tmp_path / "cache"))
     two = service.connection(1)
-    assert (two.hello.address, two.hello.adapters) == ("", [])
-    one.send(protocol.ServeArtifact(hash=adapter.hash, ticket=adapter.ticket, seconds=60))
+    assert (two.hello.address, two.hello.site, two.hello.adapters) == ("", "there", [])
     damaged = service.store({"adapter_config.json": b"{}"})
     service.artifacts.path(damaged.hash, "adapter_config.json").write_bytes(b"[]")
-    lent = msgspec.structs.replace(adapter, peers=[one.hello.address])
-    two.send(protocol.PrefetchAdapters(refs=[lent, service.ref(damaged, 1, "q")]))
+    held = msgspec.structs.replace(adapter, sources=[one.hello.address])
+    two.send(protocol.Replicate(refs=[held, service.ref(damaged, 1, "q")]))
     service.until(lambda: [holding.hashes for holding in two.of(protocol.AdaptersCached)] == [[adapter.hash]])
     assert [name for name, _ in service.requests if name.startswith(adapter.hash)] == []
     [missing] = service.until(lambda: two.of(protocol.PullFailed))
@@ -325,7 +324,7 @@ def test_tokens_carry_their_version_and_a_failing_request_affects_no_other(servi
     link.send(
         generate("base", max_tokens=40),
         generate("adapted", adapter, max_tokens=40),
-        generate("renewed", service.ref(late, 3, "p", ticket=False), max_tokens=40),
+        generate("late", service.ref(late, 3, "p", sources=["http://127.0.0.1:1"]), max_tokens=40),
         generate("too long", prompt=PROMPT * 100),
         generate("no adapter", service.ref(bad, 1)),
         generate("damaged", service.ref(damaged, 2)),
@@ -339,12 +338,12 @@ def test_tokens_carry_their_version_and_a_failing_request_affects_no_other(servi
         assert (stream.finish, stream.tokens) == ("error", [])
         assert reason in stream.error
         assert "\n" not in stream.error
-    [wanted] = service.until(lambda: link.of(protocol.TicketRequest))
-    assert wanted.hash == late.hash
-    link.send(protocol.TicketGrant(hash=late.hash, ticket=service.tickets.grant(late.hash)))
-    renewed = link.finished("renewed")
-    assert {chunk.version for chunk in renewed.chunks} == {3}
-    assert renewed.tokens == link.stream("adapted").tokens  # another version of the same weights
+    [wanted] = service.until(lambda: link.of(protocol.SourcesRequest))
+    assert (wanted.hash, wanted.failed) == (late.hash, "http://127.0.0.1:1")
+    link.send(protocol.Sources(hash=late.hash, sources=[]))
+    elsewhere = link.finished("late")
+    assert {chunk.version for chunk in elsewhere.chunks} == {3}
+    assert elsewhere.tokens == link.stream("adapted").tokens  # another version of the same weights
     beats = service.until(
         lambda: (b := link.of(protocol.Heartbeat)) and b[-1].generated >= 120 and b[-1].active == 0 and b
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsons
 import math
+import shlex
 import socket
 import subprocess
 from pathlib import Path
@@ -173,6 +174,7 @@ def command(worker: PlannedWorker, fleet: FleetSpec) -> str:
     words = ["rookery worker --connect URL", f"--name {worker.name}", f"--roles {','.join(worker.roles)}"]
     words.append(f"--max-rows {worker.max_rows}")
     words += ["--preemptible"] * machine.preemptible + [f"--price {machine.price:g}"]
+    words += [f"--site {shlex.quote(machine.site)}"] if machine.site else []
     return " ".join(words)
 
 

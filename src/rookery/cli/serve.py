@@ -57,12 +57,13 @@ def worker(
     preemptible: Annotated[bool, typer.Option("--preemptible", help="This machine may vanish.")] = False,
     price: Annotated[float, typer.Option(help="Price of an hour of this machine, in any unit.", min=0)] = 0.0,
     address: Annotated[
-        str | None, typer.Option(help="HOST[:PORT] where other workers may pull adapters from this one.")
+        str | None, typer.Option(help="HOST[:PORT] where other workers may read artifacts from this one.")
     ] = None,
     peer_port: Annotated[
         int | None,
-        typer.Option(help="The port that serves adapters to other workers; 0 takes a free one.", min=0, max=65535),
+        typer.Option(help="The port that serves artifacts to other workers; 0 takes a free one.", min=0, max=65535),
     ] = None,
+    site: Annotated[str | None, typer.Option(help="Where this machine is: ROOKERY_SITE.")] = None,
     max_rows: Annotated[int | None, typer.Option(help="Most sequences in a decode batch.")] = None,
     engine: Annotated[str | None, typer.Option(help="native, or vllm.")] = None,
     vllm_url: Annotated[str | None, typer.Option(help="A running vllm serve to front, with --engine vllm.")] = None,
@@ -76,7 +77,7 @@ def worker(
         print(line, file=sys.stderr)
     options = {
         "connect": connect, "model": model, "roles": roles, "cache": settings.cache, "price": price or None,
-        "address": address, "peer-port": peer_port, "max-rows": max_rows, "name": name, "engine": engine,
+        "address": address, "peer-port": peer_port, "site": site, "max-rows": max_rows, "name": name, "engine": engine,
         "vllm-url": vllm_url,
     }  # fmt: skip
     arguments = [text for option, value in options.items() if value is not None for text in (f"--{option}", str(value))]

@@ -12,8 +12,8 @@ from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.services import Services
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import ModelUse, UsageMeter
-from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
+from rookery.controller.weights.store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Rooms:
     """The rooms below jobs and sessions. A room itself gets the two or three others that it uses."""
 
     fleet: Fleet
-    residency: AdapterResidency
+    weights: WeightStore
     rollouts: RolloutScheduler
     training: TrainingDispatcher
     seeding: Seeding

@@ -66,12 +66,13 @@ from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
-from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
-from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.reads import ReadKeys
+from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
 from rookery.environments.base import SplitSizes
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
+from rookery.protocol.connection import Connection
 from rookery.scheduling import crashes
 from rookery.settings import Settings
 from rookery.spec.fleet import Plan
@@ -128,18 +129,19 @@ class Controller:
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock, self.on_event)
-        peers = PeerDirectory(self.tickets, clock, settings.server.ticket_seconds)
-        residency = AdapterResidency(fleet, peers, artifacts, store.transfer, clock)
-        collector = ArtifactCollector(store, artifacts, residency)
+        self._fleet = fleet
+        self.reads = ReadKeys(clock)
+        weights = WeightStore(fleet, artifacts, store.transfer, clock, settings.worker.site)
+        collector = ArtifactCollector(store, artifacts, weights)
         refused: Counter[str] = Counter()
         quotas = Quotas(settings.limits, clock, store, refused, self._models_of, self.jobs.tenants)
-        rollouts = scheduler(fleet, residency, settings, clock, quotas.weights)
+        rollouts = scheduler(fleet, weights, settings, clock, quotas.weights)
         training = TrainingDispatcher(
-            fleet, residency, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
+            fleet, weights, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
         )
         rooms = Rooms(
             fleet=fleet,
-            residency=residency,
+            weights=weights,
             rollouts=rollouts,
             training=training,
             seeding=seeding(fleet, rollouts, training, settings, clock),
@@ -161,7 +163,7 @@ class Controller:
             refused=refused,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )
-        self.serve_worker, self.serve_host = fleet.serve, rooms.hosts.serve
+        self.serve_host = rooms.hosts.serve
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.retries = OutageRetries(settings.limits, clock, quotas)
         self.queries = JobQueries(self.context, self.jobs, self.admission)
@@ -181,6 +183,8 @@ class Controller:
         """Delete what a crash left half-written, resume every unfinished job, start the background tasks."""
         context, store = self.context, self.context.store
         await store.write(jobs.fence)
+        for key_hash in await store.read(tenants.worker_keys):  # workers may read before they have connected again
+            self.reads.add(key_hash)
         await context.rooms.collector.collect_all(context.clock.time(), context.settings.server.orphan_keep_seconds)
         await context.rooms.usage.start()
         await context.rooms.quotas.start()
@@ -231,8 +235,12 @@ class Controller:
         await cancel_all(*tasks)
         self.record.close()
         await self.sessions.stop()
-        await self.context.rooms.residency.close()
+        await self.context.rooms.weights.close()
         await self.context.rooms.usage.stop()
+
+    async def serve_worker(self, connection: Connection, key_hash: str = "") -> None:
+        """Serve one worker, whose API key has this hash, until its connection ends."""
+        await self._fleet.serve(connection, self.reads.add(key_hash))
 
     # --- events of workers --------------------------------------------------------------------------------------------
 
@@ -251,6 +259,7 @@ class Controller:
                 seeding.on_tokens(event.request)
                 usage.on_tokens(worker, event.request, event.tokens)
             case HeartbeatReceived():
+                rooms.weights.on_heartbeat(worker, event.beat)
                 rollouts.on_heartbeat(worker, event.beat)
                 usage.on_heartbeat(worker, event.beat)
             case OperationSent():
@@ -264,7 +273,7 @@ class Controller:
                 seeding.on_worker_joined(worker)
                 usage.on_worker_joined(worker)
             case WorkerLoaded():
-                rooms.residency.on_worker_loaded(worker, self.jobs.versions_in_use(worker.hello.model))
+                rooms.weights.on_worker_loaded(worker, self.jobs.versions_in_use(worker.hello.model))
                 rooms.fleet.admit(worker)
             case WorkerReady() | WorkerCatchingUp() | AdaptersChanged() | RolesChanged():
                 rollouts.on_worker_changed(worker)
@@ -275,7 +284,7 @@ class Controller:
                 if event.last:
                     self.model_failed(worker.hello.model, event.reason)
             case WorkerDraining() | WorkerSuspect() | WorkerGone():
-                rooms.residency.on_worker_lost(worker)
+                rooms.weights.on_worker_lost(worker)
                 rollouts.on_worker_changed(worker)  # before others react: it gets no work any more
                 seeding.on_worker_changed(worker)
                 rollouts.on_worker_lost(worker)
@@ -293,11 +302,13 @@ class Controller:
             case protocol.OperationDone():
                 rooms.training.on_done(worker, message)
             case protocol.AdaptersCached():
-                rooms.residency.on_cached(worker, message)
-            case protocol.TicketRequest():
-                rooms.residency.on_ticket_request(worker, message)
+                rooms.weights.on_cached(worker, message)
+            case protocol.AdaptersEvicted():
+                rooms.weights.on_evicted(worker, message)
+            case protocol.SourcesRequest():
+                rooms.weights.on_sources_request(worker, message)
             case protocol.PullFailed():
-                rooms.residency.on_pull_failed(worker, message)
+                rooms.weights.on_pull_failed(worker, message)
 
     def _models_of(self, tenant: str) -> set[str]:
         """The base models that a tenant's jobs and training runs use now."""

@@ -336,6 +336,7 @@ class JobQueries:
             rows.append({
                 "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": hello.model,
                 "roles": worker.roles, "kind": hello.kind, "price": hello.price, "address": hello.address,
+                "site": hello.site,
                 "engine": hello.engine, "device": hello.device, "host": hello.host, "pid": hello.pid,
                 "adapters": len(worker.cached),
                 "requests": context.rooms.rollouts.pool.outstanding(worker),
@@ -386,7 +387,7 @@ class JobQueries:
                 "worker_losses": fleet.losses,
                 "trainer_wait_seconds": context.rooms.seeding.waits["trainer"],
                 "remote_wait_seconds": context.rooms.seeding.waits["remote"],
-                "failed_pulls": context.rooms.residency.failed_pulls,
+                "failed_pulls": context.rooms.weights.failed_pulls,
                 "frames_ignored": fleet.ignored_frames,
                 "frames_bad": fleet.bad_frames,
                 **{f"refused_{limit}": context.refused[limit] for limit in REFUSED},

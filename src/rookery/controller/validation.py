@@ -20,8 +20,8 @@ from rookery.controller.services import Services
 from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.checkpoints import SCHEME, find_checkpoint
-from rookery.controller.weights.distribution import adapter_ref
 from rookery.controller.weights.gc import ArtifactCollector
+from rookery.controller.weights.store import adapter_ref
 from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import find
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short

@@ -4,11 +4,12 @@
   not decode raises :class:`BadFrame`; the receiver closes the connection and the sender becomes *suspect*.
 * Every frame that a worker or host sends after its ``Welcome`` carries the epoch given there. The controller ignores
   frames of any other epoch, so a worker that was declared lost can never be counted twice.
-* Adapters, optimizer states and training batches never travel in messages. A message names them by content hash
-  and carries a short-lived ticket, with which the bytes are read or written over HTTP (ranges allowed).
+* Adapters, optimizer states and training batches never travel in messages. A message names artifacts by content hash,
+  and a reader signs its request for the bytes (``reads``); batches and uploads have a ticket. Bytes travel over HTTP
+  (ranges allowed).
 
-Modules: ``common`` (base classes, artifacts, batches), ``tokens``, ``worker``, ``envhost``, ``connection``; encoding is
-here.
+Modules: ``common`` (base classes, artifacts, batches), ``tokens``, ``worker``, ``reads``, ``envhost``, ``connection``;
+encoding is here.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ from rookery.protocol.envhost import (
     StepEpisode,
     ToHost,
 )
+from rookery.protocol.reads import READ_HEADER, ReadKey, may_read, read_key, sign_read
 from rookery.protocol.tokens import Likeliest, PromptLogprob, TokenChunk, TokenLog
 from rookery.protocol.worker import (
     Abort,
     AdaptersCached,
+    AdaptersEvicted,
     CancelOperation,
     Draining,
     EvictArtifacts,
@@ -69,13 +72,13 @@ from rookery.protocol.worker import (
     OperationDone,
     OptimStep,
     Output,
-    PrefetchAdapters,
     PullFailed,
     Ready,
-    ServeArtifact,
+    Replicate,
+    Retain,
+    Sources,
+    SourcesRequest,
     SwitchAdapter,
-    TicketGrant,
-    TicketRequest,
     ToWorker,
     VersionCommitted,
     Welcome,

@@ -1,8 +1,8 @@
 """Base classes, artifacts and adapter references, which all messages share; and the training batch that a worker
 fetches with a ticket.
 
-An artifact is a set of files named by the hash of its manifest. Messages name artifacts by hash and carry a ticket; the
-bytes travel over HTTP.
+An artifact is a set of files named by the hash of its manifest. Messages name artifacts by hash; the bytes travel over
+HTTP.
 """
 
 from __future__ import annotations
@@ -71,11 +71,10 @@ class AdapterRef(Struct, kw_only=True):
     hash: str
     rank: int
     alpha: float
-    ticket: str = ""
-    """Reads ``GET {base}/wire/artifacts/{hash}/{shard}``; a :class:`~rookery.protocol.TicketRequest` renews it."""
-    peers: list[str] = msgspec.field(default_factory=list)
-    """Addresses of workers that hold the artifact and accept this ticket, tried before the service:
-    ``GET {peer}/artifacts/{hash}/{shard}``. The hash proves the bytes, so a peer need not be trusted."""
+    sources: list[str] = msgspec.field(default_factory=list)
+    """Addresses of workers that hold the artifact or receive it, in the order in which to read from them,
+    ``GET {source}/artifacts/{hash}/{shard}``; after them the service, ``GET {base}/wire/artifacts/{hash}/{shard}``.
+    The hash proves the bytes, so a source need not be trusted."""
 
 
 class HelloRejected(Message, kw_only=True):

@@ -40,6 +40,7 @@ GAUGES: dict[str, Gauge] = {
     "adapters_in_memory": Gauge("Adapters that engines have attached"),
     "pulled_from_peers_bytes": Gauge("Artifacts pulled from other workers", "bytes"),
     "pulled_from_service_bytes": Gauge("Artifacts pulled from the service", "bytes"),
+    "served_to_peers_bytes": Gauge("Artifacts that other workers read from these", "bytes"),
     "draft_tokens": Gauge("Draft tokens that decode steps verified", "tokens"),
     "draft_tokens_accepted": Gauge("Draft tokens that became part of a text", "tokens"),
     "engine_gap_nats": Gauge(

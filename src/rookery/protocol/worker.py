@@ -15,6 +15,7 @@ from msgspec import Meta
 from rookery.bounds import ENTRIES, MAX_FRAME, Count, ErrorText, Integer, Line, Name
 from rookery.protocol.common import Adam, AdapterRef, EpochMessage, HelloRejected, Loss, Manifest, Message, Struct
 from rookery.protocol.gauges import Gauges
+from rookery.protocol.reads import ReadKey
 from rookery.protocol.tokens import TokenChunk
 
 # --- worker → controller --------------------------------------------------------------------------------------------
@@ -39,7 +40,9 @@ class Hello(Message, kw_only=True):
     price: float = 0.0
     """Cost of one hour, in any unit: the operator's choice."""
     address: Line = ""
-    """Where other workers may pull adapters from it; empty: it serves none."""
+    """Where other workers may read artifacts from it; empty: it serves none."""
+    site: Name = ""
+    """Where it runs: workers of one site reach each other faster than those of another."""
     loading: bool = False
     max_rows: Count
     """Sequences that decode at the same time."""
@@ -71,8 +74,14 @@ class AdaptersCached(EpochMessage, kw_only=True):
     hashes: Names
 
 
+class AdaptersEvicted(EpochMessage, kw_only=True):
+    """These adapters left the worker's cache to make room: it serves no new reader of them."""
+
+    hashes: Names
+
+
 class PullFailed(EpochMessage, kw_only=True):
-    """An adapter that work named could not be pulled, neither from a peer nor from the service."""
+    """An adapter that work named could not be received, from no worker and not from the service."""
 
     hash: Name
     error: ErrorText
@@ -106,6 +115,8 @@ class Heartbeat(EpochMessage, kw_only=True):
         Meta(max_length=3),
     ] = msgspec.field(default_factory=dict)
     """(tokens, seconds) of slices by kind, as measured lately (:class:`rookery.scheduling.costs.CostTable`)."""
+    receiving: Annotated[dict[Name, Count], Meta(max_length=1000)] = msgspec.field(default_factory=dict)
+    """By hash, the bytes that are here of the artifacts that it receives."""
     stalled: Line = ""
     """What its work waits for, while it makes no progress."""
     memory_parts: Annotated[dict[Name, tuple[Count, Count]], Meta(max_length=100)] = msgspec.field(default_factory=dict)
@@ -120,10 +131,12 @@ class Output(EpochMessage, kw_only=True):
     chunks: Annotated[list[TokenChunk], Meta(max_length=ENTRIES)]
 
 
-class TicketRequest(EpochMessage, kw_only=True):
-    """Asks for a new ticket for an artifact that a request or an operation named."""
+class SourcesRequest(EpochMessage, kw_only=True):
+    """A source of an artifact that work named has failed: asks for others, which :class:`Sources` brings."""
 
     hash: Name
+    failed: Line
+    """Its address."""
 
 
 class OperationDone(EpochMessage, kw_only=True):
@@ -155,13 +168,18 @@ class Draining(EpochMessage, kw_only=True):
 
 
 class Welcome(Message, kw_only=True):
-    """``epoch`` is valid for this connection alone. Tickets are used at the address that the worker dialled."""
+    """``epoch`` is valid for this connection alone. Artifacts, batches and uploads are read and written at the address
+    that the worker dialled."""
 
     name: str
     epoch: int
     heartbeat_seconds: float
     flush_seconds: float
     """Tokens wait at most this long in the worker before they are sent."""
+    reads: ReadKey
+    """Signs and checks reads of artifacts among the workers that have the same key."""
+    time: float
+    """The service's wall clock, in seconds: signatures count in it."""
 
 
 class LogitsParams(Struct, kw_only=True):
@@ -255,26 +273,24 @@ class SwitchAdapter(Message, kw_only=True):
     recompute: bool = False
 
 
-class PrefetchAdapters(Message, kw_only=True):
-    """These versions are in use: cache them and report each with :class:`AdaptersCached` when it is complete."""
+class Replicate(Message, kw_only=True):
+    """These versions are in use: receive them and report each with :class:`AdaptersCached` when it is complete."""
 
     refs: list[AdapterRef]
 
 
-class ServeArtifact(Message, kw_only=True):
-    """Serve the artifact to peers that bring ``ticket``, for ``seconds`` from now."""
+class Sources(Message, kw_only=True):
+    """Answer to :class:`SourcesRequest`; ``sources`` as in :class:`AdapterRef`."""
 
     hash: str
-    ticket: str
-    seconds: float
+    sources: list[str]
 
 
-class TicketGrant(Message, kw_only=True):
-    """Answer to :class:`TicketRequest`; ``peers`` as in :class:`AdapterRef`."""
+class Retain(Message, kw_only=True):
+    """The worker is the last reserved holder of these artifacts, which are in use: it does not evict them to make room.
+    Replaces the list sent before."""
 
-    hash: str
-    ticket: str
-    peers: list[str] = msgspec.field(default_factory=list)
+    hashes: list[str]
 
 
 class StepOperation(Message, kw_only=True):
@@ -354,9 +370,9 @@ class EvictArtifacts(Message, kw_only=True):
 
 
 class InitAdapter(Message, kw_only=True):
-    """Creates version 0: a LoRA with B = 0 and A drawn from ``seed`` (or the weights of ``source``, a PEFT artifact
-    with a read ticket), no optimizer state; with ``rank`` 0 the whole base model. Uploaded under ``commit``;
-    :class:`OperationDone` brings the manifest."""
+    """Creates version 0: a LoRA with B = 0 and A drawn from ``seed`` (or the weights of ``source``, a PEFT artifact),
+    no optimizer state; with ``rank`` 0 the whole base model. Uploaded under ``commit``; :class:`OperationDone` brings
+    the manifest."""
 
     op: str
     policy: str
@@ -370,7 +386,7 @@ class InitAdapter(Message, kw_only=True):
     source: AdapterRef | None = None
 
 
-WorkMessage = AdaptersCached | PullFailed | Output | TicketRequest | OperationDone
+WorkMessage = AdaptersCached | AdaptersEvicted | PullFailed | Output | SourcesRequest | OperationDone
 """About a worker's work, not about the worker itself."""
 FromWorker = Hello | Ready | Heartbeat | Draining | WorkMessage
 ToWorker = (
@@ -379,9 +395,9 @@ ToWorker = (
     | Generate
     | Abort
     | SwitchAdapter
-    | PrefetchAdapters
-    | ServeArtifact
-    | TicketGrant
+    | Replicate
+    | Sources
+    | Retain
     | ForwardBackward
     | OptimStep
     | VersionCommitted

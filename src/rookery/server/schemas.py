@@ -342,6 +342,7 @@ class HeartbeatView(BaseModel):
     train_seconds: float = Field(description="Compute time of training since the process began")
     interactive: int = Field(description="Requests with objectives that it holds")
     free_tokens: int = Field(description="Of the KV cache: those that no running request occupies")
+    receiving: dict[str, int] = Field(description="Bytes that are here of each artifact that it receives, by hash")
     memory_parts: dict[str, tuple[int, int]] = Field(description="(used, budget) in bytes of each part of the budget")
     gauges: dict[str, float | None] = Field(
         description="Figures for the operator, since the process began: the worker gauges of docs/gauges.md"
@@ -356,7 +357,8 @@ class WorkerView(BaseModel):
     roles: list[str]
     kind: Literal["reserved", "preemptible"]
     price: float = Field(description="Per hour, in the operator's unit")
-    address: str = Field(description="Where other workers pull adapters from it; empty where they cannot")
+    address: str = Field(description="Where other workers read artifacts from it; empty where they cannot")
+    site: str = Field(description="Where it runs, as its setting names the place")
     engine: str = Field(description="Its inference engine; empty while it loads")
     device: str
     host: str

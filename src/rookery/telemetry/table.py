@@ -98,14 +98,17 @@ def job_list(jobs: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Rows:
-    """One row per worker view. ``active`` requests decode, ``waiting`` ones do not yet."""
+    """One row per worker view. ``active`` requests decode, ``waiting`` ones do not yet. The column of sites is there
+    where a worker has one."""
     numbers = ("adapters", "active", "waiting", "tok/s", "price/h")
-    head = columns(("worker", "kind", "state"), ("since",)) + columns(("model", "engine", "roles"), numbers, ("note",))
-    table = Rows(head)
+    sites = any(worker["site"] for worker in workers)
+    head = columns(("worker", *["site"] * sites, "kind", "state"), ("since",))
+    table = Rows(head + columns(("model", "engine", "roles"), numbers, ("note",)))
     for worker in workers:
         state, beat = str(worker["state"]), worker.get("beat") or {}
         table.add(
             worker["name"],
+            *[Text(printable(worker["site"]))] * sites,
             worker["kind"],
             Text(state, WORKER_STYLES.get(state, "")),
             _ago(float(worker["seconds"])),

@@ -44,7 +44,7 @@ from rookery.worker.transfer.cache import ADAPTERS, CacheEvents
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import TransferFailed
 from rookery.worker.transfer.peers import PeerServer
-from rookery.worker.transfer.prefetch import Prefetcher
+from rookery.worker.transfer.published import PublishedArtifacts, Reads
 
 log = logging.getLogger("rookery.worker.connection")
 
@@ -64,7 +64,7 @@ class WorkerOptions:
     name: str
     price: float = 0.0
     address: str = ""
-    """URL where other workers may pull adapters from this one; empty: it serves none."""
+    """URL where other workers may read artifacts from this one; empty: it serves none."""
 
 
 async def report_refusal(options: WorkerOptions, ca_file: str, max_rank: int, reason: str) -> None:
@@ -108,13 +108,13 @@ class ServiceConnection:
         options: WorkerOptions,
         settings: Settings,
         compute: Compute,
-        peer_server: PeerServer | None,
+        listening: socket.socket | None,
         watch: ProgressWatch,
     ) -> None:
+        """Artifacts are served to other workers on ``listening``."""
         self._options = options
         self._settings = settings
         self._compute = compute
-        self._peer_server = peer_server
         self._watch = watch
         self._core: WorkerCore | None = None
         self._model_hash = ""
@@ -128,19 +128,24 @@ class ServiceConnection:
         """When the last connection ended."""
         self._output = asyncio.Event()
         self._urgent_output = asyncio.Event()
-        self._ticket_requests: dict[str, asyncio.Future[str]] = {}
+        self._sources_requests: dict[str, asyncio.Future[list[str]]] = {}
         self._cache_events = CacheEvents()
+        self._published, self._reads = PublishedArtifacts(), Reads()
+        self._peer_server: PeerServer | None = None
+        if listening is not None:
+            self._peer_server = PeerServer(settings.cache / ADAPTERS, listening, self._published, self._reads)
         self._transfers = TransferClient(
             options.base,
             settings.cache / ADAPTERS,
             settings.worker.adapter_cache_bytes,
-            self._request_ticket,
+            self._request_sources,
             self._cache_events,
+            self._published,
+            self._reads,
             timeout_seconds=settings.worker.transfer_seconds,
             peer_seconds=settings.worker.peer_seconds,
             ca_file=settings.trusted,
         )
-        self._prefetcher = Prefetcher(self._transfers)
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
         self._training = TrainingOps(compute, self._transfers, self._send_result)
 
@@ -173,11 +178,15 @@ class ServiceConnection:
 
     async def close(self) -> None:
         await self._transfers.close()
+        if self._peer_server is not None:
+            await self._peer_server.stop()
 
     # --- the connection ---------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
         """Stay connected until cancelled. Raises :class:`~rookery.protocol.connection.RegistrationRefused`."""
+        if self._peer_server is not None:
+            self._peer_server.start()
         await stay_connected(
             self._options.base,
             "/wire/worker",
@@ -194,6 +203,7 @@ class ServiceConnection:
         """One connection, from its welcome to its end."""
         assert isinstance(channel.welcome, protocol.Welcome)
         self._channel = channel
+        self._reads.use(channel.welcome)
         self._connected.set()
         self._transfers.use(channel.base)
         self._name = channel.welcome.name
@@ -207,13 +217,13 @@ class ServiceConnection:
             self._channel = None
             self._connected.clear()
             unclaimed.cancel()
-            for future in self._ticket_requests.values():
-                future.set_exception(TransferFailed("the connection was lost while a new ticket was requested"))
-            self._ticket_requests.clear()
+            for future in self._sources_requests.values():
+                if not future.done():
+                    future.set_exception(TransferFailed("the connection was lost while other sources were requested"))
+            self._sources_requests.clear()
             self._disconnected = time.monotonic()
             self._generation.on_disconnect(self._disconnected)
             self._training.on_disconnect()
-            self._prefetcher.clear()
 
     async def housekeeping(self) -> None:
         """Delete requests and training states that no controller has claimed within the rejoin period."""
@@ -234,16 +244,15 @@ class ServiceConnection:
                 self._generation.abort(message)
             case protocol.SwitchAdapter():
                 self._generation.switch(message)
-            case protocol.TicketGrant():
-                self._transfers.set_ticket(message.hash, message.ticket, message.peers)
-                if (waiting := self._ticket_requests.pop(message.hash, None)) is not None and not waiting.done():
-                    waiting.set_result(message.ticket)
-            case protocol.PrefetchAdapters():
+            case protocol.Sources():
+                if (waiting := self._sources_requests.pop(message.hash, None)) is not None and not waiting.done():
+                    waiting.set_result(message.sources)
+            case protocol.Replicate():
                 self._cache_events.report_again(ref.hash for ref in message.refs)
-                self._prefetcher.prefetch(message.refs)
-            case protocol.ServeArtifact():
-                if self._peer_server is not None:
-                    self._peer_server.serve(message.hash, message.ticket, message.seconds)
+                for ref in message.refs:
+                    self._transfers.replicate(ref)
+            case protocol.Retain():
+                self._transfers.retain(message.hashes)
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
                 self._training.start(message)
             case protocol.VersionCommitted():
@@ -255,10 +264,7 @@ class ServiceConnection:
 
     def _evict(self, message: protocol.EvictArtifacts) -> None:
         for digest in message.hashes:
-            self._prefetcher.discard(digest)
             self._transfers.evict(digest)
-            if self._peer_server is not None:
-                self._peer_server.revoke(digest)
         self._compute.call(lambda core: core.discard(*message.hashes))
         if message.policy:
             self._training.evict(message.policy, offload=message.offload)
@@ -280,6 +286,7 @@ class ServiceConnection:
             kind=self._options.kind,
             price=self._options.price,
             address=self._options.address,
+            site=self._settings.worker.site,
             loading=core is None,
             max_rows=self._settings.engine.max_rows,
             max_context=core.engine.limits.max_context if core is not None else 0,
@@ -344,6 +351,7 @@ class ServiceConnection:
             epoch=epoch,
             progress=progress(beat, transfers.bytes_from_service + transfers.bytes_from_peers),
             waiting=beat.waiting + self._generation.waiting(),
+            receiving=dict(transfers.receiving),
             stalled=self._watch.stalled,
             gauges={
                 **beat.gauges,
@@ -351,6 +359,7 @@ class ServiceConnection:
                 "worker_memory_budget_bytes": budget.total if budget is not None else 0,
                 "pulled_from_peers_bytes": transfers.bytes_from_peers,
                 "pulled_from_service_bytes": transfers.bytes_from_service,
+                "served_to_peers_bytes": self._peer_server.bytes_sent if self._peer_server is not None else 0,
                 "worker_stalls": self._watch.stalls,
             },
         )
@@ -362,18 +371,18 @@ class ServiceConnection:
                 fields["error"] = fields.get("error", "")[:ERROR]
                 await channel.send(protocol.OperationDone(epoch=channel.epoch, op=op, **fields))
 
-    async def _request_ticket(self, digest: str) -> str:
-        """A new ticket for an artifact. Raises :class:`TransferFailed`."""
+    async def _request_sources(self, digest: str, failed: str) -> list[str]:
+        """Other sources of an artifact than ``failed``. Raises :class:`TransferFailed`."""
         if (channel := self._channel) is None:
-            raise TransferFailed(f"artifact {digest[:12]}: the ticket has expired and there is no connection")
-        waiting = self._ticket_requests.setdefault(digest, asyncio.get_running_loop().create_future())
+            raise TransferFailed(f"artifact {digest[:12]}: no connection to ask for other sources")
+        waiting = self._sources_requests.setdefault(digest, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(self._settings.worker.transfer_seconds):
-                await channel.send(protocol.TicketRequest(epoch=channel.epoch, hash=digest))
+            async with asyncio.timeout(self._settings.worker.peer_seconds):
+                await channel.send(protocol.SourcesRequest(epoch=channel.epoch, hash=digest, failed=failed))
                 return await asyncio.shield(waiting)
         except (TimeoutError, ConnectionClosed):
-            self._ticket_requests.pop(digest, None)
-            raise TransferFailed(f"artifact {digest[:12]}: no new ticket arrived") from None
+            self._sources_requests.pop(digest, None)
+            raise TransferFailed(f"artifact {digest[:12]}: no other sources were named") from None
 
 
 def progress(beat: protocol.Heartbeat, pulled_bytes: int) -> int:

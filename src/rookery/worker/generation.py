@@ -156,8 +156,6 @@ class GenerationManager:
 
     def generate(self, generate: protocol.Generate) -> None:
         """Start a request, or resume one that is held."""
-        if (ref := generate.adapter) is not None:
-            self._transfers.set_ticket(ref.hash, ref.ticket, ref.peers)
         held = self.held.get(generate.request)
         if held is not None:
             if held.resumable and held.continues(generate):
@@ -172,7 +170,6 @@ class GenerationManager:
     def switch(self, switch: protocol.SwitchAdapter) -> None:
         """Continue a request with a newer version as soon as that is loaded; replaces an earlier pending switch. A
         request that has ended, or is unknown, does not change."""
-        self._transfers.set_ticket(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
         held = self._find(switch)
         if held is not None and not held.finish:
             self._schedule_switch(held, switch)

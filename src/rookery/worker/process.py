@@ -42,9 +42,8 @@ from rookery.worker.core import WorkerCore
 from rookery.worker.model.convert import prepare
 from rookery.worker.progress import ProgressWatch
 from rookery.worker.spinning import SparePool, SpinControl
-from rookery.worker.transfer.cache import ADAPTERS
 from rookery.worker.transfer.http import one_line
-from rookery.worker.transfer.peers import PeerServer, listen
+from rookery.worker.transfer.peers import listen
 
 log = logging.getLogger("rookery.worker")
 
@@ -66,12 +65,9 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
         lambda: loop.call_soon_threadsafe(output.set),
         trains="train" in options.roles,
     )
-    peer_server = PeerServer(settings.cache / ADAPTERS, listening) if listening is not None else None
     watch, spinning = ProgressWatch(compute), SpinControl(SparePool())
-    connection = ServiceConnection(options, settings, compute, peer_server, watch)
+    connection = ServiceConnection(options, settings, compute, listening, watch)
     compute.start()
-    if peer_server is not None:
-        peer_server.start()
     ended = _in_loop(compute.ended)
 
     def on_ready(ready: asyncio.Future[WorkerCore]) -> None:
@@ -116,8 +112,6 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
     finally:
         await cancel_all(*tasks)
         await connection.close()
-        if peer_server is not None:
-            await peer_server.stop()
     return code, not compute.ended.done()
 
 
@@ -142,8 +136,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--roles", default="rollout,train", help="roles of this worker (default: rollout,train)")
     parser.add_argument("--preemptible", action="store_true", help="this machine may vanish at any moment")
     parser.add_argument("--price", type=float, default=0.0, help="price of an hour of this machine, in any unit")
-    parser.add_argument("--address", help="HOST[:PORT] where other workers may pull adapters from this one")
-    parser.add_argument("--peer-port", type=int, help="port that serves adapters to other workers; 0: any free port")
+    parser.add_argument("--address", help="HOST[:PORT] where other workers may read artifacts from this one")
+    parser.add_argument("--peer-port", type=int, help="port that serves artifacts to other workers; 0: any free port")
+    parser.add_argument("--site", help="where this machine is (default: ROOKERY_SITE)")
     parser.add_argument("--engine", help="auto, native, transformers, or vllm")
     parser.add_argument("--vllm-url", help="a running vllm serve to front, with --engine vllm")
     parser.add_argument("--max-rows", type=int, help="sequences that decode at the same time")
@@ -162,6 +157,7 @@ def main(argv: list[str] | None = None) -> int:
             max_rows=given.max_rows,
             inference_engine=given.engine,
             vllm_url=given.vllm_url,
+            site=given.site,
         )
         log_to_stderr(settings.server.log_level)
         usable_folder(settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)

@@ -29,7 +29,7 @@ def references(*workers: ScriptedWorker) -> set[tuple[str, int] | None]:
     passes = [op for worker in workers for op in worker.operations if isinstance(op, protocol.ForwardBackward)]
     penalised = [op for op in passes if op.kl_weight]
     assert penalised
-    assert all(op.reference is None or op.reference.ticket for op in penalised)
+    assert all(op.reference is None or op.reference.hash for op in penalised)
     return {None if op.reference is None else (op.reference.hash, op.reference.version) for op in penalised}
 
 

@@ -82,7 +82,7 @@ class Machine:
 
     def __init__(self, room: Room) -> None:
         self.room = room
-        self.rollouts = RolloutScheduler(room.fleet, room.residency, room.settings, room.clock)
+        self.rollouts = RolloutScheduler(room.fleet, room.weights, room.settings, room.clock)
         generate = protocol.Generate(
             request="job-1", adapter=room.ref(1), prompt=[1, 2], shared_prefix=2, max_tokens=LIMIT, temperature=1.0,
             seed=1, stop_tokens=[2], episode="e", in_flight="switch",

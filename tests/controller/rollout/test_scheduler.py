@@ -23,8 +23,7 @@ from rookery.controller.fleet.events import WorkerEvent, WorkerJoined
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.rollout.scheduler import RolloutScheduler
-from rookery.controller.weights.distribution import AdapterResidency
-from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
@@ -43,9 +42,9 @@ class Room:
         self.settings = Settings(data=folder, cache=folder, **changes)
         self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
         self.fleet = Fleet(self.settings, self.clock, self.on_event)
-        artifacts, peers = self.tickets.artifacts, PeerDirectory(self.tickets, self.clock, 600)
-        self.residency = AdapterResidency(self.fleet, peers, artifacts, InlineWriter(), self.clock)
-        self.rollouts = RolloutScheduler(self.fleet, self.residency, self.settings, self.clock)
+        artifacts = self.tickets.artifacts
+        self.weights = WeightStore(self.fleet, artifacts, InlineWriter(), self.clock)
+        self.rollouts = RolloutScheduler(self.fleet, self.weights, self.settings, self.clock)
         self.watches = [asyncio.create_task(watch()) for watch in (self.fleet.watch, self.rollouts.watch)]
         self.workers: list[ScriptedWorker] = []
         self.used: list[protocol.AdapterRef] = []
@@ -56,7 +55,7 @@ class Room:
     def on_event(self, event: WorkerEvent) -> None:
         if isinstance(event, WorkerJoined) and event.worker.name in self.closed:
             self.rollouts.closed.add(event.worker)
-        react(event, self.fleet, self.residency, in_use=self.used, rollouts=self.rollouts)
+        react(event, self.fleet, self.weights, in_use=self.used, rollouts=self.rollouts)
 
     def apply_closed(self) -> None:
         self.rollouts.closed = {worker for worker in self.fleet.all() if worker.name in self.closed}
@@ -114,7 +113,6 @@ async def test_a_result_is_what_the_worker_sampled(tmp_path: Path) -> None:
         check(reply, number)
     first = worker.generates[0]
     assert first.adapter is not None
-    assert room.tickets.reads(first.adapter.ticket, ADAPTER.hash), "the adapter's ticket is good"
     assert room.rollouts.sampled_tokens == sum(len(text_of(n, 12)[0]) for n in range(20))
     [known] = room.fleet.all()
     assert 0 < known.max_flush_tokens <= 12 * known.hello.max_rows, "what one flush brought is seen"
@@ -480,19 +478,15 @@ async def test_a_worker_that_sends_heartbeats_but_no_tokens_is_named(tmp_path: P
     await room.close()
 
 
-async def test_a_worker_gets_new_tickets_for_what_it_was_given_only(tmp_path: Path) -> None:
+async def test_a_worker_gets_other_sources_only_of_artifacts_that_its_work_names(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker()
     await room.sample(1)
-    await worker.say(protocol.TicketRequest(epoch=0, hash="f" * 64))
-    await worker.say(protocol.TicketRequest(epoch=0, hash=ADAPTER.hash))
-    await eventually(lambda: bool(worker.other))
-    assert [type(message) for message in worker.other] == [protocol.TicketGrant]
-    assert worker.other[0].hash == ADAPTER.hash
-    assert room.tickets.reads(worker.other[0].ticket, ADAPTER.hash)
-    assert not room.tickets.reads(worker.other[0].ticket, "f" * 64)
-    room.clock.now += 601
-    assert not room.tickets.reads(worker.other[0].ticket, ADAPTER.hash)
+    for digest in ("f" * 64, ADAPTER.hash):
+        await worker.say(protocol.SourcesRequest(epoch=0, hash=digest, failed="http://a:1"))
+    await eventually(lambda: any(isinstance(message, protocol.Sources) for message in worker.other))
+    answers = [message for message in worker.other if isinstance(message, protocol.Sources)]
+    assert answers == [protocol.Sources(hash=ADAPTER.hash, sources=[])], "only the service has it"
     await room.close()
 
 
@@ -576,7 +570,6 @@ async def test_a_new_version_reaches_running_waiting_and_retained_requests(tmp_p
     await settle()
     [switch] = worker.other
     assert (switch.request, switch.recompute) == (f"job-{runs}", in_flight == "recompute")
-    assert room.tickets.reads(switch.adapter.ticket, NEWER.hash)
     worker.generating.set()
     replies.append(room.sample(parked, in_flight=in_flight))  # its episode knows the old one only
     texts = [(reply.tokens, reply.versions) for reply in await asyncio.gather(*replies)]

@@ -23,9 +23,8 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
-from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
-from rookery.controller.weights.peer_directory import PeerDirectory
+from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
@@ -48,14 +47,13 @@ class Room:
         self.tickets = Tickets(self.artifacts, self.clock, 600)
         self.fleet = Fleet(self.settings, self.clock, self.on_event)
         self.writer = StorageWriter()
-        peers = PeerDirectory(self.tickets, self.clock, 600)
-        self.residency = AdapterResidency(self.fleet, peers, self.artifacts, self.writer, self.clock)
+        self.weights = WeightStore(self.fleet, self.artifacts, self.writer, self.clock)
         database = Database(f"sqlite:///{folder}/rookery.db")
         database.create()
         store = Store(database, self.writer)
-        self.collector = ArtifactCollector(store, self.artifacts, self.residency)
+        self.collector = ArtifactCollector(store, self.artifacts, self.weights)
         self.training = TrainingDispatcher(
-            self.fleet, self.residency, self.collector, self.tickets, self.settings, self.clock, RandomIds(),
+            self.fleet, self.weights, self.collector, self.tickets, self.settings, self.clock, RandomIds(),
             self.writer, {},
         )  # fmt: skip
         self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {})
@@ -64,7 +62,7 @@ class Room:
         self.versions = 0
 
     def on_event(self, event: WorkerEvent) -> None:
-        react(event, self.fleet, self.residency, training=self.training)
+        react(event, self.fleet, self.weights, training=self.training)
         if isinstance(event, WorkerReady):
             self.slots.review()
 
@@ -164,7 +162,6 @@ async def test_steps_follow_each_other_on_one_lease(room: Room) -> None:
     assert {op.lease for op in worker.operations[1:]} == {2}
     assert all(op.steps == 0 for op in worker.operations[1:])
     assert [op.parent.version for op in worker.operations[1:]] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert all(room.tickets.reads(op.parent.ticket, op.parent.hash) for op in worker.operations[1:])
     assert all(room.tickets.open_batch(op.batch_ticket) is None for op in worker.operations[1::2]), (
         "offers are withdrawn"
     )
@@ -533,7 +530,6 @@ async def test_batch_is_divided_among_trainers(room: Room, tmp_path: Path) -> No
     assert [len(op.gradients) for op in first if isinstance(op, protocol.ForwardBackward)] == [0, 2] * 3
     for shares in others:
         assert [(op.operations, bool(op.commit), op.steps) for op in shares] == [(0, True, 0)] * 3
-    assert all(room.tickets.reads(ref.ticket, ref.hash) for op in first[1::3] for ref in op.gradients)
     assert room.staged() == 0 and room.training.retries == 0
     assert len(room.artifacts.hashes()) == len(divided), "versions only"
 

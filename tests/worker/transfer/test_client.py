@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 from safetensors import SafetensorError
 from tests.support.dialled import Dialled
-from tests.support.peers import eventually, settle
+from tests.support.peers import eventually
 
 from rookery import protocol
 from rookery.errors import UserError
@@ -25,7 +26,7 @@ from rookery.worker.transfer.cache import AdapterCache, CacheEvents
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed
 from rookery.worker.transfer.peers import PeerServer, listen
-from rookery.worker.transfer.prefetch import Prefetcher
+from rookery.worker.transfer.published import PublishedArtifacts, Reads
 
 FILES = {
     "adapter_config.json": b"{}",
@@ -40,8 +41,16 @@ def service(tmp_path: Path) -> Iterator[Dialled]:
         yield service
 
 
-async def no_renewal(digest: str) -> str:
-    raise TransferFailed("no new ticket came")
+def reads(service: Dialled, key: protocol.ReadKey | None = None) -> Reads:
+    """As after a welcome of the service, or of one with another key."""
+    welcome = service.welcome("worker", 1)
+    found = Reads()
+    found.use(msgspec.structs.replace(welcome, reads=key or welcome.reads))
+    return found
+
+
+async def nobody(digest: str, failed: str) -> list[str]:
+    raise TransferFailed("no other sources were named")
 
 
 def transfers(
@@ -50,15 +59,18 @@ def transfers(
     *,
     capacity: int = 1 << 30,
     peer_seconds: float = 10.0,
-    renew: Callable[[str], Awaitable[str]] = no_renewal,
+    ask: Callable[[str, str], Awaitable[list[str]]] = nobody,
     events: CacheEvents | None = None,
+    published: PublishedArtifacts | None = None,
 ) -> TransferClient:
     return TransferClient(
         service.url,
         root / "adapters",
         capacity,
-        renew,
+        ask,
         CacheEvents() if events is None else events,
+        PublishedArtifacts() if published is None else published,
+        reads(service),
         timeout_seconds=10,
         peer_seconds=peer_seconds,
     )
@@ -124,22 +136,14 @@ async def test_shard_damaged_on_disk_is_fetched_again(service: Dialled, tmp_path
     await second.close()
 
 
-async def test_expired_ticket_is_renewed_once(service: Dialled, tmp_path: Path) -> None:
-    manifest = service.store(FILES)
-    asked: list[str] = []
-
-    async def renew(digest: str) -> str:
-        asked.append(digest)
-        return service.tickets.grant(digest) if len(asked) == 1 else "no"
-
-    here = transfers(service, tmp_path, renew=renew)
-    async with here.pulled(service.ref(manifest, 1, ticket=False)):
-        assert asked == [manifest.hash]
-    other = service.store({"adapter_config.json": b"[]"})
-    with pytest.raises(TransferFailed, match="ticket"):
-        async with here.pulled(service.ref(other, 1, ticket=False)):
+async def test_refused_read_fails_at_once(service: Dialled, tmp_path: Path) -> None:
+    here, manifest = transfers(service, tmp_path), service.store(FILES)
+    service.refused.add(manifest.hash)
+    with pytest.raises(TransferFailed, match="refused"):
+        async with here.pulled(service.ref(manifest, 1)):
             pass
-    assert asked == [manifest.hash, other.hash]
+    service.refused.clear()
+    assert await pulled_weights(here, service.ref(manifest, 1)) == FILES["adapter_model.safetensors"]
     await here.close()
 
 
@@ -312,65 +316,84 @@ SIZE = len(FILES["adapter_model.safetensors"])
 class Peer:
     """A worker's cache and its peer server."""
 
-    def __init__(self, service: Dialled, root: Path) -> None:
-        self.root = root / "peer"
-        self.transfers = transfers(service, self.root)
+    def __init__(self, service: Dialled, root: Path, **options: Any) -> None:
+        self.root = root
+        self.published = PublishedArtifacts()
+        self.transfers = transfers(service, self.root, published=self.published, **options)
         listening, self.url = listen(service.url, None, 0)
         assert listening is not None
-        self.server = PeerServer(self.root / "adapters", listening)
+        self.reads = reads(service)
+        self.server = PeerServer(self.root / "adapters", listening, self.published, self.reads)
         self.server.start()
+
+    async def close(self) -> None:
+        await self.server.stop()
+        await self.transfers.close()
 
     async def pull(self, ref: protocol.AdapterRef, *, state: bool = False) -> None:
         async with self.transfers.pulled(ref, state=state):
             pass
 
-    async def get(self, path: str, ticket: str = "t", **headers: str) -> httpx.Response:
+    async def get(self, path: str, signature: str, **headers: str) -> httpx.Response:
         async with httpx.AsyncClient(trust_env=False) as http:
-            return await http.get(f"{self.url}{path}", headers={"X-Rookery-Ticket": ticket, **headers})
+            return await http.get(f"{self.url}{path}", headers={protocol.READ_HEADER: signature, **headers})
 
 
 @pytest.fixture
 async def peer(service: Dialled, tmp_path: Path) -> AsyncIterator[Peer]:
-    peer = Peer(service, tmp_path)
+    peer = Peer(service, tmp_path / "peer")
     yield peer
-    await peer.server.stop()
-    await peer.transfers.close()
+    await peer.close()
 
 
-async def test_peer_server_serves_named_artifacts_to_named_tickets_until_they_expire(
+async def test_peer_server_serves_signed_reads_only(
     service: Dialled, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peers, "EXPECT_SECONDS", 0.02)
     ref, other = (service.ref(service.store(files), 1) for files in (FILES, {"adapter_config.json": b"[]"}))
     await peer.pull(ref, state=True)
     await peer.pull(other)
     shard = f"/artifacts/{ref.hash}/adapter_model.safetensors"
-    assert (await peer.get(shard)).status_code == 404
-    peer.server.serve(ref.hash, "t", 60)
-    assert (await peer.get(shard)).content == FILES["adapter_model.safetensors"]
-    part = await peer.get(shard, Range="bytes=1000-")
+    good, now, key = peer.reads.sign(ref.hash), time.time(), service.welcome("", 0).reads
+    assert (await peer.get(shard, good)).content == FILES["adapter_model.safetensors"]
+    part = await peer.get(shard, good, Range="bytes=1000-")
     assert (part.status_code, part.content) == (206, FILES["adapter_model.safetensors"][1000:])
-    manifest = msgspec.json.decode((await peer.get(f"/artifacts/{ref.hash}")).content, type=protocol.Manifest)
+    manifest = msgspec.json.decode((await peer.get(f"/artifacts/{ref.hash}", good)).content, type=protocol.Manifest)
     assert manifest.hash == ref.hash
-    peer.server.serve(other.hash, "over", -1)
-    for path, ticket in [
-        (shard, "another"),
+    foreign = protocol.read_key("another key")
+    missing = "0" * 64
+    for path, signature in [
         (shard, ""),
-        (f"/artifacts/{ref.hash}/trainer_state.safetensors", "t"),
-        (f"/artifacts/{ref.hash}/manifest.json", "t"),
-        (f"/artifacts/{ref.hash}/.adapter", "t"),
-        (f"/artifacts/{ref.hash}/..%2f{other.hash}%2fadapter_config.json", "t"),
-        (f"/artifacts/{ref.hash}/../{other.hash}/adapter_config.json", "t"),
-        (f"/artifacts/{other.hash}/adapter_config.json", "t"),
-        (f"/artifacts/{other.hash}/adapter_config.json", "over"),
-        ("/artifacts/..%2f..", "t"),
-        ("/", "t"),
+        (shard, peer.reads.sign(other.hash)),
+        (shard, good[:-1] + ("0" if good[-1] != "0" else "1")),
+        (shard, protocol.sign_read(foreign, ref.hash, now)),
+        (shard, protocol.sign_read(protocol.ReadKey(id=key.id, secret=foreign.secret), ref.hash, now)),
+        (shard, protocol.sign_read(key, ref.hash, now - 600)),
+        (shard, protocol.sign_read(key, ref.hash, now + 600)),
+        (f"/artifacts/{ref.hash}/trainer_state.safetensors", good),
+        (f"/artifacts/{ref.hash}/manifest.json", good),
+        (f"/artifacts/{ref.hash}/.adapter", good),
+        (f"/artifacts/{ref.hash}/..%2f{other.hash}%2fadapter_config.json", good),
+        (f"/artifacts/{ref.hash}/../{other.hash}/adapter_config.json", good),
+        (f"/artifacts/{missing}/adapter_config.json", peer.reads.sign(missing)),
+        ("/artifacts/..%2f..", peer.reads.sign("../..")),
+        ("/artifacts/..", peer.reads.sign("..")),
+        ("/", good),
     ]:
-        assert (await peer.get(path, ticket)).status_code == 404, path
+        assert (await peer.get(path, signature)).status_code == 404, path
     monkeypatch.setattr(peers, "MAX_RESPONSES", 0)
-    assert (await peer.get(shard)).status_code == 503
-    monkeypatch.undo()
-    peer.server.revoke(ref.hash)
-    assert (await peer.get(shard)).status_code == 404
+    assert (await peer.get(shard, good)).status_code == 503
+    monkeypatch.setattr(peers, "MAX_RESPONSES", 4)
+    peer.published.unpublish(ref.hash)
+    assert (await peer.get(shard, good)).status_code == 404
+    peer.published.publish(ref.hash)
+    assert (await peer.get(shard, good)).status_code == 200
+    assert peer.server.bytes_sent > 2 * SIZE
+
+
+async def test_worker_without_a_welcome_serves_nobody(service: Dialled, peer: Peer) -> None:
+    assert not Reads().permits(peer.reads.sign("0" * 64), "0" * 64)
+    assert Reads().sign("0" * 64) == ""
 
 
 @pytest.mark.parametrize(
@@ -393,7 +416,7 @@ def test_invalid_peer_address_is_refused(address: str | None, port: int | None) 
 
 
 def served_by(service: Dialled, manifest: protocol.Manifest, *peers: str) -> protocol.AdapterRef:
-    return msgspec.structs.replace(service.ref(manifest, 1), peers=list(peers))
+    return service.ref(manifest, 1, sources=peers)
 
 
 async def test_adapter_comes_from_a_peer_and_trainer_state_from_the_service(
@@ -403,7 +426,6 @@ async def test_adapter_comes_from_a_peer_and_trainer_state_from_the_service(
     events = CacheEvents()
     here, ref = transfers(service, tmp_path, events=events), served_by(service, manifest, peer.url)
     await peer.pull(ref)
-    peer.server.serve(ref.hash, ref.ticket, 60)
     service.requests.clear()
     assert await pulled_weights(here, ref) == FILES["adapter_model.safetensors"]
     assert service.requests == []
@@ -516,41 +538,133 @@ async def test_manifest_without_end_is_not_held(service: Dialled, tmp_path: Path
 async def test_failed_pull_is_reported(service: Dialled, tmp_path: Path) -> None:
     events = CacheEvents()
     here = transfers(service, tmp_path, events=events)
-    ref = service.ref(service.store(FILES), 1, ticket=False)
-    with pytest.raises(TransferFailed):
+    ref = service.ref(service.store(FILES), 1)
+    service.refused.add(ref.hash)
+    with pytest.raises(TransferFailed) as failure:
         async with here.pulled(ref):
             pass
-    assert events.take(1) == [protocol.PullFailed(epoch=1, hash=ref.hash, error="no new ticket came")]
+    assert events.take(1) == [protocol.PullFailed(epoch=1, hash=ref.hash, error=str(failure.value))]
     await here.close()
 
 
-# --- prefetch ---------------------------------------------------------------------------------------------------------
+# --- artifacts that arrive --------------------------------------------------------------------------------------------
 
 
-async def test_slow_receiver_skips_versions_replaced_by_newer_ones(service: Dialled, tmp_path: Path) -> None:
-    begun: list[str] = []
-    here = transfers(service, tmp_path)
-    go = asyncio.Event()
-    pull = here._pull
+class Trickle:
+    """A source that sends a shard in blocks, the next one when :attr:`go` is released."""
 
-    async def slowly(digest: str, state: bool) -> Path:
-        begun.append(digest)
-        await go.wait()
-        return await pull(digest, state)
+    def __init__(self, manifest: protocol.Manifest, content: bytes, block: int = 16 << 10) -> None:
+        self.manifest, self.content, self.block = manifest, content, block
+        self.go = asyncio.Semaphore(0)
+        self.asked = 0
 
-    here._pull = slowly  # type: ignore[method-assign]
-    stored = [service.store({"adapter_config.json": str(version).encode()}) for version in range(6)]
-    refs = [service.ref(manifest, version, "a") for version, manifest in enumerate(stored)]
-    other = service.ref(service.store({"adapter_config.json": b"b"}), 0, "b")
-    ahead = Prefetcher(here)
-    ahead.prefetch(refs[:2])
-    await settle()
-    assert begun == [refs[0].hash, refs[1].hash], "two at a time; neither replaces the other"
-    for ref in (refs[2], refs[3], other, refs[4], refs[5]):
-        ahead.prefetch([ref])
-    ahead.discard(refs[5].hash)
-    go.set()
-    await eventually(lambda: len(here.cached()) >= 3)
-    assert set(here.cached()) == {refs[0].hash, refs[1].hash, other.hash}
-    assert refs[2].hash not in begun
+    async def __aenter__(self) -> Trickle:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")[0]
+        shard = line.split()[1].endswith("safetensors")
+        content = self.content if shard else msgspec.json.encode(self.manifest)
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode())
+        self.asked += shard
+        for begin in range(0, len(content), self.block):
+            if shard:
+                await self.go.acquire()
+            writer.write(content[begin : begin + self.block])
+            await writer.drain()
+        writer.close()
+
+
+BIG = {"adapter_model.safetensors": os.urandom(256 << 10)}
+
+
+async def test_artifact_is_served_while_it_arrives(service: Dialled, tmp_path: Path) -> None:
+    manifest = service.store(BIG)
+    one, two = Peer(service, tmp_path / "one"), Peer(service, tmp_path / "two")
+    async with Trickle(manifest, BIG["adapter_model.safetensors"]) as source:
+        last = asyncio.create_task(two.pull(served_by(service, manifest, one.url)))  # its order comes first
+        first = asyncio.create_task(one.pull(served_by(service, manifest, source.url)))
+        for _ in range(8):
+            source.go.release()
+        await eventually(lambda: two.transfers.bytes_from_peers == 8 * source.block)
+        assert two.transfers.receiving == {manifest.hash: 0} and not first.done()
+        for _ in range(8):
+            source.go.release()
+        await asyncio.gather(first, last)
+        assert (source.asked, service.requests) == (1, []), "one copy left the source, none the service"
+    for peer in (one, two):
+        path = peer.root / "adapters" / manifest.hash / "adapter_model.safetensors"
+        assert path.read_bytes() == BIG["adapter_model.safetensors"]
+        await peer.close()
+
+
+async def test_reader_of_a_receiver_that_stops_goes_on_from_another_source(
+    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "STALL_SECONDS", 0.2)
+    manifest = service.store(BIG)
+    whole = Peer(service, tmp_path / "whole")
+    await whole.pull(service.ref(manifest, 1))
+    asked: list[str] = []
+
+    async def ask(digest: str, failed: str) -> list[str]:
+        asked.append(failed)
+        return [whole.url]
+
+    one, two = Peer(service, tmp_path / "one"), Peer(service, tmp_path / "two", ask=ask)
+    service.requests.clear()
+    async with Trickle(manifest, BIG["adapter_model.safetensors"]) as source:
+        first = asyncio.create_task(one.pull(served_by(service, manifest, source.url)))
+        last = asyncio.create_task(two.pull(served_by(service, manifest, one.url)))
+        for _ in range(4):
+            source.go.release()
+        await last
+        assert asked == [one.url]
+        assert two.transfers.bytes_from_peers == len(BIG["adapter_model.safetensors"]), "no byte twice"
+        assert service.requests == [] and not first.done()
+        first.cancel()
+    for peer in (whole, one, two):
+        await peer.close()
+
+
+async def test_unpublished_artifact_is_read_to_its_end_by_running_readers(
+    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "BLOCK_BYTES", 4 << 10)
+    content = os.urandom(16 << 20)
+    manifest = service.store({"adapter_model.safetensors": content})
+    peer = Peer(service, tmp_path / "peer")
+    await peer.pull(service.ref(manifest, 1))
+    path = f"/artifacts/{manifest.hash}/adapter_model.safetensors"
+    headers = {protocol.READ_HEADER: peer.reads.sign(manifest.hash)}
+    async with httpx.AsyncClient(trust_env=False) as http, http.stream("GET", peer.url + path, headers=headers) as read:
+        blocks = read.aiter_raw()
+        received = await anext(blocks)
+        peer.transfers.evict(manifest.hash)
+        assert (await http.get(peer.url + path, headers=headers)).status_code == 404, "no new reader"
+        async for block in blocks:
+            received += block
+    assert received == content
+    await peer.close()
+
+
+async def test_retained_artifacts_are_evicted_last_and_evictions_are_reported(service: Dialled, tmp_path: Path) -> None:
+    events = CacheEvents()
+    here = transfers(service, tmp_path, capacity=150 << 10, events=events)
+    refs = [service.ref(service.store({"adapter_model.safetensors": os.urandom(64 << 10)}), n) for n in range(4)]
+    here.retain([refs[0].hash])
+    reports: list[protocol.Message] = []
+    for ref in refs:
+        async with here.pulled(ref) as folder:
+            pass
+        os.utime(folder, (0, ref.version))
+        reports += events.take(1)
+    assert set(here.cached()) == {refs[0].hash, refs[3].hash}, "the oldest one is retained"
+    evicted = [digest for report in reports if isinstance(report, protocol.AdaptersEvicted) for digest in report.hashes]
+    assert evicted == [refs[1].hash, refs[2].hash]
     await here.close()

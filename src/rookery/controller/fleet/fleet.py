@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rookery import protocol
@@ -79,6 +80,11 @@ class Fleet:
         """The workers that get policies to train: the reserved ones, or all where none is reserved."""
         able = self.serving("train", model)
         return [worker for worker in able if worker.hello.kind == "reserved"] or able
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Between two heartbeats of a worker."""
+        return self._settings.worker.heartbeat_seconds
 
     def all(self) -> list[Worker]:
         return list(self._workers.values())
@@ -162,18 +168,18 @@ class Fleet:
 
     # --- a connection -----------------------------------------------------------------------------------------------
 
-    async def serve(self, connection: Connection) -> None:
-        """Serve one worker until its connection ends."""
+    async def serve(self, connection: Connection, reads: protocol.ReadKey | None = None) -> None:
+        """Serve one worker until its connection ends. ``reads`` is the read key of its API key."""
         await serve_peer(
             connection,
             protocol.from_worker,
-            register=self._register,
+            register=partial(self._register, reads or protocol.read_key("")),
             deliver=self._deliver,
             bad_frame=self._bad_frame,
             closed=self._closed,
         )
 
-    async def _register(self, hello: Any, connection: Connection) -> Worker:
+    async def _register(self, reads: protocol.ReadKey, hello: Any, connection: Connection) -> Worker:
         try:
             self._check(hello)
         except RegistrationRefused as refusal:
@@ -200,6 +206,7 @@ class Fleet:
             last_progress=now,
             active_requests=set(hello.running),
             cached=set(hello.adapters),
+            reads=reads,
         )
         self.emit(WorkerJoined(self._clock.time(), worker))
         worker.post(
@@ -208,6 +215,8 @@ class Fleet:
                 epoch=worker.epoch,
                 heartbeat_seconds=self._settings.worker.heartbeat_seconds,
                 flush_seconds=self._settings.worker.flush_seconds,
+                reads=reads,
+                time=self._clock.time(),
             )
         )
         if hello.loading:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal
 
 from rookery import protocol
 from rookery.protocol.connection import Connection, Outbox
@@ -36,11 +37,13 @@ RATE_HEARTBEATS = 6
 """Heartbeats over which a worker's tokens per second are averaged: ten seconds at the usual interval."""
 
 
-class AdapterRequested(NamedTuple):
-    """A version that a worker was asked to cache, and when (monotonic seconds)."""
+@dataclass
+class AdapterOrder:
+    """A version that a worker is to receive, since when (monotonic seconds), and whether it was ordered to begin."""
 
     ref: protocol.AdapterRef
     since: float
+    begun: bool = False
 
 
 @dataclass(eq=False)
@@ -58,15 +61,21 @@ class Worker:
     """The latest heartbeat."""
     max_flush_tokens: int = 0
     """The most tokens that one flush brought on this connection: the loss if it had died just before."""
+    reads: protocol.ReadKey = field(default_factory=partial(protocol.read_key, ""))
+    """Signs its reads of artifacts; shared by the workers that have the same API key."""
     authorized: set[str] = field(default_factory=set)
-    """Hashes of artifacts that its work names: it may request new tickets for these."""
+    """Hashes of artifacts that its work names: it may ask for other sources of these."""
     active_requests: set[str] = field(default_factory=set)
     """Requests that the process still holds from an earlier controller."""
     cached: set[str] = field(default_factory=set)
     """Hashes of the adapters that it reported. Its cache is bounded, so one may be evicted again: the worker then pulls
     it again when work names it."""
-    prefetch_requests: dict[str, AdapterRequested] = field(default_factory=dict)
-    """By hash, versions that it was asked to cache and has not reported."""
+    orders: dict[str, AdapterOrder] = field(default_factory=dict)
+    """By hash, versions that it is to receive and has not reported."""
+    receiving: set[str] = field(default_factory=set)
+    """Hashes of artifacts on their way to it."""
+    retained: set[str] = field(default_factory=set)
+    """Hashes of artifacts that it keeps as their last reserved holder."""
     lagging: set[str] = field(default_factory=set)
     """Those of them that keep it catching up."""
     slow: bool = False
@@ -116,7 +125,7 @@ class Worker:
     @property
     def missing_adapters(self) -> frozenset[str]:
         """Adapters whose requests a slow serving worker does not get: others have them long before."""
-        return frozenset(self.prefetch_requests) if self.slow else frozenset()
+        return frozenset(self.orders) if self.slow else frozenset()
 
     def accepts(self, ref: protocol.AdapterRef | None) -> bool:
         """Whether a request for this adapter (None: the base model) may be sent here now. While it catches up, it must

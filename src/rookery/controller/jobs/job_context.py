@@ -267,7 +267,7 @@ class JobContext:
         """The training of ``policy``, which has ``versions``. A batch is divided among at most ``trainers`` workers."""
         rooms, store = self.controller.rooms, self.controller.store
         return PolicyRun(
-            rooms.training, rooms.residency, lambda policy: store.write(jobs.next_lease, policy),
+            rooms.training, rooms.weights, lambda policy: store.write(jobs.next_lease, policy),
             policy.model, versions, trainers,
         )  # fmt: skip
 

@@ -52,7 +52,7 @@ async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, write: Cal
     if versions.head is None:
         async with job.controller.rooms.collector.pin(source):  # the wait for a worker may be long
             await run.create(write, policy.about.seed, source)
-    job.controller.rooms.residency.announce(policy.model, run.parent)
+    job.controller.rooms.weights.publish(policy.model, run.parent)
 
 
 class PolicyLoop:

@@ -40,7 +40,7 @@ from rookery.controller.rollout.request import (
     SamplingResult,
 )
 from rookery.controller.rollout.request_queues import RequestQueues
-from rookery.controller.weights.distribution import AdapterResidency
+from rookery.controller.weights.store import WeightStore
 from rookery.errors import RookeryError, Unavailable
 from rookery.settings import Settings
 
@@ -75,14 +75,14 @@ class RolloutScheduler:
     def __init__(
         self,
         fleet: Fleet,
-        residency: AdapterResidency,
+        references: WeightStore,
         settings: Settings,
         clock: Clock,
         weights: Mapping[str, float] | None = None,
     ) -> None:
         """``weights``: shares of tenants that have another one than 1."""
         self._fleet = fleet
-        self._residency = residency
+        self._references = references
         self._settings = settings
         self._clock = clock
         self.pool = WorkerPool(settings, clock, weights or {})
@@ -323,7 +323,7 @@ class RolloutScheduler:
         generate = msgspec.structs.replace(
             request.generate,
             assignment=assignment.name,
-            adapter=self._residency.adapter_ref(worker, request.adapter) if request.adapter is not None else None,
+            adapter=self._references.adapter_ref(worker, request.adapter) if request.adapter is not None else None,
             prefix_tokens=inflight.result.tokens,
             interactive=details.express,
             tenant=request.tenant,
@@ -348,7 +348,7 @@ class RolloutScheduler:
         switch = protocol.SwitchAdapter(
             request=inflight.request.id,
             assignment=stay.name,
-            adapter=self._residency.adapter_ref(stay.worker, ref),
+            adapter=self._references.adapter_ref(stay.worker, ref),
             recompute=details.recompute,
         )
         stay.worker.post(switch)

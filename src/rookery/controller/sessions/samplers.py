@@ -23,7 +23,7 @@ from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
 from rookery.controller.weights.checkpoints import find_checkpoint
-from rookery.controller.weights.distribution import adapter_ref
+from rookery.controller.weights.store import adapter_ref
 from rookery.errors import RookeryError, UserError
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 from rookery.storage.repositories import versions

@@ -35,7 +35,7 @@ from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequ
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.checkpoints import find_checkpoint
-from rookery.controller.weights.distribution import adapter_ref
+from rookery.controller.weights.store import adapter_ref
 from rookery.errors import CorruptArtifact, RookeryError, StorageFull, Unavailable, UserError
 from rookery.scheduling.queues import ReorderBuffer
 from rookery.storage.models import CheckpointRow, FutureRow, ModelRow, PolicyRow, VersionRow
@@ -63,7 +63,7 @@ class TrainingRun:
         )
         self._policy_run = PolicyRun(
             context.rooms.training,
-            context.rooms.residency,
+            context.rooms.weights,
             lambda policy: context.store.write(jobs.next_lease, policy),
             row.base_model,
             self._versions,

@@ -24,8 +24,8 @@ from rookery.clock import BusyTime, Clock, IdGenerator
 from rookery.controller.fleet.events import WorkerEvent
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
+from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.scheduling.trainers import TrainingLoad, assign_trainer, is_overloaded, select_helpers
@@ -116,7 +116,7 @@ class TrainingDispatcher:
     def __init__(
         self,
         fleet: Fleet,
-        residency: AdapterResidency,
+        references: WeightStore,
         collector: ArtifactCollector,
         tickets: Tickets,
         settings: Settings,
@@ -130,7 +130,7 @@ class TrainingDispatcher:
         self.retries = 0
         """Operations that moved to another worker."""
         self._fleet = fleet
-        self._residency = residency
+        self._references = references
         self._collector = collector
         self._tickets = tickets
         self._settings = settings
@@ -233,8 +233,8 @@ class TrainingDispatcher:
         return self._ids.new("op")
 
     def pin(self, worker: Worker, ref: protocol.AdapterRef) -> protocol.AdapterRef:
-        """``ref`` with a ticket for ``worker``."""
-        return self._residency.adapter_ref(worker, ref)
+        """``ref`` with the sources from which ``worker`` may read it."""
+        return self._references.adapter_ref(worker, ref)
 
     @contextmanager
     def published_batch(self, content: bytes) -> Iterator[str]:
@@ -351,7 +351,7 @@ class TrainingDispatcher:
     async def discard(self, policy: str, digest: str) -> None:
         """Delete an artifact of :meth:`uploading` that no version will name."""
         await self._transfer(self._collector.drop, policy, digest)
-        self._residency.evict([digest])
+        self._references.unpublish([digest])
 
     @asynccontextmanager
     async def with_ticket(self, policy: str, digest: str) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from rookery import protocol
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
-from rookery.controller.weights.distribution import AdapterResidency
+from rookery.controller.weights.store import WeightStore
 from rookery.errors import UserError
 from rookery.spec.policy import InFlight
 from rookery.storage.models import VersionRow
@@ -29,14 +29,14 @@ class PolicyRun:
     def __init__(
         self,
         training: TrainingDispatcher,
-        residency: AdapterResidency,
+        references: WeightStore,
         next_lease: Callable[[str], Awaitable[int]],
         model: str,
         versions: PolicyVersions,
         trainers: int = 1,
     ) -> None:
         """``model``: the base model. A batch is divided among at most ``trainers`` workers."""
-        self._residency = residency
+        self._references = references
         self._model = model
         self.versions = versions
         self.trainer = PolicyTrainer(training, versions.row, model, next_lease, trainers)
@@ -127,7 +127,7 @@ class PolicyRun:
     def publish(self, job: str, in_flight: InFlight, switch: Callable[..., None]) -> protocol.AdapterRef:
         """Make the newest version the one on which new requests of ``job`` run, and running ones unless they finish on
         theirs: ``switch`` is :meth:`rookery.controller.rollout.scheduler.RolloutScheduler.switch`."""
-        self._residency.announce(self._model, self.parent)
+        self._references.publish(self._model, self.parent)
         if in_flight != "finish":
             switch(job, self.parent, recompute=in_flight == "recompute")
         return self.parent

@@ -20,8 +20,8 @@ from dataclasses import replace
 from rookery import protocol
 from rookery.controller.services import Services
 from rookery.controller.training.dispatcher import TrainingDispatcher
-from rookery.controller.weights.distribution import adapter_ref
 from rookery.controller.weights.gc import ArtifactCollector
+from rookery.controller.weights.store import adapter_ref
 from rookery.errors import ArtifactMissing, Conflict, CorruptArtifact, IncompleteArtifact, NotFound
 from rookery.scheduling.job_rules import followed_version, training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec

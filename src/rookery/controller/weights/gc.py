@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rookery import protocol
-from rookery.controller.weights.distribution import AdapterResidency
+from rookery.controller.weights.store import WeightStore
 from rookery.errors import StorageFull, Unavailable
 from rookery.storage.artifacts import Artifacts, Staging
 from rookery.storage.repositories import versions
@@ -37,14 +37,14 @@ log = logging.getLogger("rookery.controller.weights.gc")
 
 
 class ArtifactCollector:
-    def __init__(self, store: Store, artifacts: Artifacts, residency: AdapterResidency) -> None:
+    def __init__(self, store: Store, artifacts: Artifacts, references: WeightStore) -> None:
         self.pins: Counter[str] = Counter()
         """Readers and uploads by the hash of the artifact that they need."""
         self.deferred: set[str] = set()
         """Artifacts that nothing names any more and that are pinned: the end of the last pin deletes them."""
         self._store = store
         self._artifacts = artifacts
-        self._residency = residency
+        self._references = references
         self._lock = threading.Lock()
         """Guards ``pins`` and ``deferred``: the event loop and threads change them."""
         self._deletion = threading.RLock()
@@ -119,7 +119,7 @@ class ArtifactCollector:
             return digest if digest is not None and self._delete(digest) else None
 
         if (deleted := await self._store.run(both)) is not None:
-            self._residency.evict([deleted])
+            self._references.unpublish([deleted])
 
     async def collect_all(self, now: float, keep: float) -> None:
         """Delete half-written uploads and every artifact that nothing has named for ``keep`` seconds before ``now``.

@@ -1,7 +1,7 @@
 """Tickets: short-lived permission to read or write named bytes over HTTP.
 
-* A read ticket is bound to one artifact hash by an HMAC under this process's secret: a hash is a name, not a
-  permission.
+* A download ticket lets anybody who has the link read the adapter of one artifact, by an HMAC under this process's
+  secret. Workers read artifacts without one (:mod:`rookery.protocol.reads`).
 * A published batch stays in memory, for the worker that has its ticket, until it is retracted.
 * An upload ticket names one staging folder of the artifact store, until its operation ends.
 """
@@ -34,12 +34,12 @@ class Tickets:
         self._uploads: dict[str, Staging] = {}
 
     def grant(self, digest: str) -> str:
-        """A ticket that reads the artifact ``digest`` until it expires."""
+        """A ticket that downloads the artifact ``digest`` until it expires."""
         until = str(int(self._clock.time() + self._seconds))
         return f"{until}.{self._sign(digest, until)}"
 
     def reads(self, ticket: str, digest: str) -> bool:
-        """Whether ``ticket`` opens the artifact ``digest`` now."""
+        """Whether ``ticket`` downloads the artifact ``digest`` now."""
         until, _, signature = ticket.partition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(digest, until).encode()):
             return False

@@ -1,9 +1,9 @@
-"""``/wire``: connections of workers and environment hosts, and transfers of artifacts and training data with tickets.
+"""``/wire``: connections of workers and environment hosts, and transfers of artifacts and training data.
 
 * A WebSocket is accepted for a key of the right role, and is then only a
   :class:`~rookery.protocol.connection.Connection` of the controller.
-* Transfers need a ticket; a hash is a name, not a permission. Without a valid ticket the response is 404, as if the
-  artifact did not exist.
+* A worker signs its reads of artifacts (:mod:`rookery.protocol.reads`), batches and uploads have a ticket; a hash is a
+  name, not a permission. Without a valid signature or ticket the response is 404, as if the artifact did not exist.
 * An upload is written from the socket to the disk in chunks, in a thread: it is never held whole, and no other request
   waits.
 """
@@ -23,7 +23,7 @@ from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import NotFound, RookeryError
 from rookery.protocol.connection import ConnectionClosed
-from rookery.server.auth import Service, authenticate
+from rookery.server.auth import Service, ServiceContext, authenticate
 from rookery.server.peft_archive import stream
 from rookery.server.responses import json_response, refusal
 
@@ -72,18 +72,18 @@ class WebSocketConnection:
 
 routes = APIRouter(prefix="/wire", include_in_schema=False)
 
-Ticket = Annotated[str, Header(alias="X-Rookery-Ticket")]
+Signature = Annotated[str, Header(alias=protocol.READ_HEADER)]
 
 
 @routes.websocket("/worker")
 async def worker(socket: WebSocket, service: Service) -> None:
     try:
-        await authenticate(socket, ("worker",))
+        caller = await authenticate(socket, ("worker",))
     except RookeryError as error:
         await socket.send_denial_response(refusal(error))
         return
     await socket.accept()
-    await service.controller.serve_worker(WebSocketConnection(socket, protocol.MAX_FRAME))
+    await service.controller.serve_worker(WebSocketConnection(socket, protocol.MAX_FRAME), caller.key)
 
 
 @routes.websocket("/host")
@@ -103,19 +103,24 @@ async def host(socket: WebSocket, service: Service) -> None:
         await service.controller.serve_host(WebSocketConnection(socket, most), owner)
 
 
+async def authorize(service: ServiceContext, signature: str, digest: str) -> None:
+    """Raises :class:`NotFound` unless a worker whose key is valid signed to read the artifact ``digest`` now."""
+    key = service.controller.reads.reader(signature, digest)
+    if key is None or await service.keys.find(key) is None:
+        raise NotFound("no such artifact, or the signature is not valid now")
+
+
 @routes.get("/artifacts/{digest}")
-async def manifest(service: Service, digest: str, ticket: Ticket = "") -> Response:
-    if not service.controller.tickets.reads(ticket, digest):
-        raise NotFound("no such artifact, or the ticket has expired")
+async def manifest(service: Service, digest: str, signature: Signature = "") -> Response:
+    await authorize(service, signature, digest)
     return json_response(await service.threads(service.context.artifacts.open, digest))
 
 
 @routes.get("/artifacts/{digest}/{name}")
 async def shard(
-    service: Service, digest: str, name: str, ticket: Ticket = "", range: Annotated[str | None, Header()] = None
+    service: Service, digest: str, name: str, signature: Signature = "", range: Annotated[str | None, Header()] = None
 ) -> Response:
-    if not service.controller.tickets.reads(ticket, digest):
-        raise NotFound("no such artifact, or the ticket has expired")
+    await authorize(service, signature, digest)
     return await service.threads(stream, service.context.artifacts, digest, name, range)
 
 

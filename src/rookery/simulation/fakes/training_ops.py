@@ -38,8 +38,6 @@ class TrainingProcess(FaultyProcess, Protocol):
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
 
-    async def wait_readable(self, ref: protocol.AdapterRef) -> None: ...
-
 
 UPLOAD_ATTEMPTS = 3
 
@@ -133,7 +131,6 @@ class FakeTrainingOps:
         await self.answer(FakeOperationResult(msgspec.structs.replace(stale(op, reason), category=category)))
 
     async def _load_parent(self, op: PolicyOperation) -> bool:
-        await self._worker.wait_readable(op.parent)
         await asyncio.sleep(self._faults.delay("pull", self._machine.pull(state=True)))
         self._worker.pulled_bytes += self._machine.adapter_bytes + self._machine.state_bytes
         try:
@@ -150,7 +147,6 @@ class FakeTrainingOps:
         await self._die_in("begin")
         source = None
         if op.source is not None:
-            await self._worker.wait_readable(op.source)
             source = self._read(op.source.hash, ADAPTER)
         self._compute.queue(op, lambda: self.trainer.init_adapter(op, source))
 

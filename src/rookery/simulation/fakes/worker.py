@@ -2,7 +2,7 @@
 
 * It computes one thing at a time (:mod:`rookery.simulation.fakes.compute`), as a real one does; transfers overlap.
 * Tokens leave at most one flush interval and one slice after they were sampled, at once when their request has ended.
-* It dials in at once, and sends ``Ready`` when the base model is loaded. An adapter is pulled once, also on a prefetch;
+* It dials in at once, and sends ``Ready`` when the base model is loaded. An adapter is pulled once;
   batches, adapters and states take their transfer time.
 * When its connection ends it keeps what it sampled and dials again; the controller claims requests with ``Generate``.
 * :meth:`FakeWorker.kill` ends it at once; :meth:`FakeWorker.drain` as SIGTERM does. :class:`Faults` are the hooks that
@@ -30,8 +30,6 @@ from rookery.spec.machine import Machine
 
 REDIAL_SECONDS = 1.0
 """Between the end of a connection and the next attempt."""
-TICKET_SECONDS = 30.0
-"""A ticket that was not granted is requested again after this long."""
 HOLD_SECONDS = 60.0
 """How long a request that nobody claims is held."""
 
@@ -86,7 +84,6 @@ class FakeWorker:
         self.name = hello.name
         self._dial = dial
         self._loop = asyncio.get_running_loop()
-        self._grants: dict[str, asyncio.Future[protocol.TicketGrant]] = {}
         self._adapters: dict[str, asyncio.Future[bool]] = {}
         """Adapters that are here or on their way, by hash; the result is whether the pull succeeded."""
         for digest in cached:
@@ -216,7 +213,6 @@ class FakeWorker:
             if not pull.done():
                 pull.cancel()
                 del self._adapters[digest]
-        self._grants.clear()
         self.training.disconnected()
 
     async def _load(self) -> None:
@@ -258,15 +254,14 @@ class FakeWorker:
                 self._abort(message)
             case protocol.SwitchAdapter():
                 self.spawn(self._switch(message))
-            case protocol.PrefetchAdapters():
+            case protocol.Replicate():
                 for ref in message.refs:
                     if self._has(ref.hash):
                         self.spawn(self._report_cached(ref.hash))
                     else:
                         self._pull(ref)
-            case protocol.TicketGrant():
-                if (grant := self._grants.pop(message.hash, None)) is not None and not grant.done():
-                    grant.set_result(message)
+            case protocol.Retain() | protocol.Sources():
+                pass
             case protocol.EvictArtifacts():
                 self._evict(message)
             case _:
@@ -353,7 +348,6 @@ class FakeWorker:
         return pull
 
     async def _fetch(self, ref: protocol.AdapterRef) -> bool:
-        await self.wait_readable(ref)
         await asyncio.sleep(self.faults.delay("pull", self.machine.pull()))
         if self.faults.pull_fails():
             self._adapters.pop(ref.hash, None)
@@ -365,13 +359,3 @@ class FakeWorker:
 
     async def _report_cached(self, digest: str) -> None:
         await self.send(protocol.AdaptersCached(epoch=0, hashes=[digest]))
-
-    async def wait_readable(self, ref: protocol.AdapterRef) -> None:
-        """Wait for a ticket that opens the artifact, if the one that came with it does not."""
-        ticket = ref.ticket
-        while not self.tickets.reads(ticket, ref.hash):
-            grant = self._grants.setdefault(ref.hash, self._loop.create_future())
-            await self.send(protocol.TicketRequest(epoch=0, hash=ref.hash))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICKET_SECONDS):
-                    ticket = (await asyncio.shield(grant)).ticket

@@ -181,6 +181,11 @@ def valid_key(connection: Connection, key_hash: str, now: float) -> KeyRow | Non
     return row if row is not None and row.revoked is None and (row.expires is None or now < row.expires) else None
 
 
+def worker_keys(connection: Connection) -> list[str]:
+    """The hashes of the keys with the role worker that are not revoked."""
+    return list(connection.execute(select(KeyRow.hash).filter_by(role="worker", revoked=None)).scalars())
+
+
 def add_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str, size: int, created: float) -> None:
     """Record that the tenant brought these bytes; a second time changes nothing."""
     known = select(UploadRow.hash).filter_by(hash=hash, tenant=tenant, kind=kind)

@@ -4,8 +4,8 @@ Promises:
 
 * A file appears whole, under its name, or not at all: it is written as a private ``.part`` file and renamed.
 * Bytes on disk are hashed again before this process first uses them.
-* The cache stays below its limit: the least recently used folders are evicted first, pinned ones never. Eviction
-  creates no file, so it works on a full disk.
+* The cache stays below its limit: the least recently used folders are evicted first, retained ones after all others,
+  pinned ones never. Eviction creates no file, so it works on a full disk.
 * Half-written files of a process that has died are deleted by the next one.
 * The folder is readable by its owner only, because it holds the adapters of all tenants. A folder that an earlier
   release created with wider permissions is corrected.
@@ -59,6 +59,8 @@ class AdapterCache:
         self._capacity_bytes = capacity_bytes
         self._verified: set[Path] = set()
         self._pins: Counter[str] = Counter()
+        self.retained: frozenset[str] = frozenset()
+        """Hashes of artifacts of which this is the last reserved holder."""
         root.mkdir(0o700, parents=True, exist_ok=True)
         if root.stat().st_mode & 0o077:
             try:
@@ -136,20 +138,21 @@ class AdapterCache:
         if not self._pins[digest]:
             self._delete(self._root / digest)
 
-    async def evict(self, *, disk_full: bool = False) -> None:
+    async def evict(self, *, disk_full: bool = False) -> list[str]:
         """Delete the least recently used artifacts while the cache exceeds its capacity; with ``disk_full``, all that
-        are neither pinned nor recently used."""
+        are neither pinned nor recently used. Returns their hashes."""
         folders = await asyncio.to_thread(_sizes, self._root)
         total = sum(size for _, size, _ in folders)
         capacity, before = 0 if disk_full else self._capacity_bytes, time.time() - RECENT_SECONDS
-        deletions: list[asyncio.Future[None]] = []
-        for folder, size, used in sorted(folders, key=lambda entry: entry[2]):
-            if total <= capacity or used > before:
+        deletions: dict[str, asyncio.Future[None]] = {}
+        for folder, size, used in sorted(folders, key=lambda entry: (entry[0].name in self.retained, entry[2])):
+            if total <= capacity:
                 break
-            if not self._pins[folder.name]:
-                deletions.append(self._delete(folder))
+            if used <= before and not self._pins[folder.name]:
+                deletions[folder.name] = self._delete(folder)
                 total -= size
-        await asyncio.gather(*deletions)
+        await asyncio.gather(*deletions.values())
+        return list(deletions)
 
     def _delete(self, folder: Path) -> asyncio.Future[None]:
         """Hide the folder at once; the future completes when a thread has freed its bytes."""
@@ -165,8 +168,8 @@ class AdapterCache:
 
 
 class CacheEvents:
-    """Reports to the controller: adapters that arrived, and those that could not be pulled. Each is sent once per
-    connection. Belongs to the I/O thread."""
+    """Reports to the controller: adapters that arrived, that left, and those that could not be pulled. Each is sent
+    once per connection. Belongs to the I/O thread."""
 
     def __init__(self) -> None:
         self.pending = asyncio.Event()
@@ -174,12 +177,14 @@ class CacheEvents:
         self._reported: set[str] = set()
         """Hashes that the present connection's controller knows to be cached."""
         self._arrived: list[str] = []
+        self._evicted: list[str] = []
         self._failed: dict[str, str] = {}
 
     def reset(self, reported: Iterable[str]) -> None:
         """A new connection has begun; its ``Hello`` names the hashes ``reported``."""
         self._reported = set(reported)
         self._arrived.clear()
+        self._evicted.clear()
         self._failed.clear()
 
     def report_again(self, hashes: Iterable[str]) -> None:
@@ -198,9 +203,13 @@ class CacheEvents:
         self._failed[digest] = error
         self.pending.set()
 
-    def on_evicted(self, digest: str) -> None:
-        """The adapter has left the cache."""
+    def on_evicted(self, digest: str, *, report: bool = False) -> None:
+        """The adapter has left the cache; ``report``: to make room, which the controller does not know yet."""
+        if report and digest in self._reported and digest not in self._arrived:
+            self._evicted.append(digest)
+            self.pending.set()
         self._reported.discard(digest)
+        self._arrived = [one for one in self._arrived if one != digest]
 
     def take(self, epoch: int) -> list[protocol.Message]:
         """Messages for the reports that have not been sent, and clear them."""
@@ -208,9 +217,12 @@ class CacheEvents:
         messages: list[protocol.Message] = [
             protocol.PullFailed(epoch=epoch, hash=digest, error=error) for digest, error in self._failed.items()
         ]
+        if self._evicted:
+            messages.append(protocol.AdaptersEvicted(epoch=epoch, hashes=list(self._evicted)))
         if self._arrived:
             messages.append(protocol.AdaptersCached(epoch=epoch, hashes=list(self._arrived)))
         self._arrived.clear()
+        self._evicted.clear()
         self._failed.clear()
         return messages
 

@@ -1,4 +1,4 @@
-"""Artifacts and training batches between a worker and the service, or other workers, over HTTP with tickets.
+"""Artifacts and training batches between a worker and the service, or other workers, over HTTP.
 
 Promises:
 
@@ -6,11 +6,13 @@ Promises:
   manifest whose own hash is the folder's name. Shards arrive in a private ``.part`` file and are renamed.
 * A broken transfer resumes at the byte where it stopped. A shard that arrives with another hash is deleted, counted,
   fetched once more from its beginning, and then refused.
-* An adapter comes from the peers that were named for it (:mod:`rookery.worker.transfer.peers`), then from the service,
-  with retries. Wrong bytes from peers cost one fetch from the service. The trainer's state comes from the service only.
+* An artifact comes from the workers that were named for it (:mod:`rookery.worker.transfer.peers`), then from the
+  service, with retries. Wrong bytes from workers cost one fetch from the service. The trainer's state comes from the
+  service only.
+* An artifact that arrives is served to other workers at once.
 * The result of every pull is reported in ``events``.
 * On a full disk, unused artifacts are evicted from the cache, and the transfer is tried once more.
-* A ticket that the service refuses is replaced once, by a request over the control connection.
+* Every read is signed when it is sent.
 """
 
 from __future__ import annotations
@@ -20,15 +22,14 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import httpx
-from cachetools import LRUCache
 
 from rookery import protocol
+from rookery.aio import BackgroundTasks
 from rookery.errors import NO_ROOM
 from rookery.network import client_tls, proxy_of
 from rookery.worker.transfer.cache import (
@@ -43,7 +44,6 @@ from rookery.worker.transfer.cache import (
 from rookery.worker.transfer.http import (
     CorruptDownload,
     RetryTransfer,
-    TicketRefused,
     TransferFailed,
     Unreachable,
     decode_manifest,
@@ -53,7 +53,8 @@ from rookery.worker.transfer.http import (
     raise_for_status,
     size_of,
 )
-from rookery.worker.transfer.peers import KEPT_TICKETS, PeerClient
+from rookery.worker.transfer.peers import PeerClient
+from rookery.worker.transfer.published import PublishedArtifacts, Reads
 
 log = logging.getLogger("rookery.worker.transfer.client")
 
@@ -80,30 +81,34 @@ class TransferClient:
         base: str,
         root: Path,
         capacity_bytes: int,
-        renew_ticket: Callable[[str], Awaitable[str]],
+        ask: Callable[[str, str], Awaitable[list[str]]],
         events: CacheEvents,
+        published: PublishedArtifacts,
+        reads: Reads,
         *,
         timeout_seconds: float,
         peer_seconds: float,
         ca_file: str = "",
     ) -> None:
         """``base`` is the service's HTTP address, or several, comma-separated, until :meth:`use`; ``root`` is the
-        cache's folder. ``renew_ticket(hash)`` requests a new ticket and may raise :class:`TransferFailed`. The service
-        may send nothing for ``timeout_seconds``, a peer for ``peer_seconds``. ``ca_file`` is as in
-        :func:`~rookery.network.client_tls`."""
+        cache's folder. ``ask`` is that of :class:`PeerClient`. The service may send nothing for ``timeout_seconds``,
+        another worker for ``peer_seconds``. ``ca_file`` is as in :func:`~rookery.network.client_tls`."""
         bases = base.split(",")
         ways = {
             each: httpx.AsyncHTTPTransport(verify=client_tls(each, ca_file) or True, proxy=proxy_of(each))
             for each in bases
         }
         self._http = httpx.AsyncClient(base_url=bases[0], timeout=timeout_seconds, trust_env=False, mounts=ways)
-        self._peers = PeerClient(peer_seconds)
+        self._peers = PeerClient(peer_seconds, reads, ask)
         self._events = events
+        self._published = published
+        self._reads = reads
         self._cache = AdapterCache(root, capacity_bytes)
-        self._renew_ticket = renew_ticket
         self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._tickets: LRUCache[str, str] = LRUCache(KEPT_TICKETS)
+        self._orders = BackgroundTasks()
+        self.receiving: dict[str, int] = {}
+        """By hash, the bytes that are here of the artifacts that it receives."""
         self.bytes_from_service = 0
         """Bytes of artifacts received from the service."""
         self.corrupt = 0
@@ -114,6 +119,7 @@ class TransferClient:
         self._http.base_url = base
 
     async def close(self) -> None:
+        await self._orders.cancel()
         for task in self._pulls.values():
             task.cancel()
         await self._http.aclose()
@@ -130,7 +136,7 @@ class TransferClient:
     async def pulled(self, ref: protocol.AdapterRef, *, state: bool = False) -> AsyncIterator[Path]:
         """The folder of an artifact, pulled if needed and pinned within this context; with ``state``, the trainer's
         state is in it too. Raises :class:`TransferFailed`."""
-        self.set_ticket(ref.hash, ref.ticket, ref.peers)
+        self._peers.set_sources(ref.hash, ref.sources)
         key = (ref.hash, state)
         if key not in self._pulls:
             task = asyncio.create_task(self._pull(*key))
@@ -139,12 +145,20 @@ class TransferClient:
         with self._cache.pinned(ref.hash):
             yield await asyncio.shield(self._pulls[key])
 
-    def set_ticket(self, digest: str, ticket: str, peers: Iterable[str]) -> None:
-        """From now on ``ticket`` reads the artifact, at the service and at ``peers``; an empty ticket changes
-        nothing."""
-        if ticket:
-            self._tickets[digest] = ticket
-            self._peers.set_sources(digest, ticket, peers)
+    def replicate(self, ref: protocol.AdapterRef) -> None:
+        """Receive an artifact that work will name. The result is reported in ``events``."""
+        self._orders.start(self._replicate(ref))
+
+    async def _replicate(self, ref: protocol.AdapterRef) -> None:
+        try:
+            async with self.pulled(ref):
+                pass
+        except Exception as error:  # it is reported
+            log.info("version %d of %s did not arrive: %s", ref.version, ref.policy, one_line(error))
+
+    def retain(self, hashes: Iterable[str]) -> None:
+        """Evict these artifacts last; replaces the set given before."""
+        self._cache.retained = frozenset(hashes)
 
     def cached(self) -> list[str]:
         """Hashes of the artifacts whose adapter is complete in the cache."""
@@ -152,7 +166,7 @@ class TransferClient:
 
     def evict(self, digest: str) -> None:
         """Delete an artifact that nothing will name again."""
-        self._tickets.pop(digest, None)
+        self._published.unpublish(digest)
         self._peers.discard(digest)
         self._cache.discard(digest)
         self._events.on_evicted(digest)
@@ -171,12 +185,23 @@ class TransferClient:
         folder = self._cache.folder(digest)
         async with self._locks.setdefault(digest, asyncio.Lock()):
             self._cache.touch(folder)
-            fetched = await self._with_space(lambda: self._fetch(digest, folder, state))
+            self._published.begin(digest)
+            self.receiving[digest] = 0
+            try:
+                fetched = await self._with_space(lambda: self._fetch(digest, folder, state))
+            finally:
+                self._published.end(digest)
+                del self.receiving[digest]
         self._events.on_arrived(digest)
         if fetched:
             log.info("pulled %s of artifact %s", ", ".join(fetched), digest[:12])
-            await self._cache.evict()
+            await self._evict()
         return folder
+
+    async def _evict(self, *, disk_full: bool = False) -> None:
+        """Make room in the cache, and report what left it."""
+        for digest in await self._cache.evict(disk_full=disk_full):
+            self._events.on_evicted(digest, report=True)
 
     async def _fetch(self, digest: str, folder: Path, state: bool) -> list[str]:
         """Complete the artifact on disk; the names of the shards that had to be fetched."""
@@ -196,28 +221,34 @@ class TransferClient:
         content = await self._peers.manifest(digest)
         if content is None:
             url = f"/wire/artifacts/{digest}"
-            content = (await self._with_ticket(digest, lambda ticket: self._request("GET", url, ticket))).content
+            content = (await self._request("GET", url, reads=digest)).content
         manifest = decode_manifest(content, digest)
         write_atomically(path, content)
         return manifest
 
     async def _fetch_shard(self, digest: str, folder: Path, shard: protocol.Shard) -> bool:
         """Whether it had to be fetched."""
-        path = folder / shard.name
+        path, before = folder / shard.name, self.receiving[digest]
         if path.is_file():
             if await self._cache.verify(path, shard.sha256):
+                self.receiving[digest] = before + shard.size
                 return False
             self._on_corrupt(f"{path} is damaged on disk and is fetched again")
             path.unlink()
         part, fetches = part_of(path), SERVICE_FETCHES
         while fetches:
-            from_peers = not is_state(shard.name) and await self._peers.download(digest, shard, part)
+            from_peers, arriving = False, None
+            if not is_state(shard.name):
+                arriving = self._published.arrive(digest, shard, part)
+                from_peers = await self._peers.download(digest, shard, part)
             if size_of(part) != shard.size:
-                url = f"/wire/artifacts/{digest}/{shard.name}"
-                await self._with_ticket(digest, partial(self._download, url, part, shard.size))
+                await self._download(digest, shard, part)
             if await asyncio.to_thread(sha256, part) == shard.sha256:
                 self._cache.insert(part, path)
+                self.receiving[digest] = before + shard.size
                 return True
+            if arriving is not None:
+                arriving.ended = True
             part.unlink()
             self._on_corrupt(f"artifact {digest[:12]}: {shard.name} arrived with a wrong hash")
             if from_peers:
@@ -226,12 +257,13 @@ class TransferClient:
                 fetches -= 1
         raise CorruptDownload(f"artifact {digest[:12]} is corrupt: {shard.name} does not have the hash that names it")
 
-    async def _download(self, url: str, part: Path, size: int, ticket: str) -> None:
-        """Append to ``part`` until it has ``size`` bytes from the service."""
+    async def _download(self, digest: str, shard: protocol.Shard, part: Path) -> None:
+        """Append to ``part`` until it has all bytes of ``shard``, from the service."""
+        url = f"/wire/artifacts/{digest}/{shard.name}"
 
         async def attempt() -> None:
-            await download(self._http, url, ticket, part, size, self._count)
-            if size_of(part) != size:
+            await download(self._http, url, self._reads.sign(digest), part, shard.size, self._count)
+            if size_of(part) != shard.size:
                 raise RetryTransfer("the connection ended early")
 
         await _with_retries(f"GET {url}", attempt, progress=lambda: size_of(part))
@@ -254,10 +286,11 @@ class TransferClient:
                 url = f"/wire/uploads/{ticket}/{shard.name}"
                 await self._request("PUT", url, body=staging / shard.name)
             self._cache.insert_staged(manifest, staging)
+            self._published.publish(manifest.hash)
             self._events.on_arrived(manifest.hash)
         finally:
             await asyncio.to_thread(shutil.rmtree, staging, True)
-        await self._cache.evict()
+        await self._evict()
         return manifest
 
     async def _staged(self, write: Callable[[Path], object]) -> tuple[Path, protocol.Manifest]:
@@ -287,26 +320,17 @@ class TransferClient:
             if errno_of(error) not in NO_ROOM:
                 raise
             log.warning("the disk is full: evicting unused artifacts from the cache")
-        await self._cache.evict(disk_full=True)
+        await self._evict(disk_full=True)
         return await call()
 
-    async def _with_ticket(self, digest: str, call: Callable[[str], Awaitable[T]]) -> T:
-        """``call(ticket)`` with the artifact's ticket, once more with a new one if it is refused."""
-        try:
-            return await call(self._tickets.get(digest, ""))
-        except TicketRefused:
-            self._tickets[digest] = await self._renew_ticket(digest)
-            return await call(self._tickets[digest])
-
-    async def _request(self, method: str, url: str, ticket: str = "", body: Path | None = None) -> httpx.Response:
-        """A response with status 2xx; ``body`` is a file to send."""
-        headers = {"X-Rookery-Ticket": ticket} if ticket else {}
-        if body is not None:
-            headers["Content-Length"] = str(size_of(body))
+    async def _request(self, method: str, url: str, reads: str = "", body: Path | None = None) -> httpx.Response:
+        """A response with status 2xx; ``body`` is a file to send, ``reads`` the artifact that the request reads."""
+        headers = {"Content-Length": str(size_of(body))} if body is not None else {}
 
         async def attempt() -> httpx.Response:
             content = None if body is None else _blocks(body)
-            response = await self._http.request(method, url, content=content, headers=headers)
+            signed = headers | ({protocol.READ_HEADER: self._reads.sign(reads)} if reads else {})
+            response = await self._http.request(method, url, content=content, headers=signed)
             raise_for_status(method, url, response.status_code)
             return response
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from rookery import protocol
 from rookery.errors import RookeryError
 
-TICKET_STATUSES = {401, 403, 404, 410}
-"""Statuses for a ticket that is invalid or has expired."""
+REFUSALS = {401, 403, 404, 410}
+"""Statuses for a signature or ticket that is not valid now, and for an artifact that is not there."""
 
 MANIFEST_BYTES = 1 << 20
 """Largest manifest that is read from a peer: one names a few files, a hundred bytes each."""
@@ -42,8 +42,8 @@ class CorruptDownload(TransferFailed):
     """The bytes do not have the hash that names them; a retry does not help."""
 
 
-class TicketRefused(TransferFailed):
-    """The ticket is invalid or has expired."""
+class ReadRefused(TransferFailed):
+    """The other end has no such artifact, or the signature or ticket is not valid now."""
 
 
 class RetryTransfer(Exception):
@@ -51,9 +51,9 @@ class RetryTransfer(Exception):
 
 
 def raise_for_status(method: str, url: str, status: int) -> None:
-    """Raises :class:`TicketRefused`, :class:`RetryTransfer` or :class:`TransferFailed` for a status other than 2xx."""
-    if status in TICKET_STATUSES:
-        raise TicketRefused(f"{method} {url}: the ticket was refused (HTTP {status})")
+    """Raises :class:`ReadRefused`, :class:`RetryTransfer` or :class:`TransferFailed` for a status other than 2xx."""
+    if status in REFUSALS:
+        raise ReadRefused(f"{method} {url}: refused (HTTP {status})")
     if status == 507:
         raise TransferFailed(f"{method} {url}: the service's disk is full")
     if status in TRANSIENT_STATUSES:
@@ -63,15 +63,15 @@ def raise_for_status(method: str, url: str, status: int) -> None:
 
 
 async def download(
-    http: httpx.AsyncClient, url: str, ticket: str, part: Path, size: int, count: Callable[[int], object]
+    http: httpx.AsyncClient, url: str, signature: str, part: Path, size: int, count: Callable[[int], object]
 ) -> None:
     """Append to the file ``part`` until it has ``size`` bytes, starting at its present end; ``count`` is called with
-    the size of each block received. Returns early if the connection ends early.
+    the size of each block received. Returns early if the other end ends early.
 
     Raises the errors of :func:`raise_for_status`, ``httpx.HTTPError``, and :class:`CorruptDownload` if more than
     ``size`` bytes arrive."""
     have = size_of(part) if size_of(part) < size else 0
-    headers = {"X-Rookery-Ticket": ticket} | ({"Range": f"bytes={have}-"} if have > 0 else {})
+    headers = {protocol.READ_HEADER: signature} | ({"Range": f"bytes={have}-"} if have > 0 else {})
     async with http.stream("GET", url, headers=headers) as response:
         raise_for_status("GET", url, response.status_code)
         with part.open("ab" if response.status_code == 206 else "wb") as file:
@@ -82,10 +82,10 @@ async def download(
                 count(len(block))
 
 
-async def fetch_manifest(http: httpx.AsyncClient, url: str, ticket: str) -> bytes:
+async def fetch_manifest(http: httpx.AsyncClient, url: str, signature: str) -> bytes:
     """The manifest that a peer sends, for :func:`decode_manifest` to check. Raises as :func:`download` does."""
     content = b""
-    async with http.stream("GET", url, headers={"X-Rookery-Ticket": ticket}) as response:
+    async with http.stream("GET", url, headers={protocol.READ_HEADER: signature}) as response:
         raise_for_status("GET", url, response.status_code)
         async for block in response.aiter_raw():
             content += block

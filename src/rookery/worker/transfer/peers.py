@@ -1,32 +1,37 @@
-"""Adapters between workers: :class:`PeerServer` serves those of this worker's cache, :class:`PeerClient` pulls others'.
+"""Artifacts between workers: :class:`PeerServer` serves those of this worker, :class:`PeerClient` reads others'.
 
 Promises of the server:
 
-* It serves only the artifacts that the controller named, to requests with the ticket that the controller named, until
-  that ticket expires. Every other request gets 404: other artifacts, other file names, the trainer's state.
+* It serves artifacts of the cache to requests that a worker with the same key signed
+  (:mod:`rookery.protocol.reads`). Every other request gets 404: other artifacts, other file names, the trainer's state.
+* An artifact that arrives is served as far as it is there; the response goes on as more arrives. A response whose bytes
+  do not arrive ends early, and the receiver goes on elsewhere.
 * It answers byte ranges, so that a receiver continues at the byte where another source stopped.
 * It runs in its own thread and serves a bounded number of requests at a time, so neither computation nor the worker's
   connection waits for it. Above the bound it answers 503, and the receiver uses another source.
 * Bytes are served as they are on disk. The receiver has their hash and verifies them.
+* A withdrawn artifact gets no new reader. Files are never changed, only deleted, so running readers end undisturbed.
 
 Promises of the client:
 
-* A peer is asked only for the artifacts that the controller named it for, with the ticket that it named.
-* A peer that fails, or sends nothing for the timeout, is left at the byte where it stopped. If it was unreachable,
-  broke the connection or sent wrong bytes, it is not asked again for a while; if it lacks the artifact or is busy, it
-  may be asked for the next one.
-* No method raises: the service has every artifact that peers do not serve.
+* A worker is asked only for the artifacts that the controller named it for.
+* One that fails, or sends nothing for the timeout, is left at the byte where it stopped, and the controller is asked
+  for others. If it was unreachable, broke the connection or sent wrong bytes, it is not asked again for a while; if it
+  lacks the artifact, is busy or waits itself, it may be asked for the next one.
+* No method raises: the service has every artifact that workers do not serve.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,7 +42,7 @@ import uvicorn
 from cachetools import LRUCache
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rookery import protocol
@@ -45,8 +50,8 @@ from rookery.errors import UserError
 from rookery.network import join_address
 from rookery.worker.transfer.cache import COMPLETE, MANIFEST, is_state
 from rookery.worker.transfer.http import (
+    ReadRefused,
     RetryTransfer,
-    TicketRefused,
     TransferFailed,
     decode_manifest,
     download,
@@ -54,12 +59,18 @@ from rookery.worker.transfer.http import (
     one_line,
     size_of,
 )
+from rookery.worker.transfer.published import ArrivingShard, PublishedArtifacts, Reads
 
 log = logging.getLogger("rookery.worker.transfer.peers")
 
-KEPT_TICKETS = 1024
-"""Artifacts whose ticket and peers are kept, the last used ones: a ticket is valid for minutes, and a new one is
-requested where it is missing."""
+FAILURES = (httpx.HTTPError, httpx.InvalidURL, TransferFailed, RetryTransfer)
+"""Errors after which another source is asked."""
+
+KEPT_SOURCES = 1024
+"""Artifacts whose sources are kept, the last used ones."""
+
+MOST_REQUESTS = 8
+"""Times that other sources are asked for in one transfer; then those known are used up, and the service is left."""
 
 MAX_RESPONSES = 4
 """Responses at a time: more would each be slower, and take network bandwidth from the worker's own tokens."""
@@ -70,6 +81,17 @@ BLOCK_BYTES = 1 << 20
 STOP_SECONDS = 2.0
 """Time for open responses to complete when the worker ends."""
 
+POLL_SECONDS = 0.005
+"""Pause of a response between two looks for new bytes of an artifact that arrives: the delay that each receiver adds to
+a chain."""
+
+EXPECT_SECONDS = 1.0
+"""A request for an artifact that is not here waits so long: its order may be on the way, behind that of the reader."""
+
+STALL_SECONDS = 2.0
+"""A response ends when no byte of an arriving artifact came for so long; less than a reader waits for a silent
+source."""
+
 BACKOFF_SECONDS = 60.0
 """A peer that failed is not asked again for this long: it may be gone, or unreachable from here."""
 
@@ -77,10 +99,12 @@ BACKOFF_SECONDS = 60.0
 class PeerServer:
     """Methods belong to the I/O thread; ``root`` holds one folder per artifact."""
 
-    def __init__(self, root: Path, listening: socket.socket) -> None:
+    def __init__(self, root: Path, listening: socket.socket, published: PublishedArtifacts, reads: Reads) -> None:
+        self.bytes_sent = 0
+        """Bytes of artifacts and manifests."""
         self._root = root
-        self._expiry: dict[tuple[str, str], float] = {}
-        """(hash, ticket) → monotonic time until which it is served."""
+        self._published = published
+        self._reads = reads
         self._responses = 0
         self._routes = Starlette(
             routes=[Route("/artifacts/{digest}", self._manifest), Route("/artifacts/{digest}/{name}", self._shard)]
@@ -101,19 +125,9 @@ class PeerServer:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Waits for the thread to end; one that is stuck in a response ends with the process."""
+        """Waits for running responses; one that is stuck ends with the process."""
         self._server.should_exit = True
         await asyncio.to_thread(self._thread.join, 2 * STOP_SECONDS)
-
-    def serve(self, digest: str, ticket: str, seconds: float) -> None:
-        """Serve the artifact ``digest`` to requests with ``ticket``, for ``seconds`` from now."""
-        now = time.monotonic()
-        valid = {served: until for served, until in self._expiry.items() if until > now}
-        self._expiry = valid | {(digest, ticket): now + seconds}
-
-    def revoke(self, digest: str) -> None:
-        """Stop serving this artifact."""
-        self._expiry = {served: until for served, until in self._expiry.items() if served[0] != digest}
 
     # --- in the server's thread -------------------------------------------------------------------------------------
 
@@ -122,39 +136,84 @@ class PeerServer:
         if self._responses >= MAX_RESPONSES:
             await Response(status_code=503)(scope, receive, send)
             return
+
+        async def counted(message: Any) -> None:
+            await send(message)
+            self.bytes_sent += len(message.get("body", b""))
+
         self._responses += 1
         try:
-            await self._routes(scope, receive, send)
+            await self._routes(scope, receive, counted)
         finally:
             self._responses -= 1
 
     async def _manifest(self, request: Request) -> Response:
-        folder = self._authorized(request)
-        return Response(status_code=404) if folder is None else _file(folder / MANIFEST)
+        found = await self._find(request, MANIFEST)
+        return _file(found) if isinstance(found, Path) else Response(status_code=404)
 
     async def _shard(self, request: Request) -> Response:
-        folder, name = self._authorized(request), request.path_params["name"]
-        if folder is None or is_state(name) or name not in _shard_names(folder):
-            return Response(status_code=404)
-        return _file(folder / name)
+        name = request.path_params["name"]
+        found = None if is_state(name) or name == MANIFEST else await self._find(request, name)
+        if isinstance(found, ArrivingShard):
+            begin = _first_byte(request.headers.get("range", ""))
+            status, blocks = (206 if begin else 200), _arriving(found, begin)
+            return StreamingResponse(blocks, status, media_type="application/octet-stream")
+        return _file(found) if found is not None else Response(status_code=404)
 
-    def _authorized(self, request: Request) -> Path | None:
-        """The artifact's folder if the request may read it and it is complete."""
-        digest = request.path_params["digest"]
-        ticket = request.headers.get("x-rookery-ticket", "")
-        until = self._expiry.get((digest, ticket))  # the digest is a known hash, so it cannot contain a path
-        if until is None or until <= time.monotonic():
+    async def _find(self, request: Request, name: str) -> Path | ArrivingShard | None:
+        """The file ``name`` of an artifact that the request may read, as soon as it is there or arrives; None if that
+        does not come soon."""
+        digest, since = request.path_params["digest"], time.monotonic()
+        if not self._reads.permits(request.headers.get(protocol.READ_HEADER, ""), digest):
             return None
         folder = self._root / digest
-        return folder if (folder / COMPLETE).exists() else None
+        while not self._published.withdrawn(digest):
+            arriving = self._published.arriving(digest)
+            if arriving or (folder / COMPLETE).exists():
+                if name in (MANIFEST, *_shard_names(folder)) and (folder / name).is_file():
+                    return folder / name
+                if (shard := self._published.shard(digest, name)) is not None:
+                    return shard
+                if not arriving:
+                    return None
+            if time.monotonic() - since > (STALL_SECONDS if arriving else EXPECT_SECONDS):
+                return None
+            await asyncio.sleep(POLL_SECONDS)
+        return None
 
 
 def _file(path: Path) -> Response:
-    if not path.is_file():
-        return Response(status_code=404)
     response = FileResponse(path, media_type="application/octet-stream")
     response.chunk_size = BLOCK_BYTES
     return response
+
+
+def _first_byte(range: str) -> int:
+    """Of a request's ``Range`` header, which a worker sends as ``bytes=N-``; 0 without one."""
+    found = re.fullmatch(r"bytes=(\d{1,15})-", range, re.ASCII)
+    return int(found[1]) if found else 0
+
+
+async def _arriving(shard: ArrivingShard, at: int) -> AsyncIterator[bytes]:
+    """The bytes of ``shard`` from ``at`` on, as they arrive. Ends early where no more come."""
+    file, moved = None, time.monotonic()
+    try:
+        while at < shard.size:
+            ended = shard.ended  # before the read: what is there then is all
+            if file is None and shard.path.exists():
+                with suppress(FileNotFoundError):
+                    file = shard.path.open("rb", buffering=0)
+            block = os.pread(file.fileno(), BLOCK_BYTES, at) if file is not None else b""
+            if block:
+                at, moved = at + len(block), time.monotonic()
+                yield block
+            elif ended or time.monotonic() - moved > STALL_SECONDS:
+                return
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+    finally:
+        if file is not None:
+            file.close()
 
 
 def _shard_names(folder: Path) -> set[str]:
@@ -202,72 +261,84 @@ def _own_address(base: str) -> str:
 class PeerClient:
     """Belongs to the I/O thread."""
 
-    def __init__(self, timeout_seconds: float) -> None:
-        """``timeout_seconds``: how long a peer may send nothing."""
+    def __init__(self, timeout_seconds: float, reads: Reads, ask: Callable[[str, str], Awaitable[list[str]]]) -> None:
+        """``timeout_seconds``: how long a worker may send nothing. ``ask(hash, failed)`` asks for other sources than
+        the address ``failed``, and may raise :class:`TransferFailed`."""
         self._http = httpx.AsyncClient(timeout=timeout_seconds, trust_env=False)  # workers reach each other directly
-        self._sources: LRUCache[str, tuple[str, list[str]]] = LRUCache(KEPT_TICKETS)
-        """Hash → (ticket, URLs of peers)."""
+        self._reads = reads
+        self._ask = ask
+        self._sources: LRUCache[str, list[str]] = LRUCache(KEPT_SOURCES)
+        """By hash, the addresses of workers in the order in which to ask them."""
+        self._asked: LRUCache[str, int] = LRUCache(KEPT_SOURCES)
+        """By hash, the times that other sources were asked for."""
         self._backoff: dict[str, float] = {}
-        """URL of a peer that failed → monotonic time until which it is not asked."""
+        """Address of a worker that failed → monotonic time until which it is not asked."""
         self.bytes_received = 0
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    def set_sources(self, digest: str, ticket: str, peers: Iterable[str]) -> None:
-        """``peers`` serve the artifact to requests with ``ticket``."""
-        self._sources[digest] = (ticket, list(peers))
+    def set_sources(self, digest: str, sources: Iterable[str]) -> None:
+        """These workers serve the artifact."""
+        self._sources[digest] = list(sources)
+        self._asked.pop(digest, None)
 
     def discard(self, digest: str) -> None:
         self._sources.pop(digest, None)
 
     async def manifest(self, digest: str) -> bytes | None:
-        """The artifact's manifest from a peer, verified; None if no peer serves it."""
-        for ticket, peer in self._available(digest):
-            with self._failures_of(peer, digest):
-                content = await fetch_manifest(self._http, f"{peer}/artifacts/{digest}", ticket)
+        """The artifact's manifest from another worker, verified; None if none serves it."""
+        while (source := self._next(digest)) is not None:
+            try:
+                content = await fetch_manifest(self._http, f"{source}/artifacts/{digest}", self._reads.sign(digest))
                 decode_manifest(content, digest)
                 return content
+            except FAILURES as error:
+                await self._replace(digest, source, error)
         return None
 
     async def download(self, digest: str, shard: protocol.Shard, part: Path) -> bool:
-        """Append to the file ``part`` as many of the shard's bytes as peers serve; whether any byte arrived."""
+        """Append to the file ``part`` as many of the shard's bytes as other workers serve; whether any byte arrived."""
         before = size_of(part)
-        for ticket, peer in self._available(digest):
-            if size_of(part) == shard.size:
-                break
-            with self._failures_of(peer, digest):
-                url = f"{peer}/artifacts/{digest}/{shard.name}"
-                await download(self._http, url, ticket, part, shard.size, self._count)
+        while size_of(part) != shard.size and (source := self._next(digest)) is not None:
+            try:
+                url = f"{source}/artifacts/{digest}/{shard.name}"
+                await download(self._http, url, self._reads.sign(digest), part, shard.size, self._count)
+                if size_of(part) != shard.size:
+                    raise RetryTransfer("the source has no more")
+            except FAILURES as error:
+                await self._replace(digest, source, error)
         return size_of(part) != before
 
     def mark_failed(self, digest: str) -> None:
-        """The bytes that peers sent for the artifact were wrong; any of them may have sent them."""
-        ticket, peers = self._sources.get(digest, ("", []))
-        self._backoff_until(time.monotonic() + BACKOFF_SECONDS, peers)
-        self._sources[digest] = (ticket, [])
+        """The bytes that workers sent for the artifact were wrong; any of them may have sent them."""
+        self._backoff_until(time.monotonic() + BACKOFF_SECONDS, self._sources.get(digest, []))
+        self._sources[digest] = []
 
     def _count(self, size: int) -> None:
         self.bytes_received += size
 
-    def _available(self, digest: str) -> list[tuple[str, str]]:
-        ticket, peers = self._sources.get(digest, ("", []))
+    def _next(self, digest: str) -> str | None:
+        """The source to ask now; None if only the service is left."""
         now = time.monotonic()
-        return [(ticket, peer) for peer in peers if self._backoff.get(peer, 0.0) < now]
+        return next((one for one in self._sources.get(digest, []) if self._backoff.get(one, 0.0) < now), None)
 
-    @contextmanager
-    def _failures_of(self, peer: str, digest: str) -> Iterator[None]:
-        """Suppresses an error within; the peer is not asked for this artifact again."""
+    async def _replace(self, digest: str, source: str, error: Exception) -> None:
+        """``source`` is not asked for this artifact again: ask for others."""
+        log.info("stopped reading %s from worker %s: %s", digest[:12], source, one_line(error))
+        if not isinstance(error, ReadRefused | RetryTransfer):
+            self._backoff_until(time.monotonic() + BACKOFF_SECONDS, [source])
+        self._sources[digest] = [one for one in self._sources.get(digest, []) if one != source]
+        asked = self._asked[digest] = self._asked.get(digest, 0) + 1
+        if asked > MOST_REQUESTS:
+            return
         try:
-            yield
-        except (httpx.HTTPError, httpx.InvalidURL, TransferFailed, RetryTransfer) as error:
-            log.info("stopped pulling from peer %s: %s", peer, one_line(error))
-            _, peers = self._sources.get(digest, ("", []))
-            if peer in peers:
-                peers.remove(peer)
-            if not isinstance(error, TicketRefused | RetryTransfer):
-                self._backoff_until(time.monotonic() + BACKOFF_SECONDS, [peer])
+            others = await self._ask(digest, source)
+        except TransferFailed as reason:
+            log.info("%s", one_line(reason))
+        else:
+            self._sources[digest] = [one for one in others if one != source]
 
-    def _backoff_until(self, until: float, peers: Sequence[str]) -> None:
+    def _backoff_until(self, until: float, sources: Iterable[str]) -> None:
         now = time.monotonic()
-        self._backoff = {peer: end for peer, end in self._backoff.items() if end > now} | dict.fromkeys(peers, until)
+        self._backoff = {one: end for one, end in self._backoff.items() if end > now} | dict.fromkeys(sources, until)

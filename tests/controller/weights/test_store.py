@@ -1,18 +1,17 @@
-"""Workers that load, catch up, lend to each other, fall behind and lose what they should have."""
+"""Workers that load, catch up, read from each other, fall behind and lose what they should have."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import tempfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.peers import (
     MODEL,
     ScriptedWorker,
@@ -27,9 +26,8 @@ from tests.support.room import Room, beat
 from tests.support.virtual import by_number, machine
 
 from rookery import protocol
-from rookery.controller.weights.peer_directory import CANDIDATES, PEERS_PER_GRANT
+from rookery.controller.weights.store import AT_ONCE
 from rookery.protocol.connection import ConnectionClosed
-from rookery.scheduling.peers import PeerCandidate, select_peers
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService
 
@@ -40,11 +38,11 @@ def ready() -> protocol.Ready:
 
 def held(worker: ScriptedWorker) -> list[protocol.AdapterRef]:
     """What it was asked to hold, in order."""
-    return [ref for message in worker.other if isinstance(message, protocol.PrefetchAdapters) for ref in message.refs]
+    return [ref for message in worker.other if isinstance(message, protocol.Replicate) for ref in message.refs]
 
 
 def bare(ref: protocol.AdapterRef) -> protocol.AdapterRef:
-    return msgspec.structs.replace(ref, ticket="", peers=[])
+    return msgspec.structs.replace(ref, sources=[])
 
 
 # --- joining and catching up ------------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ async def test_joining_worker_catches_up_and_accepts_cached_versions(room: Room)
     await worker.say(ready())
     await eventually(lambda: len(held(worker)) == 2)
     assert [bare(ref) for ref in held(worker)] == [one, two]
-    assert all(room.tickets.reads(ref.ticket, ref.hash) for ref in held(worker))
+    assert all(ref.sources == [] for ref in held(worker)), "only the service has them"
     assert room.states() == {"worker": "catching up"}
     assert (room.able("rollout"), room.able("train")) == (["worker"], [])
     here = room["worker"]
@@ -104,13 +102,13 @@ async def test_reconnected_worker_keeps_its_adapters(room: Room) -> None:
     assert len(held(worker)) == 1, "it was asked once"
 
 
-async def test_newer_version_supersedes_an_older_prefetch(room: Room) -> None:
+async def test_newer_version_supersedes_an_older_order(room: Room) -> None:
     old, new, other = room.ref(1), room.ref(2), room.ref(1, "q")
     room.used = [old, other]
     worker = room.worker()
     worker.pulling.clear()
     await worker.join()
-    room.residency.announce(MODEL, new)
+    room.weights.publish(MODEL, new)
     await worker.say(protocol.AdaptersCached(epoch=0, hashes=[new.hash]))
     await eventually(lambda: room["worker"].accepts(new))
     assert room.states() == {"worker": "catching up"}, "the other policy's is still to come"
@@ -118,13 +116,13 @@ async def test_newer_version_supersedes_an_older_prefetch(room: Room) -> None:
     await eventually(lambda: room.states() == {"worker": "serving"})
 
 
-async def test_evicted_version_need_not_be_prefetched(room: Room) -> None:
+async def test_unpublished_version_need_not_be_received(room: Room) -> None:
     room.used = [room.ref(1)]
     worker = room.worker()
     worker.pulling.clear()
     await worker.join()
     assert room.states() == {"worker": "catching up"}
-    room.residency.evict([room.used[0].hash])
+    room.weights.unpublish([room.used[0].hash])
     assert room.states() == {"worker": "serving"}
     await eventually(lambda: any(isinstance(message, protocol.EvictArtifacts) for message in worker.other))
 
@@ -166,14 +164,14 @@ async def test_tokens_per_second_cover_the_last_heartbeats(room: Room) -> None:
 # --- published versions -----------------------------------------------------------------------------------------------
 
 
-async def test_published_version_is_prefetched_by_rollout_workers_without_it(room: Room) -> None:
+async def test_published_version_is_received_by_rollout_workers_without_it(room: Room) -> None:
     lacking, holding = await room.worker("lacking").join(), room.worker("holding")
     trainer = await room.worker("trainer", roles=["train"]).join()
     new = room.ref(3)
     holding.adapters = {new.hash}
     await holding.join()
-    room.residency.announce("another model", room.ref(9))
-    room.residency.announce(MODEL, new)
+    room.weights.publish("another model", room.ref(9))
+    room.weights.publish(MODEL, new)
     await eventually(lambda: [bare(ref) for ref in held(lacking)] == [new])
     assert held(holding) == held(trainer) == []
     await eventually(lambda: new.hash in room["lacking"].cached)
@@ -183,21 +181,21 @@ async def test_slow_worker_gets_no_request_for_a_version_that_it_misses(room: Ro
     quick, slow = await room.worker("quick").join(), await room.worker("slow").join()
     slow.pulling.clear()
     first, second = room.ref(1), room.ref(2)
-    room.residency.announce(MODEL, first)
+    room.weights.publish(MODEL, first)
     assert room["slow"].accepts(first), "nobody knows yet that it is slow"
     await eventually(lambda: first.hash in room["quick"].cached)
     await room.clock.advance(5, steps=1)
     slow.pulling.set()
     await eventually(lambda: first.hash in room["slow"].cached)
     slow.pulling.clear()
-    room.residency.announce(MODEL, second)
+    room.weights.publish(MODEL, second)
     await eventually(lambda: second.hash in room["quick"].cached)
     here = room["slow"]
     assert (here.accepts(second), here.accepts(first), here.accepts(None)) == (False, True, True)
     slow.pulling.set()
     await eventually(lambda: here.accepts(second))
-    room.residency.announce(MODEL, room.ref(3))
-    await eventually(lambda: not here.prefetch_requests)
+    room.weights.publish(MODEL, room.ref(3))
+    await eventually(lambda: not here.orders)
     assert not here.slow, "this time it was as quick as the other"
     assert room.states() == {"quick": "serving", "slow": "serving"}
     await quick.die()
@@ -207,10 +205,10 @@ async def test_worker_that_misses_a_version_is_marked_slow(room: Room) -> None:
     slow = await room.worker("slow").join()
     slow.pulling.clear()
     for version in (1, 2, 3):
-        room.residency.announce(MODEL, room.ref(version))
+        room.weights.publish(MODEL, room.ref(version))
     here = room["slow"]
     assert here.slow
-    assert [asked.ref.version for asked in here.prefetch_requests.values()] == [3]
+    assert [asked.ref.version for asked in here.orders.values()] == [3]
     assert here.accepts(room.ref(1)), "nobody pulls it ahead any more: work that names it does"
 
 
@@ -224,7 +222,7 @@ async def test_worker_that_does_not_read_its_frames_is_suspect(room: Room) -> No
         await asyncio.Event().wait()
 
     link.send = never  # type: ignore[method-assign]
-    room.residency.announce(MODEL, room.ref(1))
+    room.weights.publish(MODEL, room.ref(1))
     await hangs.wait()
     for _ in range(6):
         for worker in (deaf, other):
@@ -338,99 +336,183 @@ async def test_failed_pull_of_an_unnamed_artifact_is_ignored(room: Room) -> None
     await worker.say(protocol.PullFailed(epoch=0, hash=ref.hash, error="I want it"))
     await settle()
     assert room.states() == {"worker": "serving"}
-    assert room.residency.failed_pulls == 0
+    assert room.weights.failed_pulls == 0
 
 
-# --- lending ----------------------------------------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 
-def lent(worker: ScriptedWorker) -> list[protocol.ServeArtifact]:
-    return [message for message in worker.other if isinstance(message, protocol.ServeArtifact)]
-
-
-async def lending(room: Room, name: str, ref: protocol.AdapterRef, **hello: object) -> ScriptedWorker:
+async def holding(room: Room, name: str, ref: protocol.AdapterRef, **hello: object) -> ScriptedWorker:
     worker = room.worker(name, **{"address": f"http://{name}:1", **hello})
     worker.adapters = {ref.hash}
     return await worker.join()
 
 
-async def test_peers_serve_the_artifact_for_the_ticket_of_the_receiver(room: Room) -> None:
-    ref = room.ref(1)
-    lenders_ = [await lending(room, name, ref) for name in ("a", "b", "c")]
-    await lending(room, "mute", ref, address="")
-    asker = await room.worker("asker").join()
-    granted = room.residency.adapter_ref(room["asker"], ref)
-    assert len(granted.peers) == PEERS_PER_GRANT
-    assert room.tickets.reads(granted.ticket, ref.hash), "the service honours it too"
-    await settle()
-    asked = [worker for worker in lenders_ if lent(worker)]
-    assert sorted(f"http://{worker.name}:1" for worker in asked) == sorted(granted.peers)
-    assert {(loan.hash, loan.ticket) for worker in asked for loan in lent(worker)} == {(ref.hash, granted.ticket)}
-    assert all(0 < loan.seconds <= 600 for worker in asked for loan in lent(worker))
-    again = room.residency.adapter_ref(room["asker"], ref)
-    assert set(again.peers) - set(granted.peers), "the one that has lent nothing goes first"
-    for _ in range(20):
-        room.residency.adapter_ref(room["asker"], ref)
-    await settle()
-    assert [len(lent(worker)) for worker in lenders_] == [1, 1, 1], "a ticket is told once"
-    await asker.say(protocol.TicketRequest(epoch=0, hash=ref.hash))
-    await eventually(lambda: any(isinstance(message, protocol.TicketGrant) for message in asker.other))
-    assert room.residency.adapter_ref(room["a"], ref).peers == [], "who has it needs nobody"
+def sources(room: Room, name: str, ref: protocol.AdapterRef) -> list[str]:
+    return room.weights.adapter_ref(room[name], ref).sources
 
 
-async def test_lost_draining_and_evicted_workers_are_no_peers(room: Room) -> None:
+async def test_request_names_the_holders_that_serve_and_no_source_where_the_artifact_is(room: Room) -> None:
     ref = room.ref(1)
-    a, b = await lending(room, "a", ref), await lending(room, "b", ref)
-    asker = await room.worker("asker").join()
-    assert len(room.residency.adapter_ref(room["asker"], ref).peers) == 2
+    await holding(room, "a", ref)
+    await holding(room, "mute", ref, address="")
+    await room.worker("asker").join()
+    assert sources(room, "asker", ref) == ["http://a:1"]
+    assert sources(room, "asker", ref) == ["http://a:1"], "while it receives it"
+    assert sources(room, "a", ref) == []
+    assert room.weights.routed == {"site": 1}, "one transfer"
+
+
+async def test_worker_that_receives_is_a_source_of_the_next(room: Room) -> None:
+    ref = room.ref(1)
+    await holding(room, "trainer", ref, roles=["train"])
+    receivers = [room.worker(name, address=f"http://{name}:1") for name in ("a", "b", "c")]
+    for worker in receivers:
+        worker.pulling.clear()
+        await worker.join()
+    room.weights.publish(MODEL, ref)
+    await eventually(lambda: all(held(worker) for worker in receivers))
+    first = [held(worker)[0].sources[0] for worker in receivers]
+    assert first == ["http://trainer:1", "http://a:1", "http://b:1"]
+    for worker in receivers:
+        worker.pulling.set()
+    await eventually(lambda: all(ref.hash in room[name].cached for name in "abc"))
+    await room.worker("late").join()
+    assert sources(room, "late", ref)[0] in {f"http://{name}:1" for name in ("trainer", "a", "b", "c")}
+
+
+async def test_one_copy_crosses_to_each_site(room: Room) -> None:
+    ref = room.ref(1)
+    await holding(room, "trainer", ref, roles=["train"], site="s0")
+    for site in range(3):
+        for number in range(4):
+            name = f"s{site}w{number}"
+            worker = room.worker(name, address=f"http://{name}:1", site=f"s{site}")
+            worker.pulling.clear()
+            await worker.join()
+    room.weights.publish(MODEL, ref)
+    assert room.weights.routed["elsewhere"] == 2
+    assert room.weights.routed["service"] == 0
+
+
+async def test_lost_draining_and_unpublished_sources_are_not_named(room: Room) -> None:
+    ref = room.ref(1)
+    a, b = await holding(room, "a", ref), await holding(room, "b", ref)
+    for name in ("one", "two", "three", "four", "five"):
+        await room.worker(name).join()
+    assert set(sources(room, "one", ref)) == {"http://a:1", "http://b:1"}
     await a.die()
-    assert room.residency.adapter_ref(room["asker"], ref).peers == ["http://b:1"]
+    assert sources(room, "two", ref) == ["http://b:1"]
     await b.say(protocol.Draining(epoch=0))
     await settle()
-    assert room.residency.adapter_ref(room["asker"], ref).peers == []
+    assert sources(room, "three", ref) == []
+    await b.say(protocol.AdaptersCached(epoch=0, hashes=[ref.hash]))
+    await settle()
+    assert sources(room, "four", ref) == [], "it still drains"
     await a.join()
-    assert room.residency.adapter_ref(room["asker"], ref).peers == ["http://a:1"]
-    room.residency.evict([ref.hash])
-    assert room.residency.adapter_ref(room["asker"], ref).peers == []
-    await asker.die()
+    await a.say(protocol.AdaptersEvicted(epoch=0, hashes=[ref.hash]))
+    await settle()
+    assert sources(room, "five", ref) == []
+    await a.say(protocol.AdaptersCached(epoch=0, hashes=[ref.hash]))
+    await settle()
+    room.weights.unpublish([ref.hash])
+    assert sources(room, "one", ref) == []
 
 
-async def test_worker_that_pulled_an_adapter_becomes_a_peer(room: Room) -> None:
+async def test_workers_of_another_key_are_no_sources(room: Room) -> None:
     ref = room.ref(1)
-    await lending(room, "a", ref)
-    second = await room.worker("second", address="http://second:1").join()
-    room.residency.announce(MODEL, ref)
-    await eventually(lambda: ref.hash in room["second"].cached)
-    assert held(second)[0].peers == ["http://a:1"]
-    await room.worker("third").join()
-    assert set(room.residency.adapter_ref(room["third"], ref).peers) == {"http://a:1", "http://second:1"}
+    foreign = room.worker("foreign", address="http://foreign:1")
+    foreign.serve = partial(room.fleet.serve, reads=protocol.read_key("another"))
+    foreign.adapters = {ref.hash}
+    await foreign.join()
+    await room.worker("asker").join()
+    assert sources(room, "asker", ref) == []
 
 
-async def test_grant_considers_a_bounded_number_of_peers(room: Room) -> None:
+async def test_failed_source_is_replaced(room: Room) -> None:
     ref = room.ref(1)
-    for number in range(2 * CANDIDATES):
-        await lending(room, f"far{number:02}", ref, host="far")
-    await lending(room, "near", ref, host="here")
-    await room.worker("asker", host="here").join()
-    named = [set(room.residency.adapter_ref(room["asker"], ref).peers) for _ in range(CANDIDATES + 1)]
-    assert any("http://near:1" in peers for peers in named), "it comes up in its turn"
-    assert len(set.union(*named)) > CANDIDATES
+    for name in ("a", "b"):
+        await holding(room, name, ref)
+    asker = room.worker("asker", address="http://asker:1")
+    asker.pulling.clear()
+    await asker.join()
+    first = sources(room, "asker", ref)[0]
+    follower = room.worker("follower", address="http://follower:1")
+    await follower.join()
+    second = ({"http://a:1", "http://b:1"} - {first}).pop()
+    for failed in (first, second):
+        await asker.say(protocol.SourcesRequest(epoch=0, hash=ref.hash, failed=failed))
+
+    def answers() -> list[list[str]]:
+        return [message.sources for message in asker.other if isinstance(message, protocol.Sources)]
+
+    await eventually(lambda: len(answers()) == 2)
+    assert answers() == [[second], []], "the service is left"
 
 
-WORKERS = st.builds(PeerCandidate, st.text("abc", min_size=1), st.booleans(), st.floats(0, 10))
+async def test_transfer_that_a_worker_does_not_mention_ends(room: Room) -> None:
+    ref = room.ref(1)
+    await holding(room, "a", ref)
+    worker = await room.worker("asker", address="http://asker:1").join()
+    sources(room, "asker", ref)
+    await room.worker("next").join()
+    for receiving, there in (({ref.hash: 5}, True), ({}, False)):
+        for _ in range(8):
+            await worker.say(beat(receiving=receiving))
+            await settle()
+            await room.clock.advance(2, steps=1)
+        assert (ref.hash in room["asker"].receiving) == there
 
 
-@given(st.lists(WORKERS, unique_by=lambda worker: worker.name), st.integers(0, 4))
-def test_peers_on_the_same_machine_go_first_then_those_that_served_longest_ago(
-    able: list[PeerCandidate], most: int
-) -> None:
-    chosen = select_peers(able, most)
-    assert len(chosen) == min(most, len(able))
-    by_name = {lender.name: lender for lender in able}
-    keys = [(not by_name[name].near, by_name[name].last_served) for name in chosen]
-    assert keys == sorted(keys)
-    left = [lender for lender in able if lender.name not in chosen]
-    assert all((not lender.near, lender.last_served) >= keys[-1] for lender in left if keys)
+async def test_last_reserved_holder_retains_the_newest_versions(room: Room) -> None:
+    def retained(worker: ScriptedWorker) -> list[str]:
+        lists = [message.hashes for message in worker.other if isinstance(message, protocol.Retain)]
+        return lists[-1] if lists else []
+
+    first, second, third = room.ref(1), room.ref(2), room.ref(3)
+    trainer = await holding(room, "trainer", first, roles=["train"])
+    spot = await holding(room, "spot", first, kind="preemptible")
+    room.weights.publish(MODEL, first)
+    await eventually(lambda: retained(trainer) == [first.hash])
+    assert retained(spot) == []
+    other = await holding(room, "other", first, roles=["train"])
+    await eventually(lambda: retained(trainer) == [])
+    await trainer.die()
+    await eventually(lambda: retained(other) == [first.hash])
+    for ref in (second, third):
+        await other.say(protocol.AdaptersCached(epoch=0, hashes=[ref.hash]))
+        await settle()
+        room.weights.publish(MODEL, ref)
+    await eventually(lambda: retained(other) == sorted([second.hash, third.hash]))
+    room.weights.unpublish([third.hash])
+    assert room["other"].retained == {second.hash}
+
+
+async def test_few_versions_are_received_at_a_time(room: Room) -> None:
+    room.used = [room.ref(version, f"policy {version}") for version in range(5)]
+    worker = room.worker()
+    worker.pulling.clear()
+    await worker.join()
+    await eventually(lambda: len(held(worker)) == AT_ONCE)
+    await settle()
+    assert len(held(worker)) == AT_ONCE
+    worker.pulling.set()
+    await eventually(lambda: room.states() == {"worker": "serving"})
+    assert [bare(ref) for ref in held(worker)] == room.used
+
+
+async def test_registration_brings_the_table_back(room: Room) -> None:
+    """After a restart of the service nothing but the workers knows who has what."""
+    ref = room.ref(1)
+    workers = [await holding(room, name, ref) for name in ("a", "b")]
+    again = Room(room.settings.data)
+    for worker in workers:
+        await worker.die()
+        worker.serve = again.fleet.serve
+        await worker.join()
+    await again.worker("asker").join()
+    assert set(sources(again, "asker", ref)) == {"http://a:1", "http://b:1"}
+    await again.close()
 
 
 # --- the whole service ------------------------------------------------------------------------------------------------

@@ -1,0 +1,188 @@
+"""From which holder each receiver of an artifact reads. Pure: replicas in, routes out.
+
+* The nearest source comes first: the same machine, the same site, another site. So one copy crosses to each site, and
+  the other receivers of the site read that one, while it still arrives.
+* Among equally near sources, a reader more costs as much as :func:`hops_of` places more in a chain: a large artifact
+  passes along a chain, in which everybody sends it once; a small one spreads as a tree.
+* The service has a durable copy of every artifact. It is a source like any other, and the last among equally near ones.
+* A receiver never reads from one that reads, over others, from itself.
+* All shards of an artifact follow one route: its hash names them all, so no receiver mixes two versions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+SERVICE = ""
+"""The name of the service among sources: no worker has it."""
+
+ALTERNATIVES = 2
+"""Further sources that a receiver is given, for the case that it cannot ask for others when its first one fails."""
+
+ALTERNATIVES_AMONG = 8
+"""Cheap sources that are looked at for an alternative."""
+
+ADAPTER_HOPS, MODEL_HOPS = 16.0, 256.0
+"""Places in a chain that cost as much as one reader more: about the time that an artifact takes over a link, divided by
+the time for which a block waits in a receiver. An adapter has some ten megabytes, a model some hundred or more."""
+
+SAME_MACHINE, SAME_SITE, ELSEWHERE = range(3)
+
+
+class Replica(NamedTuple):
+    """A worker that holds an artifact, receives it, or is to receive it."""
+
+    name: str
+    machine: str
+    site: str
+    serves: bool = True
+    """Whether others can read from it."""
+    reserved: bool = True
+    source: str | None = None
+    """From whom it receives the artifact; None: it is complete here, or has no source yet."""
+
+
+class Route(NamedTuple):
+    """The sources of a receiver by name, in the order in which to ask them; the service comes after the last."""
+
+    receiver: str
+    sources: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        """The one that it reads from first."""
+        return self.sources[0] if self.sources else SERVICE
+
+
+def hops_of(rank: int) -> float:
+    """Places in a chain that cost as much as one reader more, for a version of this rank; 0 is a whole model."""
+    return ADAPTER_HOPS if rank else MODEL_HOPS
+
+
+def distance(one: Replica, other: Replica) -> int:
+    """How far two workers are from each other. An unnamed machine is no other one's."""
+    if one.site != other.site:
+        return ELSEWHERE
+    return SAME_MACHINE if one.machine and one.machine == other.machine else SAME_SITE
+
+
+def plan_routes(
+    receivers: Sequence[Replica],
+    holders: Iterable[Replica],
+    *,
+    site: str,
+    hops: float,
+    excluded: Collection[str] = (),
+) -> list[Route]:
+    """One route for each of ``receivers``, in one decision. ``holders`` have the artifact or receive it; ``site`` is
+    the service's; sources ``excluded`` have failed. First come those that can pass it on, reserved ones before others,
+    so that the first of a site is its best one. Costs O(n log n), however many there are."""
+    ordered = sorted(receivers, key=lambda one: (not one.serves, not one.reserved, one.name))
+    fresh = {one.name for one in receivers}
+    table = _Sources([one for one in holders if one.name not in fresh], hops, excluded)
+    routes = []
+    for receiver in ordered:
+        sources = table.best(receiver, near=ELSEWHERE if receiver.site != site else SAME_SITE)
+        table.add(receiver, sources[0] if sources else SERVICE)
+        routes.append(Route(receiver.name, tuple(sources)))
+    return routes
+
+
+def last_reserved(holders: Iterable[Replica]) -> str | None:
+    """The worker that must keep its copy: the only reserved one of ``holders`` that is complete."""
+    reserved = [one.name for one in holders if one.reserved and one.source is None]
+    return reserved[0] if len(reserved) == 1 else None
+
+
+def is_active(routes: Iterable[Route]) -> bool:
+    """Whether the routes differ from plain copies from the service."""
+    return any(route.sources for route in routes)
+
+
+class _Sources:
+    """The sources of one artifact, cheapest first within a machine, within a site and altogether."""
+
+    def __init__(self, holders: list[Replica], hops: float, excluded: Collection[str]) -> None:
+        self._hops = hops
+        self._excluded = excluded
+        self._replicas = {one.name: one for one in holders}
+        self._readers: dict[str, int] = {}
+        self._upstream = {one.name: one.source for one in holders}
+        for one in holders:
+            if one.source is not None:
+                self._readers[one.source] = self._readers.get(one.source, 0) + 1
+        self._depth = {one.name: self._depth_of(one.name) for one in holders}
+        self._heaps: dict[tuple[str, ...], list[tuple[float, int, str]]] = {}
+        for one in holders:
+            self._push(one)
+
+    def best(self, receiver: Replica, *, near: int) -> list[str]:
+        """The sources of ``receiver``. The service, at the distance ``near``, follows the workers that are as near."""
+        keys: list[tuple[str, ...]] = [("machine", receiver.site, receiver.machine)] if receiver.machine else []
+        keys.append(("site", receiver.site))
+        if near == ELSEWHERE:
+            keys.append(("all",))
+        for key in keys:
+            if (found := self._cheapest(key, receiver.name)) is not None:
+                return [found, *self._alternatives(key, receiver.name, found)]
+        return []
+
+    def add(self, receiver: Replica, source: str) -> None:
+        """``receiver`` reads from ``source`` from now on, and is a source itself."""
+        self._readers[source] = self._readers.get(source, 0) + 1
+        self._replicas[receiver.name] = receiver._replace(source=source)
+        self._upstream[receiver.name] = source
+        self._depth[receiver.name] = self._depth.get(source, 0) + 1
+        if (one := self._replicas.get(source)) is not None:
+            self._push(one)
+        self._push(self._replicas[receiver.name])
+
+    def _cost(self, name: str) -> float:
+        return self._readers.get(name, 0) + self._depth[name] / self._hops
+
+    def _push(self, one: Replica) -> None:
+        if not one.serves or one.name in self._excluded:
+            return
+        entry = (self._cost(one.name), self._depth[one.name], one.name)
+        for key in (("machine", one.site, one.machine), ("site", one.site), ("all",)):
+            heapq.heappush(self._heaps.setdefault(key, []), entry)
+
+    def _cheapest(self, key: tuple[str, ...], receiver: str) -> str | None:
+        heap, passed = self._heaps.get(key, []), []
+        found = None
+        while heap:
+            cost, _, name = heap[0]
+            if cost != self._cost(name):  # an entry from before it had its present readers
+                heapq.heappop(heap)
+                continue
+            if self._reads_from(name, receiver):
+                passed.append(heapq.heappop(heap))
+                continue
+            found = name
+            break
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return found
+
+    def _alternatives(self, key: tuple[str, ...], receiver: str, first: str) -> list[str]:
+        """Complete ones, which wait for nobody: two receivers that both turn to an alternative never wait for each
+        other."""
+        able = (name for _, depth, name in self._heaps[key][:ALTERNATIVES_AMONG] if depth == 0)
+        return list(dict.fromkeys(name for name in able if name not in (first, receiver)))[:ALTERNATIVES]
+
+    def _reads_from(self, name: str, receiver: str) -> bool:
+        """Whether ``name`` is ``receiver``, or reads from it over any number of others."""
+        at: str | None = name
+        for _ in range(len(self._upstream) + 1):
+            if at is None or at == receiver:
+                break
+            at = self._upstream.get(at)
+        return at == receiver
+
+    def _depth_of(self, name: str) -> int:
+        depth, at = 0, self._upstream.get(name)
+        while at is not None and depth <= len(self._upstream):
+            depth, at = depth + 1, self._upstream.get(at)
+        return depth
