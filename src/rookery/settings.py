@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rookery.bounds import NAME
 from rookery.errors import UserError
 from rookery.folders import expanded
 from rookery.network import join_address, service_url
@@ -274,7 +273,7 @@ class WorkerSettings(Section):
     request_timeout_seconds: float = Field(1800.0, gt=0)
     """A request without a new token, or a training operation without an answer, for this long fails or is retried
     although its worker sends heartbeats: far above the time either spends in a worker's queue."""
-    site: str = Field("", max_length=NAME)
+    site: str = Field("", max_length=200)
     """Where a worker, or the service, runs, such as `frankfurt`: adapters and models cross once to each site and spread
     there among its workers. The names of one deployment only need to agree."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

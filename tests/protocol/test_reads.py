@@ -44,6 +44,6 @@ def test_other_texts_are_no_signatures(text: str) -> None:
     assert not permitted(f"{sign_read(KEY, DIGEST, NOW)}{text}" if text else text)
 
 
-def test_key_is_the_same_after_a_restart_and_its_name_tells_nothing() -> None:
+def test_key_is_the_same_after_a_restart_and_its_id_reveals_no_secret() -> None:
     assert read_key("hash of a key") == KEY
     assert KEY.id not in KEY.secret.hex() and KEY.id != FOREIGN.id

@@ -99,7 +99,7 @@ def test_nearest_source_comes_first() -> None:
     assert routes([receiver], [])[0].source == SERVICE
 
 
-def test_receiver_that_cannot_serve_is_nobody_s_source() -> None:
+def test_receiver_without_an_address_is_no_source() -> None:
     mute = [replica(f"a{n}", "s1", serves=False) for n in range(3)]
     found = routes([*mute, replica("z", "s1")], [TRAINER])
     assert found[0] == Route("z", ("trainer",)), "one that serves receives first"

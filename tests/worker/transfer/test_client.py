@@ -391,7 +391,7 @@ async def test_peer_server_serves_signed_reads_only(
     assert peer.server.bytes_sent > 2 * SIZE
 
 
-async def test_worker_without_a_welcome_serves_nobody(service: Dialled, peer: Peer) -> None:
+async def test_worker_without_a_welcome_permits_no_read(service: Dialled, peer: Peer) -> None:
     assert not Reads().permits(peer.reads.sign("0" * 64), "0" * 64)
     assert Reads().sign("0" * 64) == ""
 
@@ -603,7 +603,7 @@ async def test_artifact_is_served_while_it_arrives(service: Dialled, tmp_path: P
         await peer.close()
 
 
-async def test_reader_of_a_receiver_that_stops_goes_on_from_another_source(
+async def test_reader_of_a_stopped_receiver_continues_from_another_source(
     service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "STALL_SECONDS", 0.2)

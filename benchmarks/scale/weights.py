@@ -1,0 +1,411 @@
+"""Artifacts from one worker to many: real processes and sockets, one network namespace per worker, limited uplinks.
+
+``python -m benchmarks.scale.weights [--quick] [--mega N] [--rate MBIT]``. Workers of a site share a bridge; sites meet
+in another one, whose interfaces count the bytes that cross. Every worker's uplink has a limit, so times are ratios to
+one copy over that uplink. The decision is the shipped one, or that of an arm; everything else is the same. It needs
+Linux with user namespaces, ``ip``, ``tc``, ``unshare`` and ``nsenter``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from benchmarks.lib.harness import ROOT, Result, command
+
+from rookery import protocol
+from rookery.scheduling.replication import MODEL_HOPS, SERVICE, Replica, plan_routes
+from rookery.storage.artifacts import Artifacts
+
+SERVICE_HOST = "10.9.0.1"
+SITES, MOST = 4, 16
+PATIENCE = 900.0
+INSIDE = "ROOKERY_BENCH_NAMESPACE"
+
+
+def shell(*words: str) -> None:
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+
+
+class Network:
+    """Bridges of sites, their trunks to a core bridge, and processes at them."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        shell("ip", "link", "set", "lo", "up")
+        shell("ip", "link", "add", "core", "type", "bridge")
+        shell("ip", "link", "set", "core", "up")
+        for site in range(SITES):
+            shell("ip", "link", "add", f"site{site}", "type", "bridge")
+            shell("ip", "link", "add", f"in{site}", "type", "veth", "peer", "name", f"out{site}")
+            shell("ip", "link", "set", f"in{site}", "master", f"site{site}")
+            shell("ip", "link", "set", f"out{site}", "master", "core")
+            for device in (f"site{site}", f"in{site}", f"out{site}"):
+                shell("ip", "link", "set", device, "up")
+        shell("ip", "addr", "add", f"{SERVICE_HOST}/16", "dev", "site0")
+
+    def start(self, number: int, site: int, *words: str) -> subprocess.Popen[bytes]:
+        """A process in a namespace of its own at a site, with the address of its number."""
+        address = f"10.9.1.{number}"
+        process = subprocess.Popen(
+            ["unshare", "-n", sys.executable, "-c", "import sys; sys.stdin.readline(); import os;"
+             "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])", *words, "--address", address],
+            stdin=subprocess.PIPE, cwd=ROOT,
+        )  # fmt: skip
+        own = os.readlink("/proc/self/ns/net")
+        while os.readlink(f"/proc/{process.pid}/ns/net") == own:
+            time.sleep(0.01)
+        shell("ip", "link", "add", f"w{number}", "type", "veth", "peer", "name", "eth0", "netns", str(process.pid))
+        shell("ip", "link", "set", f"w{number}", "master", f"site{site}", "up")
+        inside = ["nsenter", "-t", str(process.pid), "-n"]
+        shell(*inside, "ip", "link", "set", "lo", "up")
+        shell(*inside, "ip", "addr", "add", f"{address}/16", "dev", "eth0")
+        shell(*inside, "ip", "link", "set", "eth0", "up")
+        if self.rate:
+            limit = ["rate", f"{self.rate:g}mbit", "burst", "256kb", "latency", "200ms"]
+            shell(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        return process
+
+    def close(self) -> None:
+        for device in ("core", *(f"{kind}{site}" for site in range(SITES) for kind in ("site", "out"))):
+            shell("ip", "link", "del", device)
+
+    def into(self, site: int) -> int:
+        """Bytes that came to a site from others."""
+        return self._count(f"out{site}", "tx")
+
+    def sent(self, number: int) -> int:
+        """Bytes that a process sent."""
+        return self._count(f"w{number}", "rx")
+
+    def _count(self, device: str, way: str) -> int:
+        return int(Path(f"/sys/class/net/{device}/statistics/{way}_bytes").read_text())
+
+
+class Bench:
+    def __init__(self, folder: Path, rate: float, peer_seconds: float = 600.0) -> None:
+        self.folder = folder
+        self.network = Network(rate)
+        self.peer_seconds = peer_seconds
+        self.artifacts = Artifacts(folder / "artifacts")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.number: dict[str, int] = {}
+        self.started = 0
+
+    def store(self, size: int) -> str:
+        """A new artifact that the service and the trainer have."""
+        staging = self.artifacts.begin()
+        left = size
+
+        def blocks() -> Any:
+            nonlocal left
+            while left:
+                part = min(left, 1 << 20)
+                left -= part
+                yield os.urandom(part)
+
+        staging.write("model.safetensors", blocks())
+        digest = staging.commit().hash
+        kept = self.folder / "trainer" / digest
+        kept.mkdir(parents=True)
+        for path in (self.artifacts.root / digest).iterdir():
+            os.link(path, kept / path.name)
+        (kept / ".adapter").touch()
+        return digest
+
+    def serve(self) -> None:
+        words = ["-m", "benchmarks.lib.weights_service", "--artifacts", str(self.artifacts.root), "--host"]
+        self.processes["service"] = subprocess.Popen([sys.executable, *words, SERVICE_HOST], cwd=ROOT)
+        self.http = httpx.Client(base_url=f"http://{SERVICE_HOST}:7077", timeout=30.0, trust_env=False)
+
+    def node(self, name: str, site: int) -> None:
+        self.started += 1
+        self.number[name] = self.started
+        (self.folder / name).mkdir(mode=0o700, exist_ok=True)
+        (self.folder / name).chmod(0o700)
+        self.processes[name] = self.network.start(
+            self.started, site, "-m", "benchmarks.lib.weights_node", "--connect", f"http://{SERVICE_HOST}:7077",
+            "--name", name, "--site", f"s{site}", "--cache", str(self.folder / name),
+            "--peer-seconds", f"{self.peer_seconds:g}",
+        )  # fmt: skip
+
+    def state(self, digest: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self.http.get(f"/state/{digest}").json()
+        except httpx.HTTPError:
+            return {"working": [], "arrived": {}, "receiving": {}, "pulled": {}}
+        return found
+
+    def until(self, holds: Any) -> None:
+        end = time.monotonic() + PATIENCE
+        while not holds():
+            assert time.monotonic() < end, "it took too long"
+            time.sleep(0.05)
+
+    def settle(self, names: set[str]) -> None:
+        self.until(lambda: names <= set(self.state("none")["working"]))
+
+    def begin(self, digest: str, receivers: list[str], arm: str = "ours") -> float:
+        text = ",".join(receivers)
+        return float(self.http.post(f"/replicate/{digest}", params={"arm": arm, "receivers": text}).json())
+
+    def run(self, digest: str, receivers: list[str], arm: str = "ours", *, whole: bool = False) -> dict[str, float]:
+        """Replicate and evict: seconds, payload that crossed sites and left the trainer, in copies."""
+        for name in receivers:
+            os.kill(self.processes[name].pid, signal.SIGUSR1 if whole else signal.SIGUSR2)
+        size = sum(shard.size for shard in self.artifacts.open(digest).shards)
+        crossed = [self.network.into(site) for site in range(SITES)]
+        sent = self.network.sent(self.number["trainer"])
+        begun = self.begin(digest, receivers, arm)
+        self.until(lambda: set(receivers) <= set(self.state(digest)["arrived"]))
+        state = self.state(digest)
+        seconds = max(state["arrived"][name] for name in receivers) - begun
+        time.sleep(0.3)  # the last acknowledgements
+        crossing = sum(self.network.into(site) - crossed[site] for site in range(1, SITES))
+        figures = {
+            "seconds": seconds,
+            "crossed": crossing / size,
+            "egress": (self.network.sent(self.number["trainer"]) - sent) / size,
+            "service": state["routed"].get("service", 0),
+        }
+        self.check(digest, receivers)
+        self.http.post(f"/evict/{digest}")
+        self.until(lambda: not any((self.folder / name / digest).exists() for name in receivers))
+        return figures
+
+    def check(self, digest: str, receivers: list[str]) -> None:
+        """Every receiver has the bytes that the hash names."""
+        want = {shard.name: shard.sha256 for shard in self.artifacts.open(digest).shards}
+        for name in receivers:
+            for shard, sha256 in want.items():
+                found = subprocess.run(
+                    ["sha256sum", self.folder / name / digest / shard], capture_output=True, text=True, check=True
+                )
+                assert found.stdout.split()[0] == sha256, f"{name} has other bytes"
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+        self.http.close()
+        self.network.close()
+
+
+def names(count: int, sites: int) -> list[str]:
+    """Receivers, in turn at each site."""
+    return [f"s{number % sites}w{number // sites}" for number in range(count)]
+
+
+def measure(result: Result, given: argparse.Namespace, folder: Path) -> None:
+    size = given.mega * 1_000_000
+    bench = Bench(folder, given.rate)
+    try:
+        sizes = (1, 2, 4, MOST) if given.quick else (1, 2, 4, 8, MOST)
+        stored = [bench.store(size) for _ in range(3 * len(sizes) + 6)]
+        everyone = sorted({*names(MOST, 1), *names(MOST, SITES)})
+        bench.serve()
+        bench.node("trainer", 0)
+        for name in everyone:
+            bench.node(name, int(name[1]))
+        bench.settle({"trainer", *everyone})
+        copy = bench.run(stored.pop(), names(1, 1))["seconds"]
+        result.add("one copy over one uplink", [copy], "s", f"{given.mega} MB, {given.rate:g} Mbit/s")
+        times: dict[str, dict[int, float]] = {arm: {} for arm in ("star", "tree", "ours")}
+        for count in sizes:
+            for arm in times:
+                figures = bench.run(stored.pop(), names(count, 1), arm, whole=arm == "tree")
+                times[arm][count] = figures["seconds"] / copy
+                note = f"trainer sent {figures['egress']:.3f} copies"
+                result.add(f"{count} receivers at one site, {arm}", [times[arm][count]], "x one copy", note)
+        result.data["times"] = times
+        flat = times["ours"][MOST]
+        result.judge(f"time of {MOST} receivers <= 1.5 x one copy", f"{flat:.2f} x", flat <= 1.5)
+        result.judge(
+            "the star's time grows with the receivers", f"{times['star'][MOST]:.1f} x", times["star"][MOST] > MOST / 2
+        )
+        far = names(MOST, SITES)
+        arms = [("ours", "ours", False), ("without partial sources", "ours", True),
+                ("without topology", "no topology", False), ("without one seed per site", "no seed per site", False)]  # fmt: skip
+        crossed = {}
+        for what, arm, whole in arms:
+            figures = bench.run(stored.pop(), far, arm, whole=whole)
+            crossed[what] = figures["crossed"]
+            note = f"{figures['crossed']:.3f} copies crossed, trainer sent {figures['egress']:.3f}"
+            result.add(f"{MOST} receivers at {SITES} sites, {what}", [figures["seconds"] / copy], "x one copy", note)
+            if what == "ours":
+                measured = f"{figures['crossed']:.3f} copies for {SITES - 1}"
+                overhead = figures["crossed"] / (SITES - 1)
+                result.judge("one copy crosses to each site (headers of packets included)", measured, overhead < 1.1)
+                sent = figures["egress"]
+                result.judge("the trainer sends at most sites + 1 copies", f"{sent:.3f}", sent <= 1.1 * (SITES + 1))
+        worst = min(crossed["without topology"], crossed["without one seed per site"])
+        result.judge("topology and seeds: fewer bytes cross", f"{worst:.1f} without, {crossed['ours']:.1f} with",
+                     worst > 2 * crossed["ours"])  # fmt: skip
+        kills(result, bench, size, copy)
+    finally:
+        bench.close()
+
+
+def kills(result: Result, bench: Bench, size: int, copy: float) -> None:
+    """kill -9 of source, receiver and service at 10, 50 and 90% of a transfer along a chain."""
+    for share in (0.1, 0.5, 0.9):
+        for victim in ("source", "receiver", "service"):
+            digest = bench.store(size)
+            bench.kill("trainer")
+            bench.node("trainer", 0)
+            chain = [name for name in names(4, 1) if name in bench.processes]
+            bench.settle({"trainer", *chain})
+            for name in chain:
+                os.kill(bench.processes[name].pid, signal.SIGUSR2)
+            before = bench.state(digest)["pulled"]
+            begun = bench.begin(digest, chain)
+            first = bench.folder / chain[0] / digest
+
+            def arrived(first: Path = first) -> int:
+                return sum(path.stat().st_size for path in first.glob("model.safetensors*"))
+
+            bench.until(lambda: arrived() >= share * size)
+            left = set(chain)
+            if victim == "service":
+                bench.kill("service")
+                bench.serve()
+            else:
+                name = {"source": "trainer", "receiver": chain[1]}[victim]
+                bench.kill(name)
+                left.discard(name)
+            bench.until(
+                lambda left=left, digest=digest: all(
+                    (bench.folder / one / digest / ".adapter").exists() for one in left
+                )
+            )
+            seconds = time.time() - begun
+            bench.check(digest, sorted(left))
+            bench.settle(left)
+            time.sleep(1.2)
+            after = bench.state(digest)["pulled"]
+            pulled = sum(
+                after[name][gauge] - before.get(name, {}).get(gauge, 0.0)
+                for name in left
+                for gauge in ("pulled_from_peers_bytes", "pulled_from_service_bytes")
+            )
+            again = pulled - len(left) * size
+            note = f"{again / 1e6:.2f} MB received twice"
+            result.add(f"kill -9 of the {victim} at {share:.0%}", [seconds / copy], "x one copy", note)
+            result.judge(f"kill -9 of the {victim} at {share:.0%}: every byte right, none received twice",
+                         note, abs(again) <= 1 << 20)  # fmt: skip
+            if victim == "receiver":
+                bench.node(chain[1], 0)
+            bench.http.post(f"/evict/{digest}")
+
+
+def null_case(result: Result, folder: Path, mega: float, repeats: int) -> None:
+    """One receiver of an artifact that only the service has, against a plain download of the same bytes."""
+    bench = Bench(folder, 0.0)
+    size = int(mega * 1e6)
+    try:
+        staged = [bench.store(size) for _ in range(repeats)]
+        shutil.rmtree(bench.folder / "trainer")
+        bench.serve()
+        bench.node("s0w0", 0)
+        bench.settle({"s0w0"})
+        ratios, routed = [], 0
+        for digest in staged:
+            started = time.perf_counter()
+            signature = protocol.sign_read(
+                protocol.read_key("the hash of a key of the role worker"), digest, time.time()
+            )
+            target = folder / "plain"
+            with (
+                bench.http.stream(
+                    "GET", f"/wire/artifacts/{digest}/model.safetensors", headers={protocol.READ_HEADER: signature}
+                ) as answer,
+                target.open("wb") as file,
+            ):
+                for block in answer.iter_raw():
+                    file.write(block)
+            subprocess.run(["sha256sum", target], stdout=subprocess.DEVNULL, check=True)
+            plain = time.perf_counter() - started
+            figures = bench.run(digest, ["s0w0"])
+            routed += int(figures["service"])
+            ratios.append(figures["seconds"] / plain)
+        result.add(f"one receiver of {mega:g} MB, of a plain copy's time", ratios, "x", f"{routed} from the service")
+        within = statistics.median(ratios)
+        result.judge(f"one receiver of {mega:g} MB: within 5% of a plain copy, and no replication", f"{within:.2f} x",
+                     within <= 1.05 and routed == repeats)  # fmt: skip
+    finally:
+        bench.close()
+
+
+def simulated(result: Result) -> None:
+    """Simulated: times of routes by the shipped decision, each uplink shared by its readers, chunks of 1 MiB."""
+    for sites in (1, 5):
+        for count in (1, 2, 4, 16, 64, 250, 1000):
+            receivers = [Replica(f"w{i}", f"m{i}", f"s{i % sites}") for i in range(count)]
+            begun = time.perf_counter()
+            routes = plan_routes(receivers, [Replica("trainer", "t", "s0")], site="s0", hops=MODEL_HOPS)
+            spent = time.perf_counter() - begun
+            at = {one.name: one.site for one in receivers} | {"trainer": "s0", SERVICE: "s0"}
+            crossing = sum(at[route.source] != at[route.receiver] for route in routes)
+            readers: dict[str, int] = {}
+            for route in routes:
+                readers[route.source] = readers.get(route.source, 0) + 1
+            chunks, finish = 270, dict.fromkeys(("trainer",), [0.0] * 270)
+            for route in routes:
+                rate, times, free = readers[route.source], [], 0.0
+                for chunk in finish[route.source]:
+                    free = max(free, chunk) + rate / chunks
+                    times.append(free)
+                finish[route.receiver] = times
+            longest = max(times[-1] for times in finish.values())
+            note = (
+                f"{crossing} copies cross, trainer sends {readers.get('trainer', 0)}, decided in {spent * 1e3:.0f} ms"
+            )
+            result.add(f"simulated: {count} receivers at {sites} sites", [longest], "x one copy", note)
+            bound = 1 + (1 + count / chunks) * 1.5
+            if count == 1000:
+                expected = sites - 1
+                result.judge(f"simulated: 1,000 receivers at {sites} sites: one copy per site, time flat",
+                             f"{crossing} copies, {longest:.1f} x", crossing == expected and longest <= bound)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--mega", type=int, default=270, help="megabytes of the artifact")
+    parser.add_argument("--rate", type=float, default=100, help="Mbit/s of each uplink")
+    parser.add_argument("--quick", action="store_true", help="fewer numbers of receivers")
+    parser.add_argument("--null-mega", type=float, nargs="*", default=[5, 270])
+    given = parser.parse_args()
+    if not os.environ.get(INSIDE):
+        arguments = [sys.executable, "-m", "benchmarks.scale.weights", *sys.argv[1:]]
+        os.execvpe("unshare", ["unshare", "-Urn", *arguments], {**os.environ, INSIDE: "1"})
+    result = Result("weights", "Artifacts from one worker to many", command())
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    simulated(result)
+    for mega in given.null_mega:
+        with tempfile.TemporaryDirectory(dir=memory) as folder:
+            null_case(result, Path(folder), mega, 5)
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        measure(result, given, Path(folder))
+    result.save()
+
+
+if __name__ == "__main__":
+    main()
