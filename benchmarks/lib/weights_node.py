@@ -54,7 +54,8 @@ class Node:
         waiting = self.waiting.setdefault(digest, asyncio.get_running_loop().create_future())
         await self.channel.send(protocol.SourcesRequest(epoch=self.channel.epoch, hash=digest, failed=failed))
         try:
-            return await asyncio.wait_for(asyncio.shield(waiting), 3.0)
+            async with asyncio.timeout(3.0):
+                return await asyncio.shield(waiting)
         except TimeoutError:
             raise TransferFailed("no other sources were named") from None
 

@@ -242,8 +242,10 @@ def measure(result: Result, given: argparse.Namespace, folder: Path) -> None:
             "the star's time grows with the receivers", f"{times['star'][MOST]:.1f} x", times["star"][MOST] > MOST / 2
         )
         far = names(MOST, SITES)
-        arms = [("ours", "ours", False), ("without partial sources", "ours", True),
-                ("without topology", "no topology", False), ("without one seed per site", "no seed per site", False)]  # fmt: skip
+        arms = [
+            ("ours", "ours", False), ("without partial sources", "ours", True),
+            ("without topology", "no topology", False), ("without one seed per site", "no seed per site", False),
+        ]  # fmt: skip
         crossed = {}
         for what, arm, whole in arms:
             figures = bench.run(stored.pop(), far, arm, whole=whole)
@@ -279,10 +281,10 @@ def kills(result: Result, bench: Bench, size: int, copy: float) -> None:
             begun = bench.begin(digest, chain)
             first = bench.folder / chain[0] / digest
 
-            def arrived(first: Path = first) -> int:
-                return sum(path.stat().st_size for path in first.glob("model.safetensors*"))
+            def arrived(first: Path = first, part: float = share * size) -> bool:
+                return sum(path.stat().st_size for path in first.glob("model.safetensors*")) >= part
 
-            bench.until(lambda: arrived() >= share * size)
+            bench.until(arrived)
             left = set(chain)
             if victim == "service":
                 bench.kill("service")
@@ -381,9 +383,8 @@ def simulated(result: Result) -> None:
             result.add(f"simulated: {count} receivers at {sites} sites", [longest], "x one copy", note)
             bound = 1 + (1 + count / chunks) * 1.5
             if count == 1000:
-                expected = sites - 1
-                result.judge(f"simulated: 1,000 receivers at {sites} sites: one copy per site, time flat",
-                             f"{crossing} copies, {longest:.1f} x", crossing == expected and longest <= bound)  # fmt: skip
+                what = f"simulated: 1,000 receivers at {sites} sites: one copy per site, time flat"
+                result.judge(what, f"{crossing} copies, {longest:.1f} x", crossing == sites - 1 and longest <= bound)
 
 
 def main() -> None:
