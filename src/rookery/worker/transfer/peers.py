@@ -101,7 +101,7 @@ class PeerServer:
 
     def __init__(self, root: Path, listening: socket.socket, published: PublishedArtifacts, reads: Reads) -> None:
         self.bytes_sent = 0
-        """Bytes of artifacts and manifests."""
+        """Bytes of artifacts and manifests, the last block of a broken response included."""
         self._root = root
         self._published = published
         self._reads = reads
@@ -138,8 +138,8 @@ class PeerServer:
             return
 
         async def counted(message: Any) -> None:
-            await send(message)
             self.bytes_sent += len(message.get("body", b""))
+            await send(message)
 
         self._responses += 1
         try:
