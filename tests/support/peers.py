@@ -64,10 +64,12 @@ def model_folder(folder: Path, context: int = 512) -> Path:
 class ManualClock:
     def __init__(self) -> None:
         self.now = 1_000_000.0
+        self.ahead = 0.0
+        """Seconds by which somebody set the wall clock ahead; negative if back."""
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def time(self) -> float:
-        return self.now
+        return self.now + self.ahead
 
     def monotonic(self) -> float:
         return self.now
