@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +23,22 @@ from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import sessions, tenants, versions
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 UNCHANGED_LOGITS = {"vllm"}
 """Engines that draw from the model's own distribution only."""
 
 SEED_BITS = 48
 """Size of a seed that is drawn here."""
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The texts in JSON-like data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in [*value.keys(), *value.values()] if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _default(name: str) -> object:
@@ -74,11 +83,21 @@ class Completions:
         """The target of that name. Raises as :meth:`open` does."""
         return await self._validator.target(tenant, target)
 
-    def prepare(self, target: Target, chat: Chat, source: Sequence[Message] | str | Sequence[int]) -> PreparedPrompt:
-        """``source`` is a conversation, a text to complete, or its token ids. Raises :class:`UserError`, for a text
+    def prepare(
+        self,
+        target: Target,
+        chat: Chat,
+        source: Sequence[Message] | str | Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opening: str = "",
+    ) -> PreparedPrompt:
+        """``source`` is a conversation (with ``tools``, and the ``opening`` of its reply), a text to complete, or its
+        token ids. Raises :class:`UserError`, for a text
         that is far too long before it is tokenized."""
-        texts = [source] if isinstance(source, str) else [m["content"] for m in source if isinstance(m, Mapping)]
+        texts = [source] if isinstance(source, str) else [part for m in source for part in _texts(m)]
         letters, most = sum(map(len, texts)), chat.context * CHARACTERS_PER_TOKEN
+        letters += sum(len(part) for tool in tools for part in _texts(tool))
         if letters > most:
             raise PromptTooLong(
                 f"this model's maximum context length is {chat.context} tokens, at most {most} characters; the prompt"
@@ -92,7 +111,8 @@ class Completions:
             if unknown is not None:
                 raise UserError(f"the prompt has the token id {unknown}, which {target.model} does not have")
         else:
-            prompt = chat.prompt([dict(message) for message in source if isinstance(message, Mapping)])
+            messages = [dict(message) for message in source if isinstance(message, Mapping)]
+            prompt = chat.conversation(messages, tools, opening=opening)
         if not prompt:
             raise UserError("the prompt is empty: an answer needs at least one token to follow")
         if len(prompt) >= chat.context:
@@ -102,10 +122,12 @@ class Completions:
             )
         return PreparedPrompt(target, chat, prompt)
 
-    def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None:
-        """Whether the engines of the target's model change logits as asked. Raises :class:`UserError`."""
+    def check_logits(self, target: Target, chat: Chat, logits: protocol.LogitsParams | None) -> None:
+        """Whether the target's model and its engines change logits as asked. Raises :class:`UserError`."""
         if logits is None:
             return
+        if logits.schema:
+            chat.grammars().matcher(logits.schema)
         workers = [worker for worker in self._context.rooms.fleet.all() if worker.has_role("rollout", target.model)]
         unable = {worker.hello.engine for worker in workers} & UNCHANGED_LOGITS
         if unable:

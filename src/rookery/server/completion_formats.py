@@ -7,6 +7,7 @@ choice that was not sent yet; the deltas of a stream, joined, equal the message.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import msgspec
@@ -15,9 +16,10 @@ from rookery import protocol
 from rookery.controller.completions import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.server.auth import ServiceContext
-from rookery.server.openai import CompletionOptions, CompletionRequest
+from rookery.server.openai import TOOLS, CompletionOptions, CompletionRequest
 from rookery.server.responses import event_data
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
+from rookery.tokenization.tool_calls import CallReader, ToolCall
 
 Scores = tuple[int, float | None, protocol.Likeliest]
 """A token, its log-probability, and the likeliest tokens in its place."""
@@ -27,18 +29,53 @@ class Choice:
     """One completion while it is sampled. ``ids_sent`` and ``logprobs_sent`` count the tokens whose ids and whose
     log-probabilities were sent."""
 
-    def __init__(self, index: int, prompt: PreparedPrompt, seed: int, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: PreparedPrompt,
+        seed: int,
+        stops: Sequence[str],
+        reader: CallReader | None = None,
+        most_calls: int = TOOLS,
+    ) -> None:
+        """``reader`` finds the calls of tools in the text; the first ``most_calls`` count."""
         self.index = index
         self.prompt = prompt
         self.seed = seed
-        self.text = StreamingText(prompt.chat.token_bytes, stops)
+        self.text = StreamingText(prompt.chat.token_bytes, stops, special=reader is not None)
         self.reply = SamplingResult()
         self.ids_sent = 0
         self.logprobs_sent = 0
+        self.calls_sent = 0
+        self.content = ""
+        """The text without calls."""
+        self.calls: list[tuple[str, ToolCall]] = []
+        """With their ids."""
+        self._reader = reader
+        self._most_calls = most_calls
+
+    @property
+    def finish(self) -> str:
+        """OpenAI's reason for the end."""
+        return "tool_calls" if self.calls and self.reply.finish == "stop" else self.reply.finish
 
     def next_text(self, *, last: bool) -> str:
-        """The further text that can be sent, given the tokens of ``reply``."""
-        return self.text.take(self.reply.tokens[len(self.text.starts) :], last=last)
+        """The further text that can be sent, given the tokens of ``reply``; their calls are added to ``calls``."""
+        tokens, chat = self.reply.tokens[len(self.text.starts) :], self.prompt.chat
+        if self._reader is None:
+            text = self.text.take(tokens, last=last)
+        else:
+            if last and tokens and tokens[-1] in chat.stop_tokens:
+                tokens = tokens[:-1]
+            text = ""
+            for piece in self._reader.feed(self.text.take(tokens, last=last), last=last):
+                if isinstance(piece, str):
+                    text += chat.without_special(piece)
+                elif len(self.calls) < self._most_calls:
+                    seed = f"{self.seed}:{self.index}:{len(self.calls)}"
+                    self.calls.append((f"call_{Random(seed).getrandbits(96):024x}", piece))
+        self.content += text
+        return text
 
     def scores(self, numbers: range) -> list[Scores]:
         """Of sampled tokens, by their numbers."""
@@ -125,20 +162,28 @@ class ChatFormat(ResponseFormat):
     id_prefix = "chatcmpl"
 
     def first_chunk(self, choice: Choice) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
+        delta: dict[str, Any] = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "finish_reason": None, **self._prompt(choice)}
 
     def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
+        delta: dict[str, Any] = {"content": text} if text else {}
+        first, choice.calls_sent = choice.calls_sent, len(choice.calls)
+        if first < choice.calls_sent:
+            delta["tool_calls"] = [
+                {"index": first + number, **call} for number, call in enumerate(_tool_calls(choice)[first:])
+            ]
         chunk = {"index": choice.index, "delta": delta, "logprobs": self._logprobs_of(choice), "finish_reason": finish}
         return {**chunk, **self._tokens(choice)}
 
     def message(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.content or None, "tool_calls": _tool_calls(choice)}
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text.shown, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs_of(choice),
-            "finish_reason": choice.reply.finish,
+            "finish_reason": choice.finish,
             **self._prompt(choice),
             **self._tokens(choice),
         }
@@ -213,6 +258,13 @@ class TextFormat(ResponseFormat):
                 line.setdefault(_token_text(of.written(one)), value)
             lines.append(line)
         return lines
+
+
+def _tool_calls(choice: Choice) -> list[dict[str, Any]]:
+    return [
+        {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for name, call in choice.calls
+    ]
 
 
 def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ requests the default behaviour.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,9 +17,11 @@ from rookery.bounds import (
     ENTRIES,
     INTEGER,
     LONGEST_TEXT,
+    SETTINGS,
     STOP_TEXT,
     STOP_TEXTS,
     Integer,
+    JsonSize,
     Line,
     Name,
     SmallJson,
@@ -28,14 +31,12 @@ from rookery.bounds import (
 )
 from rookery.errors import UserError, short
 from rookery.spec.policy import Temperature
+from rookery.tokenization.grammar import ANY_OBJECT, check_schema, schema_of
+from rookery.tokenization.tool_calls import forced_schema
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -53,8 +54,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported arguments with the values of each that request the default behaviour. Null does so for all."""
 
-_AS_TEXT = "a reply is text; ask for JSON in a message (instructor: Mode.MD_JSON), or leave it out"
-MEANT = {"tools": _AS_TEXT, "functions": _AS_TEXT, "response_format": _AS_TEXT}
+MEANT = {"functions": "give tools instead"}
 """Unsupported arguments that are what a request is about, with what to do instead."""
 
 IGNORED = {
@@ -160,6 +160,11 @@ class CompletionOptions(OpenAIModel):
         return 0
 
     @property
+    def schema_text(self) -> str:
+        """The JSON schema that the reply follows; empty: none."""
+        return ""
+
+    @property
     def logits(self) -> protocol.LogitsParams | None:
         """How the logits are changed; None: not at all."""
         params = protocol.LogitsParams(
@@ -171,6 +176,7 @@ class CompletionOptions(OpenAIModel):
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias=[(int(token), bias) for token, bias in (self.logit_bias or {}).items() if bias],
             top_logprobs=self.likeliest,
+            schema=self.schema_text,
         )
         return params if params != protocol.LogitsParams() else None
 
@@ -179,21 +185,50 @@ class CompletionOptions(OpenAIModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+SmallObject = Annotated[dict[str, Any], JsonSize(SETTINGS)]
+
+TOOLS = 128
+"""Tools of one request, and calls of one message, as in OpenAI's API."""
+
+
 class TextPart(OpenAIModel):
     type: Literal["text"]
     text: Text
 
 
+class CalledFunction(OpenAIModel):
+    name: Name = Field(min_length=1)
+    arguments: Text
+
+
+class MessageToolCall(OpenAIModel):
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """With the arguments as an object, which templates write as JSON; text that is none stays text."""
+        arguments = loaded(self.function.arguments)
+        return {
+            "id": self.id or "", "type": "function",
+            "function": {"name": self.function.name,
+                         "arguments": arguments if isinstance(arguments, dict) else self.function.arguments},
+        }  # fmt: skip
+
+
+CONTEXT_FIELDS = {"tool": {"tool_call_id", "name"}, "assistant": {"name", "refusal", "reasoning_content", "reasoning"}}
+"""Fields of a message, by its role, that clients send back and templates do not write."""
+
+
 class ConversationMessage(OpenAIModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1000)]
+    content: Text | Annotated[list[TextPart], Field(max_length=1000)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=TOOLS)] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
-    def _has_content(cls, value: Any) -> Any:
-        if value is None:
-            raise ValueError("null is not supported: give a text; tool calls, which replace it, are not supported")
-        if not isinstance(value, str | list):
+    def _has_text(cls, value: Any) -> Any:
+        if not isinstance(value, str | list | None):
             raise ValueError("give a text, or a list of parts of the type text")
         for number, part in enumerate(value if isinstance(value, list) else []):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -201,15 +236,78 @@ class ConversationMessage(OpenAIModel):
                 raise ValueError(f"part {number} is of the type {short(str(kind))}; the models here read text alone")
         return value
 
-    def for_template(self, where: str) -> dict[str, str]:
+    def for_template(self, where: str) -> dict[str, Any]:
         """The message as chat templates expect it. Raises :class:`UnsupportedField`."""
         for name, value in (self.model_extra or {}).items():
-            if value and name != "tool_call_id":  # an id is not part of the prompt
+            if value and name not in CONTEXT_FIELDS.get(self.role, ()):
                 raise UnsupportedField(
                     f"{where}.{name} is not supported: leave it out", f"{where}.{name}", "unknown_parameter"
                 )
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls and self.role != "assistant":
+            raise UnsupportedField(f"{where}.tool_calls: only the assistant calls tools", f"{where}.tool_calls")
+        if self.content is None and not self.tool_calls:
+            raise UnsupportedField(
+                f"{where}.content: null is not supported: give a text, or an assistant's tool_calls", f"{where}.content"
+            )
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.role == "tool":
+            extra = self.model_extra or {}
+            message |= {name: extra[name] for name in ("tool_call_id", "name") if isinstance(extra.get(name), str)}
+        return message
+
+
+class FunctionDefinition(OpenAIModel):
+    name: Name = Field(pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: Text | None = None
+    parameters: SmallObject | None = None
+    strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_a_schema(cls, value: dict[str, Any] | None) -> Any:
+        if value:
+            try:
+                check_schema(schema_of(value))
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        return value
+
+
+class ToolDefinition(OpenAIModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
+        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(OpenAIModel):
+    name: Name
+
+
+class NamedTool(OpenAIModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ReplySchema(OpenAIModel):
+    """``strict`` makes no difference: a reply always follows the schema."""
+
+    name: Name = ""
+    description: Text | None = None
+    schema_: SmallObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ReplyFormat(OpenAIModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: ReplySchema | None = None
 
 
 class ChatRequest(CompletionOptions):
@@ -217,10 +315,53 @@ class ChatRequest(CompletionOptions):
     max_completion_tokens: int | None = Field(None, ge=1, le=INTEGER)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=LIKELIEST, description="Needs logprobs")
+    tools: Annotated[list[ToolDefinition], Field(max_length=TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: the first call only")
+    response_format: ReplyFormat | None = Field(None, description="JSON, or JSON of a schema")
 
     @property
     def likeliest(self) -> int:
         return self.top_logprobs or 0
+
+    @property
+    def offered(self) -> list[ToolDefinition]:
+        """The tools that the reply may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced(self) -> list[ToolDefinition]:
+        """The tools of which the reply must call one; empty: it need not. Raises :class:`UnsupportedField`."""
+        if self.tool_choice == "required":
+            found = self.offered
+        elif isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            found = [tool for tool in self.offered if tool.function.name == name]
+        else:
+            return []
+        if not found:
+            raise UnsupportedField("tool_choice names no tool of the request: give it in tools", "tool_choice")
+        return found
+
+    @property
+    def schema_text(self) -> str:
+        """The JSON schema that the reply follows; empty: none. Raises :class:`UnsupportedField`."""
+        if forced := self.forced:
+            return schema_of(forced_schema([tool.for_template() for tool in forced]))
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return ""
+        if self.offered:
+            raise UnsupportedField(
+                "response_format beside tools is not supported: leave one of them out, or set tool_choice",
+                "response_format",
+                "unsupported_parameter",
+            )
+        if asked.type == "json_object":
+            return ANY_OBJECT
+        if asked.json_schema is None:
+            raise UnsupportedField("response_format.json_schema: give the schema", "response_format.json_schema")
+        return schema_of(asked.json_schema.schema_)
 
 
 class CompletionRequest(CompletionOptions):
@@ -267,6 +408,14 @@ class CompletionRequest(CompletionOptions):
         if isinstance(self.prompt[0], int):
             return [[token for token in self.prompt if isinstance(token, int)]]
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+def loaded(text: str) -> Any:
+    """JSON text as data; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:

@@ -12,9 +12,11 @@ Promises:
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,9 +31,10 @@ from rookery.errors import UserError
 from rookery.tokenization.detokenizer import TokenBytes
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
+from rookery.tokenization.tool_calls import ToolSupport, support_of
 
-Message = Mapping[str, str]
-"""``{"role": …, "content": …}``."""
+Message = Mapping[str, Any]
+"""``{"role": …, "content": …}``, with calls of tools also ``tool_calls``."""
 
 _SENTINEL = "\ue000reply\ue001"
 """Placeholder for the reply, to find out what a template writes around one: private-use characters, no white space."""
@@ -71,6 +74,7 @@ class Chat:
         self._grammars: dict[int, GrammarTokenizer] = {}
         self._lock = threading.Lock()
         self._added = tokenizer.get_added_tokens_decoder()
+        self._source = template
         try:
             self._template = _environment(now).from_string(template)
         except jinja2.TemplateError as error:
@@ -121,6 +125,15 @@ class Chat:
                 self._grammars[size] = GrammarTokenizer(self._tokenizer, size, self.stop_tokens)
             return self._grammars[size]
 
+    def without_special(self, text: str) -> str:
+        """A text in which special tokens are written, without them."""
+        return self._written_special.sub("", text)
+
+    @cached_property
+    def _written_special(self) -> re.Pattern[str]:
+        texts = sorted((token.content for token in self._added.values() if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
     def decode_special(self, tokens: Sequence[int]) -> tuple[str, list[str]]:
         """The text of a reply with its special tokens, and these, each once; ``("", [])`` for a reply without any. The
         token that ended the reply is left out."""
@@ -132,8 +145,14 @@ class Chat:
         text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
         return text, [self._added[token].content for token in found]
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the model reads it, up to the start of its reply.
+    @cached_property
+    def tools(self) -> ToolSupport:
+        """What the template writes of tools."""
+        return support_of(self._source, self.render)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **arguments: Any) -> str:
+        """The conversation as the model reads it, up to the start of its reply; ``arguments`` are further ones of the
+        template.
 
         Raises :class:`UserError` if the template refuses these messages (unknown roles, no user message …).
         """
@@ -143,10 +162,8 @@ class Chat:
         try:
             return self._template.render(
                 messages=plain,
-                tools=None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special,
+                **{"tools": None, "documents": None, **self._special, **arguments},
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(str(message.get("role")) for message in plain)
@@ -155,6 +172,22 @@ class Chat:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of :meth:`render`."""
         return self.encode(self.render(messages))
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, opening: str = ""
+    ) -> list[int]:
+        """The prompt of a client's conversation, with ``tools``, calls and results as the template can write them
+        (:class:`ToolSupport`), and the ``opening`` of the reply. A conversation that ends with the assistant's text is
+        continued within it. Raises :class:`UserError` where the template cannot."""
+        written, arguments = self.tools.adapt(messages, tools)
+        last = written[-1] if written else {}
+        if last.get("role") != "assistant" or not last.get("content"):
+            return self.encode(self.render(written, **arguments) + opening)
+        marked = [*written[:-1], {**last, "content": last["content"] + _SENTINEL}]
+        text, found, _ = self.render(marked, add_generation_prompt=False, **arguments).rpartition(_SENTINEL)
+        if not found:
+            raise UserError("the chat template does not write the assistant's last text: it cannot be continued")
+        return self.encode(text)
 
     def extend(
         self,

@@ -46,6 +46,17 @@ class GrammarTokenizer:
         return matcher
 
 
+def check_schema(schema: str) -> None:
+    """Raises :class:`UserError` for a text that is no JSON schema. Keywords that no grammar follows are allowed."""
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True})
+    except ValueError as error:
+        raise UserError(f"the schema is not a JSON schema: {_line(error)}") from None
+    failed, lines = LLMatcher.validate_grammar_with_warnings(grammar)
+    if failed:
+        raise UserError(f"the schema is not a JSON schema: {_line(lines[0])}")
+
+
 class ReplyGrammar:
     """The state of one reply that follows a grammar."""
 

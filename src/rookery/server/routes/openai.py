@@ -27,10 +27,12 @@ from starlette.types import Receive, Scope, Send
 from rookery.aio import cancel_all, unless
 from rookery.controller.completions import PreparedPrompt, PromptTooLong
 from rookery.controller.rollout.request import SamplingResult
-from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, shortage
+from rookery.controller.validation import Target
+from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, UserError, shortage
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.completion_formats import ChatFormat, Choice, ResponseFormat, TextFormat
 from rookery.server.openai import (
+    TOOLS,
     ChatRequest,
     CompletionOptions,
     CompletionRequest,
@@ -40,6 +42,8 @@ from rookery.server.openai import (
 )
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
 from rookery.server.responses import event_data, json_response, problem, retry_after
+from rookery.tokenization.chat import Chat
+from rookery.tokenization.tool_calls import READERS, CallReader, ForcedReader
 
 log = logging.getLogger("rookery.server.openai")
 
@@ -126,8 +130,41 @@ async def chat_completions(service: Service, owner: Owner, request: Request, opt
     limits = [limit for limit in (options.max_tokens, options.max_completion_tokens) if limit is not None]
     form = ChatFormat(service, options, target.name, logprobs=bool(options.logprobs))
     _limit_choices(options, 1)
-    prompt = await service.threads(service.controller.completions.prepare, target, chat, messages)
+    prompt = await service.threads(_prepare_chat, service, target, chat, options, messages)
     return await _respond(service, owner.id, request, form, [prompt], min(limits, default=None))
+
+
+def _prepare_chat(
+    service: ServiceContext, target: Target, chat: Chat, options: ChatRequest, messages: list[dict[str, Any]]
+) -> PreparedPrompt:
+    """Raises :class:`UserError`."""
+    forced, tools = options.forced, [tool.for_template() for tool in options.offered]
+    opening = ""
+    if forced:
+        if chat.tools.style == "harmony" and len(forced) > 1:
+            raise UnsupportedField("tool_choice: this model needs the name of the tool", "tool_choice")
+        opening = chat.tools.opening(forced[0].function.name)
+    if messages[-1].get("tool_calls"):
+        where = f"messages.{len(messages) - 1}.tool_calls"
+        raise UnsupportedField(f"{where}: the last message calls tools: append their results", where)
+    if messages[-1]["role"] == "assistant" and messages[-1]["content"] and options.offered:
+        raise UnsupportedField(
+            "messages: a reply that is continued cannot call tools: end with another message, or leave tools out",
+            "messages",
+        )
+    return service.controller.completions.prepare(target, chat, messages, tools, opening=opening)
+
+
+def _reader(options: CompletionOptions, chat: Chat) -> CallReader | None:
+    """What finds calls of tools in a reply; None where none are offered."""
+    if not isinstance(options, ChatRequest):
+        return None
+    names = [tool.function.name for tool in options.offered]
+    if options.forced:
+        return ForcedReader(names)
+    if names or chat.tools.style == "harmony":
+        return READERS[chat.tools.style](names)
+    return None
 
 
 @routes.post("/completions", response_model=dict[str, Any])
@@ -147,6 +184,11 @@ async def completions(service: Service, owner: Owner, request: Request, options:
     prompts = await service.threads(lambda: [prepare(prompt) for prompt in options.prompts])
     limit = COMPLETION_TOKENS if options.max_tokens is None else options.max_tokens
     return await _respond(service, owner.id, request, form, prompts, limit)
+
+
+@routes.post("/embeddings", include_in_schema=False)
+async def embeddings(owner: Owner) -> Response:
+    raise UserError("embeddings are not supported: the models here write text; use another service for them")
 
 
 @routes.get("/models", response_model=dict[str, Any], name="openai_models")
@@ -194,13 +236,21 @@ async def _respond(
     options, stops = form.options, form.options.stops
     seed = options.seed if options.seed is not None else service.controller.completions.draw_seed()
     count = options.n or 1
+    most_calls = 1 if isinstance(options, ChatRequest) and options.parallel_tool_calls is False else TOOLS
     choices = [
-        Choice(number * count + i, prompt, _seed(seed, number * count + i), stops)
+        Choice(
+            number * count + i,
+            prompt,
+            _seed(seed, number * count + i),
+            stops,
+            _reader(options, prompt.chat),
+            most_calls,
+        )
         for number, prompt in enumerate(prompts)
         for i in range(count)
     ]
     _limit_logprobs(service, form, choices, limit)
-    _check_logits(service, options, prompts[0])
+    await service.threads(_check_logits, service, options, prompts[0])
     growth = _generate(service, owner, options, choices, limit)
     headers = {"x-request-id": form.id}
     if options.stream:
@@ -242,7 +292,14 @@ def _check_logits(service: ServiceContext, options: CompletionOptions, prompt: P
         if unknown is not None:
             model = prompt.target.model
             raise UnsupportedField(f"logit_bias has the token id {unknown}, which {model} does not have", "logit_bias")
-        service.controller.completions.check_logits(prompt.target, logits)
+        try:
+            service.controller.completions.check_logits(prompt.target, prompt.chat, logits)
+        except UserError as error:
+            forced = isinstance(options, ChatRequest) and options.forced
+            param = ("tools" if forced else "response_format") if logits.schema else None
+            if param is None:
+                raise
+            raise UnsupportedField(f"{param}: {error}", param) from None
 
 
 def _scores_prompt(options: CompletionOptions) -> bool:
@@ -312,7 +369,7 @@ async def _generate(
                 known = len(choice.text.starts)
                 text = choice.next_text(last=last)
                 if last or len(choice.text.starts) > known:
-                    yield choice, text, choice.reply.finish if last else None
+                    yield choice, text, choice.finish if last else None
             if left:
                 try:
                     async with asyncio.timeout(service.context.settings.worker.heartbeat_seconds):
@@ -348,7 +405,7 @@ async def _events(
                     yield b": heartbeat\n\n"
                     continue
                 choice, text, finish = update
-                if text or finish or form.options.return_token_ids:
+                if text or finish or form.options.return_token_ids or choice.calls_sent < len(choice.calls):
                     yield form.chunk([form.delta(choice, text, finish)])
             if form.include_usage:
                 yield form.chunk([], _usage(choices))

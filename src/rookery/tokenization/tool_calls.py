@@ -1,0 +1,403 @@
+"""Tools in conversations: how a template offers them, and how calls are read from a reply.
+
+Promises:
+
+* A call is read in the format that the model's template writes: Hermes (Qwen, SmolLM3, Qwen3-Coder's too), Llama 3,
+  Mistral, or Harmony (gpt-oss). Text that does not parse stays text.
+* Text is released as soon as it cannot be part of a call; the pieces of a stream, joined, are those of the whole reply.
+* A template without tools gets them in the system message, calls and results in Hermes' form: any model can be trained
+  to use them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rookery.errors import UserError
+
+Style = Literal["hermes", "llama3", "mistral", "harmony"]
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """``arguments`` is JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+Piece = str | ToolCall
+
+
+def style_of(template: str) -> Style:
+    """The format of calls in a chat template's source."""
+    if "<|channel|>" in template and "<|start|>" in template:
+        return "harmony"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" not in template and ("<|python_tag|>" in template or '"parameters": dictionary' in template):
+        return "llama3"
+    return "hermes"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class CallReader:
+    """Reads one reply. White space around calls belongs to neither text nor call."""
+
+    opening = ""
+    """Text from which on a call may follow."""
+    closing: tuple[str, ...] = ()
+    """Texts that end the calls; without one they end with the reply."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = frozenset(names)
+        self.calls = 0
+        self._held = ""
+        self._inside = False
+        self._searched = 0
+        self._space = ""
+
+    def feed(self, text: str, *, last: bool) -> list[Piece]:
+        """The further pieces; ``last``: no text follows."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._held:
+            if not self._inside:
+                at = self._held.find(self.opening)
+                if at < 0:
+                    kept = 0 if last else _overlap(self._held, self.opening)
+                    pieces += self._text(self._held[: len(self._held) - kept])
+                    self._held = self._held[len(self._held) - kept :]
+                    break
+                pieces += self._text(self._held[:at])
+                self._held, self._inside, self._searched = self._held[at:], True, len(self.opening)
+            end = self._end()
+            if end < 0 and not last:
+                self._searched = max(self._searched, len(self._held) - max(map(len, self.closing), default=0))
+                break
+            block, self._held = (self._held, "") if end < 0 else (self._held[:end], self._held[end:])
+            self._inside = False
+            calls = list(self.parse(block))
+            self.calls += len(calls)
+            self._space = "" if calls else self._space
+            pieces += calls or self._text(block)
+        if last and not self.calls and self._space:
+            pieces.append(self._space)
+        return pieces
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        """The calls of a block from ``opening`` to ``closing``; none if it does not parse."""
+        raise NotImplementedError
+
+    def _end(self) -> int:
+        found = [at + len(text) for text in self.closing if (at := self._held.find(text, self._searched)) >= 0]
+        return min(found, default=-1)
+
+    def _text(self, text: str) -> list[Piece]:
+        """Trailing white space is held until text follows it."""
+        whole = self._space + text
+        shown = whole.rstrip()
+        self._space = whole[len(shown) :]
+        if self.calls:
+            shown = shown.lstrip() if not text.strip() else shown
+        return [shown] if shown else []
+
+
+class HermesReader(CallReader):
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, and Qwen3-Coder's
+    ``<function=NAME><parameter=KEY>VALUE</parameter></function>`` in the same brackets."""
+
+    opening = "<tool_call>"
+    closing = ("</tool_call>",)
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        """See the base class."""
+        inner = block.removeprefix(self.opening).strip().removesuffix("</tool_call>").strip()
+        if inner.startswith("<function="):
+            yield from _xml_call(inner)
+        else:
+            yield from _calls(inner)
+
+
+class LlamaReader(CallReader):
+    """A reply that is ``{"name": …, "parameters": {…}}``, after ``<|python_tag|>`` or not, or several with ``;``. Since
+    any JSON may be a reply, the name must be a tool's."""
+
+    opening = ""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._plain = False
+
+    def feed(self, text: str, *, last: bool) -> list[Piece]:
+        """See the base class."""
+        if self._plain:
+            return self._text(text) + ([self._space] if last and self._space else [])
+        self._held += text
+        begun = self._held.lstrip()
+        tag = "<|python_tag|>"
+        if not last and (not begun or begun.startswith(("{", tag)) or tag.startswith(begun)):
+            return []
+        calls = [call for call in _calls(begun.removeprefix(tag), ";") if call.name in self.names]
+        self.calls, held, self._held = len(calls), self._held, ""
+        if calls:
+            return list(calls)
+        self._plain = True
+        return self.feed(held, last=last)
+
+
+class MistralReader(CallReader):
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]NAME[ARGS]{…}`` for each call."""
+
+    opening = "[TOOL_CALLS]"
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        """See the base class."""
+        for part in block.split(self.opening)[1:]:
+            named = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL)
+            if named:
+                arguments = _json(named[2])
+                if isinstance(arguments, dict):
+                    yield ToolCall(named[1], json.dumps(arguments, ensure_ascii=False))
+            else:
+                yield from _calls(part)
+
+
+class HarmonyReader(CallReader):
+    """Channels of gpt-oss: ``final`` is the text, ``commentary to=functions.NAME`` a call, ``analysis`` neither."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._header: str | None = None
+
+    def feed(self, text: str, *, last: bool) -> list[Piece]:
+        """See the base class."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._held:
+            if self._header is None:
+                header, found, rest = self._held.partition("<|message|>")
+                if not found:
+                    if last and "<|channel|>" not in header:  # a model that was not asked for channels
+                        pieces += self._text(header)
+                    break
+                self._header, self._held = header, rest
+            ends = [at for mark in _HARMONY_ENDS if (at := self._held.find(mark)) >= 0]
+            kept = max(_overlap(self._held, mark) for mark in _HARMONY_ENDS) if not last else 0
+            end = min(ends, default=len(self._held) - kept)
+            body = self._held[:end]
+            call = re.search(r"to=functions\.([\w.-]+)", self._header)
+            if call:
+                if not ends and not last:
+                    break
+                arguments = _json(body)
+                if isinstance(arguments, dict):
+                    self.calls += 1
+                    pieces.append(ToolCall(call[1], json.dumps(arguments, ensure_ascii=False)))
+                else:
+                    pieces += self._text(body)
+            elif "final" in self._header or "<|channel|>" not in self._header:
+                pieces += self._text(body)
+            self._held = self._held[end:]
+            if not ends:
+                break
+            mark = next(mark for mark in _HARMONY_ENDS if self._held.startswith(mark))
+            self._held, self._header = self._held[len(mark) :], None
+        if last and not self.calls and self._space:
+            pieces.append(self._space)
+        return pieces
+
+
+_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+
+class ForcedReader(CallReader):
+    """A reply that is one call as JSON, because a grammar made it so."""
+
+    def feed(self, text: str, *, last: bool) -> list[Piece]:
+        """See the base class."""
+        self._held += text
+        if not last:
+            return []
+        calls = list(_calls(self._held))
+        self.calls = len(calls)
+        return list(calls) if calls else [self._held] if self._held else []
+
+
+READERS: dict[Style, type[CallReader]] = {
+    "hermes": HermesReader,
+    "llama3": LlamaReader,
+    "mistral": MistralReader,
+    "harmony": HarmonyReader,
+}
+
+
+def _calls(text: str, separator: str = "") -> Iterator[ToolCall]:
+    """Of JSON objects, or a list of them; none unless all are calls."""
+    decoder, at, found = json.JSONDecoder(), 0, []
+    text = text.strip()
+    while at < len(text):
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return
+        for one in value if isinstance(value, list) else [value]:
+            call = _call(one)
+            if call is None:
+                return
+            found.append(call)
+        rest = text[end:].lstrip()
+        if rest and not (separator and rest.startswith(separator)):
+            return
+        at = len(text) - len(rest.removeprefix(separator).lstrip()) if rest else len(text)
+    yield from found
+
+
+def _call(value: Any) -> ToolCall | None:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _xml_call(text: str) -> Iterator[ToolCall]:
+    named = re.fullmatch(r"<function=([^>\s]+)>(.*)</function>", text, re.DOTALL)
+    if named:
+        values = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", named[2], re.DOTALL)
+        arguments = {key: value if (read := _json(value)) is None else read for key, value in values}
+        yield ToolCall(named[1], json.dumps(arguments, ensure_ascii=False))
+
+
+def _json(text: str) -> Any:
+    """None for text that is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the text's end that may be the beginning of ``mark``."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+INSTRUCTIONS = (
+    "You may call one or more functions. These are their signatures, one JSON object a line, within <tools></tools>:\n"
+    "<tools>\n{tools}\n</tools>\n"
+    "To call a function, write a JSON object with its name and arguments within <tool_call></tool_call>:\n"
+    '<tool_call>\n{{"name": "NAME", "arguments": {{}}}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True)
+class ToolSupport:
+    """What a chat template writes of tools."""
+
+    style: Style
+    argument: str = ""
+    """The name under which it takes tools; empty: it does not."""
+    calls: bool = False
+    """Whether it writes the calls of an assistant's message."""
+    results: bool = False
+    """Whether it knows the role ``tool``."""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def adapt(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> tuple[Messages, dict[str, Any]]:
+        """The conversation as the template can write it, and its further arguments."""
+        written = [self._message(dict(message)) for message in messages]
+        if not tools:
+            return written, {}
+        if self.argument == "tools":
+            return written, {"tools": list(tools)}
+        functions = [tool["function"] for tool in tools]
+        if self.argument:
+            return written, {self.argument: functions}
+        text = INSTRUCTIONS.format(tools="\n".join(json.dumps(one, ensure_ascii=False) for one in functions))
+        if written and written[0].get("role") == "system":
+            first = {**written[0], "content": f"{written[0]['content']}\n\n{text}"}
+            return [first, *written[1:]], {}
+        return [{"role": "system", "content": text}, *written], {}
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        message["content"] = message.get("content") or ""
+        calls = message.get("tool_calls")
+        if calls and not self.calls:
+            del message["tool_calls"]
+            blocks = [
+                "<tool_call>\n"
+                + json.dumps(
+                    {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}, ensure_ascii=False
+                )
+                + "\n</tool_call>"
+                for call in calls
+            ]
+            message["content"] = "\n".join([message["content"], *blocks] if message.get("content") else blocks)
+        if message.get("role") == "tool" and not self.results:
+            return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return message
+
+    def opening(self, name: str) -> str:
+        """What precedes a forced call of this tool in a reply: the rest is one JSON object."""
+        if self.style == "harmony":
+            return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        return {"hermes": "<tool_call>\n", "llama3": "", "mistral": "[TOOL_CALLS]"}[self.style]
+
+
+def forced_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of a call of one of these tools."""
+    calls = []
+    definitions: dict[str, Any] = {}
+    for tool in tools:
+        function = tool["function"]
+        parameters = dict(function.get("parameters") or {"type": "object"})
+        for key in ("$defs", "definitions"):
+            definitions |= {key: {**definitions.get(key, {}), **parameters.pop(key)}} if key in parameters else {}
+        calls.append({
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        })  # fmt: skip
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **definitions}
+
+
+PROBE = "rookery_probe"
+
+
+def support_of(template: str, render: Any) -> ToolSupport:
+    """What a template writes of tools: ``render(messages, **arguments)`` is tried with each."""
+    style = style_of(template)
+    user = {"role": "user", "content": "?"}
+    function = {"name": PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": PROBE, "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": PROBE, "tool_call_id": "abcdefghi", "name": "probe"}
+
+    def writes(messages: Messages, **arguments: Any) -> bool:
+        try:
+            return PROBE in render(messages, **arguments)
+        except (UserError, KeyError):
+            return False
+
+    tools = {"tools": [{"type": "function", "function": function}], "xml_tools": [function]}
+    argument = next((name for name, value in tools.items() if writes([user], **{name: value})), "")
+    calls = writes([user, called, {"role": "user", "content": "?"}]) or writes([user, called])
+    plain = {**called, "tool_calls": [{**call, "function": {"name": "other", "arguments": {}}}]}
+    results = bool(argument) and writes([user, plain if calls else {"role": "assistant", "content": "?"}, result])
+    return ToolSupport(style if argument else "hermes", argument, calls, results)

@@ -1,0 +1,187 @@
+"""Tools and response formats in chats, by the real ``openai`` client: forced calls of a random model, and calls that a
+scripted worker writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import transformers
+from openai import OpenAI
+from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.small_model import save_small_model
+from tests.support.waiting import until
+
+from rookery.tokenization.registry import CONFIG, model_folder
+
+USER: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add", "description": "Add two numbers.", "strict": True,
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+                       "required": ["a"], "additionalProperties": False},
+    },
+}  # fmt: skip
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+          "additionalProperties": False}  # fmt: skip
+NAMED = {"type": "function", "function": {"name": "add"}}
+CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OpenAI, str]]:
+    """A random model: a schema alone makes its text JSON."""
+    root = tmp_path_factory.mktemp("tools")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    base = str(save_small_model(root / "small", config=config))
+    settings = {"models": base, "workers": 1, "threads": 1, "flush_seconds": 0.02, "answer_tokens": 120}
+    with (
+        served(root, **settings) as service,
+        OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client,
+    ):
+        until(lambda: client.models.list().data)
+        yield client, base
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A worker that calls a tool twice after a word, whatever it is asked."""
+    with served(tmp_path_factory.mktemp("scripted")) as service:
+        config = model_folder(service.settings.cache, MODEL) / CONFIG
+        config.write_text(config.read_text().replace("512", "4096"))
+        words = tokenizer(service.settings.cache.parent)
+        token = (service.settings.data / "worker.token").read_text().strip()
+        text = f"Wait.\n{CALLS}\n{CALLS}"
+        with (
+            ScriptedWorker(service.url, token, words, (text, text)),
+            OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client,
+        ):
+            until(lambda: client.models.list().data)
+            yield client
+
+
+def asked(client: OpenAI, model: str = MODEL, **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": model, "messages": USER, "seed": 3, **options})
+
+
+def streamed(client: OpenAI, model: str = MODEL, **options: Any) -> tuple[str, list[dict[str, Any]], str]:
+    """Content, calls and finish reason of a stream."""
+    content, calls, finish = "", [], ""
+    for chunk in asked(client, model, stream=True, **options):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or []:
+            assert call.index == len(calls)
+            calls.append({"id": call.id, "name": call.function.name, "arguments": call.function.arguments})
+        finish = choice.finish_reason or finish
+    return content, calls, finish
+
+
+def test_calls_of_a_reply_are_returned_whole_and_streamed(scripted: OpenAI) -> None:
+    choice = asked(scripted, tools=[ADD, NOW]).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
+    calls = choice.message.tool_calls
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [("add", {"a": 1})] * 2
+    assert len({call.id for call in calls}) == 2
+    content, parts, finish = streamed(scripted, tools=[ADD, NOW])
+    assert (content, finish) == ("Wait.", "tool_calls")
+    assert parts == [{"id": call.id, "name": "add", "arguments": call.function.arguments} for call in calls]
+    one = asked(scripted, tools=[ADD], parallel_tool_calls=False).choices[0]
+    assert len(one.message.tool_calls) == 1
+    for plain in (asked(scripted), asked(scripted, tools=[ADD], tool_choice="none"), asked(scripted, tools=[])):
+        assert plain.choices[0].message.tool_calls is None
+        assert CALLS in plain.choices[0].message.content and plain.choices[0].finish_reason == "stop"
+
+
+def test_results_and_null_content_come_back(scripted: OpenAI) -> None:
+    first = asked(scripted, tools=[ADD]).choices[0].message
+    messages = [*USER, first.to_dict(), *(
+        {"role": "tool", "tool_call_id": call.id, "content": "2"} for call in first.tool_calls
+    )]  # fmt: skip
+    assert asked(scripted, tools=[ADD], messages=messages).choices[0].message.tool_calls
+    messages[1] = {**first.to_dict(), "content": None}
+    assert asked(scripted, tools=[ADD], messages=messages).choices[0].message.tool_calls
+
+
+def test_forced_call_follows_the_schema_of_its_tool(small: tuple[OpenAI, str]) -> None:
+    for choice in ("required", NAMED):
+        answer = asked(*small, tools=[ADD, NOW], tool_choice=choice)
+        call = answer.choices[0].message.tool_calls[0].function
+        assert answer.to_dict()["trainable"] is False and answer.choices[0].finish_reason == "tool_calls"
+        if call.name == "add" or choice == NAMED:
+            jsonschema.validate(json.loads(call.arguments), ADD["function"]["parameters"])
+        content, calls, finish = streamed(*small, tools=[ADD, NOW], tool_choice=choice)
+        assert (content, finish, calls[0]["arguments"]) == ("", "tool_calls", call.arguments)
+
+
+def test_reply_follows_its_response_format(small: tuple[OpenAI, str]) -> None:
+    answer = asked(*small, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}})
+    jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+    assert answer.choices[0].finish_reason == "stop" and answer.to_dict()["trainable"] is False
+    free = asked(*small, response_format={"type": "json_object"}, temperature=0.2, max_tokens=100)
+    assert free.choices[0].message.content.startswith("{")
+    plain = asked(*small, response_format={"type": "text"})
+    assert plain.choices[0].message.content == asked(*small).choices[0].message.content
+
+
+def test_continued_reply_follows_the_given_text(small: tuple[OpenAI, str]) -> None:
+    begun = asked(*small, max_tokens=8, extra_body={"return_token_ids": True}).choices[0]
+    messages = [*USER, {"role": "assistant", "content": "Well, "}]
+    further = asked(*small, messages=messages, max_tokens=8, extra_body={"return_token_ids": True}).choices[0]
+    assert further.prompt_token_ids == [*begun.prompt_token_ids, *b"Well, "] or (
+        len(further.prompt_token_ids) == len(begun.prompt_token_ids) + 6
+    )
+    assert not further.message.content.startswith("Well")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "banana"}}}]},
+     "tools.0.function.parameters"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/no"}}}]},
+     "tools.0.function.parameters"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"x": "y" * 70_000}}}]},
+     "tools.0.function.parameters"),
+    ({"tools": [NOW] * 129}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {
+        "x": {"not": {"type": "string"}}}}}}], "tool_choice": "required"}, "tools"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}},
+     "response_format"),
+    ({"response_format": {"type": "grammar"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object"}, "tools": [NOW]}, "response_format"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "tool", "content": None, "tool_call_id": "x"}]}, "messages.0.content"),
+    ({"messages": [*USER, {"role": "assistant", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]}]}, "messages.1.tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]}]}, "messages.0.tool_calls"),
+    ({"messages": [*USER, {"role": "assistant", "content": "One"}], "tools": [NOW]}, "messages"),
+    ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "param"), REFUSED, ids=[param for _, param in REFUSED])
+def test_wrong_tools_and_formats_are_refused_by_name(small: tuple[OpenAI, str], options: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        asked(*small, **options)
+    assert refused.value.param == param, refused.value.message
+    assert "\n" not in refused.value.message and len(refused.value.message) < 600
+
+
+def test_embeddings_are_refused_in_one_line(small: tuple[OpenAI, str]) -> None:
+    with pytest.raises(openai.BadRequestError, match="embeddings are not supported: the models here write text"):
+        small[0].embeddings.create(model=small[1], input="x")

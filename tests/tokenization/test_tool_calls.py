@@ -1,0 +1,183 @@
+"""Calls of tools: each format is read from whole and cut texts, and templates offer tools as they can."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.tiny import smollm2_folder
+
+from rookery.errors import UserError
+from rookery.simulation.fakes.text import byte_tokenizer
+from rookery.tokenization.chat import Chat
+from rookery.tokenization.tool_calls import READERS, ForcedReader, Piece, Style, ToolCall, forced_schema, style_of
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+ONE, TWO = ToolCall("add", '{"a": 1}'), ToolCall("add", '{"a": "x<y", "b": [2]}')
+
+READ: list[tuple[Style, str, list[Piece]]] = [
+    ("hermes", "Hello, all.", ["Hello, all."]),
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [ONE]),
+    ("hermes", 'Well.\n<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>\n', ["Well.", ONE]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n<tool_call>{"name": "add", '
+               '"arguments": {"a": "x<y", "b": [2]}}</tool_call>', [ONE, TWO]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', [ONE]),
+    ("hermes", "<tool_call>add one</tool_call> then", ["<tool_call>add one</tool_call> then"]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+     ['<tool_call>{"name": "add", "arguments": [1]}</tool_call>']),
+    ("hermes", "a <tool_ca", ["a <tool_ca"]),
+    ("hermes", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", [ONE]),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}}', [ONE]),
+    ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": '
+               '{"a": "x<y", "b": [2]}}', [ONE, TWO]),
+    ("llama3", '{"name": "Ada", "parameters": {}}', ['{"name": "Ada", "parameters": {}}']),
+    ("llama3", '{"sum": 3} ', ['{"sum": 3} ']),
+    ("llama3", "Three. {not a call}", ["Three. {not a call}"]),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": '
+                '{"a": "x<y", "b": [2]}}]', [ONE, TWO]),
+    ("mistral", 'So:[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[CALL_ID]ab1[ARGS]{"a": "x<y", "b": [2]}',
+     ["So:", ONE, TWO]),
+    ("mistral", "[TOOL_CALLS] add them", ["[TOOL_CALLS] add them"]),
+    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Three.",
+     ["Three."]),
+    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+                '<|constrain|>json<|message|>{"a": 1}<|call|>', [ONE]),
+    ("harmony", '<|channel|>commentary to=functions.add<|message|>{"a": 1}', [ONE]),
+    ("harmony", "<|channel|>commentary to=functions.add<|message|>one<|call|>", ["one"]),
+    ("harmony", "Three.", ["Three."]),
+]  # fmt: skip
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """With texts that follow each other as one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, str) and found and isinstance(found[-1], str):
+            found[-1] += piece
+        else:
+            found.append(piece)
+    return found
+
+
+@pytest.mark.parametrize(("style", "text", "pieces"), READ, ids=[f"{style} {text[:30]}" for style, text, _ in READ])
+def test_calls_are_read_and_text_that_does_not_parse_stays(style: Style, text: str, pieces: list[Piece]) -> None:
+    assert joined(READERS[style](["add"]).feed(text, last=True)) == pieces
+    for size in (1, 3):
+        reader = READERS[style](["add"])
+        read = [piece for at in range(0, len(text), size) for piece in reader.feed(text[at : at + size], last=False)]
+        assert joined([*read, *reader.feed("", last=True)]) == pieces
+
+
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>final", "<|message|>",
+         "<|end|>", "<|call|>", "<|channel|>commentary to=functions.add", '{"name": "add", "arguments": {}}', "{", "}",
+         " ", "\n", "x", ";", "<"]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=st.lists(st.sampled_from(MARKS), max_size=12).map("".join), data=st.data())
+@pytest.mark.parametrize("style", [*READERS, "forced"])
+def test_pieces_of_a_stream_are_those_of_the_whole_text(style: Style, text: str, data: st.DataObject) -> None:
+    make = READERS.get(style, ForcedReader)
+    reader, read, at = make(["add"]), [], 0
+    while at < len(text):
+        end = at + data.draw(st.integers(1, 9))
+        read += reader.feed(text[at:end], last=False)
+        at = end
+    assert joined([*read, *reader.feed("", last=True)]) == joined(make(["add"]).feed(text, last=True))
+
+
+def test_long_text_is_read_in_linear_time() -> None:
+    for style in READERS:
+        reader = READERS[style](["add"])
+        for _ in range(20_000):
+            reader.feed("{<tool_call>", last=False)
+        reader.feed("", last=True)
+    with pytest.raises(StopIteration):
+        next(iter(READERS["hermes"](["add"]).parse("<tool_call>" + "[" * 100_000)))
+
+
+# --- templates, written in the manner of each family ------------------------------------------------------------------
+
+QWEN = (
+    "{%- if tools %}<|im_start|>system\n# Tools\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}"
+    "\nUse <tool_call></tool_call>.<|im_end|>\n{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{%- else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    '{%- for call in m.tool_calls or [] %}\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}\n</tool_call>{%- endfor %}<|im_end|>\n{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SMOLLM3 = (
+    "{%- if xml_tools %}<|im_start|>system\n{%- for tool in xml_tools %}\n{{ tool | string }}{%- endfor %}"
+    "\n<tool_call><|im_end|>\n{%- endif %}{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRICT = (
+    "{%- for m in messages %}{%- if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no role') }}"
+    "{%- endif %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TURNS = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "TWO", "tool_call_id": "c1"},
+]
+
+
+def made(template: str) -> Chat:
+    return Chat(byte_tokenizer(), template, special={}, ends=[2], context=512)
+
+
+@pytest.mark.parametrize("template", [QWEN, SMOLLM3, STRICT], ids=["qwen", "smollm3", "no tools"])
+def test_template_offers_tools_and_writes_calls_and_results(template: str) -> None:
+    chat = made(template)
+    text = bytes(b for token in chat.conversation(TURNS, [ADD]) for b in chat.token_bytes.written(token)).decode()
+    assert "Add two numbers." in text and text.endswith("<|im_start|>assistant\n")
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in text and "TWO" in text
+    assert text.count("<|im_start|>") == 5
+    assert chat.conversation(TURNS[:1]) == chat.encode(chat.render(TURNS[:1]))
+
+
+def test_formats_are_told_from_templates() -> None:
+    assert style_of(QWEN) == style_of(SMOLLM3) == style_of(STRICT) == "hermes"
+    assert style_of("{{ bos_token }}[INST]...[/INST][TOOL_CALLS]") == "mistral"
+    assert style_of("...<|python_tag|>...") == "llama3"
+    assert style_of("<|start|>assistant<|channel|>final<|message|>") == "harmony"
+
+
+@pytest.mark.parametrize("template", [QWEN, STRICT])
+def test_conversation_that_ends_with_the_assistant_is_continued(template: str) -> None:
+    chat = made(template)
+    prompt = chat.conversation([{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, "}])
+    begun = chat.encode(chat.render([{"role": "user", "content": "Count."}]))
+    assert prompt == [*begun, *chat.encode("One, ")]
+    with pytest.raises(UserError, match="cannot be continued"):
+        made("{{ messages[0].content }}").conversation([{"role": "user", "content": "a"}, {"role": "assistant",
+                                                                                      "content": "b"}])  # fmt: skip
+
+
+def test_smollm2_has_tools_although_its_template_has_none() -> None:
+    chat = Chat.load(smollm2_folder())
+    assert (chat.tools.argument, chat.tools.style) == ("", "hermes")
+    assert "Add two numbers." in chat.decode(chat.conversation(TURNS, [ADD]))
+
+
+def test_schema_of_a_forced_call_is_one_of_its_tools() -> None:
+    nested = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "nest", "parameters": nested}}
+    schema = forced_schema([ADD, tool])
+    assert len(schema["anyOf"]) == 2 and schema["$defs"] == {"X": {"type": "integer"}}
+    grammars = made(QWEN).grammars()
+    grammars.matcher(json.dumps(schema))
+    grammars.matcher(json.dumps(forced_schema([tool])))
