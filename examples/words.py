@@ -18,6 +18,24 @@ THINGS = (
     " saddle salmon school shadow signal spider spring summer sugar sunset temple thunder ticket tiger tomato"
     " tower turtle valley violin wagon walnut water whale winter wizard wolf yellow zebra"
 ).split()
+KINDS: dict[str, list[str]] = {
+    kind: words.split()
+    for kind, words in {
+        "animal": "tiger horse rabbit eagle cat dog lion wolf bear mouse sheep goat cow pig duck frog snake whale shark"
+        " monkey zebra camel deer fox owl bee ant spider turtle salmon",
+        "fruit": "apple banana cherry grape lemon orange peach pear plum mango melon fig date lime berry apricot kiwi"
+        " papaya coconut pineapple",
+        "city": "paris london rome tokyo berlin madrid vienna oslo cairo delhi lima moscow athens dublin lisbon prague"
+        " boston chicago seattle toronto",
+        "tool": "hammer saw drill wrench knife axe shovel rake pliers chisel screwdriver ladder scissors needle brush"
+        " broom bucket file clamp crowbar",
+        "job": "doctor teacher farmer lawyer baker nurse pilot painter driver judge writer singer actor dentist butcher"
+        " plumber soldier tailor waiter engineer",
+        "number": "seven twelve forty nine three two four five six eight ten eleven twenty thirty fifty sixty ninety"
+        " hundred thousand million",
+    }.items()
+}
+"""Words by kind, each of one kind alone."""
 
 
 def user(content: str) -> dict[str, str]:

@@ -27,6 +27,7 @@ from rookery.environments.reasoning_gym import (
 from rookery.environments.sandbox.sandbox import find as find_sandbox
 from rookery.environments.sandbox.sandbox import isolation
 from rookery.environments.verifiers.verifiers import VERIFIERS
+from rookery.environments.xrouter import XRouter, XRouterOptions
 from rookery.errors import UserError, nearest, short
 from rookery.spec.parsing import problem_line
 
@@ -63,7 +64,7 @@ class Builtin:
         if isinstance(built, Jsonl):
             built.check_answers()
             return built.sizes()
-        assert isinstance(built, Calculator)
+        assert isinstance(built, Calculator | XRouter)
         return built.sizes()
 
     def built_in_host(self, options: Mapping[str, Any], checks: EnvironmentChecks) -> Environment:
@@ -82,6 +83,7 @@ class Builtin:
 BUILTINS: dict[str, Builtin] = {
     "jsonl": Builtin(Jsonl, JsonlOptions),
     "calculator": Builtin(Calculator, CalculatorOptions),
+    "xrouter": Builtin(XRouter, XRouterOptions),
     "reasoning-gym": Builtin(ReasoningGym, ReasoningGymOptions, require_library),
 }
 

@@ -16,7 +16,7 @@ from rookery.bounds import INTEGER, Line, Name
 from rookery.errors import short
 from rookery.spec.policy import AlgorithmSpec, PolicySpec, SamplingSpec, Seconds, SpecModel, StrictModel
 
-BUILTIN_TURNS = {"jsonl": 1, "reasoning-gym": 1, "calculator": 2}
+BUILTIN_TURNS = {"jsonl": 1, "reasoning-gym": 1, "calculator": 2, "xrouter": 3}
 """The most replies of an episode of each built-in environment."""
 
 
@@ -28,7 +28,7 @@ class EnvironmentSpec(SpecModel):
     model_config = ConfigDict(extra="allow")
 
     id: Name | None = None
-    """A built-in environment: `jsonl`, `calculator`, `reasoning-gym`."""
+    """A built-in environment: `jsonl`, `calculator`, `xrouter`, `reasoning-gym`."""
     hosted: Name | None = None
     """A name that an environment host of yours offers. `Client.train` fills it in."""
     max_turns: int = Field(8, ge=1, le=1000)

@@ -1,0 +1,155 @@
+"""A word game for two, learned by self-play against a frozen earlier version of the same policy.
+
+A word lies on the table. In turn the players take one, two or three letters from its end; whoever takes the last letter
+wins. A reply that is no such number loses. ``player`` trains against ``rival``, its own earlier version, which is
+replaced by a newer one every few steps; in held-out games the rival is the untrained version, so that their curve has
+one yardstick. Who leaves a multiple of four wins, and every game is set up so that a perfect player wins it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Any
+
+import rookery
+from rookery.client import Client, Job
+from rookery.errors import RookeryError
+from rookery.examples import learning
+from rookery.examples.learning import Learned, Replier
+from rookery.examples.words import THINGS, assistant, user
+
+MOVES = ("1", "2", "3")
+CYCLE = 4
+"""A player who leaves a multiple of it wins: it completes each move of the other to as many letters."""
+SHORTEST, LONGEST = 4, 8
+HELD_OUT = 48
+MAX_TOKENS = 3
+SWAP_STEPS = 5
+STEPS = 30
+
+
+class WordGame(rookery.Environment):
+    """``player`` against ``rival``; ``player`` begins unless that loses against a perfect rival."""
+
+    deterministic = True
+
+    def prompts(self, split: str) -> Iterable[dict[str, Any]]:
+        words = sorted(word for word in THINGS if SHORTEST <= len(word) <= LONGEST)
+        Random("word game").shuffle(words)
+        if split == "eval":
+            return [{"word": word} for word in words[::3]][:HELD_OUT]
+        return [{"word": word} for number, word in enumerate(words) if number % 3]
+
+    def reset(self, prompt: Any, seed: int) -> rookery.Step:
+        self.word = str(prompt["word"])
+        self.turn = "player" if len(self.word) % CYCLE else "rival"
+        self.good: list[float] = []
+        example = [user("tree: 4 letters. Take 1, 2 or 3?"), assistant("1")]
+        return rookery.Step(messages=[*example, self.table()], policy=self.turn)
+
+    def step(self, reply: rookery.Reply) -> rookery.Step:
+        move = reply.text.strip()
+        taken = int(move) if move in MOVES and int(move) <= len(self.word) else 0
+        mover, other = self.turn, "rival" if self.turn == "player" else "player"
+        if mover == "player":
+            self.good.append(float(taken > 0 and (len(self.word) - taken) % CYCLE == 0))
+        self.word = self.word[: len(self.word) - taken]
+        if taken and self.word:
+            self.turn = other
+            return rookery.Step(messages=[self.table()], policy=other)
+        won = (mover == "player") == (taken > 0)
+        metrics = {"won": float(won), "valid": float(taken > 0 or mover != "player")}
+        if self.good:
+            metrics["good moves"] = statistics.fmean(self.good)
+        rewards = {"player": float(won)} if self.good else {}
+        return rookery.Step(done=True, rewards=rewards, metrics=metrics)
+
+    def table(self) -> dict[str, str]:
+        return user(f"{self.word}: {len(self.word)} letters. Take 1, 2 or 3?")
+
+
+def letters_left(messages: Sequence[dict[str, str]]) -> int:
+    return int(messages[-1]["content"].split(": ")[1].split(" ")[0])
+
+
+def perfect(messages: Sequence[dict[str, str]], turn: int) -> str:
+    """Leaves a multiple of four where it can."""
+    return str(letters_left(messages) % CYCLE or 1)
+
+
+def constant(move: str) -> Replier:
+    """The same move always, or all letters where there are fewer."""
+    return lambda messages, turn: str(min(int(move), letters_left(messages)))
+
+
+def best_constant(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
+    """The constant move that wins most of the held-out games against the base model, as the untrained version replies. It may take all where fewer
+    letters are left, which no constant reply of a policy does, so it is an upper bound."""
+    environment = WordGame()
+    prompts = list(environment.prompts("eval"))
+
+    rival = learning.sampled(client, learning.MODEL, MAX_TOKENS)
+    won: dict[str, float] = {}
+    for move in MOVES:
+        games = learning.play_all(environment, prompts, {"player": lambda _, move=move: constant(move), "rival": rival})
+        won[move] = statistics.fmean(game.metrics["won"] for game in games)
+    best = max(won, key=won.__getitem__)
+    return {"best constant": [best, round(won[best], 4)], "constants": {m: round(v, 4) for m, v in won.items()}}
+
+
+def job(steps: int, swap: int) -> dict[str, Any]:
+    """The job's fields except name and environment."""
+    return {
+        "policies": {
+            "player": {"rank": 16, "optimizer": {"lr": 4.0e-4}},
+            "rival": {"train": False, "follows": {"policy": "player", "every": swap}},
+        },
+        "algorithm": {"name": "grpo", "group_size": 16, "groups_per_step": 4, "max_staleness": 1},
+        "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 6)},
+        "stop": {"steps": steps},
+    }
+
+
+def report(folder: Any, run: Learned, facts: dict[str, Any]) -> bool:
+    """Print and write everything; returns whether the player learned and is above the best constant."""
+    _, level = facts["best constant"]
+    line = learning.verdict(run, "player", level)
+    print(line)
+    first, last = run.of("player")
+    for name in ("good moves", "valid"):
+        facts[f"{name}, first and last version"] = [round(p.metrics[name], 4) for p in (first, last)]
+    for title, value in facts.items():
+        print(f"{title}: {value}")
+    levels = {"best constant": level, "perfect player": 1.0}
+    learning.write_curves(
+        folder, "Self-play, measured against the untrained version", run, levels, "held-out games won"
+    )
+    learning.write(folder, "word-game", "python examples/word_game.py", {"word-game": run}, facts)
+    return line.endswith(": learned")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", help="where results go; a new folder in runs/")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of the player")
+    parser.add_argument("--swap", type=int, default=SWAP_STEPS, help="steps between replacements of the rival")
+    given = parser.parse_args()
+    folder = learning.output_folder("word-game", given.folder)
+    jobs: dict[str, Any] = {"word-game": (WordGame(), job(given.steps, given.swap))}
+    try:
+        runs, facts = learning.train(jobs, folder, best_constant)
+    except RookeryError as error:
+        print(error)
+        return 1
+    passed = report(folder, runs["word-game"], facts)
+    print(f"figures: {folder / 'results.json'}, chart: {folder / 'curves.svg'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Route questions to simulated models of unlike accuracy and price: four jobs that weigh the cost differently.
+
+Each job trains one router with the built-in ``xrouter`` environment (arXiv 2510.08439); ``xrouter.yaml`` is one of them
+as a job file. The optimum is known from the table of the models, and so is the best router that always calls the same
+model. The questions show no difficulty; the operation gives it away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rookery.client import Client, Job
+from rookery.environments import xrouter
+from rookery.environments.xrouter import DIFFICULTIES, XRouter, XRouterOptions
+from rookery.errors import RookeryError
+from rookery.examples import learning
+from rookery.examples.charts import Line, line_chart
+from rookery.examples.learning import Learned
+
+WEIGHTS = (0.0, 0.5, 2.0, 5.0)
+"""Weights of the cost, λ."""
+HELD_OUT = 48
+STEPS = 24
+MAX_TOKENS = 6
+
+EXAMPLES = (("8 - 5 =", "call_low()"), ("30 - 7 =", "call_top()"), ("12 - 3 =", "call_mid()"))
+"""One call of each model, so that an untrained router has no favourite."""
+
+
+def environment(weight: float) -> dict[str, Any]:
+    return {
+        "id": "xrouter", "answer": "last", "turns": 1, "cost_weight": weight, "prompts": 480, "eval_prompts": HELD_OUT,
+        "system": "Route", "instruction": "{question} =", "examples": [list(example) for example in EXAMPLES],
+    }  # fmt: skip
+
+
+def options(weight: float) -> XRouterOptions:
+    given = environment(weight)
+    given.pop("id")
+    return XRouterOptions.model_validate(given)
+
+
+def job(steps: int) -> dict[str, Any]:
+    """The job's fields except name and environment."""
+    return {
+        "policies": {"main": {"rank": 16, "optimizer": {"lr": 2.0e-4}}},
+        "algorithm": {"name": "grpo", "group_size": 16, "groups_per_step": 6, "max_staleness": 1},
+        "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 4)},
+        "stop": {"steps": steps},
+    }
+
+
+def yardsticks(weight: float, prompts: Sequence[Any]) -> dict[str, float]:
+    """Expected rewards that are known from the table of the models."""
+    chosen = options(weight)
+    constant = xrouter.constant_routes(chosen, prompts)
+    cheapest, *_, dearest = sorted(chosen.models, key=lambda name: chosen.models[name].price)
+    return {
+        "optimum": xrouter.optimum(chosen, prompts),
+        "best constant": max(constant.values()),
+        "cheapest": constant[cheapest],
+        "dearest": constant[dearest],
+        "random": statistics.fmean(constant.values()),
+        "best threshold": xrouter.best_threshold(chosen, prompts),
+    }
+
+
+def routes(answers: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """By difficulty, how often each model was called; ``answers`` are pairs of a difficulty and a reply."""
+    found: dict[str, dict[str, int]] = {difficulty: {} for difficulty in DIFFICULTIES}
+    for difficulty, reply in answers:
+        call = re.findall(r"call_([a-z]+)\(", reply)
+        name = call[-1] if call else "none"
+        found[difficulty][name] = found[difficulty].get(name, 0) + 1
+    return found
+
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "without mid": {"models": {"low": (0.01, (0.90, 0.30, 0.10)), "top": (0.20, (0.95, 0.95, 0.90))}},
+    "top at the price of mid": {
+        "models": {
+            "low": (0.01, (0.90, 0.30, 0.10)),
+            "mid": (0.05, (0.93, 0.90, 0.35)),
+            "top": (0.05, (0.95, 0.95, 0.90)),
+        }
+    },
+}
+"""Pools that no router was trained on."""
+
+
+def changed_pools(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
+    """The expected reward of the router of λ = 2 on other pools, and how far it is below their optimum."""
+    found: dict[str, Any] = {}
+    for title, change in CHANGED.items():
+        models = {name: {"price": price, "accuracy": shares} for name, (price, shares) in change["models"].items()}
+        chosen = options(2.0).model_copy(update={"models": XRouterOptions.model_validate({"models": models}).models})
+        environment = XRouter(chosen)
+        prompts = list(environment.prompts("eval"))[:48]
+        router = learning.sampled(client, jobs["xrouter-2"].id, MAX_TOKENS)
+        games = learning.play_all(environment, prompts, {"main": router})
+        mean = statistics.fmean(game.metrics["expected"] for game in games)
+        best = xrouter.optimum(chosen, prompts)
+        found[title] = {"expected": round(mean, 4), "optimum": round(best, 4), "regret": round(best - mean, 4)}
+    return {"changed pools, λ = 2": found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", help="where results go; a new folder in runs/")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each job")
+    parser.add_argument("--weights", type=float, nargs="+", default=list(WEIGHTS), help="weights of the cost, λ")
+    given = parser.parse_args()
+    folder = learning.output_folder("xrouter", given.folder)
+    jobs = {f"xrouter-{weight:g}": (environment(weight), job(given.steps)) for weight in given.weights}
+    after = changed_pools if "xrouter-2" in jobs else None
+    try:
+        runs, facts = learning.train(jobs, folder, after)
+    except RookeryError as error:
+        print(error)
+        return 1
+    passed = report(folder, given.weights, runs, facts)
+    print(f"figures: {folder / 'results.json'}, charts: {folder / 'pareto.svg'} and {folder / 'curves.svg'}")
+    return 0 if passed else 1
+
+
+def report(folder: Any, weights: Sequence[float], runs: dict[str, Learned], facts: dict[str, Any]) -> bool:
+    """Print and write everything; returns whether each router is above 0.9 of its optimum and above the baselines."""
+    passed = True
+    trade = []
+    for weight in weights:
+        run = runs[f"xrouter-{weight:g}"]
+        prompts = [result["prompt"] for result in run.held_out["main"]]
+        known = yardsticks(weight, prompts)
+        first, last = (point.metrics for point in run.of("main"))
+        answers = [(result["prompt"]["difficulty"], result["answer"]) for result in run.held_out["main"]]
+        run.notes = {**{name: round(value, 4) for name, value in known.items()}, "routes": routes(answers)}
+        share = last["expected"] / known["optimum"]
+        better = all(last["expected"] > known[name] for name in ("best constant", "random", "best threshold"))
+        passed &= share >= 0.9 and (better or weight == 0)  # at λ = 0 the dearest model is the optimum
+        trade.append((last["cost"], last["right"]))
+        print(
+            f"λ = {weight:g}: expected reward {first['expected']:.3f} -> {last['expected']:.3f}"
+            f" ({share:.0%} of the optimum {known['optimum']:.3f}; best constant {known['best constant']:.3f},"
+            f" threshold {known['best threshold']:.3f}, random {known['random']:.3f});"
+            f" right {last['right']:.3f}, cost {last['cost']:.4f}; routes {run.notes['routes']}"
+        )
+    for title, values in facts.items():
+        print(f"{title}: {values}")
+    models = options(0.0).models
+    constants = [(model.price, statistics.fmean(model.accuracy)) for model in models.values()]
+    named = sorted(zip(trade, weights, strict=True))
+    pareto = line_chart(
+        "Accuracy and cost of trained routers", "cost per question", "share of right answers",
+        [
+            Line("trained routers", [place for place, _ in named], labels=[f"λ {weight:g}" for _, weight in named]),
+            Line("one model always", constants, labels=list(models), joined=False),
+        ],
+    )  # fmt: skip
+    (folder / "pareto.svg").write_text(pareto, encoding="utf-8")
+    lines = [
+        Line(
+            f"λ {weight:g}",
+            [(p.version, p.metrics["expected"] / runs[f"xrouter-{weight:g}"].notes["optimum"])
+             for p in runs[f"xrouter-{weight:g}"].curves["main"]],
+        )
+        for weight in weights
+    ]  # fmt: skip
+    shown = line_chart("Routers on held-out questions", "version", "expected reward / optimum", lines)
+    (folder / "curves.svg").write_text(shown, encoding="utf-8")
+    learning.write(folder, "xrouter", "python examples/xrouter.py", runs, facts)
+    return passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
