@@ -22,7 +22,7 @@ import rookery
 from rookery.errors import RookeryError
 from rookery.examples import learning
 from rookery.examples.learning import Learned
-from rookery.examples.words import assistant, user
+from rookery.examples.words import assistant, system, user
 
 Design = tuple[str, ...]
 """A choice of each group, in the order of ``GROUPS``."""
@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The parameter groups and their choices: each has a policy of its name."""
 
 NUMBERS = ("1", "2", "3", "4")
-"""Replies: a number has about the same chance as any other from the start, a word has not."""
+"""Replies are the numbers of choices: from the start each has about the same chance, which words have not."""
 
 LEVELS = ("low", "medium", "high")
 GOALS = ("latency", "power", "both")
@@ -45,7 +45,7 @@ ROW_HITS = {"low": 0.15, "medium": 0.5, "high": 0.85}
 LOAD = {"low": 0.15, "medium": 0.4, "high": 0.7}
 """Requests per time in which one is served at the least."""
 
-STEPS = 30
+STEPS = 24
 INVALID = -0.5
 """Reward of a policy whose reply is none of the choices. Its first choice is then taken, so that the others learn from
 the episode as usual."""
@@ -127,15 +127,15 @@ class MemoryController(rookery.Environment):
     def prompts(self, split: str) -> Iterable[dict[str, str]]:
         chosen = [workload for workload in WORKLOADS if is_held_out(workload) == (split == "eval")]
         rows = [{"row_hits": w.row_hits, "load": w.load, "goal": w.goal} for w in chosen]
-        return rows * 6 if split == "eval" else rows  # a held-out workload is played with six seeds
+        return rows * 2 if split == "eval" else rows  # a held-out workload is played with two seeds
 
     def reset(self, prompt: Any, seed: int) -> rookery.Step:
         self.workload = Workload(**prompt)
         self.design: list[str] = []
         self.wrong: dict[str, float] = {}
-        traffic = f"Memory: {prompt['row_hits']} row hits, {prompt['load']} load. Goal: {prompt['goal']}."
-        example = [user("Colour: 1 red, 2 green, 3 blue, 4 grey?"), assistant("3")]
-        return rookery.Step(messages=[*example, user(f"{traffic} {question('page')}")], policy="page")
+        traffic = f"hits {prompt['row_hits']}, load {prompt['load']}, goal {prompt['goal']}."
+        opened = [system("Choose a number."), user("size, 1 to 4"), assistant("3")]
+        return rookery.Step(messages=[*opened, user(f"{traffic} page, 1 to 4")], policy="page")
 
     def step(self, reply: rookery.Reply) -> rookery.Step:
         names = list(GROUPS)
@@ -147,15 +147,10 @@ class MemoryController(rookery.Environment):
         self.design.append(GROUPS[group][int(choice) - 1])
         if len(self.design) < len(names):
             following = names[len(self.design)]
-            return rookery.Step(messages=[user(question(following))], policy=following)
+            return rookery.Step(messages=[user(f"{following}, 1 to 4")], policy=following)
         earned = score(self.workload, tuple(self.design))
         metrics = {"score": earned, "optimal": float(earned > 0.999), "valid": float(not self.wrong)}
         return rookery.Step(done=True, reward=earned, rewards=self.wrong, metrics=metrics)
-
-
-def question(group: str) -> str:
-    choices = (f"{number} {choice}" for number, choice in zip(NUMBERS, GROUPS[group], strict=True))
-    return f"{group.capitalize()}: {', '.join(choices)}?"
 
 
 # --- searches that call the simulator as often ------------------------------------------------------------------------
@@ -226,9 +221,9 @@ def job(steps: int) -> dict[str, Any]:
         "policies": {
             name: {"rank": 8, "seed": number, "optimizer": {"lr": 4.0e-4}} for number, name in enumerate(GROUPS)
         },
-        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 1},
+        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 3, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": 2},
-        "evaluation": {"prompts": 54, "every": max(1, steps // 3)},
+        "evaluation": {"prompts": 18, "every": max(1, steps // 3)},
         "stop": {"steps": steps},
     }
 

@@ -18,9 +18,9 @@ import rookery
 from rookery.errors import RookeryError
 from rookery.examples import learning
 from rookery.examples.learning import Learned
-from rookery.examples.words import KINDS, assistant, user
+from rookery.examples.words import KINDS, assistant, system, user
 
-TRAINING, HELD_OUT = 480, 64
+TRAINING, HELD_OUT = 480, 48
 HELD_OUT_WORDS = 4
 """Of each kind, words that only held-out questions have."""
 CHOICES = 3
@@ -59,10 +59,9 @@ class SolverVerifier(rookery.Environment):
         self.proposal = ""
         self.decided: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
-        *first, last = prompt["words"]
-        asked = f"Which is {article(prompt['kind'])}: {', '.join(first)} or {last}?"
-        example = [user("Which is a colour: chair, red or seven?"), assistant("red")]
-        return rookery.Step(messages=[*example, user(asked)], policy="solver")
+        opened = [system("Pick one."), user("drink: chair, tea, seven"), assistant("tea")]
+        asked = f"{prompt['kind']}: {', '.join(prompt['words'])}"
+        return rookery.Step(messages=[*opened, user(asked)], policy="solver")
 
     def step(self, reply: rookery.Reply) -> rookery.Step:
         text = reply.text.strip().strip(".").lower()
@@ -70,24 +69,20 @@ class SolverVerifier(rookery.Environment):
         if reply.turn == 0:
             self.proposal = text
             self.metrics["first right"] = float(right)
-            asked = f"Is {text or 'nothing'} {article(self.prompt['kind'])}? {APPROVE} or {REJECT}?"
+            asked = f"{text or 'nothing'}: {self.prompt['kind']}? {APPROVE} or {REJECT}"
             return rookery.Step(messages=[user(asked)], policy="verifier")
         if reply.turn == 1:
             was_right = self.proposal == self.prompt["answer"]
             self.decided = {"verifier": float(text == (APPROVE if was_right else REJECT))}
             self.metrics |= {"decided right": self.decided["verifier"], "rejected": float(text == REJECT)}
             if text == REJECT:
-                return rookery.Step(messages=[user("Wrong. Pick another one.")], policy="solver")
+                return rookery.Step(messages=[user("Wrong, another one.")], policy="solver")
             right = was_right
         return rookery.Step(
             done=True,
             rewards={"solver": float(right), **self.decided},
             metrics={**self.metrics, "right": float(right)},
         )
-
-
-def article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def best_constants(run: Learned) -> dict[str, float]:
@@ -105,11 +100,11 @@ def job(steps: int) -> dict[str, Any]:
     return {
         "policies": {
             "solver": {"rank": 8, "optimizer": optimizer},
-            "verifier": {"rank": 8, "seed": 1, "optimizer": optimizer, "sampling": {"max_tokens": 3}},
+            "verifier": {"rank": 8, "seed": 1, "optimizer": optimizer, "sampling": {"max_tokens": 2}},
         },
-        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 1},
-        "sampling": {"temperature": 1.0, "max_tokens": 6},
-        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 5)},
+        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 4, "max_staleness": 1},
+        "sampling": {"temperature": 1.0, "max_tokens": 4},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 4)},
         "stop": {"steps": steps},
     }
 

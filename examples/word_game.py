@@ -20,14 +20,14 @@ from rookery.client import Client, Job
 from rookery.errors import RookeryError
 from rookery.examples import learning
 from rookery.examples.learning import Learned, Replier
-from rookery.examples.words import THINGS, assistant, user
+from rookery.examples.words import THINGS, assistant, system, user
 
 MOVES = ("1", "2", "3")
 CYCLE = 4
 """A player who leaves a multiple of it wins: it completes each move of the other to as many letters."""
-SHORTEST, LONGEST = 4, 8
-HELD_OUT = 48
-MAX_TOKENS = 3
+SHORTEST, LONGEST = 5, 8
+HELD_OUT = 28
+MAX_TOKENS = 2
 SWAP_STEPS = 5
 STEPS = 30
 
@@ -48,8 +48,8 @@ class WordGame(rookery.Environment):
         self.word = str(prompt["word"])
         self.turn = "player" if len(self.word) % CYCLE else "rival"
         self.good: list[float] = []
-        example = [user("tree: 4 letters. Take 1, 2 or 3?"), assistant("1")]
-        return rookery.Step(messages=[*example, self.table()], policy=self.turn)
+        opened = [system("Take 1, 2 or 3 letters."), user("tree 4"), assistant("1")]
+        return rookery.Step(messages=[*opened, self.table()], policy=self.turn)
 
     def step(self, reply: rookery.Reply) -> rookery.Step:
         move = reply.text.strip()
@@ -69,11 +69,11 @@ class WordGame(rookery.Environment):
         return rookery.Step(done=True, rewards=rewards, metrics=metrics)
 
     def table(self) -> dict[str, str]:
-        return user(f"{self.word}: {len(self.word)} letters. Take 1, 2 or 3?")
+        return user(f"{self.word} {len(self.word)}")
 
 
 def letters_left(messages: Sequence[dict[str, str]]) -> int:
-    return int(messages[-1]["content"].split(": ")[1].split(" ")[0])
+    return int(messages[-1]["content"].split(" ")[1])
 
 
 def perfect(messages: Sequence[dict[str, str]], turn: int) -> str:
@@ -87,8 +87,8 @@ def constant(move: str) -> Replier:
 
 
 def best_constant(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
-    """The constant move that wins most of the held-out games against the base model, as the untrained version replies. It may take all where fewer
-    letters are left, which no constant reply of a policy does, so it is an upper bound."""
+    """The constant move that wins most of the held-out games against the base model, whose replies are those of the
+    untrained version. Where fewer letters are left it takes all, which no constant reply does: an upper bound."""
     environment = WordGame()
     prompts = list(environment.prompts("eval"))
 
@@ -108,9 +108,9 @@ def job(steps: int, swap: int) -> dict[str, Any]:
             "player": {"rank": 16, "optimizer": {"lr": 4.0e-4}},
             "rival": {"train": False, "follows": {"policy": "player", "every": swap}},
         },
-        "algorithm": {"name": "grpo", "group_size": 16, "groups_per_step": 4, "max_staleness": 1},
+        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 4, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
-        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 6)},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 4)},
         "stop": {"steps": steps},
     }
 

@@ -23,10 +23,10 @@ KINDS: dict[str, list[str]] = {
     for kind, words in {
         "animal": "tiger horse rabbit eagle cat dog lion wolf bear mouse sheep goat cow pig duck frog snake whale shark"
         " monkey zebra camel deer fox owl bee ant spider turtle salmon",
-        "fruit": "apple banana cherry grape lemon orange peach pear plum mango melon fig date lime berry apricot kiwi"
-        " papaya coconut pineapple",
-        "city": "paris london rome tokyo berlin madrid vienna oslo cairo delhi lima moscow athens dublin lisbon prague"
-        " boston chicago seattle toronto",
+        "fruit": "apple banana cherry grape lemon cranberry peach pear plum mango melon fig date quince apricot kiwi"
+        " berry papaya coconut pineapple",
+        "colour": "red blue green yellow black white pink purple brown grey violet scarlet crimson turquoise beige"
+        " maroon ivory navy indigo golden",
         "tool": "hammer saw drill wrench knife axe shovel rake pliers chisel screwdriver ladder scissors needle brush"
         " broom bucket file clamp crowbar",
         "job": "doctor teacher farmer lawyer baker nurse pilot painter driver judge writer singer actor dentist butcher"
@@ -44,3 +44,7 @@ def user(content: str) -> dict[str, str]:
 
 def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
+
+
+def system(content: str) -> dict[str, str]:
+    return {"role": "system", "content": content}

@@ -89,7 +89,8 @@ class XRouterOptions(BaseModel):
     success: float = Field(1.0, gt=0, le=1e6)
     """Reward of a right answer that cost nothing."""
     gate: bool = True
-    """False takes the cost away from wrong answers, too. Then the cheapest way to be wrong may win: for comparison."""
+    """False takes `cost_weight` · cost away from every answer, wrong ones too, and without the cap. Then the cheapest
+    way to be wrong may win: for comparison."""
     prompts: int = Field(512, ge=1, le=100_000)
     """Number of training questions."""
     eval_prompts: int = Field(96, ge=0, le=100_000)
@@ -119,8 +120,8 @@ class XRouterOptions(BaseModel):
 
     def reward(self, right: float, cost: float) -> float:
         """The reward of an answer that is right with probability ``right`` and cost ``cost``."""
-        taken = min(self.cost_weight * cost, self.cost_cap)
-        return right * (self.success - taken) if self.gate else right * self.success - taken
+        taken = self.cost_weight * cost
+        return right * (self.success - min(taken, self.cost_cap)) if self.gate else right * self.success - taken
 
 
 class XRouter(Environment):

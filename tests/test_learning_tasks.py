@@ -1,0 +1,297 @@
+"""The tasks of docs/learning-tasks.md with scripted policies: optimum, best constant, oracle, and who earns what."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+import statistics
+import xml.etree.ElementTree
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rookery
+from rookery.environments.builtins import find
+from rookery.environments.xrouter import XRouter
+from rookery.examples import learning, memory_controller, solver_verifier, word_game, xrouter
+from rookery.examples.charts import Line, line_chart, ticks
+from rookery.examples.learning import Learned, Point, play
+from rookery.examples.memory_controller import DESIGNS, GROUPS, NUMBERS, WORKLOADS, MemoryController, Workload
+from rookery.examples.solver_verifier import SolverVerifier
+from rookery.examples.word_game import WordGame
+from rookery.examples.words import KINDS
+from rookery.spec.parsing import parse_job
+
+
+def always(text: str) -> Callable[..., str]:
+    return lambda messages, turn: text
+
+
+# --- all tasks ------------------------------------------------------------------------------------------------------
+
+TASKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "xrouter": (XRouter(xrouter.options(2.0)), xrouter.job(8)),
+    "memory-controller": (MemoryController(), memory_controller.job(8)),
+    "solver-verifier": (SolverVerifier(), solver_verifier.job(8)),
+    "word-game": (WordGame(), word_game.job(8, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_jobs_are_accepted_and_prompts_are_held_out(name: str) -> None:
+    environment, fields = TASKS[name]
+    given = xrouter.environment(2.0) if name == "xrouter" else {"hosted": name}
+    job = parse_job({"name": name, "base_model": learning.MODEL, "environment": given, **fields})
+    if job.environment.id is not None:
+        find(job.environment.id).validate_options(job.environment.options)
+    train, held_out = (list(environment.prompts(split)) for split in ("train", "eval"))
+    assert len(held_out) == fields["evaluation"]["prompts"] and len(train) >= 18
+    known = [json.dumps(prompt, sort_keys=True) for prompt in train]
+    assert not {json.dumps(prompt, sort_keys=True) for prompt in held_out} & {*known}
+    assert [json.dumps(prompt, sort_keys=True) for prompt in environment.prompts("train")] == known
+
+
+def test_a_policy_of_a_scripted_episode_gets_its_reward_and_the_shared_one() -> None:
+    class Two(rookery.Environment):
+        def reset(self, prompt: Any, seed: int) -> rookery.Step:
+            return rookery.Step(messages=[{"role": "user", "content": "a?"}], policy="a")
+
+        def step(self, reply: rookery.Reply) -> rookery.Step:
+            if reply.turn == 0:
+                return rookery.Step(messages=[{"role": "user", "content": "b?"}], policy="b", rewards={"a": 0.5})
+            return rookery.Step(done=True, reward=1.0, metrics={"length": float(len(reply.text))})
+
+    game = play(Two(), None, 0, {"a": always("x"), "b": always("yy"), "c": always("never asked")})
+    assert game.rewards == {"a": 1.5, "b": 1.0} and game.metrics == {"length": 2}
+    assert [message["content"] for message in game.messages] == ["a?", "x", "b?", "yy"]
+
+
+def test_a_verdict_compares_with_the_first_version_and_with_the_best_constant() -> None:
+    def run(first: float, last: float) -> Learned:
+        curve = [Point(0, first, 0.02, {}), Point(9, last, 0.02, {})]
+        return Learned(
+            name="x", state="completed", reason="", curves={"p": curve}, held_out={}, training={}, episodes=1,
+            tokens=1, seconds=1.0,
+        )  # fmt: skip
+
+    assert learning.verdict(run(0.2, 0.8), "p", 0.5).endswith(": learned")
+    assert learning.verdict(run(0.2, 0.4), "p", 0.5).endswith(": rose, but a constant is better")
+    assert learning.verdict(run(0.5, 0.53), "p", 0.1).endswith(": NOT learned")
+
+
+def test_charts_are_svg_that_shows_every_point_and_level() -> None:
+    lines = [Line("a < b", [(0, 0.1), (5, 0.9)], [0.1, 0.1], ["start", "end"]), Line("dots", [(2, -0.3)], joined=False)]
+    root = xml.etree.ElementTree.fromstring(line_chart("T & C", "x", "y", lines, {"best": 0.5}))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"T & C", "a < b", "dots", "best 0.50", "start", "end"} <= {*texts}
+    assert len([*root.iter("{http://www.w3.org/2000/svg}circle")]) == 3
+    with pytest.raises(ValueError, match="at least one point"):
+        line_chart("nothing", "x", "y", [Line("empty", [])])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.5, 0.93), (0, 30), (0, 0.0371), (3, 4), (0, 1e6)])
+def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7 and low - 1e-9 <= found[0] and found[-1] <= high + 1e-9
+    assert len({round(b - a, 9) for a, b in itertools.pairwise(found)}) == 1
+
+
+# --- xrouter --------------------------------------------------------------------------------------------------------
+
+
+def test_routes_count_the_last_call_of_each_reply() -> None:
+    answers = [("easy", "call_low()"), ("easy", "call_low() call_top()"), ("hard", "42")]
+    assert xrouter.routes(answers) == {"easy": {"low": 1, "top": 1}, "medium": {}, "hard": {"none": 1}}
+
+
+def test_yardsticks_leave_room_for_a_router_where_the_cost_counts() -> None:
+    prompts = list(XRouter(xrouter.options(2.0)).prompts("eval"))
+    for weight in xrouter.WEIGHTS:
+        known = xrouter.yardsticks(weight, prompts)
+        assert known["optimum"] >= known["best threshold"] >= max(known["cheapest"], known["dearest"])
+        assert known["optimum"] >= known["best constant"] >= known["random"]
+    known = xrouter.yardsticks(2.0, prompts)
+    assert 0.9 * known["optimum"] > max(known["best constant"], known["best threshold"])
+
+
+# --- memory controller ----------------------------------------------------------------------------------------------
+
+
+def test_the_designs_are_the_product_of_the_groups_and_each_workload_has_one_best() -> None:
+    assert len({*DESIGNS}) == math.prod(map(len, GROUPS.values())) == 256
+    for workload in WORKLOADS:
+        scores = [memory_controller.score(workload, design) for design in DESIGNS]
+        assert (min(scores), max(scores)) == (0.0, 1.0)
+        for design in DESIGNS[::17]:
+            assert all(
+                math.isfinite(value) and value > 0 for value in memory_controller.latency_and_power(workload, design)
+            )
+    best = {max(DESIGNS, key=lambda design: memory_controller.score(workload, design)) for workload in WORKLOADS}
+    assert len(best) >= 8, "workloads want different designs"
+
+
+def test_controllers_behave_as_memory_does() -> None:
+    """More load takes longer; open rows pay where requests hit them, closed ones where they do not."""
+    design = ("open", "rows", "eight", "normal")
+    closed = ("closed", *design[1:])
+    for hits in memory_controller.LEVELS:
+        waits = [
+            memory_controller.latency_and_power(Workload(hits, load, "both"), design)[0]
+            for load in ("low", "medium", "high")
+        ]
+        assert waits == sorted(waits)
+    high, low = Workload("high", "medium", "latency"), Workload("low", "medium", "latency")
+    assert memory_controller.objective(high, design) < memory_controller.objective(high, closed)
+    assert memory_controller.objective(low, design) > memory_controller.objective(low, closed)
+
+
+def number(group: str, choice: str) -> str:
+    return NUMBERS[GROUPS[group].index(choice)]
+
+
+def test_policies_that_choose_the_best_design_earn_the_optimum() -> None:
+    environment = MemoryController()
+    for prompt in environment.prompts("eval"):
+        workload = Workload(**prompt)
+        best = max(DESIGNS, key=lambda design: memory_controller.score(workload, design))
+        policies = {group: always(number(group, choice)) for group, choice in zip(GROUPS, best, strict=True)}
+        game = play(environment, prompt, 0, policies)
+        assert game.rewards == dict.fromkeys(GROUPS, pytest.approx(1.0)) and game.metrics["optimal"] == 1
+
+
+def test_only_the_policy_with_a_reply_that_is_no_choice_is_punished() -> None:
+    prompt = next(iter(MemoryController().prompts("train")))
+    policies = {"page": always("2"), "scheduler": always("scheduler"), "queue": always("3"), "refresh": always("4")}
+    game = play(MemoryController(), prompt, 0, policies)
+    earned = memory_controller.score(Workload(**prompt), ("closed", "order", "twenty", "bank"))
+    assert game.rewards == {g: pytest.approx(earned - 0.5 * (g == "scheduler")) for g in GROUPS}
+    assert game.metrics["valid"] == 0
+
+
+def test_the_best_constant_design_is_below_the_optimum_and_above_any_other() -> None:
+    held_out = [workload for workload in WORKLOADS if memory_controller.is_held_out(workload)]
+    design, score = memory_controller.best_constant(held_out)
+    means = [statistics.fmean(memory_controller.score(w, d) for w in held_out) for d in DESIGNS]
+    assert score == max(means) == means[DESIGNS.index(design)] and statistics.fmean(means) < score < 0.9
+
+
+@pytest.mark.parametrize("search", [memory_controller.random_search, memory_controller.hill_climbing])
+def test_searches_call_the_simulator_as_often_as_allowed_and_find_more_with_more(
+    search: Callable[..., float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    score = memory_controller.score
+
+    def counted(workload: Workload, design: Any) -> float:
+        nonlocal calls
+        calls += 1
+        return score(workload, design)
+
+    monkeypatch.setattr(memory_controller, "score", counted)
+    few = [search(workload, 4, random.Random(1)) for workload in WORKLOADS]
+    assert calls == 4 * len(WORKLOADS)
+    many = [search(workload, 60, random.Random(1)) for workload in WORKLOADS]
+    assert calls == 64 * len(WORKLOADS) and statistics.fmean(many) > statistics.fmean(few)
+    if search is memory_controller.random_search:
+        assert search(WORKLOADS[0], 256, random.Random(2)) == 1.0
+
+
+# --- solver and verifier --------------------------------------------------------------------------------------------
+
+
+def test_kinds_share_no_word() -> None:
+    words = [word for kind in KINDS.values() for word in kind]
+    assert len(words) == len({*words}) and {len(kind) >= 20 for kind in KINDS.values()} == {True}
+
+
+def kind_of(word: str) -> str:
+    return next((kind for kind, words in KINDS.items() if word in words), "")
+
+
+def oracle(messages: Sequence[dict[str, str]], turn: int) -> str:
+    kind, words = messages[3]["content"].split(": ")
+    return next(word for word in words.split(", ") if kind_of(word) == kind)
+
+
+def wrong(messages: Sequence[dict[str, str]], turn: int) -> str:
+    kind, words = messages[3]["content"].split(": ")
+    return next(word for word in words.split(", ") if kind_of(word) != kind)
+
+
+def judge(messages: Sequence[dict[str, str]], turn: int) -> str:
+    proposal, rest = messages[-1]["content"].split(": ", 1)
+    return "yes" if kind_of(proposal) == rest.split("?")[0] else "no"
+
+
+@pytest.mark.parametrize(
+    ("solver", "verifier", "rewards", "replies"),
+    [
+        (oracle, judge, {"solver": 1, "verifier": 1}, 2),
+        (oracle, always("no"), {"solver": 1, "verifier": 0}, 3),  # a retry that is right again
+        (wrong, always("yes"), {"solver": 0, "verifier": 0}, 2),
+        (wrong, judge, {"solver": 0, "verifier": 1}, 3),  # one retry, not two
+        (lambda m, t: (wrong if t == 0 else oracle)(m, t), judge, {"solver": 1, "verifier": 1}, 3),
+        (oracle, always("perhaps"), {"solver": 1, "verifier": 0}, 2),  # approved by no word, decided by none
+        (always(""), judge, {"solver": 0, "verifier": 1}, 3),
+    ],
+)
+def test_the_verifier_approves_or_rejects_and_the_solver_has_one_retry(
+    solver: Any, verifier: Any, rewards: dict[str, float], replies: int
+) -> None:
+    for prompt in solver_verifier.questions("eval")[:12]:
+        game = play(SolverVerifier(), prompt, 0, {"solver": solver, "verifier": verifier})
+        assert game.rewards == rewards
+        assert sum(message["role"] == "assistant" for message in game.messages) == 1 + replies  # one is an example
+
+
+def test_held_out_questions_have_words_of_their_own() -> None:
+    words = {split: {w for q in solver_verifier.questions(split) for w in q["words"]} for split in ("train", "eval")}
+    assert not words["train"] & words["eval"]
+    for question in solver_verifier.questions("train"):
+        assert [kind_of(word) == question["kind"] for word in question["words"]].count(True) == 1
+        assert kind_of(question["answer"]) == question["kind"]
+
+
+# --- word game ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rival", [word_game.perfect, *map(word_game.constant, word_game.MOVES), always("no move")])
+def test_a_perfect_player_wins_every_game(rival: Any) -> None:
+    for split in ("train", "eval"):
+        for prompt in WordGame().prompts(split):
+            game = play(WordGame(), prompt, 0, {"player": word_game.perfect, "rival": rival})
+            assert game.metrics["won"] == 1 and game.metrics.get("good moves", 1.0) == 1
+            assert game.rewards.get("player", 1.0) == 1 and game.rewards.get("rival", 0.0) == 0
+
+
+@pytest.mark.parametrize("reply", ["0", "4", "-1", "one", "", "1 2", "1.", "²"])
+def test_a_reply_that_is_no_move_loses(reply: str) -> None:
+    game = play(WordGame(), {"word": "candle"}, 0, {"player": always(reply), "rival": always("1")})
+    assert game.metrics["won"] == 0 and game.metrics["valid"] == 0
+
+
+def test_no_more_letters_can_be_taken_than_there_are() -> None:
+    assert play(WordGame(), {"word": "peach"}, 0, {"player": always("3"), "rival": always("3")}).metrics["won"] == 1
+    assert play(WordGame(), {"word": "peach"}, 0, {"player": always("3"), "rival": always("2")}).metrics["won"] == 0
+
+
+def test_no_constant_wins_every_game_against_a_perfect_rival() -> None:
+    for move in word_game.MOVES:
+        policies = {"player": word_game.constant(move), "rival": word_game.perfect}
+        won = [play(WordGame(), prompt, 0, policies).metrics["won"] for prompt in WordGame().prompts("eval")]
+        assert statistics.fmean(won) < 0.75
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_one_command_for_each_task() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "learning-tasks.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^\.venv/bin/python (examples/\w+\.py)$", page, re.MULTILINE)
+    expected = ["xrouter", "memory_controller", "solver_verifier", "word_game"]
+    assert commands == [f"examples/{name}.py" for name in expected]
