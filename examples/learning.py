@@ -211,10 +211,12 @@ def output_folder(name: str, given: str | None) -> Path:
 
 
 def commit() -> str:
-    """The commit of this source tree, empty where there is none."""
+    """The commit of this source tree, with ``+`` where files differ from it; empty where there is none."""
     here = Path(__file__).resolve().parent
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
-    return answer.stdout.strip()
+    found = []
+    for command in (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "-uno"]):
+        found.append(subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip())
+    return found[0] + "+" * bool(found[1])
 
 
 def machine() -> str:

@@ -45,7 +45,7 @@ ROW_HITS = {"low": 0.15, "medium": 0.5, "high": 0.85}
 LOAD = {"low": 0.15, "medium": 0.4, "high": 0.7}
 """Requests per time in which one is served at the least."""
 
-STEPS = 24
+STEPS = 14
 INVALID = -0.5
 """Reward of a policy whose reply is none of the choices. Its first choice is then taken, so that the others learn from
 the episode as usual."""
@@ -219,11 +219,11 @@ def job(steps: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
     return {
         "policies": {
-            name: {"rank": 8, "seed": number, "optimizer": {"lr": 4.0e-4}} for number, name in enumerate(GROUPS)
+            name: {"rank": 8, "seed": number, "optimizer": {"lr": 5.0e-4}} for number, name in enumerate(GROUPS)
         },
         "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 3, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": 2},
-        "evaluation": {"prompts": 18, "every": max(1, steps // 3)},
+        "evaluation": {"prompts": 18, "every": max(1, steps // 2)},
         "stop": {"steps": steps},
     }
 

@@ -1,8 +1,9 @@
 """A solver and a verifier in one job: the verifier approves or rejects an answer, and a rejected one may be replaced.
 
-The solver picks the word of a kind out of three, the verifier judges the pick, and after a rejection the solver picks
-once more. The solver earns 1 for a right final answer, the verifier 1 for a right decision. Held-out questions have
-words that no training question has.
+The solver picks the word of a kind out of two, the verifier judges the pick, and after a rejection the solver picks once
+more. The verifier earns 1 for a right decision. The solver earns half for a right first and half for a right final
+answer: with the final one alone, a verifier that rejects everything would leave the first without a reward. Held-out
+questions have words that no training question has.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from rookery.examples.words import KINDS, assistant, system, user
 TRAINING, HELD_OUT = 480, 48
 HELD_OUT_WORDS = 4
 """Of each kind, words that only held-out questions have."""
-CHOICES = 3
-STEPS = 30
+CHOICES = 2
+FIRST = 0.5
+"""Share of the solver's reward for its first answer."""
+STEPS = 14
 
 APPROVE, REJECT = "yes", "no"
 
 
 def questions(split: str) -> list[dict[str, Any]]:
-    """Three words of different kinds, the kind that is asked for, and its word."""
+    """Words of different kinds, the kind that is asked for, and its word."""
     draw = Random(f"solver and verifier: {split}")
     names = list(KINDS)
     found = []
@@ -59,7 +62,13 @@ class SolverVerifier(rookery.Environment):
         self.proposal = ""
         self.decided: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
-        opened = [system("Pick one."), user("drink: chair, tea, seven"), assistant("tea")]
+        opened = [
+            system("Pick one."),
+            user("drink: tea, chair"),
+            assistant("tea"),
+            user("tree: six, oak"),
+            assistant("oak"),
+        ]
         asked = f"{prompt['kind']}: {', '.join(prompt['words'])}"
         return rookery.Step(messages=[*opened, user(asked)], policy="solver")
 
@@ -80,7 +89,7 @@ class SolverVerifier(rookery.Environment):
             right = was_right
         return rookery.Step(
             done=True,
-            rewards={"solver": float(right), **self.decided},
+            rewards={"solver": FIRST * self.metrics["first right"] + (1 - FIRST) * right, **self.decided},
             metrics={**self.metrics, "right": float(right)},
         )
 
@@ -96,15 +105,15 @@ def best_constants(run: Learned) -> dict[str, float]:
 
 def job(steps: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
-    optimizer = {"lr": 3.0e-4}
+    optimizer = {"lr": 5.0e-4}
     return {
         "policies": {
             "solver": {"rank": 8, "optimizer": optimizer},
             "verifier": {"rank": 8, "seed": 1, "optimizer": optimizer, "sampling": {"max_tokens": 2}},
         },
-        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 4, "max_staleness": 1},
+        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": 4},
-        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 4)},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 3)},
         "stop": {"steps": steps},
     }
 

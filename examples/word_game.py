@@ -28,8 +28,8 @@ CYCLE = 4
 SHORTEST, LONGEST = 5, 8
 HELD_OUT = 28
 MAX_TOKENS = 2
-SWAP_STEPS = 5
-STEPS = 30
+SWAP_STEPS = 4
+STEPS = 16
 
 
 class WordGame(rookery.Environment):
@@ -105,10 +105,10 @@ def job(steps: int, swap: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
     return {
         "policies": {
-            "player": {"rank": 16, "optimizer": {"lr": 4.0e-4}},
+            "player": {"rank": 16, "optimizer": {"lr": 5.0e-4}},
             "rival": {"train": False, "follows": {"policy": "player", "every": swap}},
         },
-        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 4, "max_staleness": 1},
+        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 5, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
         "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 4)},
         "stop": {"steps": steps},

@@ -25,7 +25,7 @@ from rookery.examples.learning import Learned
 WEIGHTS = (0.0, 0.5, 2.0, 5.0)
 """Weights of the cost, λ."""
 HELD_OUT = 48
-STEPS = 24
+STEPS = 18
 MAX_TOKENS = 6
 
 EXAMPLES = (("8 - 5 =", "call_low()"), ("30 - 7 =", "call_top()"), ("12 - 3 =", "call_mid()"))
@@ -48,10 +48,10 @@ def options(weight: float) -> XRouterOptions:
 def job(steps: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
     return {
-        "policies": {"main": {"rank": 16, "optimizer": {"lr": 2.0e-4}}},
-        "algorithm": {"name": "grpo", "group_size": 16, "groups_per_step": 6, "max_staleness": 1},
+        "policies": {"main": {"rank": 16, "optimizer": {"lr": 3.0e-4}}},
+        "algorithm": {"name": "grpo", "group_size": 16, "groups_per_step": 4, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
-        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 4)},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 3)},
         "stop": {"steps": steps},
     }
 

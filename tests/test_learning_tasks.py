@@ -214,12 +214,12 @@ def kind_of(word: str) -> str:
 
 
 def oracle(messages: Sequence[dict[str, str]], turn: int) -> str:
-    kind, words = messages[3]["content"].split(": ")
+    kind, words = messages[5]["content"].split(": ")
     return next(word for word in words.split(", ") if kind_of(word) == kind)
 
 
 def wrong(messages: Sequence[dict[str, str]], turn: int) -> str:
-    kind, words = messages[3]["content"].split(": ")
+    kind, words = messages[5]["content"].split(": ")
     return next(word for word in words.split(", ") if kind_of(word) != kind)
 
 
@@ -235,7 +235,8 @@ def judge(messages: Sequence[dict[str, str]], turn: int) -> str:
         (oracle, always("no"), {"solver": 1, "verifier": 0}, 3),  # a retry that is right again
         (wrong, always("yes"), {"solver": 0, "verifier": 0}, 2),
         (wrong, judge, {"solver": 0, "verifier": 1}, 3),  # one retry, not two
-        (lambda m, t: (wrong if t == 0 else oracle)(m, t), judge, {"solver": 1, "verifier": 1}, 3),
+        (lambda m, t: (wrong if t == 0 else oracle)(m, t), judge, {"solver": 0.5, "verifier": 1}, 3),
+        (lambda m, t: (oracle if t == 0 else wrong)(m, t), always("no"), {"solver": 0.5, "verifier": 0}, 3),
         (oracle, always("perhaps"), {"solver": 1, "verifier": 0}, 2),  # approved by no word, decided by none
         (always(""), judge, {"solver": 0, "verifier": 1}, 3),
     ],
@@ -246,7 +247,7 @@ def test_the_verifier_approves_or_rejects_and_the_solver_has_one_retry(
     for prompt in solver_verifier.questions("eval")[:12]:
         game = play(SolverVerifier(), prompt, 0, {"solver": solver, "verifier": verifier})
         assert game.rewards == rewards
-        assert sum(message["role"] == "assistant" for message in game.messages) == 1 + replies  # one is an example
+        assert sum(message["role"] == "assistant" for message in game.messages) == 2 + replies  # two are examples
 
 
 def test_held_out_questions_have_words_of_their_own() -> None:
