@@ -1,7 +1,7 @@
 """A solver and a verifier in one job: the verifier approves or rejects an answer, and a rejected one may be replaced.
 
-The solver picks the word of a kind out of two, the verifier judges the pick, and after a rejection the solver picks once
-more. The verifier earns 1 for a right decision. The solver earns half for a right first and half for a right final
+The solver picks the word of a kind out of two, the verifier judges the pick, and after a rejection the solver picks
+once more. The verifier earns 1 for a right decision. The solver earns half for a right first and half for a right final
 answer: with the final one alone, a verifier that rejects everything would leave the first without a reward. Held-out
 questions have words that no training question has.
 """
@@ -29,6 +29,7 @@ FIRST = 0.5
 """Share of the solver's reward for its first answer."""
 STEPS = 14
 
+EXAMPLES = (user("drink: tea, chair"), assistant("tea"), user("tree: six, oak"), assistant("oak"))
 APPROVE, REJECT = "yes", "no"
 
 
