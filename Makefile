@@ -124,10 +124,11 @@ DRAWN := seed=$${ROOKERY_FUZZ_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 fuzz: $(VENV)/.tests
 	@$(DRAWN) $(BIN)/python -m pytest --timeout=1200 $(FUZZ)
 
-# Every property test with 200 new examples, a thousand jobs on one worker, twenty rounds of kills: about an hour.
+# Every property test with 200 new examples, the learning tasks, a thousand jobs on one worker, twenty rounds of kills: about an hour.
 nightly: $(VENV)/.tests
 	@$(DRAWN) $(BIN)/python -m pytest --timeout=3600 --numprocesses $(PROCESSES) --dist worksteal $(FUZZ) \
 		$$(grep -rl '^from hypothesis import' tests --include='test_*.py')
+	@$(BIN)/python -m pytest -m heavy tests/test_learning_tasks.py
 	@ROOKERY_MEMORY_JOBS=1000 $(BIN)/python -m pytest -m heavy tests/worker/test_memory.py
 	@$(MAKE) chaos
 

@@ -64,8 +64,8 @@ def line_chart(title: str, x: str, y: str, lines: Sequence[Line], levels: Mappin
         parts.append(f'<path d="M{LEFT} {up(value):.1f}H{LEFT + plot_width}" stroke="#e4e4e4"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{up(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
     for value in ticks(left, right):
-        place = f'x="{across(value):.1f}" y="{TOP + plot_height + 18}"'
-        parts.append(f'<text {place} text-anchor="middle">{value:g}</text>')
+        below = f'x="{across(value):.1f}" y="{TOP + plot_height + 18}"'
+        parts.append(f'<text {below} text-anchor="middle">{value:g}</text>')
     middle = LEFT + plot_width / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x)}</text>')
     centre = TOP + plot_height / 2
@@ -88,9 +88,9 @@ def line_chart(title: str, x: str, y: str, lines: Sequence[Line], levels: Mappin
         for (a, b), label in zip(at, line.labels, strict=False):
             parts.append(f'<text x="{a + 6:.1f}" y="{b - 6:.1f}" fill="{colour}" font-size="11">{escape(label)}</text>')
         names.append((at[-1][1], line.name, colour))
-    height = -math.inf
+    text_at = -math.inf
     for wanted, text, colour in sorted(names):
-        height = max(wanted + 4, height + LABEL)
-        place = f'x="{LEFT + plot_width + 8}" y="{height:.1f}"'
-        parts.append(f'<text {place} fill="{colour}">{escape(text)}</text>')
+        text_at = max(wanted + 4, text_at + LABEL)
+        shown = f'x="{LEFT + plot_width + 8}" y="{text_at:.1f}"'
+        parts.append(f'<text {shown} fill="{colour}">{escape(text)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -81,8 +82,8 @@ def perfect(messages: Sequence[dict[str, str]], turn: int) -> str:
     return str(letters_left(messages) % CYCLE or 1)
 
 
-def constant(move: str) -> Replier:
-    """The same move always, or all letters where there are fewer."""
+def constant(move: str, number: int = 0) -> Replier:
+    """The same move in every game, or all letters where there are fewer."""
     return lambda messages, turn: str(min(int(move), letters_left(messages)))
 
 
@@ -95,7 +96,7 @@ def best_constant(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
     rival = learning.sampled(client, learning.MODEL, MAX_TOKENS)
     won: dict[str, float] = {}
     for move in MOVES:
-        games = learning.play_all(environment, prompts, {"player": lambda _, move=move: constant(move), "rival": rival})
+        games = learning.play_all(environment, prompts, {"player": partial(constant, move), "rival": rival})
         won[move] = statistics.fmean(game.metrics["won"] for game in games)
     best = max(won, key=won.__getitem__)
     return {"best constant": [best, round(won[best], 4)], "constants": {m: round(v, 4) for m, v in won.items()}}

@@ -8,6 +8,8 @@ import math
 import random
 import re
 import statistics
+import subprocess
+import sys
 import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -288,6 +290,22 @@ def test_no_constant_wins_every_game_against_a_perfect_rival() -> None:
         assert statistics.fmean(won) < 0.75
 
 
+# --- the real model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["solver_verifier", "word_game", "xrouter", "memory_controller"])
+def test_a_task_learns_on_the_real_model(name: str, tmp_path: Path) -> None:
+    """The example's exit code says whether its policies learned; a run that ended has its figures and charts."""
+    script = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    done = subprocess.run([sys.executable, str(script), "--folder", str(tmp_path)], capture_output=True, text=True)
+    print(done.stdout[-4000:])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
+    xml.etree.ElementTree.parse(tmp_path / "curves.svg")
+
+
 # --- the page -------------------------------------------------------------------------------------------------------
 
 
@@ -296,3 +314,9 @@ def test_the_page_has_one_command_for_each_task() -> None:
     commands = re.findall(r"^\.venv/bin/python (examples/\w+\.py)$", page, re.MULTILINE)
     expected = ["xrouter", "memory_controller", "solver_verifier", "word_game"]
     assert commands == [f"examples/{name}.py" for name in expected]
+
+
+def test_the_page_shows_the_rows_of_the_feature_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "learning-tasks.md").read_text(encoding="utf-8")
+    for system, anchor in (("xRouter", "routing"), ("AstraFlow", "solver-and-verifier"), ("AstraFlow", "word-game")):
+        assert re.search(rf"^\| {system} \| \[[\w ]+\]\(#{anchor}\)", page, re.MULTILINE)
