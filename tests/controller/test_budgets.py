@@ -98,7 +98,7 @@ async def test_job_beyond_a_limit_is_refused_with_the_numbers(
         await service.controller.submit("alice", job_of(**{"environment": {"hosted": "task"}, **change}))
     assert refusal.value.status == 422
     assert f"ROOKERY_{limit.upper()}" in str(refusal.value)
-    assert service.controller.queries.health()["totals"][f"refused_{limit}"] == 1
+    assert service.controller.queries.health().totals[f"refused_{limit}"] == 1
 
 
 @pytest.mark.parametrize("settings", [{"job_episodes": 8}])
@@ -147,7 +147,7 @@ async def test_hub_id_is_refused_unless_it_is_allowed(service: Service, fine: bo
         return
     with pytest.raises(SpecError, match=r"some/model is not allowed to tenants.*ROOKERY_ALLOWED_MODELS"):
         await service.controller.dry_run("alice", wanted)
-    assert service.controller.queries.health()["totals"]["refused_allowed_models"] == 1
+    assert service.controller.queries.health().totals["refused_allowed_models"] == 1
     assert service.controller.jobs.runners == {}
 
 
@@ -212,7 +212,7 @@ async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Serv
     for job in jobs[:2]:
         await service.ends(job, "running")
     assert await shown() == [runs, runs, place(1), place(2), place(3)]
-    assert service.controller.queries.health()["gauges"]["jobs_waiting"] == 3
+    assert service.controller.queries.health().gauges["jobs_waiting"] == 3
     await service.ends(other.id, "running", "bob")
     await service.controller.cancel("alice", jobs[2])
     await service.controller.cancel("alice", jobs[0])
@@ -252,7 +252,7 @@ async def test_job_that_waited_too_long_for_a_host_resumes_by_itself(service: Se
     await service.host().join()
     await service.clock.advance(2 * service.settings.worker.heartbeat_seconds)  # a started service tries again at once
     await eventually(lambda: service.database.read(get_job, "alice", view.id).state == "completed")
-    assert service.controller.queries.health()["totals"]["jobs_resumed"] == 1
+    assert service.controller.queries.health().totals["jobs_resumed"] == 1
 
 
 async def test_job_that_its_owner_paused_does_not_resume_by_itself(service: Service) -> None:
@@ -295,7 +295,7 @@ async def test_job_that_ends_the_service_again_and_again_is_held_for_longer_each
     assert held == sorted(held) and held[0] <= 5 and held[-1] > 50
     shown = await service.controller.queries.show("alice", view.id)
     assert shown.state == "paused" and "in a row while it started this job alone" in shown.reason
-    assert service.controller.queries.health()["totals"]["refused_start_crashes"] == 1
+    assert service.controller.queries.health().totals["refused_start_crashes"] == 1
     assert (await service.controller.queries.show("bob", other.id)).state != "paused"
     await service.controller.resume("alice", view.id)
     await eventually(lambda: view.id in service.controller.jobs.runners)

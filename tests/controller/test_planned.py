@@ -42,9 +42,9 @@ def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves
                 ((tenant, id),) = service.jobs
                 while (await queries.show(tenant, id)).step < 5:  # noqa: ASYNC110
                     await asyncio.sleep(1.0)
-                shown = {row["name"]: row["roles"] for row in queries.workers()}
+                shown = {row.name: row.roles for row in queries.workers()}
                 assert shown == {"a-0": ["train"], "b-0": ["rollout"], "c-0": []}
-                notes = {row["name"]: row["note"] for row in queries.workers()}
+                notes = {row.name: row.note for row in queries.workers()}
                 assert notes == {"a-0": "", "b-0": "", "c-0": "the plan does not need it"}
                 used = site.controller.context.rooms.fleet.get("b-0")
                 assert used is not None and site.controller.plan is not None
@@ -56,7 +56,7 @@ def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves
                 view = await queries.wait(tenant, id)
                 assert view.state == "completed"
                 assert site.controller.plan is not None and site.controller.plan.moves
-                shown = {row["name"]: set(row["roles"]) for row in queries.workers()}
+                shown = {row.name: set(row.roles) for row in queries.workers()}
                 assert any("train" in roles for name, roles in shown.items() if name != "a-0")
 
     run(play())

@@ -35,7 +35,7 @@ async def service(tmp_path: Path, settings: dict[str, Any]) -> AsyncIterator[Ser
 
 
 def refused(service: Service) -> dict[str, int]:
-    totals = service.controller.queries.health()["totals"]
+    totals = service.controller.queries.health().totals
     return {name.removeprefix("refused_tenant_"): n for name, n in totals.items() if n and "refused_tenant_" in name}
 
 

@@ -112,7 +112,7 @@ async def test_warnings_are_in_the_dry_run_and_once_in_the_events(service: Servi
     for _ in range(2):
         view, _ = await service.controller.submit("alice", job, "once")
     events = await service.controller.queries.events("alice", view.id)
-    assert [event["text"] for event in events if event["kind"] == "warning"] == plan["warnings"]
+    assert [event.text for event in events if event.kind == "warning"] == plan["warnings"]
     assert (await service.controller.dry_run("alice", job_of()))["warnings"] == []
 
 

@@ -242,12 +242,12 @@ async def test_a_job_is_charged_for_its_work_and_idle_time_is_the_fleets(service
     assert seen.tokens_per_unit == pytest.approx(view.tokens / seen.cost)
     assert (await service.controller.queries.list("alice"))[0].cost == seen
     told = await service.controller.queries.costs()
-    assert {row["name"]: row["cost"].cost for row in told["tenants"]} == {"Alice": seen.cost, "Bob": 0.0}
-    (fleet,) = told["workers"]
+    assert {row.name: row.cost.cost for row in told.tenants} == {"Alice": seen.cost, "Bob": 0.0}
+    (fleet,) = told.workers
     assert fleet.cost == 200.0 and fleet.used == seen.cost and fleet.idle == 200.0 - seen.cost
-    totals = service.controller.queries.health()["totals"]
+    totals = service.controller.queries.health().totals
     assert (totals["cost_used"], totals["cost_idle"]) == (seen.cost, fleet.idle)
-    assert service.controller.queries.health()["gauges"]["price_per_hour"] == 7200.0
+    assert service.controller.queries.health().gauges["price_per_hour"] == 7200.0
 
 
 async def test_a_job_on_preemptible_workers_shows_its_cost_on_reserved_ones(service: Service) -> None:
@@ -302,9 +302,9 @@ async def test_counters_survive_a_restart_and_a_crash_loses_only_those_not_store
     controller = await service.start()
     assert (await controller.queries.show("alice", view.id)).cost.cost == 4.0
     assert controller.context.rooms.usage.tenant_view("alice").cost == 4.0
-    (fleet,) = (await controller.queries.costs())["workers"]
+    (fleet,) = (await controller.queries.costs()).workers
     assert (fleet.cost, fleet.used, fleet.idle, fleet.waiting) == (10.0, 4.0, 6.0, 0.0)
-    assert controller.queries.health()["totals"]["cost_used"] == 0, "of this process"
+    assert controller.queries.health().totals["cost_used"] == 0, "of this process"
 
     busy = await Busy(service, "worker", 1.0).join()
     await controller.context.rooms.rollouts.sample(question("alice", "sample-2"))
@@ -320,7 +320,7 @@ async def test_counters_survive_a_restart_and_a_crash_loses_only_those_not_store
     await service.crash()
     controller = await service.start()
     assert controller.context.rooms.usage.tenant_view("alice").cost == 7.0
-    (fleet,) = (await controller.queries.costs())["workers"]
+    (fleet,) = (await controller.queries.costs()).workers
     assert fleet.waiting == 0.0 and fleet.cost == fleet.used + fleet.idle
     await service.close()
     service.database.close()

@@ -25,6 +25,7 @@ import pytest
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
 from tests.support.waiting import until
 
+from rookery.controller import views
 from rookery.errors import UserError
 from rookery.protocol.gauges import GAUGES, Gauge
 from rookery.server import schemas
@@ -561,12 +562,12 @@ def test_responses_match_the_documented_models(faces: Faces) -> None:
     assert measured["state"] == "completed"
     for client, address, shape in (
         (faces.ada, f"{path}/metrics", schemas.MetricsRow),
-        (faces.ada, f"{path}/events", schemas.JobEvent),
+        (faces.ada, f"{path}/events", views.JobEvent),
         (faces.ada, f"{path}/trajectories", schemas.EpisodeView),
-        (faces.ada, f"/api/v1/jobs/{measured['id']}/evaluations", schemas.EvaluationView),
-        (faces.ada, f"{path}/policies/main/versions", schemas.VersionView),
-        (faces.ada, "/api/v1/models", schemas.BaseModelView),
-        (faces.admin, "/api/v1/workers", schemas.WorkerView),
+        (faces.ada, f"/api/v1/jobs/{measured['id']}/evaluations", views.EvaluationView),
+        (faces.ada, f"{path}/policies/main/versions", views.VersionView),
+        (faces.ada, "/api/v1/models", views.BaseModelView),
+        (faces.admin, "/api/v1/workers", views.WorkerView),
     ):
         rows = client.get(address).json()
         assert rows, address
@@ -576,8 +577,8 @@ def test_responses_match_the_documented_models(faces: Faces) -> None:
             families = ("reward/", "reward_episodes/", "lag_share/") if shape is schemas.MetricsRow else ()
             more = {name for name in row if not name.startswith(families)}
             assert more <= known, address
-    schemas.Health.model_validate(faces.ada.get("/api/v1/health").json())
-    costs = schemas.Costs.model_validate(faces.admin.get("/api/v1/costs").json())
+    views.Health.model_validate(faces.ada.get("/api/v1/health").json())
+    costs = views.Costs.model_validate(faces.admin.get("/api/v1/costs").json())
     assert [row.tenant for row in costs.tenants] == [row["id"] for row in faces.admin.get("/api/v1/tenants").json()]
     for row in costs.tenants:
         keys = faces.admin.get(f"/api/v1/tenants/{row.tenant}/keys").json()

@@ -29,7 +29,20 @@ from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.quotas import REFUSED
 from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
-from rookery.controller.views import BY_OWNER, JobView, PolicyView
+from rookery.controller.views import (
+    BY_OWNER,
+    BaseModelView,
+    Costs,
+    EvaluationView,
+    Health,
+    HeartbeatView,
+    JobEvent,
+    JobView,
+    PolicyView,
+    TenantCost,
+    VersionView,
+    WorkerView,
+)  # fmt: skip
 from rookery.protocol.gauges import over_workers
 from rookery.scheduling.health import JobHealth, advice, alarms
 from rookery.scheduling.job_rules import followed_version
@@ -168,20 +181,20 @@ class JobQueries:
                 return view
             await change.wait()
 
-    async def events(self, tenant: str, job: str, limit: int = 100) -> Sequence[dict[str, Any]]:
+    async def events(self, tenant: str, job: str, limit: int = 100) -> Sequence[JobEvent]:
         await self._store.read(job_rows.get_job, tenant, job)
         found, _ = await self.events_before(tenant, job, limit)
         return found
 
     async def events_before(
         self, tenant: str, job: str, limit: int, before: int | None = None
-    ) -> tuple[Sequence[dict[str, Any]], int | None]:
+    ) -> tuple[Sequence[JobEvent], int | None]:
         """The newest events older than the event ``before``, oldest first; and the first of them, if there are older
         ones."""
         limit = min(limit, EVENTS_SHOWN)
         rows = await self._store.read(tenant_rows.events, tenant, job, limit + 1, before)
         shown = rows[-limit:]
-        view = [{"time": row.time, "kind": row.kind, "text": row.text} for row in shown]
+        view = [JobEvent(time=row.time, kind=row.kind, text=row.text) for row in shown]
         return view, shown[0].id if len(rows) > limit else None
 
     async def trajectories(
@@ -192,7 +205,7 @@ class JobQueries:
         found = await self._store.read(job_rows.recent_episodes, tenant, job, limit, version)
         return await self._context.threads(lambda: [_trajectory_view(group, episode) for group, episode in found])
 
-    async def versions(self, tenant: str, job: str, policy: str, page: Page | None = None) -> Sequence[dict[str, Any]]:
+    async def versions(self, tenant: str, job: str, policy: str, page: Page | None = None) -> Sequence[VersionView]:
         """The versions of a policy, oldest first, each with the metrics of its last step."""
         row = await self._store.read(job_rows.get_policy, tenant, job, policy)
         versions = await self._store.read(version_rows.versions, tenant, row.id, page)
@@ -200,27 +213,29 @@ class JobQueries:
             version_rows.steps_of_versions, tenant, job, policy, [version.version for version in versions]
         )
         metrics = {number: finite(step) for number, step in found.items()}
-        shown = ("version", "parent", "hash", "step", "created", "kept", "lost", "evaluation")
         return [
-            {**{name: getattr(version, name) for name in shown}, "metrics": metrics.get(version.version, {})}
-            for version in versions
-        ]
+            VersionView(
+                version=row.version, parent=row.parent, hash=row.hash, step=row.step, created=row.created,
+                metrics=metrics.get(row.version, {}), kept=row.kept, lost=row.lost, evaluation=row.evaluation,
+            )
+            for row in versions
+        ]  # fmt: skip
 
-    async def evaluations(self, tenant: str, job: str) -> Sequence[dict[str, Any]]:
+    async def evaluations(self, tenant: str, job: str) -> Sequence[EvaluationView]:
         return await self.evaluation_views(tenant, job, await self.evaluation_rows(tenant, job))
 
-    async def evaluation_views(self, tenant: str, job: str, rows: Sequence[EvaluationRow]) -> Sequence[dict[str, Any]]:
+    async def evaluation_views(self, tenant: str, job: str, rows: Sequence[EvaluationRow]) -> Sequence[EvaluationView]:
         names = {policy.id: policy.name for policy in await self._store.read(job_rows.policies, tenant, job)}
         return [
-            {
-                "policy": names[r.policy],
-                "version": r.version,
-                "prompts": r.prompts,
-                "mean": r.mean,
-                "stderr": r.stderr,
-                **r.results,
-            }
-            for r in rows
+            EvaluationView(
+                policy=names[row.policy],
+                version=row.version,
+                prompts=row.prompts,
+                mean=row.mean,
+                stderr=row.stderr,
+                **row.results,
+            )
+            for row in rows
         ]
 
     async def job_health(self, tenant: str, job: str) -> dict[str, Any]:
@@ -237,7 +252,7 @@ class JobQueries:
             rows=rows,
             episodes=await self.episodes.recent(tenant, job),
             counters=view.counters,
-            evaluations=await self.evaluation_views(tenant, job, evaluations),
+            evaluations=[view.model_dump() for view in await self.evaluation_views(tenant, job, evaluations)],
             group_size=view.spec["algorithm"]["group_size"],
             waits_for=view.waits_for,
         )
@@ -313,7 +328,7 @@ class JobQueries:
 
     # --- the service itself -------------------------------------------------------------------------------------------
 
-    def models(self) -> Sequence[dict[str, Any]]:
+    def models(self) -> Sequence[BaseModelView]:
         """Base models: loaded, known (can be prepared), or refused and why."""
         fleet = self._context.rooms.fleet
         loaded = Counter(w.hello.model for w in fleet.all() if w.working)
@@ -322,59 +337,55 @@ class JobQueries:
         for name in sorted({*CATALOGUE, *loaded, *fleet.failures}):
             state = status(settings.cache, name)
             reason = "" if loaded[name] else state.reason or fleet.failure(name)
-            shown = "loaded" if loaded[name] else "refused" if reason else state.state
+            shown: Any = "loaded" if loaded[name] else "refused" if reason else state.state
             backends = state.backends(settings.engine.inference_engine, settings.training.trainer)
-            rows.append({"name": name, "state": shown, "reason": reason, "note": state.note,
-                         "workers": loaded[name], **asdict(backends)})  # fmt: skip
+            rows.append(
+                BaseModelView(
+                    name=name, state=shown, reason=reason, note=state.note, workers=loaded[name], **asdict(backends)
+                )
+            )
         return rows
 
-    def workers(self) -> Sequence[dict[str, Any]]:
+    def workers(self) -> Sequence[WorkerView]:
         """Every connected worker, with its last heartbeat."""
         context, now, rows = self._context, self._context.clock.monotonic(), []
         for worker in context.rooms.fleet.all():
             hello, beat = worker.hello, worker.beat
-            rows.append({
-                "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": hello.model,
-                "roles": worker.roles, "kind": hello.kind, "price": hello.price, "address": hello.address,
-                "site": hello.site,
-                "engine": hello.engine, "device": hello.device, "host": hello.host, "pid": hello.pid,
-                "adapters": len(worker.cached),
-                "requests": context.rooms.rollouts.pool.outstanding(worker),
-                "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0,
-                "note": worker.note,
-                "max_flush_tokens": worker.max_flush_tokens,
-                "beat": {**msgspec.structs.asdict(beat), "gauges": finite(beat.gauges)} if beat is not None else None,
-            })  # fmt: skip
+            rows.append(WorkerView(
+                name=worker.name, state=worker.state, seconds=now - worker.since, model=hello.model,
+                roles=[*worker.roles], kind=hello.kind, price=hello.price, address=hello.address, site=hello.site,
+                engine=hello.engine, device=hello.device, host=hello.host, pid=hello.pid, adapters=len(worker.cached),
+                requests=context.rooms.rollouts.pool.outstanding(worker),
+                tokens_per_second=worker.tokens_per_second() if worker.working else 0.0, note=worker.note,
+                max_flush_tokens=worker.max_flush_tokens,
+                beat=HeartbeatView.of(beat) if beat is not None else None,
+            ))  # fmt: skip
         return rows
 
-    async def costs(self) -> dict[str, Any]:
+    async def costs(self) -> Costs:
         """The cost of each tenant, of deleted ones where they caused any, and of the workers."""
         tenants = await self._store.read(tenant_rows.list_tenants, deleted=True)
         usage = self._context.rooms.usage
         seconds = self._context.rooms.quotas.service_time.seconds
         bills = [
-            {
-                "tenant": row.id,
-                "name": row.name,
-                "deleted": row.deleted,
-                "cost": cost,
-                "service_seconds": seconds.get(row.id, 0.0),
-            }
+            TenantCost(
+                tenant=row.id, name=row.name, deleted=row.deleted, cost=cost, service_seconds=seconds.get(row.id, 0.0)
+            )
             for row in tenants
             if (cost := usage.tenant_view(row.id)).seconds or row.deleted is None
         ]
-        return {"tenants": bills, "workers": usage.fleet()}
+        return Costs(tenants=bills, workers=usage.fleet())
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> Health:
         """Counts of jobs, totals and gauges of the service."""
         context, fleet, rollouts = self._context, self._context.rooms.fleet, self._context.rooms.rollouts
         serving = [worker for worker in fleet.all() if worker.working]
         beats = [worker.beat for worker in serving if worker.beat is not None]
         figures = over_workers(beat.gauges for beat in beats)
         counted = sum((running.counted() for running in self._jobs.runners.values()), Counter(self._jobs.totals))
-        return {
-            "jobs": {state: count for state, count in sorted(self._jobs.states.items()) if count},
-            "totals": {
+        return Health(
+            jobs={state: count for state, count in sorted(self._jobs.states.items()) if count},
+            totals={
                 "steps": self._jobs.totals["steps"],
                 "jobs_resumed": self._jobs.totals["jobs_resumed"],
                 "trained_tokens": self._jobs.totals["trained_tokens"],
@@ -394,7 +405,7 @@ class JobQueries:
                 **context.rooms.usage.totals(),
                 **{name: counted[name] for name in COUNTED},
             },
-            "gauges": {
+            gauges={
                 "jobs_waiting": len(self._jobs.waiting),
                 "requests_waiting": rollouts.waiting(),
                 "rollout_orders_active": (active := rollouts.queues.active_orders()),
@@ -412,7 +423,7 @@ class JobQueries:
                 "max_flush_tokens": max((worker.max_flush_tokens for worker in serving), default=0),
                 **context.rooms.seeding.gauges(),
             },
-        }
+        )
 
 
 def _trajectory_view(group: GroupRow, episode: EpisodeRow) -> dict[str, Any]:

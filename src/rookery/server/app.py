@@ -111,10 +111,10 @@ async def prometheus(service: Service) -> Response:
     """Metrics for Prometheus. They contain no tenant, job or text, so they need no key."""
     health = service.controller.queries.health()
     metrics = ServiceMetrics(
-        jobs=health["jobs"],
-        workers=Counter(str(worker["state"]) for worker in service.controller.queries.workers()),
-        totals={**health["totals"], **service.refusals},
-        gauges={**health["gauges"], "connections": len(service.connections)},
+        jobs=health.jobs,
+        workers=Counter(worker.state for worker in service.context.rooms.fleet.all()),
+        totals={**health.totals, **service.refusals},
+        gauges={**health.gauges, "connections": len(service.connections)},
         help={name: gauge.help for name, gauge in GAUGES.items()},
     )
     return Response(metrics.render(), media_type=CONTENT_TYPE)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from rookery.bounds import ENTRIES, STOP_TEXTS, Line, StopText, Text
-from rookery.controller.views import CostView, FleetCost, RunView
+from rookery.controller.views import BestConstantView, CostView, RunView
 from rookery.spec.parsing import MAX_PROBLEMS
 from rookery.spec.policy import Temperature
 from rookery.storage.models import KeyRole
@@ -89,14 +89,6 @@ class MetricsRow(BaseModel):
     trainer_wait_seconds: float | None = Field(None, alias="seconds/trainer_wait")
     remote_wait_seconds: float | None = Field(None, alias="seconds/remote_wait")
     remote_workers: float | None = None
-
-
-class JobEvent(BaseModel):
-    """An entry of a job's event log."""
-
-    time: float
-    kind: str
-    text: str
 
 
 class MessageView(BaseModel):
@@ -274,103 +266,6 @@ class EpisodeView(BaseModel):
     )
 
 
-class HeldOutView(BaseModel):
-    prompt: Any
-    reward: float | None
-    answer: str
-    metrics: dict[str, float | None]
-    error: str
-
-
-class BestConstantView(BaseModel):
-    """The fixed reply that earns most, as far as the environment knows one: a policy that earns no more has learned
-    nothing about the prompts."""
-
-    reply: str = Field(description="Shortened")
-    reward: float = Field(description="Its mean reward")
-    prompts: int = Field(description="Number of the prompts")
-
-
-class EvaluationView(BaseModel):
-    """The evaluation of a version on held-out prompts. ``prompts`` counts the episodes that completed."""
-
-    policy: str
-    version: int
-    prompts: int
-    mean: float
-    stderr: float | None
-    split: str
-    seed: int
-    held_out: list[HeldOutView]
-    constant: BestConstantView | None = None
-
-
-class VersionView(BaseModel):
-    """``kept``: whether its artifact still exists; ``lost``: why the policy was rolled back from it, else empty."""
-
-    version: int
-    parent: int | None
-    hash: str
-    step: int
-    created: float
-    metrics: dict[str, Any]
-    kept: bool
-    lost: str
-    evaluation: float | None
-
-
-class BaseModelView(BaseModel):
-    name: str
-    state: Literal["loaded", "prepared", "known", "refused"]
-    reason: str = Field(description="Why it is refused")
-    note: str
-    workers: int
-    engine: str = Field(description="`native` or `transformers`; empty where the model's family is not known yet")
-    trainer: str
-    why: str = Field(description="Reason for the choice of engine and trainer")
-
-
-class HeartbeatView(BaseModel):
-    """A worker's last heartbeat. ``progress`` counts finished compute slices."""
-
-    progress: int
-    active: int = Field(description="Requests that decode")
-    waiting: int = Field(description="Requests that do not decode yet")
-    training: int = Field(description="Training operations that are queued or run")
-    generated: int = Field(description="Tokens sampled since the process began")
-    decode_seconds: float = Field(description="Compute time of generation since the process began")
-    train_seconds: float = Field(description="Compute time of training since the process began")
-    interactive: int = Field(description="Requests with objectives that it holds")
-    free_tokens: int = Field(description="Of the KV cache: those that no running request occupies")
-    receiving: dict[str, int] = Field(description="Bytes that are here of each artifact that it receives, by hash")
-    memory_parts: dict[str, tuple[int, int]] = Field(description="(used, budget) in bytes of each part of the budget")
-    gauges: dict[str, float | None] = Field(
-        description="Figures for the operator, since the process began: the worker gauges of docs/gauges.md"
-    )
-
-
-class WorkerView(BaseModel):
-    name: str
-    state: Literal["joining", "catching up", "serving", "suspect", "draining", "gone"]
-    seconds: float = Field(description="In this state")
-    model: str
-    roles: list[str]
-    kind: Literal["reserved", "preemptible"]
-    price: float = Field(description="Per hour, in the operator's unit")
-    address: str = Field(description="Where other workers read artifacts from it; empty where they cannot")
-    site: str = Field(description="Where it runs, as its setting names the place")
-    engine: str = Field(description="Its inference engine; empty while it loads")
-    device: str
-    host: str
-    pid: int
-    adapters: int = Field(description="Adapters that it reported as cached")
-    requests: int = Field(description="Requests in flight")
-    tokens_per_second: float = Field(description="Sampled, over its last heartbeats")
-    note: str = Field(description="A message for the operator, such as why it gets no work")
-    max_flush_tokens: int = Field(description="The most tokens in one of its flushes")
-    beat: HeartbeatView | None
-
-
 class RequestModel(BaseModel):
     """Base of the request models: an unknown field is refused."""
 
@@ -479,21 +374,6 @@ class KeyView(BaseModel):
     expires: float | None = Field(description="When it expires, Unix seconds; null is never")
 
 
-class TenantCost(BaseModel):
-    """The cost of all jobs of a tenant."""
-
-    tenant: str
-    name: str
-    deleted: float | None = Field(None, description="When the tenant was deleted")
-    cost: CostView
-    service_seconds: float = Field(description="Processor time of the service for its requests since the start")
-
-
-class Costs(BaseModel):
-    tenants: list[TenantCost]
-    workers: list[FleetCost]
-
-
 class PromptView(BaseModel):
     messages: list[dict[str, str]]
     text: str = Field(description="The prompt as the chat template renders it")
@@ -508,11 +388,3 @@ class DryRun(BaseModel):
     warnings: list[str] = Field(description="Settings that are allowed and hardly meant, a line each")
     prompts: list[PromptView]
     constant: BestConstantView | None
-
-
-class Health(BaseModel):
-    """The values of ``/metrics``: jobs by state, totals since the service started, and current gauges."""
-
-    jobs: dict[str, int]
-    totals: dict[str, int | float]
-    gauges: dict[str, int | float]

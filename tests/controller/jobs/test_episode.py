@@ -397,11 +397,11 @@ async def test_invalid_or_silent_host_is_disconnected(service: Service) -> None:
     host = await service.host().join()
     assert host.link is not None
     await host.link.send(b"\xc1garbage")
-    await eventually(lambda: service.controller.queries.health()["gauges"]["environment_hosts"] == 0)
+    await eventually(lambda: service.controller.queries.health().gauges["environment_hosts"] == 0)
     await host.leave()
     await host.join()
     await service.clock.advance(13)
-    await eventually(lambda: service.controller.queries.health()["gauges"]["environment_hosts"] == 0)
+    await eventually(lambda: service.controller.queries.health().gauges["environment_hosts"] == 0)
     await host.leave()
     await host.join()
     await service.worker().join()
@@ -632,8 +632,8 @@ async def test_shipped_host_with_the_shipped_controller(service: Service) -> Non
         assert view.counters.get("episodes_failed", 0) == 0
         service.check_history(job)
         evaluations = await service.controller.queries.evaluations("alice", job)
-        assert [e["version"] for e in evaluations] == [0, 3]
-        assert [r["prompt"]["a"] for r in evaluations[1]["held_out"]] == [0, 1, 2, 3]
+        assert [e.version for e in evaluations] == [0, 3]
+        assert [r.prompt["a"] for r in evaluations[1].held_out] == [0, 1, 2, 3]
         await cancel_all(host)
 
     await dialled(service, play)

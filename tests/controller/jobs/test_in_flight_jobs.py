@@ -133,7 +133,7 @@ def test_on_policy_tokens_are_sampled_by_the_parent_version(tmp_path: Path, in_f
             assert set(sampled) == {versions[row["consumed_by"]].parent} == {row["version"]}
         assert Counter(row["consumed_by"] for row, _ in episodes) == dict.fromkeys((1, 2, 3, 4), 6)
         assert stable.switches == [], "nothing to train on ran when a version was published"
-        assert service.controller.queries.health()["totals"]["worker_losses"] == 3
+        assert service.controller.queries.health().totals["worker_losses"] == 3
         for row in await service.controller.queries.metrics("alice", job):
             assert (row["versions_mean"], row["lag_share/0"], row["staleness_max"]) == (1.0, 1.0, 0.0)
 

@@ -137,10 +137,10 @@ async def test_many_jobs_of_many_tenants_at_once(service: Service) -> None:
     for tenant, job in jobs:
         await service.ends(job, tenant=tenant)
         service.check_history(job, tenant)
-    totals = service.controller.queries.health()["totals"]
+    totals = service.controller.queries.health().totals
     assert totals["steps"] == 12
     assert totals["episodes"] == 48
-    assert service.controller.queries.health()["jobs"] == {"completed": 6}
+    assert service.controller.queries.health().jobs == {"completed": 6}
 
 
 async def test_jobs_with_equal_adapters_keep_their_artifacts(service: Service) -> None:
@@ -278,7 +278,7 @@ async def test_pause_keeps_tokens_and_resume_continues_from_them(service: Servic
         await service.controller.pause("alice", job)
         view = await service.controller.queries.show("alice", job)
         assert (view.state, view.reason) == ("paused", "paused by its owner")
-        assert service.controller.queries.health()["gauges"]["requests_running"] == 0
+        assert service.controller.queries.health().gauges["requests_running"] == 0
         await eventually(lambda: not worker.active)
         await service.controller.resume("alice", job)
         if moment == 0:
@@ -314,7 +314,7 @@ async def test_pause_during_the_start_keeps_the_state_counts_right(
     go_on.set()
     assert await submitting == job
     await pausing
-    assert service.controller.queries.health()["jobs"] == {"paused": 1}
+    assert service.controller.queries.health().jobs == {"paused": 1}
 
 
 async def test_the_token_rate_window_is_trimmed_without_readers(service: Service) -> None:
@@ -410,8 +410,8 @@ async def test_losing_workers_while_generating_changes_no_result(
     sampled += service.peers[-1].sampled
     assert content(service, job) == undisturbed[turns]
     assert set(sampled.values()) == {1}
-    assert len(sampled) == view.tokens == service.controller.queries.health()["totals"]["sampled_tokens"]
-    assert service.controller.queries.health()["totals"]["worker_losses"] >= 4
+    assert len(sampled) == view.tokens == service.controller.queries.health().totals["sampled_tokens"]
+    assert service.controller.queries.health().totals["worker_losses"] >= 4
 
 
 @pytest.mark.parametrize("after", [True, False])
@@ -504,7 +504,7 @@ async def test_a_corrupt_head_is_rolled_back(service: Service) -> None:
     assert (after.parent, after.step) == (head.version - 1, head.step)
     assert versions[-1].step == head.step + 2
     events = await service.controller.queries.events("alice", job)
-    said = [event["text"] for event in events if event["kind"] == "corrupt"]
+    said = [event.text for event in events if event.kind == "corrupt"]
     assert len(said) == 1
     assert f"version {head.version} of main is corrupt" in said[0]
     assert f"went back to version {head.version - 1}" in said[0]
@@ -577,10 +577,10 @@ async def test_evaluations_use_the_same_prompts(service: Service) -> None:
     job = await run(service, stop__steps=5, evaluation={"every": 2, "prompts": 6, "seed": 3})
     await service.ends(job)
     evaluations = await service.controller.queries.evaluations("alice", job)
-    assert [evaluation["version"] for evaluation in evaluations] == [0, 2, 4, 5]
-    asked = [[result["prompt"] for result in evaluation["held_out"]] for evaluation in evaluations]
+    assert [evaluation.version for evaluation in evaluations] == [0, 2, 4, 5]
+    asked = [[result.prompt for result in evaluation.held_out] for evaluation in evaluations]
     assert asked == [[{"eval": number} for number in range(6)]] * 4
-    assert all(evaluation["prompts"] == 6 and not evaluation["held_out"][0]["error"] for evaluation in evaluations)
+    assert all(evaluation.prompts == 6 and not evaluation.held_out[0].error for evaluation in evaluations)
     seeds = Counter(g.seed for g in worker.generates if f"{job}-e" in g.request)
     assert set(seeds.values()) == {4}, "the noise is the prompt's"
     assert {g.adapter.version for g in worker.generates if g.adapter and "-e4-" in g.request} == {4}
@@ -588,7 +588,7 @@ async def test_evaluations_use_the_same_prompts(service: Service) -> None:
         [message for message in host.asked if message.split == "eval"]
     )
     versions = await service.controller.queries.versions("alice", job, "main")
-    assert [version["evaluation"] is not None for version in versions] == [True, False, True, False, True, True]
+    assert [version.evaluation is not None for version in versions] == [True, False, True, False, True, True]
 
 
 async def test_the_first_evaluation_survives_a_restart(service: Service) -> None:
@@ -606,7 +606,7 @@ async def test_the_first_evaluation_survives_a_restart(service: Service) -> None
     worker, _ = await service.join(instance="host-2")
     await service.ends(job)
     evaluations = await service.controller.queries.evaluations("alice", job)
-    assert [evaluation["version"] for evaluation in evaluations] == [0, 4]
+    assert [evaluation.version for evaluation in evaluations] == [0, 4]
     assert worker.generates
 
 
@@ -621,10 +621,10 @@ async def test_failed_held_out_episodes_are_reported_separately(service: Service
     await service.host(script=script).join()
     view = await service.ends(await run(service, evaluation={"prompts": 3}))
     evaluations = await service.controller.queries.evaluations("alice", view.id)
-    assert [evaluation["prompts"] for evaluation in evaluations] == [1, 1]
-    assert [result["error"] for result in evaluations[0]["held_out"]] == ["boom", "boom", ""]
+    assert [evaluation.prompts for evaluation in evaluations] == [1, 1]
+    assert [result.error for result in evaluations[0].held_out] == ["boom", "boom", ""]
     events = await service.controller.queries.events("alice", view.id)
-    lines = [event["text"] for event in events if event["kind"] == "evaluation"]
+    lines = [event.text for event in events if event.kind == "evaluation"]
     assert len(lines) == 2
     assert all(line.endswith(" on 1 prompts; 2 of 3 episodes failed and do not count: boom") for line in lines)
     assert view.counters["evaluation_failures"] == 4
@@ -889,8 +889,8 @@ async def test_jobs_of_a_model_whose_worker_does_not_work_are_paused_with_the_re
     view = await service.ends(job, "paused")
     assert "KeyError: 'q'" in view.reason and MODEL in view.reason
     assert (await service.controller.queries.show("alice", other)).state == "running"
-    [row] = [row for row in service.controller.queries.models() if row["name"] == MODEL]
-    assert row["state"] == "refused" and "KeyError: 'q'" in row["reason"]
+    [row] = [row for row in service.controller.queries.models() if row.name == MODEL]
+    assert row.state == "refused" and "KeyError: 'q'" in row.reason
     await service.controller.resume("alice", job)
     assert "KeyError" in (await service.ends(job, "paused")).reason
     await service.worker().join()
@@ -1024,8 +1024,8 @@ async def test_waits_for_names_the_bottleneck(service: Service) -> None:
     await eventually(lambda: says("trainer (6 operations take turns)"))
     worker.training.set()
     await service.ends(job)
-    assert service.controller.queries.workers()[0]["state"] == "serving"
-    assert {row["name"]: row["state"] for row in service.controller.queries.models()}[MODEL] == "loaded"
+    assert service.controller.queries.workers()[0].state == "serving"
+    assert {row.name: row.state for row in service.controller.queries.models()}[MODEL] == "loaded"
 
 
 async def test_no_worker_in_time_pauses_the_job_with_its_reason(tmp_path: Path) -> None:

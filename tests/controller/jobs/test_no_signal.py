@@ -13,7 +13,7 @@ from rookery.storage.repositories import versions
 
 async def signals(service: Service, job: str) -> list[str]:
     events = await service.controller.queries.events("alice", job)
-    return [event["text"] for event in events if event["kind"] == "no_signal"]
+    return [event.text for event in events if event.kind == "no_signal"]
 
 
 def rewards(of_step: dict[int, float]) -> Any:

@@ -324,7 +324,7 @@ def test_preemptible_workers_shorten_the_step_and_no_token_is_lost() -> None:
         assert sum(len(text["tokens"]) for text in texts) == view.tokens
         assert all(set(text["versions"]) == {row["version"]} for row in ended for text in row["trajectories"]), "strict"
         rows = await world.rows()
-        return step_seconds(rows), rows, dict(world.site.controller.queries.health()["totals"])
+        return step_seconds(rows), rows, dict(world.site.controller.queries.health().totals)
 
     spec = {**job(), "stop": {"steps": 7}}
     (alone, plain, _), (one, _, moved), (three, rows, _) = (
@@ -384,9 +384,9 @@ def test_unprofitable_workers_stand_by_with_a_note() -> None:
         await world.reach(4)
         most = world.learned().max_remote
         assert most == 2
-        gauges = world.site.controller.queries.health()["gauges"]
+        gauges = world.site.controller.queries.health().gauges
         assert (gauges["remote_workers_used"], gauges["remote_workers_unused"]) == (2, 3)
-        notes = {row["name"]: row["note"] for row in world.site.controller.queries.workers()}
+        notes = {row.name: row.note for row in world.site.controller.queries.workers()}
         for number in range(5):
             left = "standby: in addition to 2 others it would not pay off now" if number >= most else ""
             assert notes[f"spot-{number}"] == left
@@ -400,7 +400,7 @@ def test_unprofitable_workers_stand_by_with_a_note() -> None:
         await world.reach(8)
         assert world.preemptible[1].engine.generated > generated[2], "the next one takes its place"
         await world.site.controller.cancel("alice", world.job)
-        assert not any(row["note"] for row in world.site.controller.queries.workers())
+        assert not any(row.note for row in world.site.controller.queries.workers())
         assert not world.site.controller.context.rooms.rollouts.closed
 
     play(act, preemptible=5, train_token=0.0013, dispatch_ahead=0)

@@ -266,7 +266,7 @@ def test_slow_receiver_delays_no_commit() -> None:
         rows = await site.controller.queries.metrics("alice", view.id)
         if slow:
             assert workers[-1].pulled_bytes > 0
-            assert {row["state"] for row in site.controller.queries.workers()} == {"serving"}
+            assert {row.state for row in site.controller.queries.workers()} == {"serving"}
         for worker in workers:
             await worker.kill()
         await site.close()
@@ -530,8 +530,8 @@ async def test_worker_that_joins_during_a_step_gets_rollouts_of_it(service: Serv
     await second.join()
     await second.say(ready())
     await eventually(lambda: bool(held(second)))
-    rows = {row["name"]: row for row in service.controller.queries.workers()}
-    assert rows["second"]["state"] == "catching up"
+    rows = {row.name: row for row in service.controller.queries.workers()}
+    assert rows["second"].state == "catching up"
     assert second.generates == []
     await first.die()  # all it had is at stake
     await settle()

@@ -6,17 +6,18 @@ its hash, which authorizes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from rookery.controller.views import WorkerEventView
+from rookery.controller.views import Costs, WorkerEventView, WorkerView
 from rookery.errors import Conflict, NotFound, UserError
 from rookery.server.auth import Administrator, AuthenticatedRoute, Service, ServiceContext
 from rookery.server.paging import Paged
 from rookery.server.responses import ERRORS
-from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantLimits, TenantView, WorkerView
+from rookery.server.schemas import CreatedKey, KeyView, NewKey, NewTenant, TenantLimits, TenantView
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.models import KeyRow, TenantRow
 from rookery.storage.repositories import tenants as tenant_rows
@@ -44,8 +45,8 @@ def _key_view(row: KeyRow, revoked: float | None) -> KeyView:
     )
 
 
-@routes.get("/workers", response_model=list[WorkerView])
-async def workers(service: Service, owner: Administrator) -> Any:
+@routes.get("/workers")
+async def workers(service: Service, owner: Administrator) -> Sequence[WorkerView]:
     return service.controller.queries.workers()
 
 
@@ -145,7 +146,7 @@ async def revoke_key(service: Service, owner: Administrator, tenant: str, key: s
     return _key_view(found, now)
 
 
-@routes.get("/costs", response_model=Costs)
-async def costs(service: Service, owner: Administrator) -> Any:
+@routes.get("/costs")
+async def costs(service: Service, owner: Administrator) -> Costs:
     """The costs of every tenant, and of the workers."""
     return await service.controller.queries.costs()

@@ -9,7 +9,7 @@ sent per heartbeat, so a reader can tell a quiet job from a dead connection. A r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -20,26 +20,31 @@ from fastapi.responses import StreamingResponse
 
 from rookery.aio import cancel_all
 from rookery.controller.feeds import FeedRow
-from rookery.controller.views import NUMBER, Completion, JobState, JobView
+from rookery.controller.views import (
+    NUMBER,
+    BaseModelView,
+    Completion,
+    EvaluationView,
+    Health,
+    JobEvent,
+    JobState,
+    JobView,
+    VersionView,
+)  # fmt: skip
 from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.paging import Limit, Paged, mark_next
 from rookery.server.peft_archive import pack, unpack
 from rookery.server.responses import ERRORS, event_data
 from rookery.server.schemas import (
-    BaseModelView,
     DryRun,
     EpisodeView,
-    EvaluationView,
-    Health,
-    JobEvent,
     MetricsRow,
     RunPage,
     SampleRequest,
     UploadedAdapter,
     UploadedDataset,
     UploadView,
-    VersionView,
 )
 from rookery.storage.columns import PAGE
 from rookery.storage.models import JobRow
@@ -195,8 +200,8 @@ async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version:
     return await service.controller.queries.trajectories(job.tenant, job.id, limit, version)
 
 
-@routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], tags=["results"])
-async def evaluations(service: Service, job: OfJob, page: Paged) -> Any:
+@routes.get("/jobs/{job}/evaluations", tags=["results"])
+async def evaluations(service: Service, job: OfJob, page: Paged) -> Sequence[EvaluationView]:
     """A page of the evaluations on held-out prompts, by version."""
     found = await page.read(
         partial(service.controller.queries.evaluation_rows, job.tenant, job.id),
@@ -205,11 +210,11 @@ async def evaluations(service: Service, job: OfJob, page: Paged) -> Any:
     return await service.controller.queries.evaluation_views(job.tenant, job.id, found)
 
 
-@routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], tags=["results"])
-async def versions(service: Service, job: OfJob, policy: str, page: Paged) -> Any:
+@routes.get("/jobs/{job}/policies/{policy}/versions", tags=["results"])
+async def versions(service: Service, job: OfJob, policy: str, page: Paged) -> Sequence[VersionView]:
     """A page of a policy's versions, oldest first."""
     fetch = partial(service.controller.queries.versions, job.tenant, job.id, policy)
-    return await page.read(fetch, lambda row: (row["version"],), float)
+    return await page.read(fetch, lambda row: (row.version,), float)
 
 
 @routes.get(
@@ -275,14 +280,14 @@ async def delete_upload(service: Service, owner: Owner, upload: str) -> None:
     await service.controller.delete_upload(owner.id, upload)
 
 
-@routes.get("/models", response_model=list[BaseModelView], tags=["models"])
-async def models(service: Service, owner: Owner) -> Any:
+@routes.get("/models", tags=["models"])
+async def models(service: Service, owner: Owner) -> Sequence[BaseModelView]:
     """Base models: loaded (a worker has it), known (can be prepared), or refused with the reason."""
     return service.controller.queries.models()
 
 
-@routes.get("/health", response_model=Health, tags=["service"])
-async def health(service: Service, owner: Owner) -> Any:
+@routes.get("/health", tags=["service"])
+async def health(service: Service, owner: Owner) -> Health:
     return service.controller.queries.health()
 
 
