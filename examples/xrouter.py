@@ -25,11 +25,18 @@ from rookery.examples.learning import Learned
 WEIGHTS = (0.0, 0.5, 2.0, 5.0)
 """Weights of the cost, λ."""
 HELD_OUT = 48
-STEPS = 18
+STEPS = 16
 MAX_TOKENS = 6
 
-EXAMPLES = (("8 - 5 =", "call_low()"), ("30 - 7 =", "call_top()"), ("12 - 3 =", "call_mid()"))
-"""One call of each model, so that an untrained router has no favourite."""
+EXAMPLES = (
+    ("12 - 3 =", "call_mid()"),
+    ("8 - 5 =", "call_low()"),
+    ("30 - 7 =", "call_top()"),
+    ("41 - 2 =", "call_low()"),
+    ("9 - 6 =", "call_top()"),
+    ("52 - 4 =", "call_mid()"),
+)
+"""Two calls of each model, so that an untrained router has no favourite."""
 
 
 def environment(weight: float) -> dict[str, Any]:
@@ -48,10 +55,10 @@ def options(weight: float) -> XRouterOptions:
 def job(steps: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
     return {
-        "policies": {"main": {"rank": 16, "optimizer": {"lr": 3.0e-4}}},
+        "policies": {"main": {"rank": 16, "optimizer": {"lr": 4.0e-4}}},
         "algorithm": {"name": "grpo", "group_size": 16, "groups_per_step": 4, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
-        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 3)},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 2)},
         "stop": {"steps": steps},
     }
 
@@ -82,14 +89,8 @@ def routes(answers: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
 
 
 CHANGED: dict[str, dict[str, Any]] = {
-    "without mid": {"models": {"low": (0.01, (0.90, 0.30, 0.10)), "top": (0.20, (0.95, 0.95, 0.90))}},
-    "top at the price of mid": {
-        "models": {
-            "low": (0.01, (0.90, 0.30, 0.10)),
-            "mid": (0.05, (0.93, 0.90, 0.35)),
-            "top": (0.05, (0.95, 0.95, 0.90)),
-        }
-    },
+    "without mid": {"low": {}, "top": {}},
+    "top at the price of mid": {"low": {}, "mid": {}, "top": {"price": 0.08}},
 }
 """Pools that no router was trained on."""
 
@@ -98,8 +99,9 @@ def changed_pools(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
     """The expected reward of the router of λ = 2 on other pools, and how far it is below their optimum."""
     found: dict[str, Any] = {}
     for title, change in CHANGED.items():
-        models = {name: {"price": price, "accuracy": shares} for name, (price, shares) in change["models"].items()}
-        chosen = options(2.0).model_copy(update={"models": XRouterOptions.model_validate({"models": models}).models})
+        known = options(2.0)
+        models = {name: known.models[name].model_copy(update=new) for name, new in change.items()}
+        chosen = known.model_copy(update={"models": models})
         environment = XRouter(chosen)
         prompts = list(environment.prompts("eval"))[:48]
         router = learning.sampled(client, jobs["xrouter-2"].id, MAX_TOKENS)

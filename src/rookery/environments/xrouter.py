@@ -58,9 +58,9 @@ class SimulatedModel(BaseModel):
 
 def _default_models() -> dict[str, SimulatedModel]:
     return {
-        "low": SimulatedModel(price=0.01, accuracy=(0.90, 0.30, 0.10)),
-        "mid": SimulatedModel(price=0.05, accuracy=(0.93, 0.90, 0.35)),
-        "top": SimulatedModel(price=0.20, accuracy=(0.95, 0.95, 0.90)),
+        "low": SimulatedModel(price=0.01, accuracy=(0.92, 0.30, 0.05)),
+        "mid": SimulatedModel(price=0.08, accuracy=(0.93, 0.92, 0.35)),
+        "top": SimulatedModel(price=0.25, accuracy=(0.95, 0.95, 0.95)),
     }
 
 
@@ -73,8 +73,8 @@ class XRouterOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     models: dict[ModelName, SimulatedModel] = Field(default_factory=_default_models, min_length=1, max_length=20)
-    """The models by name: `{price: 0.05, accuracy: [0.93, 0.9, 0.35]}`, the accuracy of easy, medium and hard
-    questions. By default `low`, `mid` and `top` at 0.01, 0.05 and 0.20."""
+    """The models by name: `{price: 0.08, accuracy: [0.93, 0.92, 0.35]}`, the accuracy of easy, medium and hard
+    questions. By default `low`, `mid` and `top` at 0.01, 0.08 and 0.25."""
     pool: int | None = Field(None, ge=1, le=20)
     """Each prompt offers so many of the models, drawn at random; all of them when absent."""
     answer: Literal["select", "last"] = "select"
