@@ -50,6 +50,13 @@ def test_same_seed_gives_the_same_events() -> None:
     assert first.digest != other.digest
 
 
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutation_names_text_of_the_source(mutation: Mutation) -> None:
+    with applied(mutation):
+        pass
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_mutation_is_noticed(mutation: Mutation) -> None:
     for seed in range(1, TRIES + 1):
