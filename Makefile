@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-environments test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -63,6 +63,11 @@ test-families: $(VENV)/.tests
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed
 	@$(BIN)/python -m pytest -m heavy tests/storage/test_object_artifacts.py
+
+# Environments of others, the real packages in environments of their own, and the sandboxes for code (apt-get install
+# bubblewrap runsc): four minutes.
+test-environments: $(VENV)/.tests .bench/verifiers/.installed
+	@$(BIN)/python -m pytest -m heavy tests/environments
 
 # The page in Debian's chromium, and its pure functions by node's own runner: apt-get install chromium nodejs.
 test-page: $(VENV)/.tests
@@ -206,6 +211,11 @@ controller-scaling: $(VENV)/.tests
 .bench/moto/.installed:
 	@$(PYTHON) -m venv .bench/moto
 	@.bench/moto/bin/pip install --quiet 'moto[server]==5.2.5'
+	@touch $@
+
+.bench/verifiers/.installed:
+	@$(PYTHON) -m venv .bench/verifiers
+	@.bench/verifiers/bin/pip install --quiet 'verifiers==0.4.0'
 	@touch $@
 
 .bench/skyrl/.installed: benchmarks/peers/skyrl.txt

@@ -603,3 +603,61 @@ async def test_objectives_follow_the_settings_and_requests_end_with_the_service(
             await whole
         await client.close()
         await stopping
+
+
+# --- tokens in, tokens out -----------------------------------------------------------------------------------------
+
+
+def tokens(face: Open, **asked: Any) -> httpx.Response:
+    sampling = {"max_tokens": 12, "seed": 7, "logprobs": 1, "skip_special_tokens": False, "stop_token_ids": []}
+    body = {"model": face.base, "token_ids": [79, 110], "sampling_params": {**sampling, **asked.pop("sampling", {})}}
+    return face.http.post("/inference/v1/generate", json={**body, **asked})
+
+
+def test_the_token_face_samples_what_completions_sample(face: Open) -> None:
+    found = tokens(face, return_token_ids=True).json()
+    text = face.text(prompt=[79, 110], max_tokens=12, extra_body={"return_token_ids": True}).choices[0]
+    [choice] = found["choices"]
+    assert choice["token_ids"] == text.token_ids and found["prompt_token_ids"] == [79, 110]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert [entry["logprob"] for entry in content] == text.token_logprobs
+    assert choice["finish_reason"] in ("stop", "length") and choice["token_versions"] == [0] * len(content)
+    assert found["usage"]["completion_tokens"] == len(content) and found["request_id"]
+    version = tokens(face, model=f"{face.job}@1").json()
+    assert version["model"] == f"{face.job}@1" and set(version["choices"][0]["token_versions"]) == {1}
+
+
+def test_a_token_that_the_caller_names_ends_the_answer(face: Open) -> None:
+    whole = tokens(face).json()["choices"][0]["token_ids"]
+    stop = whole[4]
+    [choice] = tokens(face, sampling={"stop_token_ids": [stop]}).json()["choices"]
+    assert choice["token_ids"] == whole[: whole.index(stop) + 1] and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "says"),
+    [
+        ({"token_ids": []}, 400, "token_ids"),
+        ({"token_ids": [1 << 20]}, 400, "the token id 1048576, which"),
+        ({"token_ids": [1] * 10_000}, 400, "maximum context length"),
+        ({"features": {"mm_hashes": {}}}, 400, "features is not supported"),
+        ({"sampling": {"stop_token_ids": [-1]}}, 400, "stop_token_ids"),
+        ({"sampling": {"logprobs": 5}}, 400, "sampling_params.logprobs"),
+        ({"sampling": {"stream": True}}, 400, "sampling_params.stream"),
+        ({"sampling": {"guided": "x"}}, 400, "guided is not supported"),
+        ({"sampling": {"temperature": -1}}, 400, "sampling_params.temperature"),
+        ({"model": "nothing"}, 404, "nothing"),
+    ],
+)
+def test_mistakes_of_the_token_face_have_openais_format(
+    asked: dict[str, Any], status: int, says: str, face: Open
+) -> None:
+    response = tokens(face, **asked)
+    assert response.status_code == status and says in response.json()["error"]["message"]
+
+
+def test_models_have_the_length_of_their_context(face: Open) -> None:
+    listed = face.http.get("/v1/models").json()["data"]
+    lengths = {model["id"]: model.get("max_model_len") for model in listed}
+    assert lengths[face.base] and set(lengths.values()) == {lengths[face.base]}

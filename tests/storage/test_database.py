@@ -576,6 +576,7 @@ _EMPTY: dict[str, Any] = {
     "steps": [],
     "uploads": [],
     "kept_versions": [],
+    "base_models": {},
     "episodes_page": [],
     "failure_counts": [],
     "newest_checkpoints": {},

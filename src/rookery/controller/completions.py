@@ -20,7 +20,7 @@ from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
 from rookery.errors import UserError
 from rookery.scheduling.slo import parse_objectives
-from rookery.storage.repositories import sessions, tenants, versions
+from rookery.storage.repositories import jobs, sessions, tenants, versions
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
 
 Message = Mapping[str, Any]
@@ -146,13 +146,15 @@ class Completions:
         temperature: float,
         seed: int | None,
         stop: Sequence[str],
+        stop_tokens: Sequence[int] = (),
         kind: str = "chat",
         logits: protocol.LogitsParams | None = None,
         score_prompt: bool = False,
         on_tokens: Callable[[SamplingResult], None] | None = None,
     ) -> SamplingResult:
         """One completion of the class ``kind``, with the log-probabilities of its prompt if ``score_prompt``;
-        ``on_tokens`` is called with it each time that tokens have arrived. A cancellation ends its generation."""
+        ``stop_tokens`` end it in addition to the model's own; ``on_tokens`` is called with it each time that tokens
+        have arrived. A cancellation ends its generation."""
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
         ttft, tpot = self._objectives(kind, target.model)
@@ -165,7 +167,7 @@ class Completions:
             max_tokens=min(most, chat.context - len(prepared.prompt)),
             temperature=temperature,
             seed=seed if seed is not None else self.draw_seed(),
-            stop_tokens=chat.stop_tokens,
+            stop_tokens=[*chat.stop_tokens, *(token for token in stop_tokens if token not in chat.stop_tokens)],
             stop=list(stop),
             prompt_logprobs=len(prepared.prompt) if score_prompt else 0,
             top_logprobs=logits.top_logprobs if score_prompt and logits is not None else 0,
@@ -223,20 +225,26 @@ class Completions:
     async def targets(self, tenant: str) -> list[dict[str, Any]]:
         """All present targets: base models with a worker, then the newest and every kept version of the tenant's jobs,
         the newest job first, then the checkpoints of its clients. Each with ``name``, ``created`` (Unix seconds, 0 for
-        base models) and ``owner``."""
+        base models), ``owner``, and ``context``, the most tokens of a prompt with its answer, of a base model and of
+        the jobs on it; 0 elsewhere."""
         context = self._context
         loaded = {
             worker.hello.model for worker in context.rooms.fleet.all() if worker.has_role("rollout", worker.hello.model)
         }
         owner = await context.store.read(tenants.get_tenant, tenant)
-        rows: list[dict[str, Any]] = [{"name": name, "created": 0.0, "owner": "rookery"} for name in sorted(loaded)]
+        sizes = {name: (await context.chat(name)).context for name in sorted(loaded)}
+        rows: list[dict[str, Any]] = [
+            {"name": name, "created": 0.0, "owner": "rookery", "context": size} for name, size in sizes.items()
+        ]
         last = ""
+        models = await context.store.read(jobs.base_models, tenant)
         for job, policy, policies, version, created in await context.store.read(versions.kept_versions, tenant):
             name = job if policies == 1 else f"{job}/{policy}"
+            shown = {"created": created, "owner": owner.name, "context": sizes.get(models.get(job, ""), 0)}
             if name != last:
-                rows.append({"name": f"{name}:latest", "created": created, "owner": owner.name})
+                rows.append({"name": f"{name}:latest", **shown})
                 last = name
-            rows.append({"name": f"{name}@{version}", "created": created, "owner": owner.name})
+            rows.append({"name": f"{name}@{version}", **shown})
         now = context.clock.time()
         rows += [
             {"name": saved.path, "created": saved.created, "owner": owner.name}

@@ -44,6 +44,7 @@ def build(context: ServiceContext) -> FastAPI:
         episodes.routes,
         admin.routes,
         openai.routes,
+        openai.token_routes,
         gateway.routes,
         usage.routes,
         page.routes,

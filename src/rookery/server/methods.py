@@ -51,7 +51,7 @@ class RequestMethods:
         if methods and method not in methods:
             allowed = ", ".join(sorted(methods))
             line, headers = f"{method} {path}: this path has only {allowed}", {"Allow": allowed}
-            if path.startswith("/v1/"):
+            if path.startswith(("/v1/", "/inference/v1/")):
                 error = {"message": line, "type": "invalid_request_error", "param": None, "code": None}
                 response = json_response({"error": error}, 405)
                 response.headers.update(headers)

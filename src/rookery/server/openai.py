@@ -181,6 +181,11 @@ class CompletionOptions(OpenAIModel):
         return params if params != protocol.LogitsParams() else None
 
     @property
+    def stop_tokens(self) -> list[int]:
+        """Token ids that end an answer, in addition to the model's own."""
+        return []
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 

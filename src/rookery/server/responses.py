@@ -147,7 +147,9 @@ def add_exception_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
             line = f"nothing at {request.url.path}; /docs lists the routes"
-            if request.url.path.startswith("/v1/"):  # a path with a line break, which no route there takes
+            if request.url.path.startswith(
+                ("/v1/", "/inference/v1/")
+            ):  # a path with a line break, which no route there takes
                 body = {"message": line, "type": "invalid_request_error", "param": None, "code": None}
                 return json_response({"error": body}, 404)
             return error_response(404, line)

@@ -42,6 +42,7 @@ from rookery.server.openai import (
 )
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
 from rookery.server.responses import event_data, json_response, problem, retry_after
+from rookery.server.token_face import TokenFormat, TokenRequest
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.tool_calls import READERS, CallReader, ForcedReader
 
@@ -114,6 +115,7 @@ class OpenAIRoute(AuthenticatedRoute):
 ERRORS = {status: {**documented, "model": OpenAIErrorResponse} for status, documented in SERVICE_ERRORS.items()}
 
 routes = APIRouter(prefix="/v1", route_class=OpenAIRoute, responses=ERRORS, tags=["openai"])
+token_routes = APIRouter(prefix="/inference/v1", route_class=OpenAIRoute, responses=ERRORS, tags=["openai"])
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------
@@ -191,6 +193,20 @@ async def embeddings(owner: Owner) -> Response:
     raise UserError("embeddings are not supported: the models here write text; use another service for them")
 
 
+@token_routes.post("/generate", response_model=dict[str, Any], name="generate_tokens")
+async def generate(service: Service, owner: Owner, request: Request, asked: TokenRequest) -> Response:
+    """Continue token ids as they are, as vLLM's ``/inference/v1/generate`` does: token ids and log-probabilities come
+    back, each with the version that sampled it."""
+    refuse_unsupported(asked.model_extra)
+    refuse_unsupported(asked.sampling_params.model_extra)
+    options = asked.sampling_params.model_copy(update={"return_token_ids": asked.return_token_ids})
+    target, chat = await service.controller.completions.open(owner.id, asked.model)
+    form = TokenFormat(service, options, target.name, logprobs=True)
+    _limit_choices(options, 1)
+    prompt = await service.threads(service.controller.completions.prepare, target, chat, asked.token_ids)
+    return await _respond(service, owner.id, request, form, [prompt], options.max_tokens)
+
+
 @routes.get("/models", response_model=dict[str, Any], name="openai_models")
 async def list_models(service: Service, owner: Owner) -> Response:
     """The models available now: base models that a worker has, and the versions of the tenant's jobs."""
@@ -218,7 +234,8 @@ class UnknownPath(RookeryError):
 
 
 def _model(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": int(row["created"]), "owned_by": row["owner"]}
+    context = {"max_model_len": row["context"]} if row.get("context") else {}
+    return {"id": name, "object": "model", "created": int(row["created"]), "owned_by": row["owner"], **context}
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -342,6 +359,7 @@ async def _generate(
                 temperature=1.0 if options.temperature is None else options.temperature,
                 seed=choice.seed,
                 stop=options.stops,
+                stop_tokens=options.stop_tokens,
                 kind="chat" if isinstance(options, ChatRequest) else "completion",
                 logits=options.logits,
                 score_prompt=_scores_prompt(options),

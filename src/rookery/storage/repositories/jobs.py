@@ -19,7 +19,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Update, bindparam, case, delete, exists, func, insert, select, update
+from sqlalchemy import (
+    JSON,
+    ColumnElement,
+    Connection,
+    Update,
+    bindparam,
+    case,
+    cast,
+    delete,
+    exists,
+    func,
+    insert,
+    select,
+    type_coerce,
+    update,
+)
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage.columns import Page, add, add_or_find, fetch_all, find, get, page_of, rows
@@ -116,6 +131,14 @@ def find_job(connection: Connection, tenant: str, job: str) -> JobRow:
 def list_jobs(connection: Connection, tenant: str, page: Page | None = None) -> list[JobRow]:
     """Newest first."""
     return page_of(connection, JobRow, (JobRow.created, JobRow.id), page, descending=True, tenant=tenant)
+
+
+def base_models(connection: Connection, tenant: str) -> dict[str, str]:
+    """The base model of each of the tenant's jobs, without reading their specifications whole."""
+    spec = cast(JobRow.spec, JSON) if connection.dialect.name == "postgresql" else JobRow.spec
+    model = type_coerce(spec, JSON)["base_model"].as_string()
+    found = connection.execute(select(JobRow.id, model).where(JobRow.tenant == tenant))
+    return {row[0]: row[1] for row in found}
 
 
 def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
