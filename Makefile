@@ -66,7 +66,7 @@ test-s3: $(VENV)/.tests .bench/moto/.installed
 
 # Environments of others, the real packages in environments of their own, and the sandboxes for code (apt-get install
 # bubblewrap runsc): four minutes.
-test-environments: $(VENV)/.tests .bench/verifiers/.installed
+test-environments: $(VENV)/.tests .bench/verifiers/.installed .bench/openenv/.installed
 	@$(BIN)/python -m pytest -m heavy tests/environments
 
 # The page in Debian's chromium, and its pure functions by node's own runner: apt-get install chromium nodejs.
@@ -216,6 +216,11 @@ controller-scaling: $(VENV)/.tests
 .bench/verifiers/.installed:
 	@$(PYTHON) -m venv .bench/verifiers
 	@.bench/verifiers/bin/pip install --quiet 'verifiers==0.4.0'
+	@touch $@
+
+.bench/openenv/.installed:
+	@$(PYTHON) -m venv .bench/openenv
+	@.bench/openenv/bin/pip install --quiet 'openenv==0.10.0'
 	@touch $@
 
 .bench/skyrl/.installed: benchmarks/peers/skyrl.txt

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rookery.client import Client
 from rookery.errors import UserError
-from rookery.network import client_tls, is_loopback, proxy_of, service_url
+from rookery.network import client_tls, is_loopback, is_public, proxy_of, reachable, service_url
 from rookery.settings import Settings
 
 PROXY = "http://proxy:3128"
@@ -184,3 +184,57 @@ def test_this_machine_has_several_names() -> None:
         assert is_loopback(here)
     for there in ("http://10.0.0.1", "http://localhost.example", "http://0.0.0.0", "nonsense"):
         assert not is_loopback(there)
+
+
+@pytest.mark.parametrize(
+    ("ip", "public"),
+    [
+        ("8.8.8.8", True), ("2606:4700::1111", True), ("127.0.0.1", False), ("10.1.2.3", False),
+        ("172.16.0.1", False), ("192.168.1.1", False), ("169.254.169.254", False), ("100.64.0.1", False),
+        ("0.0.0.0", False), ("224.0.0.1", False), ("255.255.255.255", False), ("198.18.0.1", False), ("::1", False),
+        ("::", False), ("fe80::1", False), ("fe80::1%eth0", False), ("fc00::1", False), ("ff02::1", False),
+        ("::ffff:127.0.0.1", False), ("::ffff:8.8.8.8", True), ("64:ff9b::127.0.0.1", False),
+        ("64:ff9b::8.8.8.8", True), ("2002:7f00:1::", False), ("2002:a9fe:a9fe::1", False), ("not an address", False),
+    ],
+)  # fmt: skip
+def test_addresses_of_the_public_internet(ip: str, public: bool) -> None:
+    assert is_public(ip) is public
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed", "ip"),
+    [
+        ("http://8.8.8.8", "", "8.8.8.8"),
+        ("https://[2606:4700::1111]:8443/x", "", "2606:4700::1111"),
+        ("http://127.0.0.1:9", "127.0.0.1", "127.0.0.1"),
+        ("http://127.0.0.1:9", "127.0.0.0/8", "127.0.0.1"),
+        ("http://127.0.0.1:9", "127.0.0.1:9", "127.0.0.1"),
+        ("http://127.0.0.1:9", "*", "127.0.0.1"),
+        ("http://localhost:9", "localhost", None),
+        ("http://127.0.0.1:9", "127.0.0.1:10", ""),
+        ("http://127.0.0.1:9", "", ""),
+        ("http://127.1:9", "", ""),
+        ("http://2130706433:9", "", ""),
+        ("http://0x7f000001:9", "", ""),
+        ("http://localhost:9", "", ""),
+        ("http://LOCALHOST.:9", "", ""),
+        ("http://[::ffff:127.0.0.1]:9", "", ""),
+        ("http://[::1]", "", ""),
+        ("http://0:9", "", ""),
+    ],
+)
+def test_private_addresses_are_reached_only_where_they_are_allowed(address: str, allowed: str, ip: str | None) -> None:
+    if ip == "":
+        with pytest.raises(UserError, match=r"not an address of the public internet.*ROOKERY_REACHABLE_HOSTS="):
+            reachable(address, "environment.url", allowed)
+    else:
+        found, _ = reachable(address, "environment.url", allowed)
+        assert found == ip if ip is not None else found in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(
+    "address", ["http://no-such-host.invalid", "ftp://8.8.8.8", "http://", "http://a b", "file:///x"]
+)
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match=r"environment\.url: "):
+        reachable(address, "environment.url", "*")

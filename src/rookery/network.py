@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import os
 import re
+import socket
 import ssl
 from collections.abc import Mapping
 from typing import Literal
@@ -30,6 +31,8 @@ PROXY_VARIABLES = {
 """Where the proxy of a service with http (or ws) and https (or wss) is looked up, the first that is set."""
 
 NO_PROXY_VARIABLES = ("no_proxy", "NO_PROXY")
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 _BRACKETED = re.compile(r"\[([^\[\]]+)\](/[0-9]+)?(?::([0-9]+))?")
 """An entry of ``no_proxy`` that is an address or a network of IPv6 in brackets, with or without a port."""
@@ -89,6 +92,42 @@ def proxy_of(address: str, environment: Mapping[str, str] = os.environ) -> str |
         f"{variable}: given {short(_without_password(value))!r}, allowed: an HTTP proxy such as http://proxy:3128; set"
         f" one, {without}"
     )
+
+
+def reachable(address: str, name: str, allowed: str) -> tuple[str, int]:
+    """The IP address and the port at which a stranger's URL, which ``name`` gave, may be reached. Connect to that
+    address and to no other: the name may mean another one when it is looked up again. Addresses that are not of the
+    public internet are refused unless ``allowed`` names the host or the address, written as ``no_proxy`` is. Blocks;
+    raises :class:`UserError`."""
+    parts = urlsplit(service_url(address, name))
+    host, port = (parts.hostname or "").rstrip("."), parts.port or DEFAULT_PORTS[parts.scheme]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{name}: {short(host)} has no address ({error}); give a host that the service knows") from None
+    entries = [entry.strip().lower() for entry in allowed.split(",")]
+    for *_, (ip, *_) in found:
+        named = any(_names(entry, host.lower(), port) or _names(entry, str(ip), port) for entry in entries)
+        if not named and not is_public(str(ip)):
+            raise UserError(
+                f"{name}: {short(host)} is {ip}, which is not an address of the public internet; the administrator"
+                f" allows it with ROOKERY_REACHABLE_HOSTS={short(host)}"
+            )
+    return str(found[0][4][0]), port
+
+
+def is_public(ip: str) -> bool:
+    """Whether an address is one of the public internet, and so is the IPv4 address within one of IPv6."""
+    address = _ip(ip)
+    if address is None or not address.is_global or address.is_multicast:
+        return False
+    if isinstance(address, ipaddress.IPv4Address):
+        return True
+    teredo = address.teredo
+    inner = [address.sixtofour, *(teredo or ())]
+    if address in _NAT64:
+        inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return all(is_public(str(one)) for one in inner if one is not None)
 
 
 def _without_password(proxy: str) -> str:

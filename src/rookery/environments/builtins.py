@@ -18,6 +18,7 @@ from rookery.environments.base import Environment, SplitSizes
 from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.jsonl import Jsonl, JsonlOptions
+from rookery.environments.openenv import OpenEnv, OpenEnvOptions
 from rookery.environments.reasoning_gym import (
     REPLIES_ARE_CODE,
     ReasoningGym,
@@ -64,7 +65,7 @@ class Builtin:
         if isinstance(built, Jsonl):
             built.check_answers()
             return built.sizes()
-        assert isinstance(built, Calculator | XRouter)
+        assert isinstance(built, Calculator | XRouter | OpenEnv)
         return built.sizes()
 
     def built_in_host(self, options: Mapping[str, Any], checks: EnvironmentChecks) -> Environment:
@@ -84,6 +85,7 @@ BUILTINS: dict[str, Builtin] = {
     "jsonl": Builtin(Jsonl, JsonlOptions),
     "calculator": Builtin(Calculator, CalculatorOptions),
     "xrouter": Builtin(XRouter, XRouterOptions),
+    "openenv": Builtin(OpenEnv, OpenEnvOptions),
     "reasoning-gym": Builtin(ReasoningGym, ReasoningGymOptions, require_library),
 }
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 from rookery.children import lower_priority
 from rookery.environments.builtins import find
 from rookery.environments.jsonl import IndexedRows, Jsonl, JsonlOptions, count_rows
+from rookery.environments.outbound import set_reachable_hosts
 from rookery.environments.sandbox.sandbox import Isolation, set_isolation
 from rookery.environments.verifiers.pool import serve
 from rookery.errors import UserError
@@ -23,6 +24,7 @@ LOW_PRIORITY = 10
 def prepare() -> Callable[..., dict[str, Any]]:
     """The function that answers the questions. What it needs was imported before the process is confined."""
     set_isolation(cast(Isolation, sys.argv[3]))
+    set_reachable_hosts(sys.argv[4])
 
     def work(what: str, id: str, options: dict[str, Any]) -> Any:
         match what:

@@ -37,6 +37,7 @@ from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
+from rookery.environments.outbound import reachable_hosts, set_reachable_hosts
 from rookery.environments.reasoning_gym import ReasoningGym
 from rookery.environments.sandbox.sandbox import isolation, set_isolation
 from rookery.errors import UserError
@@ -94,7 +95,7 @@ class Host:
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
         self._episodes = Episodes(self._calls, self._environment)
-        self._checks = EnvironmentChecks(isolation())
+        self._checks = EnvironmentChecks(isolation(), reachable_hosts())
         self.connected = asyncio.Event()
         """Set while the controller has welcomed this host."""
 
@@ -268,6 +269,7 @@ def _refused(message: protocol.Prompts | protocol.Observation, error: str) -> pr
 async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     """Hosts the built-ins until a signal ends it. Raises :class:`UserError` when the service refuses."""
     set_isolation(settings.server.sandbox)
+    set_reachable_hosts(settings.server.reachable_hosts)
     builtins = {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()}
     host = Host(url, token_of(), builtins, ca_file=settings.trusted)
     running = asyncio.create_task(host.run())

@@ -188,7 +188,8 @@ class Service:
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.callback(readers.close)
         opened.callback(threads.close)
-        checks, checkers = EnvironmentChecks(settings.server.sandbox), TenantThreads(CHECKERS, "check")
+        checks = EnvironmentChecks(settings.server.sandbox, settings.server.reachable_hosts)
+        checkers = TenantThreads(CHECKERS, "check")
         opened.callback(checkers.close)
         opened.callback(checks.close)  # runs first: a check that runs fails
         if transfers is not None:

@@ -28,7 +28,7 @@ class EnvironmentSpec(SpecModel):
     model_config = ConfigDict(extra="allow")
 
     id: Name | None = None
-    """A built-in environment: `jsonl`, `calculator`, `xrouter`, `reasoning-gym`."""
+    """A built-in environment: `jsonl`, `calculator`, `xrouter`, `reasoning-gym`, `openenv`."""
     hosted: Name | None = None
     """A name that an environment host of yours offers. `Client.train` fills it in."""
     max_turns: int = Field(8, ge=1, le=1000)
