@@ -25,6 +25,8 @@ from rookery.examples.charts import Line, line_chart
 from rookery.settings import Settings
 
 MODEL = "smollm2-135m-instruct"
+METRIC = "reward/"
+"""Beginning of an environment's metrics in a row."""
 SHOWN_SECONDS = 20.0
 """Interval between lines of progress."""
 
@@ -119,6 +121,8 @@ class Learned:
     """By policy, the results of its last evaluation."""
     training: dict[str, list[float]]
     """By policy, the mean reward of each step."""
+    training_metrics: dict[str, list[dict[str, float]]]
+    """By policy, the means of the environment's metrics in each step."""
     episodes: int
     tokens: int
     seconds: float
@@ -150,15 +154,19 @@ def learned(job: Job, seconds: float) -> Learned:
     view, evaluations, rows = job.show(), job.evaluations(), list(job.metrics(follow=False))
     names = [name for name, policy in view.spec.policies.items() if policy.get("train", True)]
     of = {name: [evaluation for evaluation in evaluations if evaluation.policy == name] for name in names}
-    only = names[0]
+    steps = {name: [row for row in rows if (row.get("policy") or names[0]) == name] for name in names}
     return Learned(
         name=job.name,
         state=view.state,
         reason=view.reason or "",
         curves={name: points(evaluations, name) for name in names},
         held_out={name: list(found[-1].held_out) for name, found in of.items() if found},
-        training={name: [row.reward or 0.0 for row in rows if (row.get("policy") or only) == name] for name in names},
-        episodes=int(max(sum(row.episodes for row in rows if (row.get("policy") or only) == n) for n in names)),
+        training={name: [row.reward or 0.0 for row in found] for name, found in steps.items()},
+        training_metrics={
+            name: [{key.removeprefix(METRIC): row[key] for key in row if key.startswith(METRIC)} for row in found]
+            for name, found in steps.items()
+        },
+        episodes=int(max(sum(row.episodes for row in found) for found in steps.values())),
         tokens=int(rows[-1].tokens_sampled) if rows else 0,
         seconds=seconds,
     )
@@ -242,6 +250,10 @@ def write(folder: Path, task: str, command: str, runs: Mapping[str, Learned], fa
             "reason": run.reason,
             "notes": run.notes,
             "training": {policy: [round(reward, 4) for reward in curve] for policy, curve in run.training.items()},
+            "training metrics": {
+                policy: [{key: round(value, 4) for key, value in step.items()} for step in steps]
+                for policy, steps in run.training_metrics.items()
+            },
             "curves": {
                 policy: [
                     {

@@ -223,13 +223,14 @@ def job(steps: int) -> dict[str, Any]:
         },
         "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 3, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": 2},
-        "evaluation": {"prompts": 18, "every": max(1, steps // 2)},
+        "evaluation": {"prompts": 18},
         "stop": {"steps": steps},
     }
 
 
 def report(folder: Any, run: Learned, chosen: Mapping[str, Any]) -> bool:
-    """Print and write everything; returns whether the policies learned. Searches that win are printed, too."""
+    """Print and write everything; returns whether the design rose by more than two standard errors.
+    Searches and constants that win are printed, too."""
     held_out = [workload for workload in WORKLOADS if is_held_out(workload)]
     training = [workload for workload in WORKLOADS if not is_held_out(workload)]
     calls = max(1, run.episodes // len(training))
@@ -256,12 +257,13 @@ def report(folder: Any, run: Learned, chosen: Mapping[str, Any]) -> bool:
     for title, value in facts.items():
         print(f"{title}: {value}")
     first = statistics.fmean(points[0].metrics["score"] for points in run.curves.values())
+    error = max((points[0].stderr ** 2 + points[-1].stderr ** 2) ** 0.5 for points in run.curves.values())
     learning.write_curves(
         folder, "Four policies choose a memory controller", run, {"best constant": constant, "optimum": 1.0}
     )
     command = "python examples/memory_controller.py"
     learning.write(folder, "memory-controller", command, {"memory-controller": run}, facts)
-    return final > first
+    return final - first > 2 * error
 
 
 def main() -> int:

@@ -111,7 +111,7 @@ def job(steps: int, swap: int) -> dict[str, Any]:
         },
         "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 5, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
-        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 4)},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 2)},
         "stop": {"steps": steps},
     }
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.jobs import learning_tasks
 
 import rookery
+from rookery.client import Record
 from rookery.environments.builtins import find
 from rookery.environments.xrouter import XRouter
 from rookery.examples import learning, memory_controller, solver_verifier, word_game, xrouter
@@ -73,17 +75,72 @@ def test_a_policy_of_a_scripted_episode_gets_its_reward_and_the_shared_one() -> 
     assert [message["content"] for message in game.messages] == ["a?", "x", "b?", "yy"]
 
 
-def test_a_verdict_compares_with_the_first_version_and_with_the_best_constant() -> None:
-    def run(first: float, last: float) -> Learned:
-        curve = [Point(0, first, 0.02, {}), Point(9, last, 0.02, {})]
-        return Learned(
-            name="x", state="completed", reason="", curves={"p": curve}, held_out={}, training={}, episodes=1,
-            tokens=1, seconds=1.0,
-        )  # fmt: skip
+def made(
+    policies: Sequence[str], metrics: dict[str, float], prompts: Sequence[Any], first: float, last: float
+) -> Learned:
+    """Results of a run that never took place."""
+    results = [Record({"prompt": p, "answer": "call_mid()", "error": "", "metrics": metrics}) for p in prompts]
+    return Learned(
+        name="made",
+        state="completed",
+        reason="steps",
+        curves={name: [Point(0, first, 0.02, metrics), Point(9, last, 0.02, metrics)] for name in policies},
+        held_out=dict.fromkeys(policies, results),
+        training={name: [first, last] for name in policies},
+        training_metrics={name: [metrics, metrics] for name in policies},
+        episodes=96,
+        tokens=1000,
+        seconds=1.0,
+    )
 
-    assert learning.verdict(run(0.2, 0.8), "p", 0.5).endswith(": learned")
-    assert learning.verdict(run(0.2, 0.4), "p", 0.5).endswith(": rose, but a constant is better")
-    assert learning.verdict(run(0.5, 0.53), "p", 0.1).endswith(": NOT learned")
+
+def test_a_verdict_compares_with_the_first_version_and_with_the_best_constant() -> None:
+    def words(first: float, last: float, constant: float) -> str:
+        return learning.verdict(made(["p"], {}, [], first, last), "p", constant).split(": ")[-1]
+
+    assert words(0.2, 0.8, 0.5) == "learned"
+    assert words(0.2, 0.4, 0.5) == "rose, but a constant is better"
+    assert words(0.5, 0.53, 0.1) == "NOT learned"
+
+
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("name", TASKS)
+def test_reports_have_figures_and_charts_and_say_whether_policies_learned(
+    name: str, good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the examples write, and what the benchmarks keep of it."""
+    environment, _ = TASKS[name]
+    prompts, first, last = list(environment.prompts("eval")), 0.1, 0.95 if good else 0.12
+    if name == "xrouter":
+        metrics = {"expected": last, "cost": 0.1, "right": last}
+        runs = {f"xrouter-{w:g}": made(["main"], metrics, prompts, first, last) for w in (0.0, 2.0)}
+        passed = xrouter.report(tmp_path, (0.0, 2.0), runs, {})
+        assert (tmp_path / "pareto.svg").exists()
+    elif name == "memory-controller":
+        run = made([*GROUPS], {"score": last}, prompts, first, last)
+        run.curves = {g: [Point(0, first, 0.02, {"score": first}), points[-1]] for g, points in run.curves.items()}
+        passed = memory_controller.report(tmp_path, run, {})
+    elif name == "solver-verifier":
+        metrics = {"first right": 0.5, "right": last, "rejected": 0.5}
+        passed = solver_verifier.report(tmp_path, made(["solver", "verifier"], metrics, prompts, first, last))
+    else:
+        facts = {"best constant": ["2", 0.5]}
+        passed = word_game.report(
+            tmp_path, made(["player"], {"good moves": last, "valid": 1.0}, prompts, first, last), facts
+        )
+    assert passed == good
+    xml.etree.ElementTree.parse(tmp_path / "curves.svg")
+    found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert found["task"] == name and found["command"].startswith("python examples/")
+    assert found["commit"] and found["date"]
+    monkeypatch.setattr(learning_tasks, "FOLDER", tmp_path / "plots")
+    monkeypatch.setattr(learning_tasks, "result_path", lambda kept: tmp_path / f"kept-{kept}.json")
+    (tmp_path / "plots").mkdir()
+    learning_tasks.keep(tmp_path)
+    (kept,) = (json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("kept-*.json"))
+    assert kept["commit"] == found["commit"] and kept["rows"]
+    assert all(verdict["met"] for verdict in kept["verdicts"][:1]) == good
+    assert [*(tmp_path / "plots").glob("*curves.svg")]
 
 
 def test_charts_are_svg_that_shows_every_point_and_level() -> None:
