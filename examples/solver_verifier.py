@@ -21,13 +21,16 @@ from rookery.examples import learning
 from rookery.examples.learning import Learned
 from rookery.examples.words import KINDS, assistant, system, user
 
-TRAINING, HELD_OUT = 480, 48
+TRAINING, HELD_OUT = 480, 40
 HELD_OUT_WORDS = 4
 """Of each kind, words that only held-out questions have."""
 CHOICES = 2
 FIRST = 0.5
 """Share of the solver's reward for its first answer."""
-STEPS = 14
+STEPS = 30
+WARMUP_STEPS = 12
+"""Steps over which the verifier's learning rate rises. At full speed from the start it learns to reject everything
+while the solver is mostly wrong, and samples nothing else by the time the solver is right."""
 
 EXAMPLES = (user("drink: tea, chair"), assistant("tea"), user("tree: six, oak"), assistant("oak"))
 APPROVE, REJECT = "yes", "no"
@@ -106,11 +109,11 @@ def best_constants(run: Learned) -> dict[str, float]:
 
 def job(steps: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
-    optimizer = {"lr": 5.0e-4}
+    slowly = {"lr": 3.0e-4, "schedule": {"name": "warmup", "warmup_steps": WARMUP_STEPS}}
     return {
         "policies": {
-            "solver": {"rank": 8, "optimizer": optimizer},
-            "verifier": {"rank": 8, "seed": 1, "optimizer": optimizer, "sampling": {"max_tokens": 2}},
+            "solver": {"rank": 8, "optimizer": {"lr": 5.0e-4}},
+            "verifier": {"rank": 8, "seed": 1, "optimizer": slowly, "sampling": {"max_tokens": 2}},
         },
         "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": 4},

@@ -59,7 +59,9 @@ def memory_controller(result: Result, found: dict[str, Any]) -> None:
     curve_rows(result, run)
     policies = facts["policies on held-out workloads, one call each"]
     start = sum(points[0]["metrics"]["score"] for points in run["curves"].values()) / len(run["curves"])
-    result.judge("held-out score rises", f"{start:.3f} to {policies:.3f}; optimum 1", policies > start)
+    error = max((p[0]["stderr"] ** 2 + p[-1]["stderr"] ** 2) ** 0.5 for p in run["curves"].values())
+    shown = f"{start:.3f} to {policies:.3f} ± {error:.3f}; optimum 1"
+    result.judge("held-out score rises over 2 standard errors", shown, policies - start > STANDARD_ERRORS * error)
     constant = facts["best constant design"][-1]
     result.judge("above the best constant design", f"{policies:.3f}, constant {constant:.3f}", policies > constant)
     calls = facts["calls for each training workload"]
