@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.draws import examples
 from torch import Tensor
 
-from rookery.algorithms.losses import LOSSES, MAX_KL_GAP, kl_penalty
+from rookery.algorithms.losses import LOSSES, MAX_KL_GAP, PAIRED_LOSSES, kl_penalty
 from rookery.spec.policy import LOSS_PARAMETERS
 
 SEGMENTS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
@@ -94,6 +94,44 @@ def test_losses_are_pure_sums(name: str, scale: float, seed: int) -> None:
     )
     assert scaled.total.item() == pytest.approx(scale * once.total.item(), rel=1e-9, abs=1e-9)
     assert doubled.total.item() == pytest.approx(2 * once.total.item(), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+def test_dpo_is_the_published_loss_of_pairs(seed: int, beta: float) -> None:
+    """Rafailov et al. 2023, eq. 7 and its gradient (section 4), per pair, in plain floats."""
+    logp, q, _, _, _ = sample(seed)
+    segments = [0, 0, 0, 1, 1, 2, 2, 3, 3, 3]  # two pairs; the even segment of each is preferred
+    weight = {0: 1.0, 1: 0.25}
+    signs = torch.tensor([1.0 if s % 2 == 0 else -1.0 for s in segments], dtype=torch.float64)
+    weights = torch.tensor([weight[s // 2] for s in segments], dtype=torch.float64)
+    logp.requires_grad_()
+    out = PAIRED_LOSSES["dpo"](logp, q, signs, weights, torch.tensor(segments), beta=beta)
+    (gradient,) = torch.autograd.grad(out.total, logp)
+
+    gaps = [(p - r) for p, r in zip(logp.tolist(), q.tolist(), strict=True)]
+    reward = {s: beta * sum(gap for gap, of in zip(gaps, segments, strict=True) if of == s) for s in range(4)}
+    margins = [reward[0] - reward[1], reward[2] - reward[3]]
+    wrong = [1 / (1 + math.exp(margin)) for margin in margins]
+    assert out.total.item() == pytest.approx(sum(-weight[k] * math.log(1 - wrong[k]) for k in (0, 1)), rel=1e-12)
+    slopes = [-weight[s // 2] * beta * wrong[s // 2] * (1 if s % 2 == 0 else -1) for s in segments]
+    assert gradient.tolist() == pytest.approx(slopes, rel=1e-12)
+    assert out.metrics == pytest.approx(
+        {
+            "pairs": 2.0, "accuracy:pairs": sum(margin > 0 for margin in margins), "margin:pairs": sum(margins),
+            "chosen_reward:pairs": reward[0] + reward[2], "rejected_reward:pairs": reward[1] + reward[3],
+        }
+    )  # fmt: skip
+
+
+def test_dpo_stays_finite_where_a_reply_is_nearly_impossible() -> None:
+    logp = torch.tensor([-1e4, 0.0], requires_grad=True)
+    out = PAIRED_LOSSES["dpo"](
+        logp, torch.zeros(2), torch.tensor([1.0, -1.0]), torch.ones(2), torch.tensor([0, 1]), beta=1.0
+    )
+    (gradient,) = torch.autograd.grad(out.total, logp)
+    assert out.total.item() == pytest.approx(1e4)
+    assert gradient.tolist() == [-1.0, 1.0]
 
 
 def test_aipo_keeps_its_gradient_above_rho() -> None:

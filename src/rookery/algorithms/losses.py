@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,35 @@ def gspo(
     return _clipped(ratio, advantages, weights, clip_low_threshold, clip_high_threshold)
 
 
+def dpo(logp: Tensor, q: Tensor, advantages: Tensor, weights: Tensor, segments: Tensor, *, beta: float) -> LossOut:
+    """``Σ −w·log σ(β·Σ A·(logp − q))``, the inner sum over the tokens of a pair: direct preference optimisation
+    (Rafailov et al. 2023, arXiv 2305.18290), eq. 7. Segments 2k and 2k + 1 are a pair; ``A`` is 1 on the tokens of the
+    preferred reply and −1 on those of the other, ``q`` the reference's log-probability, ``w`` the same on all tokens of
+    a pair. Metrics are sums over pairs: those in which the preferred reply gained more than the other, and the implicit
+    rewards ``β·Σ(logp − q)`` of both."""
+    pair = segments // 2
+    pairs = int(pair.max()) + 1 if pair.numel() else 0
+
+    def sums(values: Tensor) -> Tensor:
+        return torch.zeros(pairs, dtype=values.dtype, device=values.device).index_add(0, pair, values)
+
+    gains = beta * (logp - q)
+    margin = sums(gains * advantages)
+    of_pair = sums(weights) / torch.bincount(pair, minlength=pairs).clamp(min=1)
+    with torch.no_grad():
+        chosen, rejected = sums(gains * (advantages > 0)), sums(gains * (advantages < 0))
+    return LossOut(
+        (-of_pair * logsigmoid(margin)).sum(),
+        {
+            "pairs": float(pairs),
+            "accuracy:pairs": _count(margin.detach() > 0),
+            "margin:pairs": float(margin.detach().sum()),
+            "chosen_reward:pairs": float(chosen.sum()),
+            "rejected_reward:pairs": float(rejected.sum()),
+        },
+    )
+
+
 LOSSES: dict[str, LossFn] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
@@ -139,6 +169,10 @@ LOSSES: dict[str, LossFn] = {
     "gspo": gspo,
 }
 """By the names that a job and the wire use."""
+
+PAIRED_LOSSES: dict[str, LossFn] = {"dpo": dpo}
+"""Losses of pairs of trajectories: both members of a group are in one call, and ``q`` is the log-probability under the
+reference, the base model or the version that the operation names."""
 
 
 MAX_KL_GAP = 10.0

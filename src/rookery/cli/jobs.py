@@ -13,7 +13,7 @@ from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, with_options
 from rookery.cli.output import console, fields, is_terminal, print_json, show, time_of
 from rookery.cli.steps import StepLines
 from rookery.client.connection import Record
-from rookery.client.report import outcome, report, reward_text
+from rookery.client.report import evaluation_text, outcome, report, reward_text
 from rookery.errors import UserError, short
 from rookery.telemetry.rows import Rows, columns, printable
 from rookery.telemetry.table import job_line, job_list, sparkline
@@ -63,8 +63,7 @@ def show_job(cli: Cli, job: Name) -> None:
         *cost_lines(view.cost),
         *_policy_lines(view),
         *((name.replace("_", " "), count) for name, count in view.counters.items() if count and name != "tokens"),
-        *((f"evaluation of version {e.version}", f"{e.mean:.3f} ± {e.stderr:.3f} ({e.prompts} prompts)")
-          for e in evaluations),
+        *((f"evaluation of version {e.version}", evaluation_text(e)) for e in evaluations),
     ]  # fmt: skip
     fields(lines)
 

@@ -23,6 +23,7 @@ from rookery.cli.follow import Follower, pause_line
 from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, with_options
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
+from rookery.client.report import evaluation_text
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.spec.files import read_job
@@ -150,7 +151,7 @@ def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str) -> int:
 def _summary(job: Job, view: Record, adapter: Path | None) -> None:
     show(job_line(view))
     for row in job.evaluations():
-        line = f"version {row.version}: {row.mean:.3f} ± {row.stderr:.3f} on {row.prompts} held-out prompts"
+        line = f"version {row.version}: {evaluation_text(row)}"
         show(line + (f"; the best constant reply earns {row.constant['reward']:.3f}" if row.constant else ""))
     if view.state == "completed" and adapter is not None:
         show(f"adapter: {adapter}")

@@ -47,6 +47,8 @@ def _small(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 1e-4 <= abs(value) < 10 else f"{value:.0e}"
 
 
+_ROW_SECONDS = ("seconds/waiting", "seconds/train", "seconds/commit")
+
 STEP_COLUMNS = (
     StepColumn("step", ("step", ""), 5, _fixed(0), 0),
     StepColumn("reward", ("reward", ""), 6, _fixed(3), 1),
@@ -69,20 +71,40 @@ STEP_COLUMNS = (
 )
 """Every column in the order of the table. ``tokens/s`` is :func:`tokens_per_second`."""
 
+ROW_COLUMNS = (
+    StepColumn("step", ("step", ""), 5, _fixed(0), 0),
+    StepColumn("loss", ("loss", ""), 7, _small, 1),
+    StepColumn("accuracy", ("accu-", "racy"), 6, _fixed(2), 2),
+    StepColumn("margin", ("margin", ""), 6, _short, 3),
+    *(column for column in STEP_COLUMNS if column.metric in ("length_mean", "length_max", "entropy", "grad_norm")),
+    *(column for column in STEP_COLUMNS if column.metric in ("tokens/s", *_ROW_SECONDS)),
+)
+"""The same for a job on rows, which has no rewards."""
+
 
 def tokens_per_second(row: Row, before: Row | None) -> float | None:
-    """Tokens that the job sampled per second between two steps; None for the first one."""
+    """Tokens that the job sampled per second between two steps, on rows those that it learned; None for the first
+    one."""
     if before is None or not row.get("time", 0.0) > before.get("time", 0.0):
         return None
-    sampled = row.get("tokens_sampled", 0) - before.get("tokens_sampled", 0)
-    return float(sampled / (row["time"] - before["time"]))
+    if _on_rows(row):
+        tokens = row.get("tokens", 0)
+    else:
+        tokens = row.get("tokens_sampled", 0) - before.get("tokens_sampled", 0)
+    return float(tokens / (row["time"] - before["time"]))
+
+
+def _on_rows(row: Row) -> bool:
+    return row.get("rows") is not None
 
 
 class StepLines:
     """The lines of one job's steps, in order: a table of ``width`` characters, or for None the metrics by name."""
 
     def __init__(self, width: int | None) -> None:
-        self._columns = None if width is None else fitting(width)
+        self._width = width
+        self._columns: Sequence[StepColumn] | None = None
+        """Chosen with the first step."""
         self._before: Row | None = None
         self._recent: defaultdict[str, list[Row]] = defaultdict(list)
         """The last steps of each policy."""
@@ -94,8 +116,11 @@ class StepLines:
         values = {**row, "tokens/s": tokens_per_second(row, self._before)}
         self._before, policy = row, row.get("policy", "")
         recent = self._recent[policy] = [*self._recent[policy], row][-ADVICE_STEPS:]
+        every = ROW_COLUMNS if _on_rows(row) else STEP_COLUMNS
+        if self._columns is None and self._width is not None:
+            self._columns = fitting(self._width, every)
         if self._columns is None:
-            shown = [(c.metric, values.get(c.metric)) for c in STEP_COLUMNS[1:]]
+            shown = [(c.metric, values.get(c.metric)) for c in every[1:]]
             yield f"step {row['step']:>5}  {policy}{'  ' * bool(policy)}" + "  ".join(
                 f"{name} {value:.4g}" for name, value in shown if known(value)
             )
@@ -116,17 +141,18 @@ class StepLines:
 
 def legend(columns: Sequence[StepColumn]) -> str:
     """The names of the metrics in the table."""
-    names = ", ".join(column.metric for column in columns if column.metric not in ("step", "reward"))
-    return f"Columns after reward: {names}. The quickstart says what is healthy."
+    first = columns[1].metric if len(columns) > 1 else "step"
+    names = ", ".join(column.metric for column in columns if column.metric not in ("step", first))
+    return f"Columns after {first}: {names}. The quickstart says what is healthy."
 
 
-def fitting(width: int) -> list[StepColumn]:
-    """The columns that a line of ``width`` characters holds, in the order of the table."""
+def fitting(width: int, columns: Sequence[StepColumn] = STEP_COLUMNS) -> list[StepColumn]:
+    """Of ``columns``, those that a line of ``width`` characters holds, in the order of the table."""
     chosen: set[str] = set()
-    for column in sorted(STEP_COLUMNS, key=lambda one: one.rank):
-        if sum(c.width + 1 for c in STEP_COLUMNS if c.metric in chosen) + column.width <= width:
+    for column in sorted(columns, key=lambda one: one.rank):
+        if sum(c.width + 1 for c in columns if c.metric in chosen) + column.width <= width:
             chosen.add(column.metric)
-    return [column for column in STEP_COLUMNS if column.metric in chosen]
+    return [column for column in columns if column.metric in chosen]
 
 
 def _joined(cells: Sequence[tuple[str, int]]) -> str:

@@ -24,6 +24,7 @@ from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, short
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
+from rookery.spec.job import FILE_ENVIRONMENTS
 from rookery.spec.parsing import parse_job
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
 
@@ -38,7 +39,7 @@ START_SECONDS = 15.0
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 _DATASETS = {"path": "dataset", "eval_path": "eval_dataset"}
-"""Options of a ``jsonl`` environment that name a local file, with the option that names its upload."""
+"""Options of an environment of files that name a local one, with the option that names its upload."""
 
 _ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
 """Options that are rows, with the option that names them as an upload."""
@@ -413,7 +414,7 @@ def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: P
     at ``folder``. A value that is not a path is left for the service to refuse."""
     sent: dict[str, Any] = copy.deepcopy(dict(spec))
     environment = sent.get("environment")
-    if isinstance(environment, dict) and environment.get("id") == "jsonl":
+    if isinstance(environment, dict) and environment.get("id") in FILE_ENVIRONMENTS:
         for given, sent_as in _DATASETS.items():
             if isinstance(environment.get(given), str):
                 path = folder / Path(environment.pop(given)).expanduser()

@@ -23,6 +23,7 @@ WIDTH, HEIGHT = 420, 130
 
 CHARTS = (
     ("reward", "Reward", "mean of the step"),
+    ("accuracy", "Preference", "share of pairs in which the chosen reply is preferred"),
     ("length_mean", "Reply length", "tokens"),
     ("entropy", "Entropy", "nats per token"),
     ("logp_diff_mean", "Log-probability gap, engine − trainer", "nats per token"),
@@ -47,6 +48,15 @@ article { border: 1px solid #8886; border-radius: 6px; padding: .5rem .8rem; mar
 
 def reward_text(reward: float | None) -> str:
     return "no reward" if reward is None else f"reward {reward:.4g}"
+
+
+def evaluation_text(evaluation: Mapping[str, Any]) -> str:
+    """The result of an evaluation: the mean reward, or on rows the held-out loss."""
+    if evaluation.get("loss") is None:
+        return f"{evaluation['mean']:.3f} ± {evaluation['stderr']:.3f} on {evaluation['prompts']} held-out prompts"
+    accuracy = evaluation.get("accuracy")
+    right = "" if accuracy is None else f", the chosen reply preferred in {accuracy:.0%}"
+    return f"loss {evaluation['loss']:.4f}{right} on {evaluation['prompts']} held-out rows"
 
 
 def outcome(episode: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from rookery.errors import TooManyRequests
 from rookery.settings import LimitSettings
 from rookery.spec import values
 from rookery.spec.job import EnvironmentSpec, JobSpec
+from rookery.spec.policy import ROW_ALGORITHMS
 from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import ROW_BYTES
 from rookery.storage.store import Store
@@ -65,8 +66,11 @@ OPERATION_BYTES = 4096
 LARGE_ROWS_SHOWN = 3
 """Rows that are too large are named up to this number: the others are likely of the same kind."""
 
+BATCHES_AT_ONCE = 2
+"""Batches of a job on rows in memory: the one that is trained on, and the next."""
+
 ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
-"""Options of a ``jsonl`` environment that hold rows, with the option that names their stored dataset."""
+"""Options of an environment of files that hold rows, with the option that names their stored dataset."""
 
 
 class Quotas:
@@ -301,6 +305,8 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
             " (the service's ROOKERY_OPTIONS_BYTES)"
         )
     algorithm, turns = spec.algorithm, spec.environment.turns
+    if algorithm.on_rows:
+        return problems + _row_problems(spec, limits, refused)
     groups = algorithm.groups_per_step * (algorithm.max_staleness + 1)
     tokens = tokens_in_memory(spec.model_dump(include={"algorithm", "environment", "sampling", "policies"}))
     if tokens > limits.job_tokens:
@@ -313,8 +319,25 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
     return problems
 
 
+def _row_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) -> list[str]:
+    """As :func:`job_problems`, of the batches of a job on rows."""
+    algorithm = spec.algorithm
+    tokens = tokens_in_memory(spec.model_dump(include={"algorithm", "environment", "sampling", "policies"}))
+    if tokens <= limits.job_tokens:
+        return []
+    refused["job_tokens"] += 1
+    return [
+        f"algorithm: a batch and the next one, of batch_size {algorithm.batch_size} rows of max_length"
+        f" {algorithm.max_length}, are up to {tokens} tokens, allowed: at most {limits.job_tokens} (the service's"
+        " ROOKERY_JOB_TOKENS)"
+    ]
+
+
 def tokens_in_memory(spec: Mapping[str, Any]) -> int:
-    """Sampled tokens that the groups of a stored job may hold at once."""
+    """Tokens that the groups, or the batches, of a stored job may hold at once."""
+    if spec["algorithm"]["name"] in ROW_ALGORITHMS:
+        replies = 2 if spec["algorithm"]["name"] == "dpo" else 1
+        return int(BATCHES_AT_ONCE * replies * spec["algorithm"]["batch_size"] * spec["algorithm"]["max_length"])
     algorithm, environment, policies = spec["algorithm"], spec["environment"], spec.get("policies", {}).values()
     turns = EnvironmentSpec.model_construct(**environment).turns
 

@@ -20,7 +20,8 @@ in a thousand would."""
 def spec_warnings(spec: JobSpec) -> list[str]:
     """The warnings about ``spec``, none for most."""
     lines = [*schedule_warnings(spec), *length_warnings(spec), *evaluation_warnings(spec)]
-    if "kl_reference" in spec.algorithm.model_fields_set and not spec.algorithm.kl_weight:
+    unused = not spec.algorithm.kl_weight and spec.algorithm.name != "dpo"
+    if "kl_reference" in spec.algorithm.model_fields_set and unused:
         lines.append(
             "algorithm.kl_reference: no effect with kl_weight 0; give a kl_weight such as 0.01, or leave it out"
         )

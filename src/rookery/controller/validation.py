@@ -6,6 +6,7 @@ objects answer "not found".
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from rookery.controller.weights.store import adapter_ref
 from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import find
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
-from rookery.spec.job import EnvironmentSpec, JobSpec, stored_base_model
+from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_config, read_lora
 from rookery.spec.policy import TARGETS
@@ -129,6 +130,7 @@ class JobValidator:
             if spec.environment.id is not None:
                 sizes = await self._checkers(self._check_environment, spec.environment.id, options)
             problems += split_problems(spec, sizes)
+            spec = _with_steps(spec, sizes, problems)
             if sizes is not None and not problems:
                 problems += await self._form_problems(spec.base_models[0], sizes)
         except UserError as error:
@@ -196,7 +198,7 @@ class JobValidator:
         """The job with its inline rows as stored datasets: the options travel with every episode."""
         environment = spec.environment
         inline = {name: rows for name in ROWS if (rows := environment.options.get(name)) is not None}
-        if environment.id != "jsonl" or not inline:
+        if environment.id not in FILE_ENVIRONMENTS or not inline:
             return spec
         fields = environment.model_dump(exclude=set(ROWS))
         for name, rows in inline.items():
@@ -214,7 +216,7 @@ class JobValidator:
         """The environment's options as its host gets them: uploads replaced by the paths of their files."""
         services = self._services
         options = spec.environment.options
-        if spec.environment.id != "jsonl":
+        if spec.environment.id not in FILE_ENVIRONMENTS:
             return options
         for field, path in (("dataset", "path"), ("eval_dataset", "eval_path")):
             if path in options:
@@ -428,6 +430,19 @@ class JobValidator:
         finally:
             self._collector.named(manifest.hash)
         return manifest.hash
+
+
+def _with_steps(spec: JobSpec, sizes: SplitSizes | None, problems: list[str]) -> JobSpec:
+    """The job with the optimizer steps that its epochs take; adds to ``problems`` where they are not known."""
+    if spec.stop.epochs is None:
+        return spec
+    if sizes is None:
+        problems.append("stop.epochs: the environment does not know how many prompts it has; give stop.steps")
+        return spec
+    per_step = spec.algorithm.batch_size if spec.algorithm.on_rows else spec.algorithm.groups_per_step
+    steps = max(1, math.ceil(sizes.train * spec.stop.epochs / per_step))
+    steps = min(steps, spec.stop.steps or steps)
+    return spec.model_copy(update={"stop": spec.stop.model_copy(update={"steps": steps})})
 
 
 def with_defaults(spec: JobSpec) -> dict[str, Any]:

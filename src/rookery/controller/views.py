@@ -173,7 +173,9 @@ class BestConstantView(View):
 
 
 class EvaluationView(View):
-    """The evaluation of a version on held-out prompts. ``prompts`` counts the episodes that completed."""
+    """The evaluation of a version on held-out prompts. ``prompts`` counts the episodes that completed. A job on rows
+    has no rewards: ``prompts`` counts its held-out rows, ``loss`` is theirs, ``accuracy`` the share of pairs in which
+    the chosen reply is preferred, and ``mean`` is minus the loss, so that it is higher where a version is better."""
 
     policy: str
     version: int
@@ -183,6 +185,8 @@ class EvaluationView(View):
     split: str
     seed: int
     held_out: list[HeldOutView]
+    loss: float | None = None
+    accuracy: float | None = None
     constant: BestConstantView | None = None
 
 

@@ -17,7 +17,13 @@ from pydantic_core import ErrorDetails
 from rookery.environments.base import Environment, SplitSizes
 from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.checks import EnvironmentChecks
-from rookery.environments.jsonl import Jsonl, JsonlOptions
+from rookery.environments.demonstrations import (
+    Demonstrations,
+    DemonstrationsOptions,
+    Preferences,
+    PreferencesOptions,
+)
+from rookery.environments.jsonl import Jsonl, JsonlOptions, RowFiles
 from rookery.environments.openenv import OpenEnv, OpenEnvOptions
 from rookery.environments.reasoning_gym import (
     REPLIES_ARE_CODE,
@@ -37,6 +43,7 @@ from rookery.spec.parsing import problem_line
 class Builtin:
     """An environment class whose constructor takes its validated options."""
 
+    id: str
     environment: type[Environment]
     options: type[BaseModel]
     require: Callable[[], None] | None = None
@@ -62,7 +69,7 @@ class Builtin:
                 find_sandbox(isolation())
             return SplitSizes(checked.size, checked.eval_size, held_out_by="environment.eval_size")
         built = self(options)  # checks rows and runs nothing
-        if isinstance(built, Jsonl):
+        if isinstance(built, RowFiles):
             built.check_answers()
             return built.sizes()
         assert isinstance(built, Calculator | XRouter | OpenEnv)
@@ -70,10 +77,10 @@ class Builtin:
 
     def built_in_host(self, options: Mapping[str, Any], checks: EnvironmentChecks) -> Environment:
         """As :meth:`__call__`, but files of rows are read and checked in a confined process. Blocks."""
-        if self.environment is not Jsonl or not {"path", "eval_path"} & options.keys():
+        if not issubclass(self.environment, RowFiles) or not {"path", "eval_path"} & options.keys():
             return self(options)
-        indexed = checks.index(options)
-        return Jsonl(JsonlOptions.model_validate(dict(options)), indexed)
+        build: Any = self.environment
+        return build(self.check(options), checks.index(self.id, options))
 
     def __call__(self, options: Mapping[str, Any]) -> Environment:
         """The environment that episodes are copied from. Raises :class:`UserError`; reads files that options name."""
@@ -82,11 +89,16 @@ class Builtin:
 
 
 BUILTINS: dict[str, Builtin] = {
-    "jsonl": Builtin(Jsonl, JsonlOptions),
-    "calculator": Builtin(Calculator, CalculatorOptions),
-    "xrouter": Builtin(XRouter, XRouterOptions),
-    "openenv": Builtin(OpenEnv, OpenEnvOptions),
-    "reasoning-gym": Builtin(ReasoningGym, ReasoningGymOptions, require_library),
+    built.id: built
+    for built in (
+        Builtin("jsonl", Jsonl, JsonlOptions),
+        Builtin("calculator", Calculator, CalculatorOptions),
+        Builtin("xrouter", XRouter, XRouterOptions),
+        Builtin("openenv", OpenEnv, OpenEnvOptions),
+        Builtin("reasoning-gym", ReasoningGym, ReasoningGymOptions, require_library),
+        Builtin("demonstrations", Demonstrations, DemonstrationsOptions),
+        Builtin("preferences", Preferences, PreferencesOptions),
+    )
 }
 
 

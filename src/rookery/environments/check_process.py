@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from rookery.children import lower_priority
 from rookery.environments.builtins import find
-from rookery.environments.jsonl import IndexedRows, Jsonl, JsonlOptions, count_rows
+from rookery.environments.demonstrations import count_rows
+from rookery.environments.jsonl import IndexedRows, RowFiles
 from rookery.environments.outbound import set_reachable_hosts
 from rookery.environments.sandbox.sandbox import Isolation, set_isolation
 from rookery.environments.verifiers.pool import serve
@@ -35,7 +36,8 @@ def prepare() -> Callable[..., dict[str, Any]]:
             case "rows":
                 return asdict(find(id).validate_options(options))
             case "index":
-                built = Jsonl(JsonlOptions.model_validate(options))
+                built = find(id)(options)
+                assert isinstance(built, RowFiles)
                 return {
                     field: base64.b64encode(rows.offsets.tobytes()).decode()
                     for field, rows in built.sources.items()

@@ -63,7 +63,8 @@ class EnvironmentChecks:
             if digest in self._refused:
                 raise UserError(self._refused[digest])
         try:
-            self._ask("options", OPTIONS_SECONDS, OPTIONS_BYTES, id=id, options={**options, **_without_rows(options)})
+            alone = {**options, **_without_rows(options)}
+            self._ask("options", OPTIONS_SECONDS, OPTIONS_BYTES, id=id, options=alone)
             found = self._ask("rows", ROWS_SECONDS, ROWS_BYTES, id=id, options=options)
         except UserError as error:
             with self._lock:
@@ -73,14 +74,15 @@ class EnvironmentChecks:
             sizes = self._fitting[digest] = SplitSizes(**found)
         return sizes
 
-    def index(self, options: Mapping[str, Any]) -> dict[str, array[int]]:
-        """The offsets of the rows in each of the files that a ``jsonl`` environment's options name, by the field.
-        Raises as :meth:`validate` does."""
-        found = self._ask("index", ROWS_SECONDS, ROWS_BYTES, id="jsonl", options=dict(options))
+    def index(self, id: str, options: Mapping[str, Any]) -> dict[str, array[int]]:
+        """The offsets of the rows in each of the files that an environment's options name, by the field. Raises as
+        :meth:`validate` does."""
+        found = self._ask("index", ROWS_SECONDS, ROWS_BYTES, id=id, options=dict(options))
         return {field: array("Q", base64.b64decode(offsets)) for field, offsets in found.items()}
 
     def count_rows(self, path: Path, row_bytes: int, rows: int) -> int:
-        """Checks a whole JSONL file and returns the number of its rows. Raises as :meth:`validate` does."""
+        """Checks a whole JSONL file, of any environment of files, and returns the number of its rows. Raises as
+        :meth:`validate` does."""
         limits = {"row_bytes": row_bytes, "rows": rows}
         return int(self._ask("count", ROWS_SECONDS, ROWS_BYTES, options={"path": str(path), **limits}))
 
@@ -111,7 +113,7 @@ class EnvironmentChecks:
 
 
 def _without_rows(options: Mapping[str, Any]) -> dict[str, Any]:
-    """One row in the place of those of a ``jsonl`` environment, so that the other options are checked alone."""
+    """One row in the place of those of an environment of files, so that the other options are checked alone."""
     if not {"rows", "path", "dataset"} & options.keys():
         return {}
     return {"rows": [{"prompt": "-"}], "path": None, "eval_rows": None, "eval_path": None, "eval_last": 0}

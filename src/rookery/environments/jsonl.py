@@ -45,6 +45,9 @@ ROW_BYTES, ROWS = 1 << 30, 1 << 40
 INLINE_ROW_BYTES = 1 << 20
 """Limit of a row in the job itself."""
 
+CheckRow = Callable[[Any, str], None]
+"""``check(row, where)`` raises :class:`~rookery.errors.UserError` for a row that is not one of its environment's."""
+
 Rows = Annotated[list[Annotated[dict[str, Any], JsonSize(INLINE_ROW_BYTES)]], Field(max_length=ENTRIES)]
 
 
@@ -52,16 +55,11 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class JsonlOptions(BaseModel):
-    """Options of ``{id: jsonl}``: one row, one reply, one verdict. A row has a `prompt` (a text, or the messages
-    of a chat) or `messages`, and the fields that the verifier compares with. A message has `role` and `content`; the
-    last one is not the assistant's. Give exactly one of `rows`, `path` and `dataset`, and at most one of the `eval_`
-    fields. All rows are checked when the job is submitted."""
+class FileOptions(BaseModel):
+    """The options of an environment whose prompts are the rows of files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    verifier: Annotated[Verifier, Discriminator("name"), BeforeValidator(_named)]
-    """Judges the reply: a name, or a mapping with `name` and the options of that [verifier](#verifiers)."""
     rows: Rows | None = None
     """Rows in the job itself. The service stores them as a dataset and puts `dataset` in their place."""
     path: Line | None = None
@@ -88,20 +86,29 @@ class JsonlOptions(BaseModel):
         return self
 
 
-class Jsonl(Environment):
-    """An environment over checked rows: one row, one reply, one verdict."""
+class JsonlOptions(FileOptions):
+    """Options of ``{id: jsonl}``: one row, one reply, one verdict. A row has a `prompt` (a text, or the messages
+    of a chat) or `messages`, and the fields that the verifier compares with. A message has `role` and `content`; the
+    last one is not the assistant's. Give exactly one of `rows`, `path` and `dataset`, and at most one of the `eval_`
+    fields. All rows are checked when the job is submitted."""
+
+    verifier: Annotated[Verifier, Discriminator("name"), BeforeValidator(_named)]
+    """Judges the reply: a name, or a mapping with `name` and the options of that [verifier](#verifiers)."""
+
+
+class RowFiles(Environment):
+    """Base of the environments whose prompts are the rows of files, checked one by one."""
 
     deterministic = True
 
-    def __init__(self, options: JsonlOptions, indexed: Mapping[str, array[int]] | None = None) -> None:
+    def __init__(self, options: FileOptions, indexed: Mapping[str, array[int]] | None, check: CheckRow) -> None:
         """Reads and checks the rows; raises :class:`UserError`. ``indexed``: the offsets of the rows by the option that
         names their file, where another process has checked them with these options."""
         if options.dataset is not None or options.eval_dataset is not None:
             raise UserError("dataset: names an upload, which only the service can read; give rows or path")
-        self._verifier = options.verifier
         known = indexed or {}
-        rows = _rows("dataset", options.rows, options.path, known.get("path"))
-        held_out = _rows("eval", options.eval_rows, options.eval_path, known.get("eval_path"))
+        rows = _rows("dataset", options.rows, options.path, known.get("path"), check)
+        held_out = _rows("eval", options.eval_rows, options.eval_path, known.get("eval_path"), check)
         self.sources: dict[str, Sequence[dict[str, Any]]] = {"path": rows, "eval_path": held_out}
         """All rows by the option that names their file."""
         if options.eval_last:
@@ -109,6 +116,47 @@ class Jsonl(Environment):
                 raise UserError(f"eval_last: given {options.eval_last}, allowed: less than the {len(rows)} rows")
             rows, held_out = rows[: -options.eval_last], rows[-options.eval_last :]
         self._splits: dict[str, Sequence[dict[str, Any]]] = {"train": rows, "eval": held_out}
+
+    def prompts(self, split: Split) -> Iterable[Any]:
+        return self._splits[split]
+
+    def check_answers(self) -> None:
+        """Raises :class:`UserError` for a row that only another library can find wrong. Takes up to half a minute."""
+
+    def asked(self, row: Mapping[str, Any]) -> list[Message]:
+        """The messages of a row that ask."""
+        raise NotImplementedError
+
+    def form(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The roles of a row's messages as the chat template gets them."""
+        return tuple(message["role"] for message in self.asked(row))
+
+    def sizes(self) -> SplitSizes:
+        """The sizes of the splits and the forms of their prompts; reads all rows again."""
+        train, held_out = self._splits["train"], self._splits["eval"]
+        forms: dict[tuple[str, ...], str] = {}
+        asked: list[int] = []
+        for index, row in enumerate(held_out):
+            asked.append(_question(self.asked(row)))
+            _add_form(forms, self.form(row), "eval", held_out, index)
+        known, found = set(asked), set()
+        for index, row in enumerate(train):
+            if known and (question := _question(self.asked(row))) in known:
+                found.add(question)
+            _add_form(forms, self.form(row), "dataset", train, index)
+        repeated = sum(question in found for question in asked)
+        by = "environment.eval_last, eval_rows or eval_path"
+        shown = [([*roles], place) for roles, place in forms.items()]
+        return SplitSizes(len(train), len(held_out), repeated, by, asked=bool(held_out), forms=shown)
+
+
+class Jsonl(RowFiles):
+    """An environment over checked rows: one row, one reply, one verdict."""
+
+    def __init__(self, options: JsonlOptions, indexed: Mapping[str, array[int]] | None = None) -> None:
+        """As :class:`RowFiles`."""
+        super().__init__(options, indexed, check_row)
+        self._verifier = options.verifier
         if indexed is None:
             self._check(self._verifier.first_unfit)
 
@@ -124,28 +172,8 @@ class Jsonl(Environment):
                 index, reason = unfit
                 raise UserError(f"{where}: {_place(rows, index)}: {reason} (verifier {self._verifier.name})")
 
-    def sizes(self) -> SplitSizes:
-        """The sizes of the splits and the forms of their prompts; reads all rows again."""
-        train, held_out = self._splits["train"], self._splits["eval"]
-        forms: dict[tuple[str, ...], str] = {}
-        asked: list[int] = []
-        for index, row in enumerate(held_out):
-            messages = messages_of(row)
-            asked.append(_question(messages))
-            _add_form(forms, messages, "eval", held_out, index)
-        known, found = set(asked), set()
-        for index, row in enumerate(train):
-            messages = messages_of(row)
-            if known and (question := _question(messages)) in known:
-                found.add(question)
-            _add_form(forms, messages, "dataset", train, index)
-        repeated = sum(question in found for question in asked)
-        by = "environment.eval_last, eval_rows or eval_path"
-        shown = [([*roles], place) for roles, place in forms.items()]
-        return SplitSizes(len(train), len(held_out), repeated, by, asked=bool(held_out), forms=shown)
-
-    def prompts(self, split: Split) -> Iterable[Any]:
-        return self._splits[split]
+    def asked(self, row: Mapping[str, Any]) -> list[Message]:
+        return messages_of(row)
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         return messages_of(prompt)
@@ -170,10 +198,9 @@ def _question(messages: Sequence[Message]) -> int:
 
 
 def _add_form(
-    forms: dict[tuple[str, ...], str], messages: Sequence[Message], where: str, rows: Sequence[Any], index: int
+    forms: dict[tuple[str, ...], str], roles: tuple[str, ...], where: str, rows: Sequence[Any], index: int
 ) -> None:
     """Note the place of a row with a new sequence of roles."""
-    roles = tuple(message["role"] for message in messages)
     if roles not in forms and len(forms) < FORMS:
         forms[roles] = f"{where}: {_place(rows, index)}"
 
@@ -197,10 +224,10 @@ class IndexedRows(Sequence[dict[str, Any]]):
         self.offsets = offsets
 
     @classmethod
-    def of(cls, path: Path, where: str) -> IndexedRows:
+    def of(cls, path: Path, where: str, check: CheckRow) -> IndexedRows:
         """Reads and checks the whole file, a line at a time. Raises :class:`UserError` as :func:`scan` does."""
         with path.open("rb") as file:
-            return cls(path, array("Q", (offset for offset, _ in scan(file, where))))
+            return cls(path, array("Q", (offset for offset, _ in scan(file, where, check=check))))
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -227,7 +254,7 @@ class IndexedRows(Sequence[dict[str, Any]]):
 
 
 def scan(
-    file: IO[bytes], where: str = "dataset", row_bytes: int = ROW_BYTES, rows: int = ROWS
+    file: IO[bytes], where: str = "dataset", row_bytes: int = ROW_BYTES, rows: int = ROWS, *, check: CheckRow
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The offset and the content of each row of a JSONL file; blank lines are skipped. One line is in memory.
 
@@ -249,7 +276,7 @@ def scan(
             raise UserError(f"{where}: line {number} is not UTF-8; save the file as UTF-8") from None
         except ValueError as error:
             raise UserError(f"{where}: line {number} is not JSON ({error}); write one JSON object per line") from None
-        check_row(row, f"{where}: line {number}")
+        check(row, f"{where}: line {number}")
         count += 1
         if count > rows:
             raise UserError(f"{where}: it has more than {rows} rows; give fewer")
@@ -260,13 +287,7 @@ def scan(
 
 def read_jsonl(content: bytes, where: str = "dataset") -> list[dict[str, Any]]:
     """The rows in a JSONL file's content. Raises :class:`UserError` as :func:`scan` does."""
-    return [row for _, row in scan(io.BytesIO(content), where)]
-
-
-def count_rows(path: Path, row_bytes: int, rows: int) -> int:
-    """Checks a whole file and returns the number of its rows. Raises :class:`UserError` as :func:`scan` does."""
-    with path.open("rb") as file:
-        return sum(1 for _ in scan(file, row_bytes=row_bytes, rows=rows))
+    return [row for _, row in scan(io.BytesIO(content), where, check=check_row)]
 
 
 def check_row(row: Any, where: str) -> None:
@@ -294,11 +315,11 @@ def check_row(row: Any, where: str) -> None:
 
 
 def _rows(
-    where: str, rows: list[dict[str, Any]] | None, path: str | None, offsets: array[int] | None
+    where: str, rows: list[dict[str, Any]] | None, path: str | None, offsets: array[int] | None, check: CheckRow
 ) -> Sequence[dict[str, Any]]:
     if rows is not None:
         for number, row in enumerate(rows, 1):
-            check_row(row, f"{where}: row {number}")
+            check(row, f"{where}: row {number}")
             try:
                 values.check(row)
             except ValueError as error:
@@ -309,7 +330,7 @@ def _rows(
     if offsets is not None:
         return IndexedRows(Path(path), offsets)
     try:
-        return IndexedRows.of(Path(path), where)
+        return IndexedRows.of(Path(path), where, check)
     except OSError as error:
         raise UserError(f"{where}: {path} cannot be read ({error.strerror}); give a JSONL file") from None
 

@@ -326,7 +326,7 @@ class ForwardBackward(StepOperation, kw_only=True):
     temperature: float
     kl_weight: float = 0.0
     reference: AdapterRef | None = None
-    """The version that the KL penalty compares with; None: the base model."""
+    """The version that the KL penalty, or a loss of pairs, compares with; None: the base model."""
     forward_only: bool = False
     logprobs: bool = False
     """Return ``OperationDone.logprobs`` also where a gradient is computed."""

@@ -45,26 +45,27 @@ class SignInLink(BaseModel):
 class MetricsRow(BaseModel):
     """One optimizer step. Further fields: ``reward/<name>`` for each metric of the environment, the mean over the
     ``reward_episodes/<name>`` episodes that have it; ``lag_share/<n>`` for the share of tokens that were n steps old;
-    and the loss's own metrics; docs/operations.md explains each. A number that was not finite is null."""
+    and the loss's own metrics; docs/operations.md explains each. A number that was not finite is null. A step on rows
+    has no reward and none of the fields of episodes, but ``rows``, ``rows_cut`` and ``rows_empty``."""
 
     model_config = ConfigDict(extra="allow")
 
     step: int
     version: int = Field(description="The version that holds the step")
     time: float = Field(description="Unix seconds")
-    reward: float | None
-    reward_std: float | None
-    episodes: float
-    groups: float
-    zero_variance_share: float
+    reward: float | None = None
+    reward_std: float | None = None
+    episodes: float | None = None
+    groups: float | None = None
+    zero_variance_share: float | None = None
     length_mean: float
     length_max: float
-    turns_mean: float
-    staleness_mean: float
-    staleness_max: float
-    versions_mean: float = Field(description="Versions that a mean episode's tokens came from")
+    turns_mean: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    versions_mean: float | None = Field(None, description="Versions that a mean episode's tokens came from")
     tokens: float = Field(description="Tokens that carried the loss")
-    tokens_sampled: int = Field(description="Sampled by the job so far")
+    tokens_sampled: int | None = Field(None, description="Sampled by the job so far")
     cost: float | None = Field(None, description="Cost of the job so far")
     lr: float
     loss: float | None = None
@@ -77,9 +78,9 @@ class MetricsRow(BaseModel):
     grad_norm: float | None = None
     skipped: float | None = None
     seconds: float | None = Field(None, description="Of the optimizer step")
-    queue_seconds: float = Field(alias="seconds/queue")
-    generation_seconds: float = Field(alias="seconds/generation")
-    environment_seconds: float = Field(alias="seconds/environment")
+    queue_seconds: float | None = Field(None, alias="seconds/queue")
+    generation_seconds: float | None = Field(None, alias="seconds/generation")
+    environment_seconds: float | None = Field(None, alias="seconds/environment")
     waiting_seconds: float = Field(alias="seconds/waiting")
     train_seconds: float = Field(alias="seconds/train")
     commit_seconds: float | None = Field(

@@ -19,6 +19,12 @@ from rookery.spec.policy import AlgorithmSpec, PolicySpec, SamplingSpec, Seconds
 BUILTIN_TURNS = {"jsonl": 1, "reasoning-gym": 1, "calculator": 2, "xrouter": 3}
 """The most replies of an episode of each built-in environment."""
 
+ROW_ENVIRONMENTS = {"sft": "demonstrations", "dpo": "preferences"}
+"""The built-in environment whose rows each algorithm trains on."""
+
+FILE_ENVIRONMENTS = ("jsonl", *ROW_ENVIRONMENTS.values())
+"""Built-in environments whose options name files of rows."""
+
 
 class EnvironmentSpec(SpecModel):
     """Where episodes come from. Give exactly one of ``id`` and ``hosted``. With ``id``, every other field is an
@@ -28,7 +34,8 @@ class EnvironmentSpec(SpecModel):
     model_config = ConfigDict(extra="allow")
 
     id: Name | None = None
-    """A built-in environment: `jsonl`, `calculator`, `xrouter`, `reasoning-gym`, `openenv`."""
+    """A built-in environment: `jsonl`, `calculator`, `xrouter`, `reasoning-gym`, `openenv`; `demonstrations` for the
+    algorithm `sft`, `preferences` for `dpo`."""
     hosted: Name | None = None
     """A name that an environment host of yours offers. `Client.train` fills it in."""
     max_turns: int = Field(8, ge=1, le=1000)
@@ -92,8 +99,8 @@ class CheckpointSpec(StrictModel):
     """Also keep the version with the best evaluation or, without evaluations, the one from which the training step with
     the best mean reward was taken."""
     commit_every: int = Field(1, ge=1, le=INTEGER)
-    """Optimizer steps per durable version, at most `max_staleness` + 1. A crash loses at most this many steps less one;
-    rollouts see a version only when it is durable."""
+    """Optimizer steps per durable version, at most `max_staleness` + 1 where replies are sampled. A crash loses at
+    most this many steps less one; rollouts see a version only when it is durable."""
 
 
 class StopSpec(StrictModel):
@@ -101,6 +108,9 @@ class StopSpec(StrictModel):
 
     steps: int | None = Field(None, ge=1, le=INTEGER)
     """Optimizer steps."""
+    epochs: float | None = Field(None, gt=0, le=1e6)
+    """Times that each training prompt or row is taken, for an environment that knows how many it has. The service puts
+    the optimizer steps that this takes, rounded up, in `steps`, unless those are fewer."""
     reward: float | None = None
     """Mean reward of a training step at or above this."""
     wall_time: Seconds | None = None
@@ -110,8 +120,8 @@ class StopSpec(StrictModel):
 
     @model_validator(mode="after")
     def _something(self) -> StopSpec:
-        if self.steps is None and self.reward is None and self.wall_time is None and self.tokens is None:
-            raise ValueError("at least one of steps, reward, wall_time, tokens")
+        if all(getattr(self, name) is None for name in ("steps", "epochs", "reward", "wall_time", "tokens")):
+            raise ValueError("at least one of steps, epochs, reward, wall_time, tokens")
         return self
 
 
@@ -174,7 +184,7 @@ class JobSpec(StrictModel):
                 AlgorithmSpec.model_validate(mine.algorithm.model_dump())
             except ValidationError as error:
                 raise ValueError(f"policies.{name}.algorithm: {error.errors()[0]['msg']}") from None
-            if mine.checkpoints.commit_every > mine.algorithm.max_staleness + 1:
+            if mine.checkpoints.commit_every > mine.algorithm.max_staleness + 1 and not mine.algorithm.on_rows:
                 raise ValueError(
                     f"checkpoints.commit_every: given {self.checkpoints.commit_every}, allowed at most"
                     f" {where}algorithm.max_staleness + 1 = {mine.algorithm.max_staleness + 1}"
@@ -184,12 +194,40 @@ class JobSpec(StrictModel):
                     f"{where}algorithm.kl_weight: not with policies.{name}.full, which keeps no base model"
                 )
             schedule = policy.optimizer.schedule
-            bounded = schedule.total_steps is not None or mine.stop.steps is not None
-            if schedule.name in ("linear", "cosine", "uba") and not bounded:
+            ends = (schedule.total_steps, mine.stop.steps, mine.stop.epochs)
+            if schedule.name in ("linear", "cosine", "uba") and all(end is None for end in ends):
                 raise ValueError(
                     f"policies.{name}.optimizer.schedule: {schedule.name} needs total_steps, or stop.steps"
                 )
+        self._rows_fit()
         return self
+
+    def _rows_fit(self) -> None:
+        """Raises ValueError where the algorithm and the environment, or fields of a job on rows, do not belong
+        together."""
+        algorithm, given = self.algorithm.name, self.environment.id
+        wanted = ROW_ENVIRONMENTS.get(algorithm)
+        if wanted is None:
+            for other, environment in ROW_ENVIRONMENTS.items():
+                if given == environment:
+                    raise ValueError(f"algorithm.name: given {algorithm}, the environment {given} needs {other}")
+            return
+        if given != wanted:
+            shown = given or f"hosted: {self.environment.hosted}"
+            raise ValueError(f"environment: given {shown}, the algorithm {algorithm} needs {{id: {wanted}, …}}")
+        if len(self.policies) > 1:
+            raise ValueError(f"policies: {algorithm} trains one policy; leave the others out")
+        name, policy = self.policy
+        if policy.algorithm is not None or policy.sampling is not None:
+            raise ValueError(f"policies.{name}: algorithm and sampling have no effect with {algorithm}; leave them out")
+        if algorithm == "dpo" and (policy.full or policy.trainers > 1):
+            why = "full, which keeps no model to compare with" if policy.full else "trainers above 1: pairs stay whole"
+            raise ValueError(f"policies.{name}: with dpo, not {why}")
+        if self.sampling != SamplingSpec():
+            raise ValueError(f"sampling: {algorithm} samples nothing; leave it out")
+        for field in ("reward", "tokens"):
+            if getattr(self.stop, field) is not None:
+                raise ValueError(f"stop.{field}: {algorithm} samples nothing; give steps, epochs or wall_time")
 
     def of_policy(self, name: str) -> JobSpec:
         """The job as one of its policies sees it: with that policy alone, its base model, algorithm, sampling and
@@ -229,7 +267,8 @@ class JobSpec(StrictModel):
     def compares_with_start(self) -> bool:
         """Whether the KL penalty needs the weights of version 0, which the base model's alone do not give."""
         algorithm, (_, policy) = self.algorithm, self.policy
-        return algorithm.kl_weight > 0 and algorithm.kl_reference == "start" and policy.warm_start is not None
+        compares = algorithm.kl_weight > 0 or algorithm.name == "dpo"
+        return compares and algorithm.kl_reference == "start" and policy.warm_start is not None
 
 
 def stored_base_model(spec: Mapping[str, Any], policy: str) -> str:

@@ -123,12 +123,30 @@ class LossSpec(SpecModel):
 
 InFlight = Literal["finish", "switch", "recompute"]
 
+ROW_ALGORITHMS = ("sft", "dpo")
+"""Algorithms that train on the rows of a dataset; the others train on what the policy sampled."""
+
+_OF_ROWS = ("batch_size", "max_length", "beta")
+_OF_GROUPS = (
+    "group_size", "groups_per_step", "max_staleness", "in_flight", "micro_batch", "buffer", "loss", "kl_weight",
+)  # fmt: skip
+
 
 class AlgorithmSpec(StrictModel):
     """How rewards become gradients."""
 
-    name: Literal["grpo", "dr_grpo", "rloo", "mean"] = "grpo"
-    """Advantages and token weights: [see below](#advantages-and-weights)."""
+    name: Literal["grpo", "dr_grpo", "rloo", "mean", "sft", "dpo"] = "grpo"
+    """Advantages and token weights: [see below](#advantages-and-weights). `sft` trains on the assistant's turns of the
+    environment `demonstrations`, `dpo` on the pairs of `preferences` ([fine-tuning on rows](fine-tuning.md)); of the
+    fields below they take `batch_size`, `max_length`, and `dpo` also `beta` and `kl_reference`. The others take the
+    rest."""
+    batch_size: int = Field(16, ge=1, le=4096)
+    """`sft`, `dpo`: rows of one optimizer step."""
+    max_length: int = Field(2048, ge=2, le=131072)
+    """`sft`, `dpo`: the most tokens of a conversation, also bounded by the model's context. A longer one is cut at its
+    end, and counted."""
+    beta: float = Field(0.1, gt=0, le=100)
+    """`dpo`: how much a difference of log-probabilities counts."""
     group_size: int = Field(8, ge=2, le=1024)
     """Episodes of one prompt."""
     groups_per_step: int = Field(8, ge=1, le=4096)
@@ -152,8 +170,23 @@ class AlgorithmSpec(StrictModel):
     """Weight of a KL penalty (k3 estimator), added per token. Not with `cross_entropy`, which gives no weight to
     episodes below their group's mean, and not with `full`, which keeps no other model."""
     kl_reference: Literal["start", "base"] = "start"
-    """The model that the KL penalty compares with. `start`: the policy's version 0, which after a warm start has its
-    weights and otherwise answers like the base model. `base`: the base model."""
+    """The model that the KL penalty, or `dpo`, compares with. `start`: the policy's version 0, which after a warm start
+    has its weights and otherwise answers like the base model. `base`: the base model."""
+
+    @property
+    def on_rows(self) -> bool:
+        """Whether it trains on rows, and nothing is sampled."""
+        return self.name in ROW_ALGORITHMS
+
+    @model_validator(mode="after")
+    def _own_fields(self) -> AlgorithmSpec:
+        others = [*(_OF_GROUPS if self.on_rows else _OF_ROWS)]
+        if self.name == "sft":
+            others += ["beta", "kl_reference"]
+        for name in others:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: no effect with {self.name}; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _penalty_has_weights(self) -> AlgorithmSpec:

@@ -220,6 +220,24 @@ class Chat:
             tail = tail[1:]
         return [*tokens, *tail]
 
+    def pieces(self, text: str, edges: Sequence[int]) -> list[list[int]]:
+        """Token ids of ``text`` cut at the rising offsets ``edges``, one list more than there are edges; a piece is
+        encoded separately where a token would straddle an edge."""
+        starts, stops = [0, *edges], [*edges, len(text)]
+        if len(text) <= LONG_TEXT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        if any(first < edge < last for first, last in encoding.offsets for edge in edges):
+            return [self.encode(text[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+        found: list[list[int]] = [[] for _ in starts]
+        at = 0
+        for token, (first, _) in zip(encoding.ids, encoding.offsets, strict=True):
+            while at < len(edges) and first >= edges[at]:
+                at += 1
+            found[at].append(token)
+        return found
+
     def _encode_tail(self, text: str, start: int) -> list[int]:
         """Token ids of ``text[start:]`` within ``text``; encoded separately where a token straddles ``start``."""
         if len(text) <= LONG_TEXT:

@@ -1,5 +1,6 @@
 """One job: groups of episodes in flight, and the training loop of each of its policies
-(:mod:`rookery.controller.jobs.policy_loop`). Rollouts, the environment and training run concurrently;
+(:mod:`rookery.controller.jobs.policy_loop`; on rows :mod:`rookery.controller.jobs.row_loop`, without groups). Rollouts,
+the environment and training run concurrently;
 ``max_staleness`` bounds how far they drift apart.
 """
 
@@ -11,6 +12,7 @@ from rookery.aio import Signal, TaskGroup
 from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.policy_loop import PolicyLoop, prepare
+from rookery.controller.jobs.row_loop import RowLoop
 from rookery.controller.quotas import groups_at_once
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.storage.repositories import versions as version_rows
@@ -26,7 +28,8 @@ class TrainingJob:
         self.policies = job.policies
         self.progress = job.progress
         self._changed = Signal()
-        self.loops = [PolicyLoop(job, policy, self._changed, self.rng) for policy in job.trained]
+        loop = RowLoop if job.spec.algorithm.on_rows else PolicyLoop
+        self.loops: list[PolicyLoop] = [loop(job, policy, self._changed, self.rng) for policy in job.trained]
         self.groups = Groups(job, [loop.buffer for loop in self.loops], self._changed)
 
     @property
@@ -60,6 +63,8 @@ class TrainingJob:
         seeding = self._controller.rooms.seeding
         for loop in self.loops:
             algorithm = loop.spec.algorithm
+            if algorithm.on_rows:
+                continue
             seeding.join(loop.versions.row.id, overlaps=algorithm.max_staleness > 0 or algorithm.micro_batch > 0)
         try:
             await self._begin()

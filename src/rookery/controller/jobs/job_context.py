@@ -102,7 +102,8 @@ class Progress:
         for row in await self._context.store.read(steps, self._row.tenant, self._row.id):
             self.committed = row["step"]
             self._show(row)
-            last[self._policy_of(row)] = row["reward"]
+            if row.get("reward") is not None:
+                last[self._policy_of(row)] = row["reward"]
             self._note_signal(row)
         for policy, rows in self._flat_steps.items():
             if len(rows) < NO_SIGNAL_STEPS:
@@ -118,7 +119,7 @@ class Progress:
         await self._context.store.write(save_step, self._row.id, version, metrics)
         row = {**metrics, "version": version}
         self._show(row)
-        self.staleness = row["staleness_mean"]
+        self.staleness = row.get("staleness_mean")
         flat = self._note_signal(row)
         if len(flat) == NO_SIGNAL_STEPS:
             await self.add_event(NO_SIGNAL, self._no_signal(self._policy_of(row)))
@@ -126,7 +127,7 @@ class Progress:
 
     def _show(self, row: dict[str, Any]) -> None:
         """The job's reward is that of its first trained policy."""
-        if self._policy_of(row) == self._spec.trained[0]:
+        if self._policy_of(row) == self._spec.trained[0] and row.get("reward") is not None:
             self.rewards.append(row["reward"])
 
     def _policy_of(self, row: dict[str, Any]) -> str:

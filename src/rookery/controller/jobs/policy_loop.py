@@ -22,7 +22,6 @@ from rookery.controller.jobs.step import (
     CompleteGroup,
     StepAccumulator,
     adam,
-    describe,
     forward_backward,
     trainer_logprobs,
 )
@@ -71,14 +70,14 @@ class PolicyLoop:
         self.versions = policy.versions
         self.buffer = GroupBuffer(job, policy, changed)
         self.step = 0
+        self._evaluated: set[int] = set()
         self._run = job.policy_run(policy, policy.versions, policy.about.trainers)
         self._several = len(job.trained) > 1
-        self._next = StepAccumulator(self.spec, 0)
+        self._next = self._begin_step()
         """The step whose groups are being collected."""
         self._uncommitted: list[_UncommittedStep] = []
         self._reward: float | None = None
-        """The mean reward of the last published step."""
-        self._evaluated: set[int] = set()
+        """The mean reward of the last published step, where its steps have one."""
         self.over = False
         """It trains no more."""
 
@@ -87,7 +86,7 @@ class PolicyLoop:
         await prepare(self._job, self.policy, self._run, self._write([], []))
         assert self.versions.head is not None
         self.step = self.versions.head.step
-        self._next = StepAccumulator(self.spec, self.step)
+        self._next = self._begin_step()
 
     def recover(self, evaluated: set[int], reward: float | None) -> None:
         """Take up the evaluated versions of an earlier run, and the reward of its last committed step."""
@@ -116,23 +115,30 @@ class PolicyLoop:
         """Train until a stop condition holds; returns which. Evaluations are started in ``tasks``. Raises
         :class:`TooManyRequests` before a step that needs room for one version more, where the tenant may store no
         more."""
-        self._evaluate_if_due(tasks)
+        await self._evaluate_if_due(tasks)
         while (reason := self._stop_reason()) is None:
-            while groups := await self._next_groups():
-                await self._forward_backward(groups)
-            if not self._next.missing:
+            if await self._collect():
                 if self.versions.grows:
                     await self._controller.rooms.quotas.check_stored(self._job.row.tenant)
                 manifest = await self._optim_step()
                 if manifest is not None:
                     await self._commit(manifest)
                     await self._publish()
-                self._evaluate_if_due(tasks)
+                await self._evaluate_if_due(tasks)
         self.over = True
         if self._several:
             await self.buffer.close()
         self._changed.notify()
         return reason
+
+    def _begin_step(self) -> StepAccumulator:
+        return StepAccumulator(self.spec, self.step)
+
+    async def _collect(self) -> bool:
+        """Add the gradient of the next step; False where the wall time was over before it was complete."""
+        while groups := await self._next_groups():
+            await self._forward_backward(groups)
+        return not self._next.missing
 
     async def _next_groups(self) -> list[CompleteGroup]:
         """Complete groups for the next step; none when it has all of them, or when the wall time is over."""
@@ -161,9 +167,9 @@ class PolicyLoop:
     async def _optim_step(self) -> protocol.Manifest | None:
         """Take the step; returns the artifact of the trained state when a commit is due."""
         step, optimizer, job = self._next, adam(self.spec, self.step), self._job
-        metrics = describe(step.groups, step.number)
+        metrics = step.describe()
         due = len(self._uncommitted) + 1 >= self.spec.checkpoints.commit_every
-        due = due or self._stop_reason(after=metrics["reward"]) is not None
+        due = due or self._stop_reason(after=metrics.get("reward"), taken=1) is not None
         done = await self._timed(self._run.optim_step(optimizer, commit=due, scale=step.scale))
         row = {
             "step": self.step + 1,
@@ -174,12 +180,12 @@ class PolicyLoop:
             "seconds/waiting": step.waiting_seconds,
             "seconds/train": step.training_seconds,
             **self._controller.rooms.seeding.figures(self.versions.row.id),
-            "tokens_sampled": job.progress.counters["tokens"],
+            **({} if self.spec.algorithm.on_rows else {"tokens_sampled": job.progress.counters["tokens"]}),
             "cost": self._controller.rooms.usage.cost(job.row.tenant, job.row.id),
         }
         self._uncommitted.append(_UncommittedStep(step.groups, row, step.logprobs))
         self.step += 1
-        self._next = StepAccumulator(self.spec, self.step)
+        self._next = self._begin_step()
         self._changed.notify()
         assert done.manifest is not None or not due
         return done.manifest if due else None
@@ -223,25 +229,26 @@ class PolicyLoop:
     async def _publish(self) -> None:
         """Make the committed steps visible and their version the one that new groups run on, and running ones if the
         job says so; delete versions and texts that are not kept."""
-        row, progress = self._job.row, self._job.progress
+        row, progress, last = self._job.row, self._job.progress, self._uncommitted[-1].metrics
         ref = self._run.publish(row.id, self.spec.algorithm.in_flight, self._controller.rooms.rollouts.switch)
         for step in self._uncommitted:
             await asyncio.gather(  # in one transaction
                 self._controller.store.write(jobs.save_train_logprobs, step.logprobs),
                 progress.publish(step.metrics, ref.version),
             )
-            self._reward = step.metrics["reward"]
+            self._reward = step.metrics.get("reward")
         self._uncommitted.clear()
         self._changed.notify()
+        shown = f"loss {last['loss']:.3f}" if self._reward is None else f"reward {self._reward:.3f}"
         log.info(
-            "step %d: reward %.3f", self.step, self._reward,
+            "step %d: %s", self.step, shown,
             extra={"tenant": row.tenant, "job": row.id, "version": ref.version},
         )  # fmt: skip
         await self.versions.retire()
 
     # --- evaluation and end -------------------------------------------------------------------------------------------
 
-    def _evaluate_if_due(self, tasks: TaskGroup) -> None:
+    async def _evaluate_if_due(self, tasks: TaskGroup) -> None:
         """Start the evaluations that are due, concurrently with training; also unfinished ones of an earlier run."""
         evaluation = self.spec.evaluation
         if not evaluation.prompts:
@@ -254,6 +261,11 @@ class PolicyLoop:
 
     async def end(self) -> None:
         """Evaluate the last version."""
+        await self._evaluate_last()
+        self.versions.reference = None
+        await self.versions.retire()
+
+    async def _evaluate_last(self) -> None:
         assert self.versions.head is not None
         if self.spec.evaluation.prompts and self.versions.head.version not in self._evaluated:
             await evaluate(self._job, self.policy, self.versions.head.version)
@@ -262,13 +274,13 @@ class PolicyLoop:
         """The job ends or pauses: workers need its training state no more."""
         self._run.forget()
 
-    def _stop_reason(self, after: float | None = None) -> str | None:
-        """The stop condition that holds, or that would hold once a step with the reward ``after`` is taken. A policy
-        does not end before its steps are committed."""
+    def _stop_reason(self, after: float | None = None, taken: int = 0) -> str | None:
+        """The stop condition that holds, or that would hold once ``taken`` = 1 step more, with the reward ``after``, is
+        taken. A policy does not end before its steps are committed."""
         stop, progress = self.spec.stop, self._job.progress
-        step = self.step + (after is not None)
-        reward = after if after is not None else self._reward
-        if after is None and self._uncommitted:
+        step = self.step + taken
+        reward = after if taken else self._reward
+        if not taken and self._uncommitted:
             return None
         if stop.steps is not None and step >= stop.steps:
             return f"{step} steps"

@@ -255,6 +255,10 @@ class StepAccumulator:
     """As :func:`trainer_logprobs`, of the whole step."""
     _sums: dict[str, float] = field(default_factory=dict)
 
+    def describe(self) -> dict[str, float]:
+        """The metrics of the step that come from what it trains on."""
+        return describe(self.groups, self.number)
+
     @property
     def missing(self) -> int:
         """Groups that the step still lacks."""

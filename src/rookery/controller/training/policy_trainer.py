@@ -38,7 +38,7 @@ class ForwardRequest:
     temperature: float = 1.0
     kl_weight: float = 0.0
     reference: protocol.AdapterRef | None = None
-    """The version that the KL penalty compares with; None: the base model."""
+    """The version that the KL penalty, or a loss of pairs, compares with; None: the base model."""
     forward_only: bool = False
     targets: int | None = None
     """Return the log-probabilities too, of so many targets."""

@@ -6,12 +6,15 @@ const FIRST = "reward/"; // a metric of the environment is reward/<name>
 /** The charts of a run, with a line for each of its policies, without those that have no value. `evaluations` and `constant` belong to the reward. */
 export function chartsOf(rows, evaluations = []) {
   const policies = [...new Set(rows.map((row) => row.policy))], several = policies.length > 1;
+  const onRows = rows.length > 0 && rows.every((row) => isNumber(row.rows)); // a step on rows has no reward
   const of = (policy, name, factor = 1) => rows.map((row) => (row.policy === policy && isNumber(row[name]) ? factor * row[name] : null));
   const line = (label, name, more = {}) => policies.map((policy) => ({ label: several ? `${policy}: ${label}` : label, values: of(policy, name, more.factor), ...more }));
   const stages = [["queue", "seconds/queue"], ["generation", "seconds/generation"], ["environment", "seconds/environment"], ["waiting", "seconds/waiting"], ["training", "seconds/train"], ["commit", "seconds/commit"]];
   const metrics = [...new Set(rows.flatMap((row) => Object.keys(row).filter((name) => name.startsWith(FIRST))))].sort();
   const charts = [
-    { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations, several)] },
+    onRows ? { title: "Loss", unit: "mean of the step", lines: [line("training", "loss"), ...evaluationLines(rows, evaluations, several)] }
+      : { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations, several)] },
+    ...(onRows ? [{ title: "Preference", unit: "share of pairs", lines: [line("chosen preferred", "accuracy")] }, { title: "Margin", unit: "implicit reward", lines: [line("chosen − rejected", "margin")] }] : []),
     { title: "Reply length", unit: "tokens", lines: [line("mean", "length_mean"), line("longest", "length_max")], digits: 1 },
     { title: "Entropy", unit: "nats per token", lines: [line("entropy", "entropy")] },
     { title: "KL to the start", unit: "nats per token", lines: [line("KL", "kl")] },
@@ -33,7 +36,7 @@ function evaluationLines(rows, evaluations, several) {
     for (const one of evaluations.filter((each) => each.policy === policy)) {
       // A version holds the steps up to the last row of its policy that carries it; version 0 is before the first.
       const at = rows.findLastIndex((row) => (!several || row.policy === policy) && row.version <= one.version);
-      values[Math.max(0, at)] = one.mean;
+      values[Math.max(0, at)] = one.loss ?? one.mean;
     }
     return { label: several ? `${policy}: held-out` : "held-out", values, dots: true, raw: true };
   });

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from rookery import protocol
-from rookery.algorithms.losses import LOSSES, kl_penalty
+from rookery.algorithms.losses import LOSSES, PAIRED_LOSSES, kl_penalty
 from rookery.worker.device import finish
 from rookery.worker.trainer.optim import PolicyState
 from rookery.worker.trainer.packed_lora import PolicyRows
 from rookery.worker.trainer.packed_pass import Backbone
 from rookery.worker.trainer.packing import LossToken, PackedBatch, PackedGroup, pack_groups
+
+ALL_LOSSES = {**LOSSES, **PAIRED_LOSSES}
 
 
 class QueuedBatch:
@@ -83,9 +85,10 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
     if items[0].queued.op.forward_only:
         hidden = backbone.infer(batch, policies)[batch.sources]
         logp = backbone.logprobs(hidden, batch.targets, temperatures, derivatives=False).logp
+        reference = _reference_logprobs(backbone, items, loss_rows, logp, temperatures)
         for item, span in zip(items, loss_rows, strict=True):
             item.queued.add_logprobs(logp[span])
-            _add_loss(item, batch, span, logp[span], None)
+            _add_loss(item, batch, span, logp[span], reference[span])
     else:
         recompute = sum(group.memory(limits.copied_key_share) for group in groups) > limits.resident_tokens
         passed = backbone.forward(batch, policies, recompute=recompute)
@@ -142,13 +145,14 @@ def _loss_gradient(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor
     return gradient
 
 
-def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, reference: Tensor | None) -> Tensor:
+def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, reference: Tensor) -> Tensor:
     """The loss of an item's tokens, with the KL penalty to ``reference`` if the operation has one; adds its metrics."""
-    op, q, weights = item.queued.op, batch.logprobs[span], batch.weights[span]
+    op, weights = item.queued.op, batch.weights[span]
+    q = reference if op.loss.name in PAIRED_LOSSES else batch.logprobs[span]
     trajectories = _trajectories(item, batch, span)
-    out = LOSSES[op.loss.name](logp, q, batch.advantages[span], weights, trajectories, **op.loss.params)
+    out = ALL_LOSSES[op.loss.name](logp, q, batch.advantages[span], weights, trajectories, **op.loss.params)
     total, metrics = out.total, dict(out.metrics)
-    if reference is not None and op.kl_weight:
+    if op.kl_weight and not op.forward_only:
         penalty = kl_penalty(logp, reference, weights)
         total = total + op.kl_weight * penalty.total
         metrics |= penalty.metrics
@@ -182,10 +186,10 @@ def _reference_logprobs(
     logp: Tensor,
     temperatures: Tensor | None,
 ) -> Tensor:
-    """Like ``logp``, under the base model or the operation's reference, for operations with a KL penalty; zeros
+    """Like ``logp``, under the base model or the operation's reference, for operations that compare with it; zeros
     elsewhere."""
     found, device = torch.zeros_like(logp), backbone.model.device
-    needed = [(item, span) for item, span in zip(items, loss_rows, strict=True) if item.queued.op.kl_weight]
+    needed = [(item, span) for item, span in zip(items, loss_rows, strict=True) if _compares(item.queued.op)]
     for with_reference in (False, True):  # a pass has adapters in all rows or in none
         chosen = [(item, span) for item, span in needed if (item.reference is not None) == with_reference]
         if not chosen:
@@ -204,6 +208,11 @@ def _reference_logprobs(
     return found
 
 
+def _compares(op: protocol.ForwardBackward) -> bool:
+    """Whether the loss needs the log-probabilities of the reference."""
+    return op.loss.name in PAIRED_LOSSES or (op.kl_weight > 0 and not op.forward_only)
+
+
 def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) -> list[float]:
     """Log-probabilities of ``tokens``, all but the first, under ``policy`` as it is now."""
     loss = [LossToken(row, token, 0.0, 0.0, 0.0) for row, token in enumerate(tokens[1:])]
@@ -215,10 +224,10 @@ def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) 
 
 def check_loss(loss: protocol.Loss) -> None:
     """Raises ``ValueError`` for a loss that does not exist or does not take these parameters."""
-    if loss.name not in LOSSES:
-        raise ValueError(f"no loss is named {loss.name!r}; there are {', '.join(LOSSES)}")
+    if loss.name not in ALL_LOSSES:
+        raise ValueError(f"no loss is named {loss.name!r}; there are {', '.join(ALL_LOSSES)}")
     empty = torch.zeros(0)
     try:
-        LOSSES[loss.name](*[empty] * 4, empty.long(), **loss.params)
+        ALL_LOSSES[loss.name](*[empty] * 4, empty.long(), **loss.params)
     except TypeError as error:
         raise ValueError(f"loss {loss.name}: {error}") from None

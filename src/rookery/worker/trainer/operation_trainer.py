@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery import protocol
+from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.errors import UserError
 from rookery.worker.model.adapter import Adapter, Projections, init_adapter, read_adapter
 from rookery.worker.trainer.base import Export, TrainerResult
@@ -148,6 +149,9 @@ def packed_groups(
     for group in groups:
         group.check(context, vocab, max_tokens)
     check_loss(op.loss)
+    if op.loss.name in PAIRED_LOSSES:
+        for group in groups:
+            group.check_pair(max_tokens)
     return groups
 
 

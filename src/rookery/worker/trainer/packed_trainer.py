@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from rookery import protocol
+from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.errors import UserError
 from rookery.tokenization.registry import UNNAMED, BaseReference
 from rookery.worker.memory import MemoryUse, NoRoom
@@ -139,6 +140,8 @@ class PackedTrainer(OperationTrainer):
 
         def pieces() -> list[PackedGroup]:
             groups = packed_groups(op, batch, base.context, base.vocab, self._limits.max_tokens)
+            if op.loss.name in PAIRED_LOSSES:
+                return groups
             return [piece for group in groups for piece in self._split(group)]
 
         self._enqueue_batch(op, gradients, pieces)

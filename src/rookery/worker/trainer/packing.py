@@ -114,6 +114,14 @@ class PackedGroup:
             limit = f"the {max_tokens} that fit this worker's memory"
             raise MemoryError(f"a trajectory of {longest} tokens is longer than {limit}")
 
+    def check_pair(self, max_tokens: int) -> None:
+        """Raises ``ValueError`` unless it has two trajectories, ``MemoryError`` if both have more than ``max_tokens``:
+        a loss of pairs reads them in one pass."""
+        if len(self.tails) != 2:
+            raise ValueError(f"a loss of pairs needs groups of two trajectories, given {len(self.tails)}")
+        if self.tokens > max_tokens:
+            raise MemoryError(f"a pair of {self.tokens} tokens is longer than the {max_tokens} of this worker's memory")
+
     def split(self, max_tokens: int, max_memory: float, copied_key_share: float) -> list[PackedGroup]:
         """Pieces of consecutive members with the whole prompt each: of one member, or of at most ``max_tokens`` tokens
         and ``max_memory`` (as :meth:`memory`). A trajectory stays whole and a gradient is a sum, so the result does not

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rookery import protocol
+from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.tokenization.registry import WEIGHTS, BaseReference
 from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.model.config import DecoderConfig
@@ -219,6 +220,8 @@ class FsdpTrainer(OperationTrainer):
         def groups() -> list[PackedGroup]:
             if op.commit or gradients:
                 raise ValueError("a training group shares no batch with other workers")
+            if op.loss.name in PAIRED_LOSSES:
+                raise ValueError(f"{op.loss.name}: a training group would divide pairs; train in one process")
             if op.kl_weight and not op.parent.rank:
                 raise ValueError("kl_weight: a full-parameter policy has no base model to compare with")
             return packed_groups(op, batch, self._config.context, self._config.vocab, self._max_tokens)

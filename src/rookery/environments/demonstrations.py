@@ -1,0 +1,218 @@
+"""Rows that are trained on as they are, without a rollout: demonstrations for ``sft``, pairs of replies for ``dpo``.
+
+A demonstration is ``{"messages": […]}``, of which the assistant's turns are learned, each with a ``weight`` from 0 to 1
+(1 where absent), or ``{"prompt": …, "completion": …}``. A preference is ``{"prompt": …, "chosen": …, "rejected": …}``,
+or, as OpenAI writes it, ``{"input": {"messages": […]}, "preferred_output": […], "non_preferred_output": […]}``. Prompts
+and replies are texts or messages. The check of a row is the conversion that the run does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rookery.environments.base import Message, Reply, Step
+from rookery.environments.jsonl import UNREAD, FileOptions, RowFiles, check_row, scan
+from rookery.environments.messages import MessageRefused, conversation, shown
+from rookery.errors import UserError
+
+
+class DemonstrationsOptions(FileOptions):
+    """Options of ``{id: demonstrations}``, for the algorithm `sft`. A row has `messages`, of which the assistant's
+    turns are learned, each times its `weight` (0 to 1, 1 where absent), or a `prompt` and a `completion`: texts, or
+    lists of messages. Give exactly one of `rows`, `path` and `dataset`, and at most one of the `eval_` fields. All rows
+    are checked when the job is submitted."""
+
+
+class PreferencesOptions(FileOptions):
+    """Options of ``{id: preferences}``, for the algorithm `dpo`. A row has a `prompt`, and a `chosen` and a `rejected`
+    reply to it: texts, or lists of messages; or, as OpenAI names them, `input`, `preferred_output` and
+    `non_preferred_output`. Give exactly one of `rows`, `path` and `dataset`, and at most one of the `eval_` fields. All
+    rows are checked when the job is submitted."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A conversation, and the weight of each of its messages in the loss: 0 for those that are not the assistant's."""
+
+    messages: list[Message]
+    weights: list[float]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A conversation, and two replies to it."""
+
+    prompt: list[Message]
+    chosen: Message
+    rejected: Message
+
+
+def demonstration(row: Mapping[str, Any]) -> Demonstration:
+    """Raises ``ValueError`` with one line: the field, the mistake, what to do."""
+    if row.get("messages") is not None:
+        _refuse(row, "prompt", "completion")
+        given, learned = _listed(row["messages"], "messages"), 0
+    else:
+        prompt = _messages(row.get("prompt"), "prompt", "user")
+        given = [*prompt, *_messages(row.get("completion"), "completion", "assistant")]
+        learned = len(prompt)
+    _refuse(row, *UNREAD)
+    weights = [_weight(message, f"messages.{number}") for number, message in enumerate(given)]
+    plain = [_without_weight(message) for message in given]
+    messages = conversation(plain, before_reply=False)
+    weights = [
+        weight if message["role"] == "assistant" and number >= learned else 0.0
+        for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
+    ]
+    if messages[0]["role"] == "assistant":
+        raise ValueError("messages.0 is the assistant's: nothing comes before it; begin with a user's or system's")
+    if not any(weights):
+        raise ValueError("no turn of the assistant with a weight above 0; give one, or leave the row out")
+    return Demonstration(messages, weights)
+
+
+def preference(row: Mapping[str, Any]) -> Preference:
+    """Raises ``ValueError`` as :func:`demonstration`."""
+    _refuse(row, *UNREAD)
+    if row.get("input") is not None or "preferred_output" in row:
+        _refuse(row, "prompt", "chosen", "rejected")
+        names = ("input.messages", "preferred_output", "non_preferred_output")
+        asked = row["input"].get("messages") if isinstance(row.get("input"), Mapping) else row.get("input")
+        _refuse(row["input"] if isinstance(row.get("input"), Mapping) else {}, *UNREAD)
+    else:
+        names = ("prompt", "chosen", "rejected")
+        asked = row.get("prompt")
+    prompt = conversation(_messages(asked, names[0], "user"), names[0])
+    chosen, rejected = (_reply(row.get(name), name) for name in names[1:])
+    if chosen == rejected:
+        raise ValueError(f"{names[1]} and {names[2]} are the same; give two different replies, or leave the row out")
+    return Preference(prompt, chosen, rejected)
+
+
+def check_demonstration(row: Any, where: str) -> None:
+    """Raises :class:`UserError` unless ``row`` is a demonstration."""
+    _check(demonstration, row, where, '{"messages": [{"role": "user", …}, {"role": "assistant", …}]}')
+
+
+def check_preference(row: Any, where: str) -> None:
+    """Raises :class:`UserError` unless ``row`` is a preference."""
+    _check(preference, row, where, '{"prompt": …, "chosen": …, "rejected": …}')
+
+
+def check_any(row: Any, where: str) -> None:
+    """Raises :class:`UserError` unless ``row`` is one of an environment of files, of the kind that its fields tell."""
+    fields = row if isinstance(row, Mapping) else {}
+    messages = fields.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if any(fields.get(name) is not None for name in ("chosen", "rejected", "preferred_output", "non_preferred_output")):
+        check_preference(row, where)
+    elif fields.get("completion") is not None or (isinstance(last, Mapping) and last.get("role") == "assistant"):
+        check_demonstration(row, where)
+    else:
+        check_row(row, where)
+
+
+def count_rows(path: Path, row_bytes: int, rows: int) -> int:
+    """Checks a whole file and returns the number of its rows. Raises :class:`UserError` as
+    :func:`~rookery.environments.jsonl.scan` does."""
+    with path.open("rb") as file:
+        return sum(1 for _ in scan(file, row_bytes=row_bytes, rows=rows, check=check_any))
+
+
+class Demonstrations(RowFiles):
+    """Conversations whose assistant turns are learned; it has no episodes."""
+
+    def __init__(self, options: DemonstrationsOptions, indexed: Mapping[str, array[int]] | None = None) -> None:
+        """As :class:`RowFiles`."""
+        super().__init__(options, indexed, check_demonstration)
+
+    def asked(self, row: Mapping[str, Any]) -> list[Message]:
+        found = demonstration(row)
+        return found.messages[: next(number for number, weight in enumerate(found.weights) if weight)]
+
+    def form(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(message["role"] for message in demonstration(row).messages)
+
+    def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
+        return self.asked(prompt)
+
+    def step(self, reply: Reply) -> Step:
+        raise NotImplementedError("demonstrations have no rewards; give the algorithm sft")
+
+
+class Preferences(RowFiles):
+    """Pairs of replies; it has no episodes."""
+
+    def __init__(self, options: PreferencesOptions, indexed: Mapping[str, array[int]] | None = None) -> None:
+        """As :class:`RowFiles`."""
+        super().__init__(options, indexed, check_preference)
+
+    def asked(self, row: Mapping[str, Any]) -> list[Message]:
+        return preference(row).prompt
+
+    def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
+        return self.asked(prompt)
+
+    def step(self, reply: Reply) -> Step:
+        raise NotImplementedError("preferences have no rewards; give the algorithm dpo")
+
+
+def _check(convert: Any, row: Any, where: str, form: str) -> None:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is {type(row).__name__}, not an object; write {form}")
+    try:
+        convert(row)
+    except MessageRefused as error:
+        raise UserError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _refuse(row: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if row.get(name):
+            remedy = UNREAD.get(name, "the row has another form; leave it out")
+            raise ValueError(f"{name} is {shown(row[name])}, but {remedy}")
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f'{name} is {shown(value)}; give a list of {{"role": …, "content": …}}')
+    return value
+
+
+def _messages(value: Any, name: str, role: str) -> list[Any]:
+    """A text as one message of ``role``, or the messages that are given."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{name} is {shown(value)}; give a text that is not empty")
+        return [{"role": role, "content": value}]
+    return _listed(value, name)
+
+
+def _reply(value: Any, name: str) -> Message:
+    messages = conversation(_messages(value, name, "assistant"), name, before_reply=False)
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        raise ValueError(f"{name} is {shown(value)}; give a text, or one message of the assistant")
+    return messages[0]
+
+
+def _weight(message: Any, where: str) -> float:
+    given = message.get("weight") if isinstance(message, Mapping) else None
+    if given is None:
+        return 1.0
+    if message.get("role") != "assistant":
+        raise ValueError(f"{where}.weight is {shown(given)}, but only turns of the assistant have one; leave it out")
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
+        raise ValueError(f"{where}.weight is {shown(given)}; give a number from 0 to 1")
+    return float(given)
+
+
+def _without_weight(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    return {name: value for name, value in message.items() if name != "weight"}

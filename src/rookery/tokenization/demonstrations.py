@@ -1,0 +1,88 @@
+"""Conversations as token sequences that are learned from: which tokens are the assistant's, and with which weight.
+
+A reply is learned as it would be sampled: after the prompt that the chat template writes for it, up to and with the
+token that ends it. Where the template writes earlier turns differently once others follow (such as those without their
+reasoning), each reply has a sequence of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rookery.errors import UserError
+from rookery.tokenization.chat import Chat, Message
+
+
+@dataclass(frozen=True)
+class LearnedSequence:
+    """``prompt`` has at least one token; ``weights`` are those of ``tokens``, which follow it: 0 for tokens that
+    are not learned."""
+
+    prompt: list[int]
+    tokens: list[int]
+    weights: list[float]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def cut(self, length: int) -> LearnedSequence:
+        """Its first ``length`` tokens."""
+        kept = max(0, length - len(self.prompt))
+        return LearnedSequence(self.prompt[:length], self.tokens[:kept], self.weights[:kept])
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A reply in the text of its conversation: ``text`` ends with it, and it begins at ``start``."""
+
+    text: str
+    start: int
+    weight: float
+
+
+def learned_sequences(chat: Chat, messages: Sequence[Message], weights: Sequence[float]) -> list[LearnedSequence]:
+    """The sequences of a conversation; ``weights`` are those of its messages. Raises :class:`UserError` where the chat
+    template refuses it."""
+    turns = [
+        _turn(chat, messages[:number], message, weight)
+        for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
+        if weight
+    ]
+    whole = turns[-1].text if turns else ""
+    if all(whole.startswith(turn.text) for turn in turns):
+        return [_sequence(chat, whole, turns)] if turns else []
+    return [_sequence(chat, turn.text, [turn]) for turn in turns]
+
+
+def _turn(chat: Chat, before: Sequence[Message], reply: Message, weight: float) -> _Turn:
+    prompt = chat.render(before)
+    text = chat.render([*before, reply], add_generation_prompt=False)
+    if not text.startswith(prompt):  # the template writes more before a reply than in a history: none of it is learned
+        prompt = chat.render(before, add_generation_prompt=False)
+    if not text.startswith(prompt) or len(prompt) == len(text):
+        raise UserError("the chat template writes a conversation differently once a reply follows it")
+    return _Turn(text, len(prompt), weight)
+
+
+def _sequence(chat: Chat, text: str, turns: Sequence[_Turn]) -> LearnedSequence:
+    """The tokens of ``text``, in which ``turns`` are learned."""
+    edges = [edge for turn in turns for edge in (turn.start, len(turn.text))]
+    first, *rest = chat.pieces(text, edges[:-1])
+    prompt, tokens, weights = first or chat.encode(text[: edges[0]]), list[int](), list[float]()
+    for number, piece in enumerate(rest):
+        if number % 2:  # between two replies
+            tokens += piece
+            weights += [0.0] * len(piece)
+            continue
+        learned = _up_to_end(chat, piece)
+        tokens += piece
+        weights += [turns[number // 2].weight] * learned + [0.0] * (len(piece) - learned)
+    return LearnedSequence(prompt, tokens, weights)
+
+
+def _up_to_end(chat: Chat, piece: Sequence[int]) -> int:
+    """How many tokens of a reply are learned: those up to the last that ends one; all where there is none."""
+    ends = [at for at, token in enumerate(piece) if token in chat.stop_tokens]
+    return ends[-1] + 1 if ends else len(piece)

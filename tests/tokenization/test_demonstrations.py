@@ -1,0 +1,73 @@
+"""Which tokens of a conversation are learned: exactly those that the policy would have to sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.peers import model_folder
+
+from rookery.tokenization.chat import Chat
+from rookery.tokenization.demonstrations import learned_sequences
+
+USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
+MORE, LAST = {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes é 漢."}
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Chat:
+    return Chat.load(model_folder(tmp_path / "model"))
+
+
+def learned(chat: Chat, sequence: object) -> list[tuple[str, float]]:
+    """The runs of learned tokens as text, each with its weight."""
+    runs: list[tuple[list[int], float]] = []
+    before = 0.0
+    for token, weight in zip(sequence.tokens, sequence.weights, strict=True):  # type: ignore[attr-defined]
+        if weight and weight == before:
+            runs[-1][0].append(token)
+        elif weight:
+            runs.append(([token], weight))
+        before = weight
+    return [(chat.decode(tokens), weight) for tokens, weight in runs]
+
+
+def test_a_reply_is_learned_after_its_prompt_and_up_to_its_end(chat: Chat) -> None:
+    [one] = learned_sequences(chat, [USER, REPLY], [0.0, 1.0])
+    assert one.prompt == chat.prompt([USER])
+    assert learned(chat, one) == [("It is 4.", 1.0)]
+    count = sum(weight > 0 for weight in one.weights)
+    assert one.tokens[count - 1] in chat.stop_tokens, "the end of the turn is learned"
+    assert not any(one.weights[count:]), "what the template writes after it is not"
+
+
+def test_turns_have_their_weights(chat: Chat) -> None:
+    messages = [USER, REPLY, MORE, LAST]
+    [one] = learned_sequences(chat, messages, [0.0, 1.0, 0.0, 0.5])
+    assert learned(chat, one) == [("It is 4.", 1.0), ("Yes é 漢.", 0.5)]
+    assert one.prompt + one.tokens == chat.encode(chat.render(messages, add_generation_prompt=False))
+    [last] = learned_sequences(chat, messages, [0.0, 0.0, 0.0, 1.0])
+    assert last.prompt == chat.prompt(messages[:3])
+    assert learned(chat, last) == [("Yes é 漢.", 1.0)]
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_each_a_sequence(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = Chat.load(folder)
+    first = {"role": "assistant", "content": "hm</think>4"}
+    found = learned_sequences(chat, [USER, first, MORE, LAST], [0.0, 1.0, 0.0, 1.0])
+    assert [learned(chat, one) for one in found] == [[("hm</think>4", 1.0)], [("Yes é 漢.", 1.0)]]
+    assert "hm" not in chat.decode(found[1].prompt)
+
+
+def test_a_long_conversation_is_cut_at_its_end(chat: Chat) -> None:
+    [one] = learned_sequences(chat, [USER, REPLY], [0.0, 1.0])
+    assert one.cut(one.length) == one
+    shorter = one.cut(len(one.prompt) + 3)
+    assert (shorter.prompt, shorter.tokens, len(shorter.weights)) == (one.prompt, one.tokens[:3], 3)
+    assert not any(one.cut(2).weights) and len(one.cut(2).prompt) == 2
