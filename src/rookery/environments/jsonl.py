@@ -77,7 +77,7 @@ class FileOptions(BaseModel):
     """Number of rows at the end that are held out from training."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> JsonlOptions:
+    def _one_source(self) -> FileOptions:
         if sum(source is not None for source in (self.rows, self.path, self.dataset)) != 1:
             raise ValueError("exactly one of rows, path and dataset")
         held_out = (self.eval_rows, self.eval_path, self.eval_dataset, self.eval_last or None)

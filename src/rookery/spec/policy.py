@@ -126,7 +126,8 @@ InFlight = Literal["finish", "switch", "recompute"]
 ROW_ALGORITHMS = ("sft", "dpo")
 """Algorithms that train on the rows of a dataset; the others train on what the policy sampled."""
 
-_OF_ROWS = ("batch_size", "max_length", "beta")
+_OF_ROWS = {"batch_size": 16, "max_length": 2048, "beta": 0.1}
+"""Fields of algorithms on rows, with their values where they are absent."""
 _OF_GROUPS = (
     "group_size", "groups_per_step", "max_staleness", "in_flight", "micro_batch", "buffer", "loss", "kl_weight",
 )  # fmt: skip
@@ -140,13 +141,13 @@ class AlgorithmSpec(StrictModel):
     environment `demonstrations`, `dpo` on the pairs of `preferences` ([fine-tuning on rows](fine-tuning.md)); of the
     fields below they take `batch_size`, `max_length`, and `dpo` also `beta` and `kl_reference`. The others take the
     rest."""
-    batch_size: int = Field(16, ge=1, le=4096)
-    """`sft`, `dpo`: rows of one optimizer step."""
-    max_length: int = Field(2048, ge=2, le=131072)
-    """`sft`, `dpo`: the most tokens of a conversation, also bounded by the model's context. A longer one is cut at its
-    end, and counted."""
-    beta: float = Field(0.1, gt=0, le=100)
-    """`dpo`: how much a difference of log-probabilities counts."""
+    batch_size: int | None = Field(None, ge=1, le=4096)
+    """`sft`, `dpo`: rows of one optimizer step, 16 when absent."""
+    max_length: int | None = Field(None, ge=2, le=131072)
+    """`sft`, `dpo`: the most tokens of a conversation, 2048 when absent, also bounded by the model's context. A longer
+    one is cut at its end, and counted."""
+    beta: float | None = Field(None, gt=0, le=100)
+    """`dpo`: how much a difference of log-probabilities counts, 0.1 when absent."""
     group_size: int = Field(8, ge=2, le=1024)
     """Episodes of one prompt."""
     groups_per_step: int = Field(8, ge=1, le=4096)
@@ -178,6 +179,14 @@ class AlgorithmSpec(StrictModel):
         """Whether it trains on rows, and nothing is sampled."""
         return self.name in ROW_ALGORITHMS
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_of_rows(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("name") not in ROW_ALGORITHMS:
+            return data
+        absent = {name: value for name, value in _OF_ROWS.items() if data.get(name) is None}
+        return {**data, **{name: value for name, value in absent.items() if name != "beta" or data["name"] == "dpo"}}
+
     @model_validator(mode="after")
     def _own_fields(self) -> AlgorithmSpec:
         others = [*(_OF_GROUPS if self.on_rows else _OF_ROWS)]
@@ -185,7 +194,8 @@ class AlgorithmSpec(StrictModel):
             others += ["beta", "kl_reference"]
         for name in others:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: no effect with {self.name}; leave it out")
+                meant = "did you mean kl_weight?" if name == "beta" and not self.on_rows else "leave it out"
+                raise ValueError(f"{name}: no effect with {self.name}; {meant}")
         return self
 
     @model_validator(mode="after")

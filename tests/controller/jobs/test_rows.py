@@ -170,7 +170,7 @@ async def test_rows_too_long_are_cut_and_counted_and_teach_nothing_where_nothing
     assert (row["rows"], row["rows_cut"], row["rows_empty"], row["length_max"]) == (2, 2, 1, 50)
 
 
-async def test_a_paused_job_goes_on(service: Service) -> None:
+async def test_a_paused_job_resumes(service: Service) -> None:
     worker = await join(service)
     worker.training.clear()
     job = await submitted(service)

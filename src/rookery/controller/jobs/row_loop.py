@@ -64,6 +64,12 @@ class RowLoop(PolicyLoop):
         self._coming: tuple[int, asyncio.Task[RowBatch]] | None = None
         """The batch of a later step, by the step's number."""
 
+    @property
+    def _batch_size(self) -> int:
+        size = self.spec.algorithm.batch_size
+        assert size is not None  # of an algorithm on rows
+        return size
+
     def budget(self, in_flight: int) -> int:
         """Nothing is sampled."""
         return 0
@@ -91,7 +97,7 @@ class RowLoop(PolicyLoop):
 
     async def _load(self, step: int) -> RowBatch:
         """The batch of a step."""
-        size = self.spec.algorithm.batch_size
+        size = self._batch_size
         return await self._tokenized(await self._rows("train", step * size, size))
 
     async def _rows(self, split: Literal["train", "eval"], start: int, count: int) -> list[bytes]:
@@ -141,7 +147,7 @@ class RowLoop(PolicyLoop):
         """Compute and store the loss of the newest version on the held-out rows."""
         store, progress, head = self._controller.store, self._job.progress, self.versions.head
         assert head is not None
-        size, wanted = self.spec.algorithm.batch_size, self.spec.evaluation.prompts
+        size, wanted = self._batch_size, self.spec.evaluation.prompts
         totals = {"loss:sum": 0.0, "accuracy:pairs": 0.0}
         weight, rows, infinite = 0.0, 0, 0.0
         while rows < wanted:

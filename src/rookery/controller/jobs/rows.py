@@ -41,7 +41,7 @@ class RowBatch:
 def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only: bool = False) -> RowBatch:
     """The batch of ``rows``, each the JSON of a checked row. Blocks. Raises ``ValueError`` or
     :class:`~rookery.errors.UserError` for a row that the chat template refuses."""
-    algorithm, most = spec.algorithm, min(spec.algorithm.max_length, chat.context)
+    algorithm, most = spec.algorithm, min(spec.algorithm.max_length or chat.context, chat.context)
     convert = _pair if algorithm.name == "dpo" else _demonstrated
     groups: list[protocol.SharedPrefixGroup] = []
     lengths: list[int] = []
@@ -65,7 +65,7 @@ def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only:
         ForwardRequest(
             batch=protocol.encode(protocol.TrainingBatch(groups=groups)),
             loss=protocol.Loss(
-                name=LEARNED[algorithm.name], params={"beta": algorithm.beta} if algorithm.name == "dpo" else {}
+                name=LEARNED[algorithm.name], params={} if algorithm.beta is None else {"beta": algorithm.beta}
             ),
             forward_only=forward_only,
         ),
