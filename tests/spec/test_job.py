@@ -51,7 +51,10 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(seed=True), "seed: given true, allowed: a value that is neither true nor false"),
     (job_of(shuffle=3), "shuffle: given 3, allowed: a valid boolean"),
     (job_of(algorithm="grpo"), 'algorithm: given "grpo", allowed: a mapping of fields'),
-    (job_of(algorithm__name="ppo"), "algorithm.name: given \"ppo\", allowed: 'grpo', 'dr_grpo', 'rloo', 'mean', 'sft' or 'dpo'"),
+    (
+        job_of(algorithm__name="ppo"),
+        "algorithm.name: given \"ppo\", allowed: 'grpo', 'dr_grpo', 'rloo', 'mean', 'sft' or 'dpo'",
+    ),
     (job_of(algorithm__group_size=1), "algorithm.group_size: given 1, allowed: greater than or equal to 2"),
     (job_of(algorithm__max_staleness=65), "algorithm.max_staleness: given 65, allowed: less than or equal to 64"),
     (job_of(algorithm__kl_weight=-1), "algorithm.kl_weight: given -1, allowed: greater than or equal to 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ from rookery import protocol
 from rookery.environments.builtins import find
 from rookery.environments.datasets import PromptDataset
 from rookery.spec.parsing import SpecError, parse_job
+from rookery.storage.repositories import jobs, versions
 
 ROWS = {
     "demonstrations": [{"prompt": f"{n}?", "completion": f"It is {n}."} for n in range(10)],
@@ -61,8 +63,8 @@ async def submitted(service: Service, **changes: Any) -> str:
 
 def trained(service: Service, job: str) -> bytes:
     """The newest adapter: a hash chain over everything that the policy was trained on."""
-    policy = service.database.policies("alice", job)[0]
-    version = service.database.versions("alice", policy.id)[-1]
+    policy = service.database.read(jobs.policies, "alice", job)[0]
+    version = service.database.read(versions.versions, "alice", policy.id)[-1]
     return service.artifacts.path(version.hash, ADAPTER).read_bytes()
 
 
@@ -70,7 +72,7 @@ async def test_a_step_is_a_batch_of_rows_with_its_loss_tokens_and_scale(service:
     worker = await join(service)
     job = await submitted(service, stop__steps=2, evaluation={"prompts": HELD_OUT})
     await service.ends(job)
-    rows = service.database.steps("alice", job)
+    rows = service.database.read(versions.steps, "alice", job)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["rows"] == 4 and "reward" not in row and row["lr"] > 0 for row in rows)
     found = [
@@ -99,11 +101,18 @@ async def test_dpo_trains_on_pairs_and_compares_with_the_start(service: Service)
     await service.ends(job)
     passes = [op for op in worker.operations[before:] if isinstance(op, protocol.ForwardBackward)]
     assert {(op.loss.name, op.loss.params["beta"]) for op in passes} == {("dpo", 0.1)}
-    start = service.database.versions("alice", service.database.policies("alice", job)[0].id)[0]
+    start = service.database.read(versions.versions, "alice", service.database.read(jobs.policies, "alice", job)[0].id)[
+        0
+    ]
     assert {op.reference.hash for op in passes if op.reference} == {start.hash} and all(op.reference for op in passes)
     for op in passes:
         for group in worker.batches[op.op].groups:
             assert [set(member.advantages) for member in group.members] == [{1.0}, {-1.0}]
+
+
+def _over(service: Service, job: str) -> bool:
+    """Whether the process died, or the job ended before."""
+    return service.writer.died.is_set() or service.database.read(jobs.get_job, "alice", job).state == "completed"
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
@@ -126,16 +135,14 @@ async def test_a_restart_at_any_write_changes_nothing(tmp_path: Path, algorithm:
             await join(service)
             job = await submitted(service, algorithm=algorithm, evaluation={"prompts": 2, "every": 2})
             service.writer.calls_left, service.writer.after = service.writer.calls + calls_left, after
-            await eventually(
-                lambda: service.writer.died.is_set() or service.database.get_job("alice", job).state == "completed"  # noqa: B023
-            )
+            await eventually(partial(_over, service, job))
             died += service.writer.died.is_set()
             await service.crash()
             await service.start()
             await join(service)
             await service.ends(job)
             assert trained(service, job) == wanted, (calls_left, after)
-            assert [row["step"] for row in service.database.steps("alice", job)] == [1, 2, 3, 4, 5]
+            assert [row["step"] for row in service.database.read(versions.steps, "alice", job)] == [1, 2, 3, 4, 5]
             await service.close()
             service.database.close()
     assert died >= 2, "most of them died in the middle of the job"
@@ -152,8 +159,12 @@ async def test_sft_begins_from_rl_and_rl_from_sft(service: Service) -> None:
         "alice", job_of(stop__steps=1, policies={"main": {"warm_start": {"job": tuned}}})
     )
     await service.ends(again.id)
-    zero = service.database.versions("alice", service.database.policies("alice", again.id)[0].id)[0]
-    last = service.database.versions("alice", service.database.policies("alice", tuned)[0].id)[-1]
+    zero = service.database.read(
+        versions.versions, "alice", service.database.read(jobs.policies, "alice", again.id)[0].id
+    )[0]
+    last = service.database.read(
+        versions.versions, "alice", service.database.read(jobs.policies, "alice", tuned)[0].id
+    )[-1]
     assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == trained(service, tuned)
     assert last.kept and host.calls
 
@@ -166,7 +177,7 @@ async def test_rows_too_long_are_cut_and_counted_and_teach_nothing_where_nothing
         environment={"id": "demonstrations", "rows": rows},
     )  # fmt: skip
     await service.ends(job)
-    [row] = service.database.steps("alice", job)
+    [row] = service.database.read(versions.steps, "alice", job)
     assert (row["rows"], row["rows_cut"], row["rows_empty"], row["length_max"]) == (2, 2, 1, 50)
 
 
@@ -178,7 +189,7 @@ async def test_a_paused_job_resumes(service: Service) -> None:
     worker.training.set()
     await service.controller.resume("alice", job)
     await service.ends(job)
-    assert len(service.database.steps("alice", job)) == 5
+    assert len(service.database.read(versions.steps, "alice", job)) == 5
 
 
 REFUSED = [

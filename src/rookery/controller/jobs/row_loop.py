@@ -54,7 +54,7 @@ class RowStep(StepAccumulator):
 
 
 class RowLoop(PolicyLoop):
-    """See the module."""
+    """The loop of a policy whose job has the algorithm ``sft`` or ``dpo``."""
 
     _next: RowStep
 
