@@ -69,7 +69,7 @@ CONTROLLER_FLOORS = [
     {"offload", "usage", "validation"},
     {"context"},
     {"jobs", "sessions", "completions"},
-    {"episodes"},
+    {"episodes", "activity"},
     {"queries"},
     {"controller"},
 ]

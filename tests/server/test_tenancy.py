@@ -60,6 +60,8 @@ WITHOUT_IDS = {
     "GET /api/v1/health": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/workers": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/workers/events": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/timeline": "test_timeline_shows_the_work_of_others_without_a_name",
+    "GET /api/v1/timeline/trace": "test_timeline_shows_the_work_of_others_without_a_name",
     "GET /api/v1/costs": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/tenants": "test_lists_contain_only_the_tenants_objects",
     "GET /v1/models": "test_lists_contain_only_the_tenants_objects",
@@ -284,6 +286,29 @@ def test_lists_contain_only_the_tenants_objects(town: Town) -> None:
     assert town.bob.post("/api/v1/tenants", json={"name": "mallory"}).status_code == 403
     assert "mallory" not in town.admin.get("/api/v1/tenants").text
     assert town.keys["ada"] not in town.admin.get("/api/v1/tenants").text
+
+
+def test_timeline_shows_the_work_of_others_without_a_name(town: Town) -> None:
+    whole = {"start": 0}
+    kinds = {}
+    for name, client in (("admin", town.admin), ("ada", town.ada), ("bob", town.bob)):
+        found = client.get("/api/v1/timeline", params=whole).json()
+        kinds[name] = {span["kind"] for span in found["spans"]}
+        assert found["start"] == 0 and 0 < found["oldest"] < found["end"]
+        for path in ("/api/v1/timeline", "/api/v1/timeline/trace"):
+            assert (town.done["id"] in client.get(path, params=whole).text) == (name != "bob")
+            assert (town.tenant in client.get(path, params=whole).text) == (name != "bob")
+    assert kinds["admin"] == kinds["ada"] >= {"prefill", "decode", "train", "environment", "transfer", "commit"}
+    assert kinds["bob"] >= {"busy", "idle", "connected", "joined"}
+    assert not kinds["bob"] & {"prefill", "decode", "train", "environment", "transfer", "commit"}
+    [busy] = {span["worker"] for span in town.bob.get("/api/v1/timeline").json()["spans"] if span["kind"] == "busy"}
+    assert busy == "scripted"
+    of_job = town.admin.get(f"/api/v1/jobs/{town.done['id']}/timeline", params=whole).json()
+    assert {span["job"] for span in of_job["spans"]} == {"", town.done["id"]}
+    for query in ({"start": 5, "end": 4}, {"start": 4, "end": 4}):
+        assert town.ada.get("/api/v1/timeline", params=query).status_code == 400
+    for query in ({"start": "nan"}, {"end": "inf"}, {"end": 1e12}, {"columns": 0}, {"columns": 1e9}):
+        assert town.ada.get("/api/v1/timeline", params=query).status_code == 422
 
 
 def test_a_cookie_opens_what_its_key_opens(town: Town) -> None:

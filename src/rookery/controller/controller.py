@@ -13,7 +13,6 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -58,6 +57,7 @@ from rookery.controller.planned import PlanFollower
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
+from rookery.controller.services import Records
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.timeline import WorkerTimeline
 from rookery.controller.training.dispatcher import OperationSent, OperationSucceeded, TrainingDispatcher
@@ -125,6 +125,7 @@ class Controller:
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
         self.timeline = WorkerTimeline(clock)
+        self.records = Records()
         self.record = RunRecord(jobs_folder.with_name("running.json"), clock)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
@@ -133,8 +134,7 @@ class Controller:
         self.reads = ReadKeys(clock)
         weights = WeightStore(fleet, artifacts, store.transfer, clock, settings.worker.site)
         collector = ArtifactCollector(store, artifacts, weights)
-        refused: Counter[str] = Counter()
-        quotas = Quotas(settings.limits, clock, store, refused, self._models_of, self.jobs.tenants)
+        quotas = Quotas(settings.limits, clock, store, self.records.refused, self._models_of, self.jobs.tenants)
         rollouts = scheduler(fleet, weights, settings, clock, quotas.weights)
         training = TrainingDispatcher(
             fleet, weights, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
@@ -160,7 +160,7 @@ class Controller:
             artifacts=artifacts,
             chat=chat,
             threads=threads,
-            refused=refused,
+            records=self.records,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )
         self.serve_host = rooms.hosts.serve
@@ -203,7 +203,7 @@ class Controller:
                     self.retries.restarted(row.tenant, row.id)
                 continue
             if row.id in blamed and row.crashes >= context.settings.limits.start_crashes:
-                context.refused["start_crashes"] += 1
+                context.records.refused["start_crashes"] += 1
                 await self._set_state(row, "paused", START_CRASHES.format(row.crashes))
             else:
                 context.rooms.rollouts.expect_resumptions()
@@ -249,9 +249,10 @@ class Controller:
         the next one is called."""
         rooms, worker = self.context.rooms, event.worker
         rollouts, training, seeding, usage = rooms.rollouts, rooms.training, rooms.seeding, rooms.usage
+        payer = usage.payer_of(event.policy) if event.policy else ("", "")
         if event.shown:
-            tenant, job = usage.payer_of(event.policy) if event.policy else ("", "")
-            self.timeline.add(event, tenant, job)
+            self.timeline.add(event, *payer)
+        self.records.spans.record(event.spans, *payer)
         match event:
             case MessageReceived():
                 self._on_message(worker, event.message)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from rookery import protocol
+from rookery.controller.activity import ActivityQueries
 from rookery.controller.context import ControllerContext
 from rookery.controller.episodes import EpisodeQueries, shown_prompt
 from rookery.controller.feeds import FeedRow, JobFeeds
@@ -79,6 +80,7 @@ class JobQueries:
         self._store = context.store
         self._jobs = jobs
         self.episodes = EpisodeQueries(context)
+        self.activity = ActivityQueries(context)
         self.feeds = JobFeeds(self.show, self._rows, self._last_step, jobs.signal)
 
     async def _last_step(self, tenant: str, job: str) -> int:
@@ -401,7 +403,7 @@ class JobQueries:
                 "failed_pulls": context.rooms.weights.failed_pulls,
                 "frames_ignored": fleet.ignored_frames,
                 "frames_bad": fleet.bad_frames,
-                **{f"refused_{limit}": context.refused[limit] for limit in REFUSED},
+                **{f"refused_{limit}": context.records.refused[limit] for limit in REFUSED},
                 **context.rooms.usage.totals(),
                 **{name: counted[name] for name in COUNTED},
             },

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.outages import Outages
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.store import Store, Writer
+from rookery.telemetry.spans import SpanRing
 from rookery.tokenization.chat import Chat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """What the service records about itself, for operators. Nothing decides by it."""
+
+    refused: Counter[str] = field(default_factory=Counter)
+    """Refusals by the limit that caused them, since the service started."""
+    spans: SpanRing = field(default_factory=SpanRing)
+    """What workers, environments and the trainer did lately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +36,5 @@ class Services:
     """The chat template and tokenizer of a base model, prepared if they were not."""
     threads: Writer
     """Runs blocking calls of a tenant's work, off the event loop."""
-    refused: Counter[str]
-    """Refusals by the limit that caused them, since the service started."""
+    records: Records
     outages: Outages

@@ -122,7 +122,7 @@ class JobValidator:
                     f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
                     " it) and give warm_start.upload"
                 )
-        problems += job_problems(spec, services.settings.limits, services.refused)
+        problems += job_problems(spec, services.settings.limits, services.records.refused)
         problems += await services.threads(row_problems, spec, services.settings.limits)
         sizes = None
         try:
@@ -178,7 +178,7 @@ class JobValidator:
         listed = f"{settings.limits.allowed_models},{settings.server.models}"
         allowed = owner.admin or {"*", model.name} & {one.strip() for one in listed.split(",")}
         if model.kind == "hub" and not allowed:
-            self._services.refused["allowed_models"] += 1
+            self._services.records.refused["allowed_models"] += 1
             raise UserError(
                 f"base_model: the hub id {short(model.name)} is not allowed to tenants; give one of"
                 f" {', '.join(CATALOGUE)}, or ask the administrator to add it to the service's ROOKERY_ALLOWED_MODELS"

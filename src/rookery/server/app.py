@@ -16,7 +16,7 @@ from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders, TimeKeeper
 from rookery.server.connections import Connections
 from rookery.server.methods import RequestMethods
-from rookery.server.routes import admin, episodes, gateway, jobs, openai, page, usage
+from rookery.server.routes import admin, episodes, gateway, jobs, openai, page, timeline, usage
 from rookery.spec.job import JobSpec
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
 
@@ -47,6 +47,7 @@ def build(context: ServiceContext) -> FastAPI:
         openai.token_routes,
         gateway.routes,
         usage.routes,
+        timeline.routes,
         page.routes,
         page.unsigned,
         page.files,

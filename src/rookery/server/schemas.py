@@ -110,6 +110,39 @@ class TrajectoryView(BaseModel):
     versions: list[int]
 
 
+class SpanView(BaseModel):
+    """A piece of work, or a moment."""
+
+    kind: str = Field(description="waiting, prefill, decode, train, transfer, environment, busy (work of others), idle,"
+                      " connected; moments: joined, preemption, migration, switch, commit")  # fmt: skip
+    start: float = Field(description="Unix seconds, as all times here")
+    end: float
+    worker: str = Field(description="Empty for what no worker does")
+    tenant: str
+    job: str = Field(description="The job, or the session of a client; empty where it is no job's, as the policy")
+    policy: str
+    text: str
+    count: int = Field(description="The number of spans that it stands for")
+
+
+class TimelineView(BaseModel):
+    """Spans by their start, as few as a picture of the asked width needs."""
+
+    start: float
+    end: float
+    resolution: float = Field(description="Spans of one lane that are at most so many seconds apart are one")
+    oldest: float = Field(description="Nothing of earlier times is kept")
+    spans: list[SpanView]
+
+
+class TraceView(BaseModel):
+    """A trace in Chrome's JSON format."""
+
+    trace_events: list[dict[str, Any]] = Field(alias="traceEvents")
+    display_unit: str = Field(alias="displayTimeUnit")
+    other: dict[str, Any] = Field(alias="otherData", description="start: the Unix time of the events' time 0")
+
+
 class MemberView(BaseModel):
     """An episode of a group. ``replies``, ``tokens`` and ``finish`` are present where one group is read."""
 

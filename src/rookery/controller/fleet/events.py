@@ -14,6 +14,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.fleet.worker import Worker
+from rookery.telemetry.spans import TraceSpan
 
 
 class WorkerEvent(msgspec.Struct, frozen=True, gc=False):
@@ -47,6 +48,11 @@ class WorkerEvent(msgspec.Struct, frozen=True, gc=False):
     def text(self) -> str:
         """One line about it."""
         return ""
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        """What it adds to the timeline of work (:mod:`rookery.telemetry.spans`)."""
+        return ()
 
     def to_dict(self) -> dict[str, Any]:
         """The event as plain values."""
@@ -104,6 +110,10 @@ class WorkerReady(WorkerEvent, frozen=True):
 
     kind: ClassVar[str] = "ready"
 
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        return (TraceSpan("joined", self.time, self.time, self.worker.name),)
+
 
 class WorkerStalled(WorkerEvent, frozen=True):
     """It reports that its work makes no progress."""
@@ -120,6 +130,10 @@ class WorkerDraining(WorkerEvent, frozen=True):
     """It announced its end: its work must move."""
 
     kind: ClassVar[str] = "draining"
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        return (TraceSpan("preemption", self.time, self.time, self.worker.name, text="it drains"),)
 
 
 class WorkerFailed(WorkerEvent, frozen=True):
@@ -140,10 +154,18 @@ class WorkerSuspect(WorkerEvent, frozen=True):
 
     kind: ClassVar[str] = "suspect"
     reason: str
+    served: float = 0.0
+    """Seconds for which it served on this connection."""
 
     @property
     def text(self) -> str:
         return self.reason
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        name, now = self.worker.name, self.time
+        lost = TraceSpan("preemption", now, now, name, text=self.reason)
+        return (lost, TraceSpan("connected", now - self.served, now, name))
 
 
 class WorkerGone(WorkerEvent, frozen=True):
@@ -151,10 +173,18 @@ class WorkerGone(WorkerEvent, frozen=True):
 
     kind: ClassVar[str] = "gone"
     reason: str
+    served: float = 0.0
+    """Seconds for which it served on this connection; 0 where that had ended before."""
 
     @property
     def text(self) -> str:
         return self.reason
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        if not self.served:
+            return ()
+        return (TraceSpan("connected", self.time - self.served, self.time, self.worker.name),)
 
 
 # --- its adapters -----------------------------------------------------------------------------------------------------
@@ -192,6 +222,11 @@ class AdapterLoaded(WorkerEvent, frozen=True):
     @property
     def text(self) -> str:
         return f"version {self.ref.version} after {self.seconds:.1f} s"
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        start, text = self.time - self.seconds, f"pulls version {self.ref.version}"
+        return (TraceSpan("transfer", start, self.time, self.worker.name, policy=self.policy, text=text),)
 
 
 class AdapterPullFailed(WorkerEvent, frozen=True):

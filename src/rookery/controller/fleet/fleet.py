@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from rookery.controller.fleet.worker import Worker as Worker
 from rookery.errors import without_paths
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
+from rookery.telemetry.spans import TraceSpan
 
 log = logging.getLogger("rookery.controller.fleet.fleet")
 
@@ -114,6 +115,13 @@ class Fleet:
         others += filter(None, [self.failure(model)])
         return f"no worker serves {model} for {role}" + (f" ({', '.join(others)})" if others else "")
 
+    def open_spans(self) -> Iterator[TraceSpan]:
+        """The times for which the workers that serve have done so."""
+        time, now = self._clock.time(), self._clock.monotonic()
+        for worker in self._workers.values():
+            if worker.serving_since and worker.state not in ("suspect", "gone"):
+                yield TraceSpan("connected", time - now + worker.serving_since, time, worker.name)
+
     def refresh(self, worker: Worker) -> None:
         """Its cached or missing adapters have changed."""
         if worker.state == "catching up" and not worker.lagging:
@@ -139,6 +147,7 @@ class Fleet:
         self._transition(worker, "ready")
         roles = ", ".join(worker.roles) or "no role: its plan does not need it"
         log.info("worker %s serves %s (%s)", worker.name, worker.hello.model, roles, extra=_extra(worker))
+        worker.serving_since = worker.serving_since or self._clock.monotonic()
         self.emit(WorkerReady(self._clock.time(), worker))
 
     def _transition(self, worker: Worker, event: Event) -> bool:
@@ -314,12 +323,13 @@ class Fleet:
     def _disconnect(self, worker: Worker, reason: str) -> None:
         if not self._transition(worker, "lost"):
             return
+        served = self._clock.monotonic() - worker.serving_since if worker.serving_since else 0.0
         if worker.state == "suspect":
             self.losses += 1
             log.warning("worker %s is suspect: %s", worker.name, reason, extra=_extra(worker))
-            self.emit(WorkerSuspect(self._clock.time(), worker, reason))
+            self.emit(WorkerSuspect(self._clock.time(), worker, reason, served))
         else:
-            self.emit(WorkerGone(self._clock.time(), worker, f"it drained: {reason}"))
+            self.emit(WorkerGone(self._clock.time(), worker, f"it drained: {reason}", served))
 
 
 def _extra(worker: Worker) -> dict[str, str]:

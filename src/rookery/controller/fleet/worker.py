@@ -57,6 +57,8 @@ class Worker:
     last_progress: float
     """When its compute progress last moved, or it last had nothing to compute."""
     state: State = "joining"
+    serving_since: float = 0.0
+    """When it served first on this connection; 0 where it has not yet."""
     beat: protocol.Heartbeat | None = None
     """The latest heartbeat."""
     max_flush_tokens: int = 0

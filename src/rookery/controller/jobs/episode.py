@@ -38,6 +38,7 @@ from rookery.errors import RookeryError, short
 from rookery.spec.policy import InFlight
 from rookery.storage.models import EpisodeRow
 from rookery.storage.repositories import jobs
+from rookery.telemetry.spans import TraceSpan
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, LONG_TEXT, Message
 
 T = TypeVar("T")
@@ -310,4 +311,8 @@ class Episode:
             with self.job.progress.waiting_for("environment"):
                 return await controller.rooms.hosts.observe(host, self.job.environment, message)
         finally:
-            self.seconds["environment"] += controller.clock.monotonic() - began
+            now, seconds = controller.clock.time(), controller.clock.monotonic() - began
+            self.seconds["environment"] += seconds
+            call = "reset" if isinstance(message, protocol.Reset) else f"step {message.turn}"
+            owner, text = (self.job.row.tenant, self.job.row.id), f"{self.id}: {call}"
+            controller.records.spans.add(TraceSpan("environment", now - seconds, now, "", *owner, text=text))

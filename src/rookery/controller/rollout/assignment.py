@@ -127,6 +127,12 @@ class Assignment:
     """When it was made, or the worker last sent tokens of it."""
     resumed: bool = False
     """Whether the worker had the request before this controller started."""
+    since: float = 0.0
+    """When it was made."""
+    queued_at: float = 0.0
+    """When the request was queued before it."""
+    decoding_since: float | None = None
+    """When its first token arrived."""
     tokens: int = 0
     """The number of tokens that it has brought."""
     chunk_end: float = math.inf

@@ -221,7 +221,9 @@ class WorkerPool:
         slots.counters.charge(tenant, tokens)
         slots.express += express
         name = f"{worker.epoch}.{next(self._numbers)}"  # an epoch is never used twice, also not by another controller
-        inflight.assignment = assignment = Assignment(worker, name, express, order, now, resumed)
+        inflight.assignment = assignment = Assignment(
+            worker, name, express, order, now, resumed, since=now, queued_at=inflight.queued_at
+        )
         assignment.chunk_end = len(inflight.result.tokens) + self._chunk
         slots.requests[name] = inflight
         self._reindex(slots, express)
@@ -235,6 +237,7 @@ class WorkerPool:
     def begin(self, inflight: InflightRequest) -> None:
         """The first token of the request's assignment has arrived: the worker decodes it."""
         assert inflight.assignment is not None
+        inflight.assignment.decoding_since = self._clock.monotonic()
         slots = self._slots[inflight.assignment.worker.name]
         slots.counters.reach(inflight.assignment.order)
         slots.decoding += 1

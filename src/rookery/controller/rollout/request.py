@@ -18,6 +18,7 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.assignment import STORY, TRANSITIONS, Action, Assignment, Event, InvalidEvent, State
 from rookery.errors import RookeryError
+from rookery.telemetry.spans import TraceSpan
 
 REASONS = ("lost", "rejected", "offloaded", "balanced", "divided", "merged")
 """Why a request moved: its worker was lost or drains; the worker rejected it; ``RolloutScheduler.migrate`` took it;
@@ -137,6 +138,25 @@ class InflightRequest:
             self.story.append((event, self.assignment.worker.name if self.assignment is not None else "", state))
             self.state = state
         return actions
+
+    def spans(self, time: float, now: float) -> tuple[TraceSpan, ...]:
+        """Its wait and its stay at a worker until now (``time``: Unix, ``now``: monotonic seconds)."""
+        request, stay = self.request, self.assignment
+        if stay is None:
+            return (self._span("waiting", time - now + self.queued_at, time),) if self.state == "waiting" else ()
+        given, worker = time - now + stay.since, stay.worker.name
+        decoding = time if stay.decoding_since is None else time - now + stay.decoding_since
+        spans = [self._span("prefill", given, decoding, worker)]
+        if stay.decoding_since is not None:
+            spans.append(self._span("decode", decoding, time, worker, f"{request.id}, {stay.tokens} tokens"))
+        if stay.since > stay.queued_at:
+            spans.append(self._span("waiting", time - now + stay.queued_at, given))
+        return tuple(spans)
+
+    def _span(self, kind: str, start: float, end: float, worker: str = "", text: str = "") -> TraceSpan:
+        request = self.request
+        policy = request.adapter.policy if request.adapter is not None else ""
+        return TraceSpan(kind, start, end, worker, request.tenant, request.job, policy, text or request.id)
 
     @property
     def policy_version(self) -> tuple[str, int]:

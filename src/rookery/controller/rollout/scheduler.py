@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -43,6 +43,7 @@ from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.controller.weights.store import WeightStore
 from rookery.errors import RookeryError, Unavailable
 from rookery.settings import Settings
+from rookery.telemetry.spans import TraceSpan
 
 STARVATION_SECONDS = 30.0
 """A tenant from whose waiting requests no worker took one for this long is next, whatever it was served before."""
@@ -55,6 +56,47 @@ class TokensReceived(WorkerEvent, frozen=True):
     shown: ClassVar[bool] = False
     request: SamplingRequest
     tokens: int
+
+
+class StayEnded(WorkerEvent, frozen=True):
+    """A request left the worker: it has its result, or moves."""
+
+    kind: ClassVar[str] = "stay ended"
+    shown: ClassVar[bool] = False
+    stay: tuple[TraceSpan, ...]
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        return self.stay
+
+
+class RequestMoved(WorkerEvent, frozen=True):
+    """A request of the worker continues elsewhere, for one of the :data:`REASONS`."""
+
+    kind: ClassVar[str] = "request moved"
+    shown: ClassVar[bool] = False
+    request: SamplingRequest
+    reason: str
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        one, text = self.request, f"{self.request.id}: {self.reason}"
+        return (TraceSpan("migration", self.time, self.time, self.worker.name, one.tenant, one.job, text=text),)
+
+
+class VersionSwitched(WorkerEvent, frozen=True):
+    """A running request continues with a newer version."""
+
+    kind: ClassVar[str] = "switched"
+    shown: ClassVar[bool] = False
+    request: SamplingRequest
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        one, ref = self.request, self.request.adapter
+        assert ref is not None
+        text = f"{one.id}: version {ref.version}"
+        return (TraceSpan("switch", self.time, self.time, self.worker.name, one.tenant, one.job, ref.policy, text),)
 
 
 class Details(NamedTuple):
@@ -112,7 +154,7 @@ class RolloutScheduler:
             "reserve": self._reserve,
             "ask": lambda inflight, details: self._abort(inflight, resume=True),
             "abort": lambda inflight, details: self._abort(inflight),
-            "drop": lambda inflight, details: self.pool.release(inflight),
+            "drop": lambda inflight, details: self._drop(inflight),
             "tell": self._tell,
             "settle": lambda inflight, details: self.queues.on_finished(inflight),
             "forget": self._forget,
@@ -184,6 +226,13 @@ class RolloutScheduler:
     def position(self, tenant: str, job: str) -> int | None:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
         return self.queues.position(tenant, job)
+
+    def open_spans(self) -> Iterator[TraceSpan]:
+        """The waits and the stays at workers that have not ended."""
+        time, now = self._clock.time(), self._clock.monotonic()
+        for requests in self.requests.values():
+            for inflight in requests.values():
+                yield from inflight.spans(time, now)
 
     def unstarted(self, job: str, request: str) -> bool:
         """Whether the request of ``job`` waits for a worker and has no tokens yet."""
@@ -302,6 +351,9 @@ class RolloutScheduler:
 
     def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
         self.requeues[reason] += 1
+        if inflight.assignment is not None:
+            worker = inflight.assignment.worker
+            self._fleet.emit(RequestMoved(self._clock.time(), worker, inflight.request, reason))
         inflight.waiting_since = inflight.queued_at = self._clock.monotonic()
 
     def _fail(self, inflight: InflightRequest, event: Event, error: RookeryError) -> None:
@@ -332,6 +384,14 @@ class RolloutScheduler:
         )
         worker.post(generate)
 
+    def _drop(self, inflight: InflightRequest) -> None:
+        stay = inflight.assignment
+        assert stay is not None
+        time = self._clock.time()
+        spans = inflight.spans(time, self._clock.monotonic())
+        self.pool.release(inflight)
+        self._fleet.emit(StayEnded(time, stay.worker, spans))
+
     def _reserve(self, inflight: InflightRequest, details: Details) -> None:
         assert details.worker is not None
         self.pool.reserve(inflight, details.worker)
@@ -352,6 +412,7 @@ class RolloutScheduler:
             recompute=details.recompute,
         )
         stay.worker.post(switch)
+        self._fleet.emit(VersionSwitched(self._clock.time(), stay.worker, inflight.request))
 
     def _forget(self, inflight: InflightRequest, details: Details) -> None:
         request = inflight.request

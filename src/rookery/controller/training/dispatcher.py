@@ -32,6 +32,7 @@ from rookery.scheduling.trainers import TrainingLoad, assign_trainer, is_overloa
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
 from rookery.storage.store import Writer
+from rookery.telemetry.spans import TraceSpan
 
 log = logging.getLogger("rookery.controller.training.dispatcher")
 
@@ -77,6 +78,8 @@ class OperationSucceeded(WorkerEvent, frozen=True):
     kind: ClassVar[str] = "trained"
     operation: Operation
     done: protocol.OperationDone
+    took: float = 0.0
+    """Seconds from the dispatch to the answer."""
 
     @property
     def tenant(self) -> str:
@@ -91,6 +94,19 @@ class OperationSucceeded(WorkerEvent, frozen=True):
         metrics = self.done.metrics
         tokens, seconds = metrics.get("tokens", 0.0), metrics.get("seconds", 0.0)
         return f"{type(self.operation).__name__}: {tokens:.0f} tokens, {seconds:.2f} s"
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        """The computation. Before it the operation waited in the worker, which then also fetched its batch; an upload
+        follows it."""
+        start, computed = self.time - self.took, min(self.took, self.done.metrics.get("seconds", 0.0))
+        name, owner, kind = self.worker.name, (self.tenant, "", self.policy), type(self.operation).__name__
+        if self.done.manifest is not None:
+            trained, rest = (start, start + computed), TraceSpan("transfer", start + computed, self.time, name, *owner)
+        else:
+            began = self.time - computed
+            trained, rest = (began, self.time), TraceSpan("waiting", start, began, "", *owner)
+        return TraceSpan("train", *trained, name, *owner, self.text), msgspec.structs.replace(rest, text=kind)
 
 
 class OperationMoved(WorkerEvent, frozen=True):
@@ -108,6 +124,11 @@ class OperationMoved(WorkerEvent, frozen=True):
     @property
     def text(self) -> str:
         return self.reason
+
+    @property
+    def spans(self) -> tuple[TraceSpan, ...]:
+        name, text = self.worker.name, f"training: {self.reason}"
+        return (TraceSpan("migration", self.time, self.time, name, policy=self.moved, text=text),)
 
 
 class TrainingDispatcher:
@@ -139,6 +160,8 @@ class TrainingDispatcher:
         self._transfer = transfer
         self._in_flight: dict[Worker, dict[str, asyncio.Future[protocol.OperationDone]]] = {}
         """By worker and operation, those without an answer."""
+        self._sent: dict[str, tuple[float, Worker, Operation]] = {}
+        """The same by operation: when it was sent (monotonic seconds), where to, and the operation."""
         self._assigned: dict[str, Worker] = {}
         """Which worker trains a policy."""
         self._offloaded: dict[str, Worker] = {}
@@ -152,6 +175,14 @@ class TrainingDispatcher:
         """The number of its operations without an answer."""
         busy = self._busy.get(worker)
         return busy.count if busy is not None else 0
+
+    def open_spans(self) -> Iterator[TraceSpan]:
+        """The operations without an answer."""
+        time, now = self._clock.time(), self._clock.monotonic()
+        for sent, worker, operation in self._sent.values():
+            tenant = "" if isinstance(operation, protocol.InitAdapter) else operation.tenant
+            text, policy = type(operation).__name__, operation.policy
+            yield TraceSpan("train", time - now + sent, time, worker.name, tenant, "", policy, text)
 
     def busy_seconds(self, worker: Worker) -> float:
         """Seconds with at least one operation in flight, on this connection."""
@@ -266,12 +297,13 @@ class TrainingDispatcher:
         """The worker's answer, with the log-probabilities of so many ``targets`` where they were asked for. Raises
         :class:`TrainingFailed`; within :meth:`retrying`, other failures are retried."""
         future: asyncio.Future[protocol.OperationDone] = asyncio.get_running_loop().create_future()
-        in_flight = self._in_flight.setdefault(worker, {})
+        in_flight, began = self._in_flight.setdefault(worker, {}), self._clock.monotonic()
         in_flight[message.op] = future
         try:
             if worker.state != "serving":
                 raise _RetryElsewhere(f"worker {worker.name} is {worker.state}")
             worker.post(message)
+            self._sent[message.op] = (began, worker, message)
             with self._counted(worker):
                 self._fleet.emit(OperationSent(self._clock.time(), worker, message))
                 async with asyncio.timeout(self._settings.worker.request_timeout_seconds):
@@ -285,6 +317,7 @@ class TrainingDispatcher:
             raise _RetryElsewhere(f"worker {worker.name} did not answer {kind} within {seconds:g} s") from None
         finally:
             del in_flight[message.op]
+            self._sent.pop(message.op, None)
             if not in_flight:
                 self._in_flight.pop(worker, None)
         if done.category in ("stale", "lost"):
@@ -296,7 +329,7 @@ class TrainingDispatcher:
             raise TrainingFailed(f"worker {worker.name} sent {sent} log-probabilities for {targets} targets")
         if worker is self._assigned.get(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
             self._training_load.add(message.policy, seconds, self._clock.monotonic())
-        self._fleet.emit(OperationSucceeded(self._clock.time(), worker, message, done))
+        self._fleet.emit(OperationSucceeded(self._clock.time(), worker, message, done, self._clock.monotonic() - began))
         return done
 
     def _count_retry(self, worker: Worker, policy: str, reason: str) -> None:

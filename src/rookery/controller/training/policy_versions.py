@@ -28,6 +28,7 @@ from rookery.spec.job import CheckpointSpec
 from rookery.storage.models import PolicyRow, VersionRow
 from rookery.storage.repositories import jobs, sessions
 from rookery.storage.repositories import versions as version_rows
+from rookery.telemetry.spans import TraceSpan
 
 log = logging.getLogger("rookery.controller.training.policy_versions")
 
@@ -230,6 +231,9 @@ class PolicyVersions:
                 time=services.clock.time(),
             )  # fmt: skip
         self._versions[row.version] = self.head = row
+        now, text = services.clock.time(), f"version {row.version} of {self.row.name}"
+        owner = (self.row.tenant, self.row.job or "", self.row.id)
+        services.records.spans.add(TraceSpan("commit", now, now, "", *owner, text))
         return self.ref(row.version)
 
     async def publish_inflight(self, run: str) -> None:

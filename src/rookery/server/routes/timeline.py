@@ -1,0 +1,81 @@
+"""``/api/v1/timeline`` and ``/trace``: what workers, environments and the trainer did, for a picture for Perfetto."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from rookery.controller.activity import Own, of_jobs, of_tenant
+from rookery.errors import UserError
+from rookery.server.auth import AuthenticatedRoute, Caller, Owner, Service, ServiceContext
+from rookery.server.responses import ERRORS
+from rookery.server.routes.jobs import OfJob
+from rookery.server.schemas import TimelineView, TraceView
+
+routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS, tags=["timeline"])
+
+USUAL_SECONDS = 600.0
+"""The time that is shown unless a request gives its start."""
+
+LATEST = 1e11
+"""Unix seconds of the year 5138: beyond it a time is a mistake, such as milliseconds."""
+
+Time = Annotated[float | None, Query(ge=0, le=LATEST, allow_inf_nan=False, description="Unix seconds")]
+Columns = Annotated[int, Query(ge=10, le=10_000, description="Width of the picture: shorter gaps than a column close")]
+
+
+def _times(service: ServiceContext, start: float | None, end: float | None) -> tuple[float, float]:
+    """The time that a request asks for. Raises :class:`UserError`."""
+    until = service.context.clock.time() if end is None else end
+    since = max(0.0, until - USUAL_SECONDS) if start is None else start
+    if since >= until:
+        raise UserError(f"start: given {since:.3f}, expected less than end ({until:.3f})")
+    return since, until
+
+
+def _own(owner: Caller) -> Own | None:
+    return None if owner.role == "admin" else of_tenant(owner.id)
+
+
+@routes.get("/timeline", response_model=TimelineView)
+async def timeline(
+    service: Service, owner: Owner, start: Time = None, end: Time = None, columns: Columns = 1000
+) -> Response:
+    """What workers, environments and the trainer did between two times, the last ten minutes if none is given, and
+    what happened to them. A tenant sees its own work, and that of others as ``busy`` without a name; the administrator
+    everything. The newest spans are kept, since the service started."""
+    activity = service.controller.queries.activity
+    return _json(await activity.timeline(_own(owner), *_times(service, start, end), columns))
+
+
+@routes.get("/timeline/trace", response_model=TraceView)
+async def trace(service: Service, owner: Owner, start: Time = 0, end: Time = None) -> Response:
+    """The same of all the time that is kept, as a trace in Chrome's JSON format, which
+    https://ui.perfetto.dev opens."""
+    return _file(await service.controller.queries.activity.trace(_own(owner), *_times(service, start, end)), "rookery")
+
+
+@routes.get("/jobs/{job}/timeline", response_model=TimelineView)
+async def job_timeline(
+    service: Service, job: OfJob, start: Time = None, end: Time = None, columns: Columns = 1000
+) -> Response:
+    """The timeline of one job; all other work is ``busy``."""
+    activity = service.controller.queries.activity
+    return _json(await activity.timeline(of_jobs((job.id,)), *_times(service, start, end), columns))
+
+
+@routes.get("/jobs/{job}/trace", response_model=TraceView)
+async def job_trace(service: Service, job: OfJob, start: Time = 0, end: Time = None) -> Response:
+    """The trace of one job; all other work is ``busy``."""
+    activity = service.controller.queries.activity
+    return _file(await activity.trace(of_jobs((job.id,)), *_times(service, start, end)), job.id)
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _file(content: bytes, name: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}.trace.json"'}
+    return Response(content, media_type="application/json", headers=headers)

@@ -1,0 +1,186 @@
+"""Spans: what workers, environments and the trainer did and when, for the timeline and for a trace.
+
+A span has a kind of :data:`KINDS`; one of :data:`MARKS` is a moment. :class:`SpanRing` keeps the newest. The functions
+below it are pure: what a tenant may see (:func:`visible`), when workers were idle (:func:`idle`), and as few spans as a
+picture of some width needs (:func:`merged`). Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+
+import msgspec
+
+WORK = ("prefill", "decode", "train", "transfer")
+"""Kinds of what a worker does."""
+
+KINDS = ("waiting", *WORK, "environment", "busy", "idle", "connected")
+"""``waiting``: a request waits for a worker, an operation in its worker; ``prefill``: from the assignment to a worker
+to the first token; ``environment``: a call of an environment; ``transfer``: a version is pulled or uploaded; ``busy``:
+work of other tenants; ``idle``: a worker serves and has no work; ``connected``: it serves."""
+
+MARKS = ("joined", "preemption", "migration", "switch", "commit")
+"""Kinds of moments: a worker serves from now on; it was lost or drains; a request or an operation moved to another
+worker; a running request continues with a newer version; a version became durable."""
+
+OF_WORKERS = ("idle", "connected", "joined", "preemption")
+"""Kinds that every reader sees: they are of workers, and of no tenant's work."""
+
+SPANS_KEPT = 1 << 16
+"""Of all tenants: at about 300 bytes each 20 MB, and half an hour of 10 requests per second or hours of a few."""
+
+TRIMMED = SPANS_KEPT >> 8
+"""Spans that are dropped at once from the tenant with the most, so that it is searched for rarely."""
+
+BUSY_RESOLUTION = 1.0
+"""Seconds up to which busy times of others are joined: the lengths of their texts cannot be read from them."""
+
+
+class TraceSpan(msgspec.Struct, frozen=True, gc=False):
+    """One piece of work, or a moment. The garbage collector need not look at it: thousands are kept."""
+
+    kind: str
+    start: float
+    end: float
+    worker: str = ""
+    """Empty for what no worker does."""
+    tenant: str = ""
+    job: str = ""
+    """The job, or the session of a client; empty where it is no job's. Likewise ``tenant`` and ``policy``."""
+    policy: str = ""
+    text: str = ""
+    count: int = 1
+    """The number of spans that it stands for."""
+
+
+class SpanRing:
+    """The newest spans. Where there are too many, the tenant with the most loses its oldest: a busy tenant does not
+    push out the work of others."""
+
+    def __init__(self, kept: int = SPANS_KEPT, trimmed: int = TRIMMED) -> None:
+        self._kept, self._trimmed = kept, trimmed
+        self._spans: defaultdict[str, deque[TraceSpan]] = defaultdict(deque)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, span: TraceSpan) -> None:
+        self._spans[span.tenant].append(span)
+        self._count += 1
+        if self._count > self._kept:
+            most = max(self._spans, key=lambda tenant: len(self._spans[tenant]))
+            spans = self._spans[most]
+            for _ in range(min(self._trimmed, len(spans))):
+                spans.popleft()
+                self._count -= 1
+            if not spans:
+                del self._spans[most]
+
+    def record(self, spans: Iterable[TraceSpan], tenant: str, job: str) -> None:
+        """Add spans; ``tenant`` and ``job`` are those of their policy, where they do not name them."""
+        for span in spans:
+            if tenant and not span.job:
+                span = msgspec.structs.replace(span, tenant=span.tenant or tenant, job=job)
+            self.add(span)
+
+    def snapshot(self) -> list[TraceSpan]:
+        return list(chain.from_iterable(self._spans.values()))
+
+
+def within(spans: Iterable[TraceSpan], start: float, end: float) -> list[TraceSpan]:
+    """Those that overlap the time from ``start`` to ``end``."""
+    return [span for span in spans if span.start <= end and span.end >= start]
+
+
+def visible(spans: Iterable[TraceSpan], own: Callable[[TraceSpan], bool]) -> list[TraceSpan]:
+    """The spans as a reader sees whose work is what ``own`` holds for. The work of others at workers is anonymous busy
+    time, and their other spans are left out."""
+    seen, others = [], []
+    for span in spans:
+        if own(span):
+            seen.append(span)
+        elif not span.tenant and span.kind in OF_WORKERS:  # a reason may name the work of others
+            seen.append(msgspec.structs.replace(span, text=""))
+        elif span.kind in WORK:
+            start = span.start // BUSY_RESOLUTION * BUSY_RESOLUTION
+            others.append(TraceSpan("busy", start, -(-span.end // BUSY_RESOLUTION) * BUSY_RESOLUTION, span.worker))
+    return seen + [msgspec.structs.replace(one, count=1) for one in merged(others, 0.0)]
+
+
+def idle(spans: Iterable[TraceSpan], start: float, end: float) -> list[TraceSpan]:
+    """The times between ``start`` and ``end`` in which a worker was connected and did nothing."""
+    connected: defaultdict[str, list[TraceSpan]] = defaultdict(list)
+    work: defaultdict[str, list[TraceSpan]] = defaultdict(list)
+    for span in spans:
+        if span.kind == "connected":
+            connected[span.worker].append(span)
+        elif span.kind in WORK:
+            work[span.worker].append(span)
+    found = []
+    for worker, stays in connected.items():
+        done = sorted(work[worker], key=lambda span: span.start)
+        for stay in stays:
+            last, until = max(start, stay.start), min(end, stay.end)
+            for span in done:
+                if span.start > last:
+                    found.append(TraceSpan("idle", last, min(span.start, until), worker))
+                last = max(last, span.end)
+                if last >= until:
+                    break
+            found.append(TraceSpan("idle", last, until, worker))
+    return [span for span in found if span.end > span.start]
+
+
+def merged(spans: Iterable[TraceSpan], resolution: float) -> list[TraceSpan]:
+    """The spans, where those of one lane (kind, worker, tenant, job, policy) that are at most ``resolution`` seconds
+    apart are one, with their number. By start."""
+    lanes: defaultdict[tuple[str, ...], list[TraceSpan]] = defaultdict(list)
+    for span in spans:
+        lanes[span.kind, span.worker, span.tenant, span.job, span.policy].append(span)
+    found: list[TraceSpan] = []
+    for lane in lanes.values():
+        found += _joined(sorted(lane, key=lambda span: (span.start, span.end)), resolution)
+    return sorted(found, key=lambda span: (span.start, span.end))
+
+
+def _joined(lane: list[TraceSpan], resolution: float) -> Iterator[TraceSpan]:
+    first, end, count = lane[0], lane[0].end, lane[0].count
+    for span in lane[1:]:
+        if span.start - end <= resolution:
+            end, count = max(end, span.end), count + span.count
+        else:
+            yield _stands_for(first, end, count)
+            first, end, count = span, span.end, span.count
+    yield _stands_for(first, end, count)
+
+
+def _stands_for(first: TraceSpan, end: float, count: int) -> TraceSpan:
+    return first if count == first.count else msgspec.structs.replace(first, end=end, count=count, text="")
+
+
+def picture(spans: Iterable[TraceSpan], resolution: float, most: int) -> tuple[list[TraceSpan], float]:
+    """At most ``most`` spans, and the resolution that this took: ``resolution``, or a multiple of it. Where even one
+    span a lane is too many, the longest are kept."""
+    found = merged(spans, resolution) if resolution > 0 else list(spans)
+    longest = max((span.end for span in found), default=0.0) - min((span.start for span in found), default=0.0)
+    while len(found) > most and resolution < longest:
+        resolution = max(0.001, 4 * resolution)
+        found = merged(found, resolution)
+    if len(found) > most:
+        found = sorted(found, key=lambda span: span.start - span.end)[:most]
+    return sorted(found, key=lambda span: (span.start, span.end)), resolution
+
+
+def timeline(
+    spans: Iterable[TraceSpan], own: Callable[[TraceSpan], bool] | None, start: float, end: float
+) -> list[TraceSpan]:
+    """What overlaps the time from ``start`` to ``end``, and when workers were idle, as a reader sees it whose work is
+    what ``own`` holds for; None sees everything. By start."""
+    found = within(spans, start, end)
+    found += idle(found, start, end)
+    if own is not None:
+        found = visible(found, own)
+    return sorted(found, key=lambda span: (span.start, span.end))
