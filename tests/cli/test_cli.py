@@ -20,6 +20,7 @@ import pytest
 import yaml
 from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
 from tests.support.small_model import save_small_model
+from tests.support.traces import check
 
 from rookery.cli import main
 from rookery.cli.doctor import bf16_finding, kernels_finding
@@ -462,3 +463,22 @@ def test_tenants_keys_and_costs(
     assert call("costs", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert "admin" in {row["name"] for row in told["tenants"]}
+
+
+def test_trace_is_written_to_a_file(here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str]) -> None:
+    with Client(service.url, service.key) as client:
+        client.submit(job(name="traced")).wait()
+    for arguments in (["all.json"], ["one.json", "--job", "traced", "--last", "5m"]):
+        with pytest.raises(SystemExit) as end:
+            main(["trace", *arguments])
+        assert end.value.code == 0 and "open it at https://ui.perfetto.dev" in capsys.readouterr().out
+        check(json.loads((here / arguments[0]).read_text()))
+    for arguments, problem in (
+        (["none/x.json"], "none/x.json: cannot be written (No such file or directory)"),
+        (["x.json", "--last", "1y"], "--last: given 1y, allowed is a number with m, h or d"),
+        (["x.json", "--last", "²m"], "--last: given ²m, allowed is a number with m, h or d"),
+        (["x.json", "--job", "unknown"], "no job"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["trace", *arguments])
+        assert end.value.code == 2 and problem in capsys.readouterr().err

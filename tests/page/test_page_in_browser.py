@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 from collections.abc import Iterator
 from importlib.resources import files
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.faces import ScriptedWorker, job, served
+from tests.support.traces import check
 
 from rookery.client import Client, Job
 from rookery.server.launcher import EmbeddedService
@@ -188,6 +190,40 @@ def test_comparison_grows_by_the_rows_of_later_steps(page: Any, town: Town) -> N
     page.wait_for_function(f"() => Number(document.querySelector('.chart .legend b').textContent) > {first}")
     assert page.locator(".chart .legend").first.locator(".swatch").count() == 2
     running.cancel()
+
+
+def test_timeline_zooms_from_the_whole_to_a_span_and_gives_the_trace(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.click("nav >> text=Timeline")
+    page.wait_for_selector(".lanes canvas")
+    page.click("text=All that is kept")
+    table = page.locator("table")
+    page.wait_for_function("() => document.querySelector('table').textContent.includes('commits')")
+    assert {"worker scripted", "sums"} <= set(table.locator("td:first-child").all_inner_texts())
+    whole = page.locator(".lanes canvas").bounding_box()
+    page.locator(".lanes canvas").focus()
+    for _ in range(30):
+        page.keyboard.press("+")
+    page.wait_for_selector("text=5 ms")
+    page.click("text=All that is kept")
+    page.mouse.move(whole["x"] + whole["width"] - 200, whole["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(whole["x"] + whole["width"] - 20, whole["y"] + 60, steps=4)
+    page.mouse.up()
+    with page.expect_download() as download:
+        page.click("text=Download trace")
+    check(json.loads(Path(download.value.path()).read_text()))
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/timeline")
+    page.wait_for_selector("td >> text=sums")
+
+
+def test_work_of_others_has_no_name_in_the_timeline(page: Any, town: Town) -> None:
+    sign_in(page, town, "bob")
+    page.goto(f"{town.service.url}/#/timeline")
+    page.click("text=All that is kept")
+    page.wait_for_selector("th >> text=busy for others")
+    page.wait_for_selector("td >> text=scripted")
+    assert "sums" not in page.content() and town.done.id not in page.content()
 
 
 def test_click_on_a_step_leads_to_its_groups_and_to_the_tokens_of_an_answer(page: Any, town: Town) -> None:
@@ -384,8 +420,8 @@ AXE = """async () => (await axe.run()).violations.map((one) => [one.id, one.node
 
 def views(town: Town) -> list[str]:
     job, group = town.done.id, town.done.groups()[0].group
-    of_run = ["", "/steps", "/step/3", f"/group/{group}", f"/episode/{group}-0", "/episodes?text=fiv", "/events"]
-    others = ["runs", "new", "chat", "usage", "fleet", "tenants", f"compare/{job}"]
+    of_run = ["", "/steps", "/step/3", f"/group/{group}", f"/episode/{group}-0", "/episodes?text=fiv", "/timeline", "/events"]
+    others = ["runs", "new", "chat", "timeline", "usage", "fleet", "tenants", f"compare/{job}"]
     return [*others, *(f"run/{job}{one}" for one in of_run)]
 
 

@@ -7,6 +7,7 @@ import json
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.traces import check
 
 from rookery.telemetry.spans import KINDS, MARKS, WORK, SpanRing, TraceSpan, idle, merged, picture, timeline, visible
 from rookery.telemetry.trace import LEFT_OUT, chrome_trace
@@ -112,13 +113,17 @@ def test_joined_spans_cover_the_same_lanes_and_count_all(found: list[TraceSpan],
         of = [[(s.start, s.end) for s in some if (s.kind, s.worker, s.tenant) == lane] for some in (found, joined)]
         assert measure(of[1]) >= measure(of[0])
         assert measure(of[0]) <= measure(of[0] + of[1]) == measure(of[1])
+        covered = sum(
+            s.covered if s.count > 1 else s.end - s.start for s in joined if (s.kind, s.worker, s.tenant) == lane
+        )
+        assert measure(of[0]) == covered or resolution == 1e6 > covered
     if resolution == 1e6:
         assert len(joined) == len(lanes)
 
 
 def test_span_that_stands_for_itself_keeps_its_text() -> None:
     alone, pair = TraceSpan("decode", 0, 1, "one", text="a"), [TraceSpan("decode", 5, 6, "one", text="b")] * 2
-    assert merged([alone, *pair], 1.0) == [alone, TraceSpan("decode", 5, 6, "one", count=2)]
+    assert merged([alone, *pair], 1.0) == [alone, TraceSpan("decode", 5, 6, "one", count=2, covered=1.0)]
 
 
 @given(MANY, st.integers(1, 50), st.sampled_from([0.0, 0.5]))
@@ -141,30 +146,3 @@ def test_trace_is_valid_and_nests(found: list[TraceSpan]) -> None:
     for event, span in zip(events, sorted(shown, key=lambda span: (span.start, span.end)), strict=True):
         assert abs(event["ts"] / 1e6 + trace["otherData"]["start"] - span.start) < 1e-5
         assert (event["cat"], event.get("dur", 0) / 1e6) == (span.kind, span.end - span.start)
-
-
-def check(trace: dict[str, object]) -> None:
-    """Whether an object is a trace in Chrome's JSON object format, of complete events, instants and metadata."""
-    assert trace.keys() == {"traceEvents", "displayTimeUnit", "otherData"} and trace["displayTimeUnit"] == "ms"
-    events = trace["traceEvents"]
-    assert isinstance(events, list)
-    named, rows = set(), {}
-    for event in events:
-        assert isinstance(event["name"], str) and event["name"]
-        assert all(isinstance(event[key], int) and event[key] >= 0 for key in ("pid", "tid"))
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
-            field = "sort_index" if event["name"] == "thread_sort_index" else "name"
-            assert event["args"].keys() == {field}
-            named.add((event["name"], event["pid"], event["tid"] if event["name"] != "process_name" else 0))
-            continue
-        assert isinstance(event["cat"], str) and isinstance(event["ts"], int | float) and event["ts"] >= 0
-        assert all(isinstance(value, str) for value in event["args"].values())
-        assert {("process_name", event["pid"], 0), ("thread_name", event["pid"], event["tid"])} <= named
-        if event["ph"] == "i":
-            assert event["s"] in ("g", "p", "t")
-            continue
-        assert event["ph"] == "X" and event["dur"] >= 0
-        row = event["pid"], event["tid"]
-        assert event["ts"] >= rows.get(row, 0.0) - 0.2, "spans of one thread overlap, which the format would nest"
-        rows[row] = event["ts"] + event["dur"]

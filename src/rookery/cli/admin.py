@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Group
 
-from rookery.cli.options import Cli, DataOption, with_options
+from rookery.cli.options import Cli, DataOption, duration, with_options
 from rookery.cli.output import print_json, show, time_of
 from rookery.errors import UserError, short
 from rookery.settings import STORAGE_SETTINGS, Settings
@@ -16,9 +16,6 @@ from rookery.telemetry.rows import Rows, columns
 from rookery.telemetry.table import memory_table, worker_table
 
 app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)
-
-UNITS = {"m": 60, "h": 3600, "d": 86400}
-"""Seconds in each unit of a key's lifetime."""
 
 Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
 
@@ -125,10 +122,7 @@ def new_key(
     """Create a key for a tenant. It is shown once: keep it."""
     seconds = None
     if expires is not None:
-        number, unit = expires[:-1], UNITS.get(expires[-1:])
-        if unit is None or not number.isdecimal() or int(number) == 0:
-            raise UserError(f"--expires: given {short(expires)}, allowed is a number with m, h or d, such as 30d")
-        seconds = float(int(number) * unit)
+        seconds = duration("--expires", expires)
     with cli.client() as client:
         made = client.add_key(tenant, label, role=role, lifetime_seconds=seconds)
     cli.show(made, made.key)

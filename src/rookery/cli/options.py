@@ -13,6 +13,7 @@ import typer
 
 from rookery.cli.output import print_json, show
 from rookery.client import Client
+from rookery.errors import UserError, short
 from rookery.settings import CLIENT_SETTINGS, Settings
 
 COMPLETED = 0
@@ -29,8 +30,22 @@ EXIT_CODES = "Exit codes: 0 completed, 1 failed, 2 refused or used wrongly, 3 ca
 ENDINGS = {"completed": COMPLETED, "failed": FAILED, "cancelled": CANCELLED, "paused": FAILED}
 """Exit codes by the state of a job."""
 
+UNITS = {"m": 60, "h": 3600, "d": 86400}
+"""Seconds in each unit of a duration."""
+
+MOST_DIGITS = 6
+"""Of a duration: more days than any service runs."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def duration(option: str, given: str) -> float:
+    """Seconds of a duration such as 30d. Raises :class:`UserError`."""
+    number, unit = given[:-1], UNITS.get(given[-1:])
+    if unit is None or not (number.isascii() and number.isdecimal()) or len(number) > MOST_DIGITS or int(number) == 0:
+        raise UserError(f"{option}: given {short(given)}, allowed is a number with m, h or d, such as 30d")
+    return float(int(number) * unit)
 
 
 @dataclass(frozen=True)

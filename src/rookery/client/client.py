@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from rookery.aio import LoopThread, first_of
 from rookery.client.connection import WORK_SECONDS, HttpConnection, Record
-from rookery.client.job import Job, sample, stream
+from rookery.client.job import Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, short
@@ -211,6 +211,16 @@ class Client:
     def workers(self) -> list[Record]:
         """The workers, in any state; for the administrator's key."""
         return self._connection.call("GET", "/api/v1/workers")
+
+    def timeline(self, start: float | None = None, end: float | None = None) -> Record:
+        """What workers, environments and the trainer did between two Unix times, by default the last ten minutes:
+        ``spans`` with their kind, start, end, worker, job and policy."""
+        return self._connection.call("GET", "/api/v1/timeline", params=times(start, end))
+
+    def trace(self, file: str | Path, start: float | None = None, end: float | None = None) -> Path:
+        """Writes the timeline as a trace, by default of all the time that is kept, which https://ui.perfetto.dev opens;
+        returns ``file``."""
+        return write_trace(self._connection, "/api/v1/timeline/trace", file, start, end)
 
     def tenants(self) -> list[Record]:
         """Every tenant; for the administrator's key, as are the methods below."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tarfile
 import tempfile
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+import httpx
 
 from rookery.client.connection import WORK_SECONDS, ConnectionBroken, HttpConnection, Record
 from rookery.errors import RookeryError, StorageFull
@@ -178,6 +181,16 @@ class Job:
         params = {"limit": limit, **({} if step is None else {"step": step})}
         return list(self._connection.call("GET", f"{self._path}/groups", params=params).groups)
 
+    def timeline(self, start: float | None = None, end: float | None = None) -> Record:
+        """What workers, environments and the trainer did for the job between two Unix times, by default the last ten
+        minutes; all other work is ``busy``."""
+        return self._connection.call("GET", f"{self._path}/timeline", params=times(start, end))
+
+    def trace(self, file: str | Path, start: float | None = None, end: float | None = None) -> Path:
+        """Writes the timeline of the job as a trace, by default of all the time that is kept, which
+        https://ui.perfetto.dev opens; returns ``file``."""
+        return write_trace(self._connection, f"{self._path}/trace", file, start, end)
+
     def health(self) -> Record:
         """``alarms`` about the job (name, problem, remedy), and ``advice`` where nothing is wrong."""
         return self._connection.call("GET", f"{self._path}/health")
@@ -226,6 +239,24 @@ class AdapterFolder:
             with tarfile.open(fileobj=tar) as archive:
                 archive.extractall(target, filter="data")
         return target
+
+
+def times(start: float | None, end: float | None) -> dict[str, float]:
+    """The given times as the parameters of a request."""
+    return {name: value for name, value in (("start", start), ("end", end)) if value is not None}
+
+
+def write_trace(
+    connection: HttpConnection, path: str, file: str | Path, start: float | None, end: float | None
+) -> Path:
+    """Write the trace at ``path`` of the service to ``file``."""
+    target, query = Path(file).expanduser(), httpx.QueryParams(times(start, end))
+    with tempfile.TemporaryFile() as content:
+        connection.download(f"{path}?{query}", content)
+        content.seek(0)
+        with target.open("wb") as out:
+            shutil.copyfileobj(content, out)
+    return target
 
 
 def sample(connection: HttpConnection, target: str, messages: list[dict[str, str]] | str, **sampling: object) -> Record:

@@ -123,6 +123,7 @@ class SpanView(BaseModel):
     policy: str
     text: str
     count: int = Field(description="The number of spans that it stands for")
+    covered: float = Field(description="Seconds in which one of several ran; 0 where it stands for itself")
 
 
 class TimelineView(BaseModel):

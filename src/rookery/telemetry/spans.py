@@ -53,6 +53,8 @@ class TraceSpan(msgspec.Struct, frozen=True, gc=False):
     text: str = ""
     count: int = 1
     """The number of spans that it stands for."""
+    covered: float = 0.0
+    """Seconds in which one of several ran; 0 where it stands for itself."""
 
 
 class SpanRing:
@@ -147,18 +149,26 @@ def merged(spans: Iterable[TraceSpan], resolution: float) -> list[TraceSpan]:
 
 
 def _joined(lane: list[TraceSpan], resolution: float) -> Iterator[TraceSpan]:
-    first, end, count = lane[0], lane[0].end, lane[0].count
+    first, end, count, covered = lane[0], lane[0].end, lane[0].count, _covered(lane[0])
     for span in lane[1:]:
         if span.start - end <= resolution:
+            later = 1.0 if span.start >= end else max(0.0, span.end - end) / (span.end - span.start or 1.0)
+            covered += later * _covered(span)
             end, count = max(end, span.end), count + span.count
         else:
-            yield _stands_for(first, end, count)
-            first, end, count = span, span.end, span.count
-    yield _stands_for(first, end, count)
+            yield _stands_for(first, end, count, covered)
+            first, end, count, covered = span, span.end, span.count, _covered(span)
+    yield _stands_for(first, end, count, covered)
 
 
-def _stands_for(first: TraceSpan, end: float, count: int) -> TraceSpan:
-    return first if count == first.count else msgspec.structs.replace(first, end=end, count=count, text="")
+def _covered(span: TraceSpan) -> float:
+    return span.covered if span.count > 1 else span.end - span.start
+
+
+def _stands_for(first: TraceSpan, end: float, count: int, covered: float) -> TraceSpan:
+    if count == first.count:
+        return first
+    return msgspec.structs.replace(first, end=end, count=count, covered=min(covered, end - first.start), text="")
 
 
 def picture(spans: Iterable[TraceSpan], resolution: float, most: int) -> tuple[list[TraceSpan], float]:

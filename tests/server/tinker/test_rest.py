@@ -12,6 +12,7 @@ import httpx
 import pytest
 import tinker
 from tests.support.tinkered import MODEL, PATIENCE, TOKENS, client, datum, logprobs, steps, trainer
+from tests.support.traces import check
 from tinker import types
 
 from rookery.controller.sessions.futures import Futures
@@ -55,6 +56,28 @@ def test_state_with_and_without_the_optimizer(visitor: tinker.ServiceClient) -> 
         other.load_state(path).result(PATIENCE)
     with pytest.raises(tinker.NotFoundError):
         visitor.create_training_client_from_state(f"tinker://{training.model_id}/weights/none").result(PATIENCE)
+
+
+def test_trace_of_a_session_has_its_calls(
+    visitor: tinker.ServiceClient, rest: tinker.RestClient, service: EmbeddedService
+) -> None:
+    training = trainer(visitor)
+    steps(training, 2)
+    sampler = training.save_weights_and_get_sampling_client()
+    sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=4)).result(PATIENCE)
+    session = training.model_id.partition(":")[0]
+    url = rest.export_session_trace(session).result(PATIENCE)
+    trace = httpx.get(url).raise_for_status().json()  # needs no key
+    check(trace)
+    events = [event for event in trace["traceEvents"] if event["ph"] != "M"]
+    found = {(event["cat"], event["name"].partition(":")[0].partition(",")[0]) for event in events}
+    assert {("train", "ForwardBackward"), ("train", "OptimStep")} <= found
+    assert {"prefill", "decode", "commit"} <= {kind for kind, _ in found}
+    head, _, ticket = url.partition("/traces/")
+    for changed in (f"{head}/traces/1{ticket}", f"{url}x", url.replace(session, "other")):
+        assert httpx.get(changed).status_code == 404
+    with pytest.raises(tinker.NotFoundError):
+        rest.export_session_trace("none").result(PATIENCE)
 
 
 def test_samplers_snapshot_named_in_flight_and_of_the_base(visitor: tinker.ServiceClient) -> None:
@@ -279,7 +302,10 @@ def test_every_route_asks_for_a_key(service: EmbeddedService) -> None:
 
     from rookery.server.tinker import build
 
-    open_to_all = {"/api/v1/healthz", "/api/v1/external/{ticket}/{digest}/{file}", "/{path:path}"}
+    open_to_all = {
+        "/api/v1/healthz", "/api/v1/traces/{ticket}/{tenant}/{session}",
+        "/api/v1/external/{ticket}/{digest}/{file}", "/{path:path}",
+    }  # fmt: skip
 
     def walk(routes: list) -> Iterator[APIRoute]:  # type: ignore[type-arg]
         for route in routes:

@@ -12,9 +12,10 @@ import { Submit } from "./submit.js";
 import { Fleet } from "./fleet.js";
 import { Usage } from "./usage.js";
 import { Tenants } from "./tenants.js";
+import { TimelineView } from "./timeline.js";
 
-const VIEWS = { runs: Runs, run: Run, compare: Compare, chat: Chat, new: Submit, usage: Usage, fleet: Fleet, tenants: Tenants };
-const LINKS = [["runs", "Runs"], ["new", "New run"], ["chat", "Chat"], ["usage", "Usage"], ["fleet", "Fleet", "admin"], ["tenants", "Tenants", "admin"]];
+const VIEWS = { runs: Runs, run: Run, compare: Compare, chat: Chat, new: Submit, usage: Usage, fleet: Fleet, timeline: TimelineView, tenants: Tenants };
+const LINKS = [["runs", "Runs"], ["new", "New run"], ["chat", "Chat"], ["timeline", "Timeline"], ["usage", "Usage"], ["fleet", "Fleet", "admin"], ["tenants", "Tenants", "admin"]];
 
 function useRoute() {
   const [hash, setHash] = useState(location.hash);

@@ -10,6 +10,7 @@ import { Episodes } from "./episodes.js";
 import { Events } from "./events.js";
 import { Health } from "./health.js";
 import { Group, Steps } from "./groups.js";
+import { Timeline } from "./timeline.js";
 import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
 
 const STEPS_SHOWN = 12;
@@ -25,8 +26,8 @@ function policiesOf(view) {
   }).join(" · ");
 }
 
-const TABS = [["", "Overview"], ["steps", "Groups"], ["episodes", "Episodes"], ["events", "Events"]];
-const INSIDE = { steps: Steps, step: Steps, group: Group, episode: Episode, episodes: Episodes, events: Events };
+const TABS = [["", "Overview"], ["steps", "Groups"], ["episodes", "Episodes"], ["timeline", "Timeline"], ["events", "Events"]];
+const INSIDE = { steps: Steps, step: Steps, group: Group, episode: Episode, episodes: Episodes, timeline: RunTimeline, events: Events };
 
 export function Run({ path, query, account }) {
   const [, job, tab = ""] = path;
@@ -57,7 +58,11 @@ export function Run({ path, query, account }) {
     ]} />
     <${Actions} job=${job} view=${view} reload=${reload} />
     <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, label]) => html`<a href=${route(["run", job, ...(name ? [name] : [])])} aria-current=${(tab === name || (name === "steps" && ["step", "group", "episode"].includes(tab))) ? "page" : undefined}>${label}</a>`)}</nav>
-    ${Inside ? html`<${Inside} job=${job} view=${view} rows=${stream.rows} path=${path} query=${query} />` : html`<${Overview} job=${job} view=${view} stream=${stream} />`}`;
+    ${Inside ? html`<${Inside} job=${job} view=${view} rows=${stream.rows} path=${path} query=${query} account=${account} />` : html`<${Overview} job=${job} view=${view} stream=${stream} />`}`;
+}
+
+function RunTimeline({ job, view, account }) {
+  return html`<${Timeline} path=${jobPath(job, "timeline")} trace=${jobPath(job, "trace")} account=${account} job=${job} first=${view.finished && view.started ? { start: view.started, end: view.finished + 1 } : null} names=${{ [view.id]: view.name }} />`;
 }
 
 function Overview({ job, view, stream }) {

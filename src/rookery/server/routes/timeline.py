@@ -22,13 +22,16 @@ LATEST = 1e11
 """Unix seconds of the year 5138: beyond it a time is a mistake, such as milliseconds."""
 
 Time = Annotated[float | None, Query(ge=0, le=LATEST, allow_inf_nan=False, description="Unix seconds")]
+Seconds = Annotated[float, Query(gt=0, le=1e9, allow_inf_nan=False, description="Length of the time without a start")]
 Columns = Annotated[int, Query(ge=10, le=10_000, description="Width of the picture: shorter gaps than a column close")]
 
 
-def _times(service: ServiceContext, start: float | None, end: float | None) -> tuple[float, float]:
+def _times(
+    service: ServiceContext, start: float | None, end: float | None, seconds: float = USUAL_SECONDS
+) -> tuple[float, float]:
     """The time that a request asks for. Raises :class:`UserError`."""
     until = service.context.clock.time() if end is None else end
-    since = max(0.0, until - USUAL_SECONDS) if start is None else start
+    since = max(0.0, until - seconds) if start is None else start
     if since >= until:
         raise UserError(f"start: given {since:.3f}, expected less than end ({until:.3f})")
     return since, until
@@ -40,13 +43,14 @@ def _own(owner: Caller) -> Own | None:
 
 @routes.get("/timeline", response_model=TimelineView)
 async def timeline(
-    service: Service, owner: Owner, start: Time = None, end: Time = None, columns: Columns = 1000
-) -> Response:
+    service: Service, owner: Owner, start: Time = None, end: Time = None, seconds: Seconds = USUAL_SECONDS,
+    columns: Columns = 1000,
+) -> Response:  # fmt: skip
     """What workers, environments and the trainer did between two times, the last ten minutes if none is given, and
     what happened to them. A tenant sees its own work, and that of others as ``busy`` without a name; the administrator
     everything. The newest spans are kept, since the service started."""
     activity = service.controller.queries.activity
-    return _json(await activity.timeline(_own(owner), *_times(service, start, end), columns))
+    return _json(await activity.timeline(_own(owner), *_times(service, start, end, seconds), columns))
 
 
 @routes.get("/timeline/trace", response_model=TraceView)
@@ -58,11 +62,12 @@ async def trace(service: Service, owner: Owner, start: Time = 0, end: Time = Non
 
 @routes.get("/jobs/{job}/timeline", response_model=TimelineView)
 async def job_timeline(
-    service: Service, job: OfJob, start: Time = None, end: Time = None, columns: Columns = 1000
-) -> Response:
+    service: Service, job: OfJob, start: Time = None, end: Time = None, seconds: Seconds = USUAL_SECONDS,
+    columns: Columns = 1000,
+) -> Response:  # fmt: skip
     """The timeline of one job; all other work is ``busy``."""
     activity = service.controller.queries.activity
-    return _json(await activity.timeline(of_jobs((job.id,)), *_times(service, start, end), columns))
+    return _json(await activity.timeline(of_jobs((job.id,)), *_times(service, start, end, seconds), columns))
 
 
 @routes.get("/jobs/{job}/trace", response_model=TraceView)

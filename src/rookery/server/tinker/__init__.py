@@ -30,7 +30,6 @@ UNSUPPORTED = {
     "create_custom_loss": "losses that run on the server are not supported: forward_backward_custom runs them here",
     "auth": "API keys are used as they are: there are no tokens to exchange",
     "unload_model": "a model's slot is free when its session ends or rests: there is nothing to unload",
-    "trace_export": "exporting traces is not supported",
 }
 """By part of a path that a client may request: why it is not served, and what to do instead."""
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from rookery.controller.activity import of_jobs
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
@@ -135,6 +136,31 @@ async def session(service: Service, owner: Owner, session: str) -> Response:
         "user_metadata": row.about.get("user_metadata"),
         "display_name": row.name or None,
     })  # fmt: skip
+
+
+@routes.get("/sessions/{session}/trace_export")
+async def trace_export(service: Service, owner: Owner, session: str, request: Request) -> Response:
+    """The address of a trace of the session's calls in Chrome's JSON format, valid for ``ticket_seconds`` without a
+    key. It is made when it is read, so it is ready at once."""
+    await service.controller.sessions.get(owner.id, session)
+    ticket = service.controller.tickets.grant(_trace_of(owner.id, session))
+    base = str(request.url).partition("/sessions/")[0]
+    return json_response({"status": "ready", "url": f"{base}/traces/{ticket}/{owner.id}/{session}"})
+
+
+@routes.get("/traces/{ticket}/{tenant}/{session}")
+async def trace(service: Service, ticket: str, tenant: str, session: str) -> Response:
+    if not service.controller.tickets.reads(ticket, _trace_of(tenant, session)):
+        raise NotFound("no such trace, or its address has expired")
+    runs, _ = await service.context.store.ids_of_session(tenant, session)
+    policies = [(await service.context.store.get_model(tenant, run))[0].policy for run in runs]
+    now, own = service.context.clock.time(), of_jobs((session,), policies)
+    return Response(await service.controller.queries.activity.trace(own, 0.0, now), media_type="application/json")
+
+
+def _trace_of(tenant: str, session: str) -> str:
+    """What a ticket for a session's trace opens: never the hash of an artifact."""
+    return f"trace of {session} of {tenant}"
 
 
 @routes.get("/training_runs")

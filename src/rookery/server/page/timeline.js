@@ -1,0 +1,162 @@
+// The timeline: what each worker and each tenant or run did, from weeks to milliseconds.
+import { useEffect, useRef, useState } from "preact/hooks";
+import { useData } from "./api.js";
+import { duration, percent, route, time } from "./format.js";
+import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, seconds, ticks, zoomed } from "./lanes.js";
+import { Empty, Problem, Scroll, html } from "./parts.js";
+
+const STRIP = 12, HEAD = 17, AXIS = 22, GAP = 7; // pixels
+const LIVE = 2000, COLUMNS = 1200;
+const SPANS = [[60, "1 minute"], [600, "10 minutes"], [3600, "1 hour"], [86400, "1 day"]];
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const gutter = (width) => (width < 560 ? 84 : 170);
+const heightOf = (lane) => HEAD + STRIP * Object.keys(lane.strips).length + GAP;
+
+/** `path` is the endpoint: that of the service, or of a run. */
+export function Timeline({ path = "/api/v1/timeline", trace = "/api/v1/timeline/trace", account, names = {}, job = null, first = null }) {
+  const [last, setLast] = useState(600), [view, setView] = useState(first), [at, setAt] = useState(null);
+  const { data, error } = useData(`${path}?${view ? `start=${view.start}&end=${view.end}` : `seconds=${last}`}&columns=${COLUMNS}`, view ? 0 : LIVE);
+  const seen = useRef(null);
+  if (data) seen.current = data;
+  const shown = data ?? seen.current;
+  if (!shown) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  const now = view ?? { start: Math.max(shown.start, Math.min(shown.oldest - 1, shown.end - 10)), end: shown.end }, by = account?.role === "admin" && !job ? "tenant" : "job";
+  const lanes = lanesOf(shown.spans, { by, names });
+  const go = (to) => setView(to);
+  const all = () => go({ start: Math.max(0, shown.oldest - 1), end: Date.now() / 1000 });
+  return html`
+    <div class="bar">${SPANS.map(([length, label]) => html`<button key=${length} class="small" aria-pressed=${!view && last === length} onClick=${() => { setView(null); setLast(length); }}>${label}</button>`)}
+      <button class="small" onClick=${all}>All that is kept</button>
+      <button class="small" aria-label="Earlier" onClick=${() => go(moved(now, -0.5))}>◀</button><button class="small" aria-label="Later" onClick=${() => go(moved(now, 0.5))}>▶</button>
+      <button class="small" aria-label="Zoom in" onClick=${() => go(zoomed(now, 0.5))}>+</button><button class="small" aria-label="Zoom out" onClick=${() => go(zoomed(now, 2))}>−</button>
+      <span class="muted small">${time(now.start)}, ${duration(now.end - now.start)}${view ? "" : html` <span class="good">● live</span>`}</span>
+      <a class="button small right" href=${trace} download>Download trace (Perfetto)</a></div>
+    <${Problem} error=${error} />
+    <p class="legend small">${Object.entries(KINDS).map(([kind, name]) => html`<span key=${kind}><svg width="12" height="12" aria-hidden="true"><rect class=${`kind ${kind}`} width="12" height="12" rx="2" /></svg> ${kind === "busy" ? "busy for others" : kind}</span>`)}
+      ${Object.entries(MARKS).map(([kind, [glyph, , one]]) => html`<span key=${kind}><b class=${`mark-${kind}`} aria-hidden="true">${glyph}</b> ${one}</span>`)}</p>
+    ${lanes.length === 0 ? html`<${Empty}>${shown.oldest > now.end ? `Nothing of this time is kept: the service keeps the newest spans, now since ${time(shown.oldest)}. ` : "Nothing happened in this time. "}${(shown.oldest < now.start || shown.oldest > now.end) && html`<button onClick=${all}>Show all that is kept</button>`}<//>` : html`
+      <${Lanes} lanes=${lanes.slice(0, LANES_SHOWN)} view=${now} onView=${go} onAll=${all} onAt=${setAt} />
+      <p class="small about" aria-live="polite">${at ? html`${about(at, names)}${at.job && !job && at.job.startsWith("job-") ? html` · <a href=${route(["run", at.job])}>open the run</a>` : ""}` : html`<span class="muted">Point at a span. Drag to zoom, double-click to show all; with the keyboard: arrows, + and −.</span>`}</p>
+      ${lanes.length > LANES_SHOWN && html`<p class="muted small">${lanes.length - LANES_SHOWN} lanes more are in the table.</p>`}
+      <${Shares} lanes=${lanes} view=${now} />`}`;
+}
+
+function Lanes({ lanes, view, onView, onAll, onAt }) {
+  const canvas = useRef(null), spots = useRef([]), drag = useRef(null);
+  const [width, setWidth] = useState(0), [theme, setTheme] = useState(0);
+  useEffect(() => {
+    const watch = new ResizeObserver(() => setWidth(canvas.current?.parentElement.clientWidth ?? 0));
+    watch.observe(canvas.current.parentElement);
+    const again = () => setTheme((old) => old + 1);
+    addEventListener("hashchange", again);
+    return () => { watch.disconnect(); removeEventListener("hashchange", again); };
+  }, []);
+  const height = AXIS + lanes.reduce((sum, lane) => sum + heightOf(lane), 0), left = gutter(width);
+  useEffect(() => { if (width) spots.current = draw(canvas.current, lanes, view, width, height); });
+  const share = (event) => Math.min(1, Math.max(0, (event.offsetX - left) / (width - left)));
+  const find = (event) => {
+    const hit = (spot) => event.offsetX >= spot.x - 2 && event.offsetX <= spot.x + spot.width + 2 && event.offsetY >= spot.y && event.offsetY <= spot.y + spot.height;
+    onAt(spots.current.findLast(hit)?.span ?? null);
+  };
+  const band = (event) => {
+    if (!drag.current) return find(event);
+    drag.current.to = share(event);
+    draw(canvas.current, lanes, view, width, height, drag.current);
+    return undefined;
+  };
+  const release = () => {
+    const { from, to } = drag.current ?? {}, length = view.end - view.start;
+    drag.current = null;
+    if (from === undefined || Math.abs(to - from) * (width - left) < 5) return;
+    const [a, b] = [Math.min(from, to), Math.max(from, to)];
+    onView(zoomed({ start: view.start + a * length, end: view.start + b * length }, 1));
+  };
+  const key = (event) => {
+    const to = { ArrowLeft: () => moved(view, -0.2), ArrowRight: () => moved(view, 0.2), "+": () => zoomed(view, 0.5), "=": () => zoomed(view, 0.5), "-": () => zoomed(view, 2) }[event.key];
+    if (to) { event.preventDefault(); onView(to()); }
+  };
+  const label = `Timeline of ${lanes.length} lanes over ${duration(view.end - view.start)}; the table below has its figures`;
+  return html`<div class="panel"><div class="lanes"><canvas ref=${canvas} height=${height} tabindex="0" role="img" aria-label=${label} onKeyDown=${key} onPointerMove=${band} onPointerLeave=${() => onAt(null)}
+    onPointerDown=${(event) => { drag.current = { from: share(event), to: share(event) }; event.target.setPointerCapture(event.pointerId); }} onPointerUp=${release} onPointerCancel=${() => { drag.current = null; }} onDblClick=${onAll}></canvas></div></div>`;
+}
+
+/** Paints the lanes; returns where each span is: [{x, y, width, height, span}]. */
+function draw(canvas, lanes, view, width, height, band = null) {
+  const scale = devicePixelRatio || 1, left = gutter(width), found = [];
+  canvas.width = width * scale; canvas.height = height * scale;
+  canvas.style.width = `${width}px`; canvas.style.height = `${height}px`;
+  const paint = canvas.getContext("2d"), x = (unix) => left + ((unix - view.start) / (view.end - view.start)) * (width - left);
+  paint.scale(scale, scale);
+  paint.font = "12px system-ui, sans-serif";
+  paint.textBaseline = "middle";
+  for (const { at, label } of ticks(view, width - left)) {
+    paint.fillStyle = color("--grid");
+    paint.fillRect(x(at), AXIS - 4, 1, height);
+    paint.fillStyle = color("--muted");
+    if (x(at) + 58 < width) paint.fillText(label, x(at) + 3, AXIS / 2);
+  }
+  let y = AXIS;
+  const box = (span, top, tall, shade, most = 1) => {
+    const from = Math.max(left, x(span.start)), until = Math.min(width, Math.max(x(span.end), x(span.start) + 1));
+    if (until <= left || from >= width) return;
+    paint.fillStyle = shade;
+    paint.globalAlpha = span.count > 1 && span.end > span.start ? most * (0.35 + 0.65 * Math.min(1, span.covered / (span.end - span.start))) : most;
+    paint.fillRect(from, top, Math.max(1, until - from - (until - from > 4 ? 0.5 : 0)), tall);
+    paint.globalAlpha = 1;
+    found.push({ x: from, y: top, width: until - from, height: tall, span });
+  };
+  for (const lane of lanes) {
+    paint.fillStyle = color("--text");
+    paint.font = "600 12px system-ui, sans-serif";
+    paint.fillText(lane.worker && width >= 560 ? `worker ${lane.name}` : lane.name, 2, y + HEAD / 2, left + 60);
+    paint.font = "10px system-ui, sans-serif";
+    for (const span of lane.idle) box(span, y + HEAD - 5, 2, color(KINDS.idle));
+    let top = y + HEAD;
+    for (const [kind, spans] of Object.entries(lane.strips)) {
+      paint.fillStyle = color("--muted");
+      paint.textAlign = "right";
+      paint.fillText(kind === "busy" ? "others" : kind, left - 6, top + STRIP / 2);
+      paint.textAlign = "left";
+      const rows = packed(spans), tall = Math.max(1.5, (STRIP - 2) / Math.max(1, rows.length));
+      rows.forEach((row, place) => row.forEach((span) => box(span, top + Math.min(place * tall, STRIP - 3), Math.max(1, tall - (tall > 3 ? 0.5 : 0)), color(KINDS[kind]), kind === "busy" ? 0.5 : 1)));
+      top += STRIP;
+    }
+    paint.font = "12px system-ui, sans-serif";
+    for (const span of lane.marks) {
+      const [glyph, name] = MARKS[span.kind], place = x(span.start);
+      if (place < left || place > width) continue;
+      paint.fillStyle = color(name);
+      paint.fillText(glyph, place - 5, y + HEAD / 2 - 1);
+      found.push({ x: place - 6, y, width: 12, height: HEAD, span });
+    }
+    y += heightOf(lane);
+    paint.fillStyle = color("--line");
+    paint.fillRect(0, y - GAP / 2, width, 1);
+  }
+  if (band) {
+    paint.globalAlpha = 0.18;
+    paint.fillStyle = color("--accent");
+    paint.fillRect(left + Math.min(band.from, band.to) * (width - left), AXIS, Math.abs(band.to - band.from) * (width - left), height - AXIS);
+  }
+  return found;
+}
+
+/** The same in figures: seconds of each kind, and the share of the shown time. */
+function Shares({ lanes, view }) {
+  const kinds = Object.keys(KINDS).filter((kind) => lanes.some((lane) => (kind === "idle" ? lane.idle.length : lane.strips[kind]?.length)));
+  const length = view.end - view.start, cut = (span) => ({ ...span, start: Math.max(span.start, view.start), end: Math.min(span.end, view.end) });
+  const cell = (spans) => {
+    const total = seconds((spans ?? []).map(cut));
+    return total > 0 ? html`${duration(total)} <span class="muted small">${percent(total / length)}</span>` : "–";
+  };
+  return html`<${Scroll} label="Time by lane"><table><thead><tr><th>Lane</th>${kinds.map((kind) => html`<th key=${kind} class="number">${kind === "busy" ? "busy for others" : kind}</th>`)}<th>Moments</th></tr></thead>
+    <tbody>${lanes.map((lane) => html`<tr key=${`${lane.worker}${lane.key}`}><td>${lane.worker ? "worker " : ""}<b>${lane.name}</b></td>${kinds.map((kind) => html`<td key=${kind} class="number">${cell(kind === "idle" ? lane.idle : lane.strips[kind])}</td>`)}
+      <td class="small wrap">${Object.keys(MARKS).map((kind) => [kind, lane.marks.filter((mark) => mark.kind === kind).reduce((sum, mark) => sum + mark.count, 0)]).filter(([, number]) => number).map(([kind, number]) => `${number} ${MARKS[kind][number === 1 ? 2 : 3]}`).join(", ") || "–"}</td></tr>`)}</tbody></table><//>`;
+}
+
+export function TimelineView({ account }) {
+  const { data: runs } = useData("/api/v1/runs?limit=200", 30000), { data: tenants } = useData(account.role === "admin" ? "/api/v1/tenants?limit=200" : null, 30000);
+  const names = Object.fromEntries([...(runs?.runs ?? []).map((run) => [run.id, run.name]), ...(tenants ?? []).map((one) => [one.id, one.name])]);
+  return html`<div class="bar"><h1>Timeline</h1><span class="muted">${account.role === "admin" ? "workers and tenants" : "workers and your runs; work of others without a name"}</span></div><${Timeline} account=${account} names=${names} />`;
+}
