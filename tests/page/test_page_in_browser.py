@@ -420,7 +420,8 @@ AXE = """async () => (await axe.run()).violations.map((one) => [one.id, one.node
 
 def views(town: Town) -> list[str]:
     job, group = town.done.id, town.done.groups()[0].group
-    of_run = ["", "/steps", "/step/3", f"/group/{group}", f"/episode/{group}-0", "/episodes?text=fiv", "/timeline", "/events"]
+    of_run = ["", "/steps", "/step/3", f"/group/{group}", f"/episode/{group}-0", "/episodes?text=fiv", "/events"]
+    of_run += ["/timeline"]
     others = ["runs", "new", "chat", "timeline", "usage", "fleet", "tenants", f"compare/{job}"]
     return [*others, *(f"run/{job}{one}" for one in of_run)]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli import admin, demo, doctor, jobs, models, page, plan, run, serve, simulate, trace
+from rookery.cli import admin, demo, doctor, jobs, models, page, plan, run, serve, simulate, top, trace
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.cli.output import flush_output, prepare_streams, show
 from rookery.errors import RookeryError
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("open")(page.open_page)
+app.command("top")(top.top)
 app.command("trace")(trace.trace)
 app.command("run", epilog=EXIT_CODES)(run.run)
 app.add_typer(jobs.app, name="jobs")

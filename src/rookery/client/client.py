@@ -189,6 +189,16 @@ class Client:
         """The current state of all jobs, newest first."""
         return list(self._connection.rows("/api/v1/jobs"))
 
+    def runs(self, *, order: str = "created", descending: bool = True, **chosen: Any) -> Record:
+        """A page of jobs in short, ``runs``, and how many there are, ``total``; for the administrator's key of all
+        tenants. ``chosen``: ``state``, ``text``, ``offset``, ``limit``."""
+        params = {"order": order, "descending": descending, **chosen}
+        return self._connection.call("GET", "/api/v1/runs", params=params)
+
+    def figures(self) -> Record:
+        """Counts of jobs by state, totals since the service started, and gauges of the present."""
+        return self._connection.call("GET", "/api/v1/health")
+
     def uploads(self) -> list[Record]:
         """The datasets (inline rows of jobs too) and adapters that this key's tenant stores, oldest first."""
         return list(self._connection.rows("/api/v1/uploads"))

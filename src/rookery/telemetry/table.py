@@ -67,25 +67,25 @@ def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Ta
     for job in jobs:
         running = job["state"] == "running"
         table.add_row(
-            *_job_cells(job),
+            *job_cells(job),
             Text(sparkline(job.get("rewards") or []), "green"),
-            _number(job.get("tokens_per_second"), "{:.0f}") if running else "–",
-            _number(job.get("staleness"), "{:.1f}"),
-            _cut(_waits(job), "dim"),
+            rounded(job.get("tokens_per_second"), "{:.0f}") if running else "–",
+            rounded(job.get("staleness"), "{:.1f}"),
+            _cut(waits(job), "dim"),
         )
     return table
 
 
 def job_line(job: Mapping[str, Any]) -> Text:
     """One job's present state on one line, or several where the terminal is narrow."""
-    name, state, step, reward = _job_cells(job)
+    name, state, step, reward = job_cells(job)
     running = job["state"] == "running"
     parts: list[str | Text | tuple[str, str]] = [name, " ", state, f"  step {step}  reward {reward} "]
     parts.append((sparkline(job.get("rewards") or []), "green"))
     if running:
-        parts.append(f"  {_number(job.get('tokens_per_second'), '{:.0f}')} tokens/s")
-    if waits := _waits(job):
-        parts.append((f"  waits for {waits}" if running else f"  {waits}", "dim"))
+        parts.append(f"  {rounded(job.get('tokens_per_second'), '{:.0f}')} tokens/s")
+    if waited := waits(job):
+        parts.append((f"  waits for {waited}" if running else f"  {waited}", "dim"))
     return Text.assemble(*parts, overflow="fold")
 
 
@@ -93,7 +93,7 @@ def job_list(jobs: Sequence[Mapping[str, Any]]) -> Rows:
     """The same jobs with their ids, for commands that take one."""
     table = Rows([*columns(("job", "state"), ("step", "reward")), *columns(("id",), notes=("reason",))])
     for job in jobs:
-        table.add(*_job_cells(job), job["id"], Text(printable(_waits(job)), "dim"))
+        table.add(*job_cells(job), job["id"], Text(printable(waits(job)), "dim"))
     return table
 
 
@@ -116,10 +116,10 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Rows:
             worker["engine"] or "–",
             ", ".join(worker["roles"]),
             worker["adapters"],
-            _number(beat.get("active"), "{:d}"),
-            _number(beat.get("waiting"), "{:d}"),
-            _number(worker["tokens_per_second"], "{:.0f}"),
-            _number(worker["price"], "{:g}"),
+            rounded(beat.get("active"), "{:d}"),
+            rounded(beat.get("waiting"), "{:d}"),
+            rounded(worker["tokens_per_second"], "{:.0f}"),
+            rounded(worker["price"], "{:g}"),
             Text(printable(str(worker["note"])), "dim"),
         )
     return table
@@ -153,24 +153,25 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _job_cells(job: Mapping[str, Any]) -> list[Text | str]:
+def job_cells(job: Mapping[str, Any]) -> list[Text | str]:
     """Name, state, step and reward."""
     state, steps = str(job["state"]), job.get("steps")
     return [
         Text(printable(str(job["name"]))),
         Text(state, STYLES.get(state, "")),
         f"{job['step']}/{steps}" if steps is not None else str(job["step"]),
-        _number(job.get("reward"), "{:.3f}"),
+        rounded(job.get("reward"), "{:.3f}"),
     ]
 
 
-def _waits(job: Mapping[str, Any]) -> str:
+def waits(job: Mapping[str, Any]) -> str:
     """The resource that a running job waits for; for another job, the reason of its state."""
     waits, reason = str(job.get("waits_for") or ""), str(job.get("reason") or "")
     return waits if job["state"] == "running" else reason or waits
 
 
-def _number(value: Any, form: str) -> str:
+def rounded(value: Any, form: str) -> str:
+    """A number in this form; a dash for what is none."""
     return form.format(value) if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 

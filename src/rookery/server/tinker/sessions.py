@@ -152,8 +152,8 @@ async def trace_export(service: Service, owner: Owner, session: str, request: Re
 async def trace(service: Service, ticket: str, tenant: str, session: str) -> Response:
     if not service.controller.tickets.reads(ticket, _trace_of(tenant, session)):
         raise NotFound("no such trace, or its address has expired")
-    runs, _ = await service.context.store.ids_of_session(tenant, session)
-    policies = [(await service.context.store.get_model(tenant, run))[0].policy for run in runs]
+    runs, _ = await service.context.store.read(ids_of_session, tenant, session)
+    policies = [(await service.context.store.read(get_model, tenant, run))[0].policy for run in runs]
     now, own = service.context.clock.time(), of_jobs((session,), policies)
     return Response(await service.controller.queries.activity.trace(own, 0.0, now), media_type="application/json")
 
