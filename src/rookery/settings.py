@@ -82,6 +82,10 @@ class ServerSettings(Section):
     """Also write each job's metrics as TensorBoard events into its folder. Needs the `tensorboard` extra."""
     wandb_project: str = ""
     """Also log each job's metrics to this Weights & Biases project. Needs the `wandb` extra."""
+    otlp_url: str = ""
+    """Also send a trace of each episode to this OpenTelemetry collector by OTLP over HTTP, such as
+    http://127.0.0.1:4318; without a path, to its `/v1/traces`. Needs the `otel` extra. Headers are those of
+    `OTEL_EXPORTER_OTLP_HEADERS`. A collector that does not answer delays nothing: its traces are dropped."""
     sandbox: Literal["bubblewrap", "gvisor"] = "bubblewrap"
     """In which code of replies runs: bubblewrap, or gVisor (`runsc`), which starts more slowly and has a kernel of its
     own. With gVisor the service does not start where that is not installed; without bubblewrap, jobs that run code are

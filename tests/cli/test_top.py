@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from rookery.cli import main
-from rookery.cli.top import ServiceReader
+from rookery.cli.overview import ServiceReader
 from rookery.cli.top_screen import RunScreen, TopScreen
 from rookery.client import Client
 from rookery.server.launcher import EmbeddedService

@@ -14,7 +14,7 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Header, Input, Static
 
 from rookery.cli.output import time_of
-from rookery.cli.top import Overview, ServiceReader
+from rookery.cli.overview import Overview, ServiceReader
 from rookery.errors import RookeryError
 from rookery.telemetry.rows import printable
 from rookery.telemetry.table import WORKER_STYLES, job_cells, rounded, sparkline, waits

@@ -82,6 +82,7 @@ from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, sessions, tenants
 from rookery.storage.repositories.versions import unnamed
 from rookery.storage.store import Store, Writer, every
+from rookery.telemetry.tracing import EpisodeTracer
 from rookery.tokenization.chat import Chat
 from rookery.turns import in_thread
 
@@ -125,7 +126,8 @@ class Controller:
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
         self.timeline = WorkerTimeline(clock)
-        self.records = Records()
+        url = settings.server.otlp_url
+        self.records = Records(tracer=EpisodeTracer(url) if url else None)
         self.record = RunRecord(jobs_folder.with_name("running.json"), clock)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
@@ -237,6 +239,8 @@ class Controller:
         await self.sessions.stop()
         await self.context.rooms.weights.close()
         await self.context.rooms.usage.stop()
+        if self.records.tracer is not None:
+            await asyncio.to_thread(self.records.tracer.close, self.context.settings.server.stop_seconds)
 
     async def serve_worker(self, connection: Connection, key_hash: str = "") -> None:
         """Serve one worker, whose API key has this hash, until its connection ends."""

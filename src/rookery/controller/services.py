@@ -12,6 +12,7 @@ from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.store import Store, Writer
 from rookery.telemetry.spans import SpanRing
+from rookery.telemetry.tracing import EpisodeTracer
 from rookery.tokenization.chat import Chat
 
 
@@ -23,6 +24,8 @@ class Records:
     """Refusals by the limit that caused them, since the service started."""
     spans: SpanRing = field(default_factory=SpanRing)
     """What workers, environments and the trainer did lately."""
+    tracer: EpisodeTracer | None = None
+    """Sends episodes to a collector, where a setting names one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ from rookery.spec.policy import InFlight
 from rookery.storage.models import EpisodeRow
 from rookery.storage.repositories import jobs
 from rookery.telemetry.spans import TraceSpan
+from rookery.telemetry.tracing import TracedCall
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, LONG_TEXT, Message
 
 T = TypeVar("T")
@@ -84,6 +85,8 @@ class Episode:
     """Times that the chat template did not extend the sequence."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _host: EnvironmentHost | None = None
+    _calls: list[TracedCall] = field(default_factory=list)
+    """Its requests and the calls of its environment, where they are traced."""
 
     def __post_init__(self) -> None:
         self.turns = decode_turns(self.row.turns) if self.row is not None else []
@@ -91,6 +94,25 @@ class Episode:
         """The host instance that ran the turns."""
 
     async def run(self) -> EpisodeResult:
+        """:meth:`_run`, and send its trace where a collector is set. A cancelled episode may be resumed, and has none."""
+        tracer, clock = self.job.controller.records.tracer, self.job.controller.clock
+        if tracer is None:
+            return await self._run()
+        began, row = clock.time(), self.job.row
+        about: dict[str, Any] = {
+            "rookery.episode": self.id, "rookery.job": row.id, "rookery.job_name": row.name,
+            "rookery.tenant": row.tenant,
+        }  # fmt: skip
+        try:
+            result = await self._run()
+        except Exception as error:
+            tracer.episode(self.id, began, clock.time(), about, self._calls, str(error) or type(error).__name__)
+            raise
+        about |= {"rookery.reward": result.reward, "rookery.finish": result.finish, "rookery.turns": len(self.turns)}
+        tracer.episode(self.id, began, clock.time(), about, self._calls, "")
+        return result
+
+    async def _run(self) -> EpisodeResult:
         """Play to the end. Raises :class:`EpisodeFailed`, or :class:`~rookery.errors.Unavailable` without a host or a
         worker."""
         environment, hosts = self.job.environment, self.job.controller.rooms.hosts
@@ -286,9 +308,28 @@ class Episode:
         )  # fmt: skip
         if len(job.policies) > 1:
             reply.policy = policy.name
+        if job.controller.records.tracer is not None:
+            self._trace_request(reply, policy, generate)
         self.turns.append(reply)
         await self._store_turns()
         return reply
+
+    def _trace_request(self, reply: AssistantTurn, policy: JobPolicy, generate: protocol.Generate) -> None:
+        end = self.job.controller.clock.time()
+        given = end - reply.generation_seconds
+        start = given - reply.queue_seconds
+        worked = [
+            TracedCall("queue", start, given),
+            TracedCall("generation", given, end, {"rookery.workers": [name for _, name in reply.workers]}),
+        ]
+        about = {
+            "gen_ai.operation.name": "chat", "gen_ai.request.model": self.job.spec.base_model,
+            "gen_ai.request.max_tokens": generate.max_tokens, "gen_ai.request.temperature": generate.temperature,
+            "gen_ai.usage.input_tokens": len(generate.prompt), "gen_ai.usage.output_tokens": len(reply.tokens),
+            "gen_ai.response.finish_reasons": [reply.finish], "rookery.request": generate.request,
+            "rookery.policy": policy.name, "rookery.versions": sorted(set(reply.versions)),
+        }  # fmt: skip
+        self._calls.append(TracedCall("request", start, end, about, worked))
 
     async def _store_turns(self) -> None:
         """Count the newest turn, and make all turns durable where the episode is stored."""
@@ -315,4 +356,7 @@ class Episode:
             self.seconds["environment"] += seconds
             call = "reset" if isinstance(message, protocol.Reset) else f"step {message.turn}"
             owner, text = (self.job.row.tenant, self.job.row.id), f"{self.id}: {call}"
+            if controller.records.tracer is not None:
+                about = {"rookery.environment": self.job.environment.name}
+                self._calls.append(TracedCall(f"environment {call}", now - seconds, now, about))
             controller.records.spans.add(TraceSpan("environment", now - seconds, now, "", *owner, text=text))
