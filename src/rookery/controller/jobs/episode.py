@@ -94,7 +94,7 @@ class Episode:
         """The host instance that ran the turns."""
 
     async def run(self) -> EpisodeResult:
-        """:meth:`_run`, and send its trace where a collector is set. A cancelled episode may be resumed, and has none."""
+        """:meth:`_run`, and send its trace where a collector is set; a cancelled episode has none yet."""
         tracer, clock = self.job.controller.records.tracer, self.job.controller.clock
         if tracer is None:
             return await self._run()
