@@ -63,7 +63,7 @@ def test_trace_of_a_session_has_its_calls(
 ) -> None:
     training = trainer(visitor)
     steps(training, 2)
-    sampler = training.save_weights_and_get_sampling_client()
+    sampler = training.save_weights_and_get_sampling_client().result(PATIENCE)
     sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=4)).result(PATIENCE)
     session = training.model_id.partition(":")[0]
     url = rest.export_session_trace(session).result(PATIENCE)
