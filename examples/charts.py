@@ -37,11 +37,14 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def line_chart(title: str, x: str, y: str, lines: Sequence[Line], levels: Mapping[str, float] | None = None) -> str:
+def line_chart(
+    title: str, x_name: str, y_name: str, lines: Sequence[Line], levels: Mapping[str, float] | None = None
+) -> str:
     """An SVG with lines and, dashed, horizontal levels. Raises ValueError where there is no point."""
     levels = levels or {}
     xs = [point[0] for line in lines for point in line.points]
     ys = [point[1] for line in lines for point in line.points] + list(levels.values())
+    ys += [y + error for line in lines for (_, y), error in zip(line.points, line.errors, strict=False)]
     if not xs:
         raise ValueError("a chart has at least one point")
     left, right = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
@@ -67,10 +70,10 @@ def line_chart(title: str, x: str, y: str, lines: Sequence[Line], levels: Mappin
         below = f'x="{across(value):.1f}" y="{TOP + plot_height + 18}"'
         parts.append(f'<text {below} text-anchor="middle">{value:g}</text>')
     middle = LEFT + plot_width / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x)}</text>')
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x_name)}</text>')
     centre = TOP + plot_height / 2
     turned = f'transform="rotate(-90 16 {centre})" text-anchor="middle"'
-    parts.append(f'<text x="16" y="{centre}" {turned}>{escape(y)}</text>')
+    parts.append(f'<text x="16" y="{centre}" {turned}>{escape(y_name)}</text>')
     names: list[tuple[float, str, str]] = []
     for name, value in levels.items():
         dashes = f'stroke="{GREY}" stroke-dasharray="5 4"'
