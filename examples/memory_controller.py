@@ -243,7 +243,7 @@ def report(folder: Any, run: Learned, chosen: Mapping[str, Any]) -> bool:
         "policies on held-out workloads, one call each": round(final, 4),
         "best constant design": [*design, round(constant, 4)],
         "policies in training, last five steps": round(
-            statistics.fmean(statistics.fmean(curve[-5:]) for curve in run.training.values()), 4
+            statistics.fmean(step["score"] for steps in run.training_metrics.values() for step in steps[-5:]), 4
         ),
         "equal calls on training workloads": {k: round(v, 4) for k, v in searched(training, calls).items()},
         "searches on held-out workloads": {
