@@ -149,6 +149,9 @@ def test_charts_are_svg_that_shows_every_point_and_level() -> None:
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"T & C", "a < b", "dots", "best 0.50", "start", "end"} <= {*texts}
     assert len([*root.iter("{http://www.w3.org/2000/svg}circle")]) == 3
+    bars = [element.get("d") or "" for element in root.iter("{http://www.w3.org/2000/svg}path")]
+    ends = [float(end) for bar in bars for end in re.findall(r"V([0-9.]+)", bar)]
+    assert len(ends) == 2 and min(ends) >= 40, "error bars stay below the title"
     with pytest.raises(ValueError, match="at least one point"):
         line_chart("nothing", "x", "y", [Line("empty", [])])
 

@@ -194,6 +194,7 @@ def test_an_episode_without_tokens_weighs_nothing_and_counts() -> None:
         ({"id": "reasoning-gym", "task": "x", "max_turns": 5}, 64, 64),
         ({"id": "calculator"}, 64, 128),
         ({"id": "calculator", "max_turns": 1}, 64, 64),
+        ({"id": "xrouter"}, 64, 192),
         ({"hosted": "task"}, 16, 128),
         ({"hosted": "task", "max_turns": 3}, 64, 192),
         ({"hosted": "task", "max_turns": 100}, 64, CONTEXT),
