@@ -94,8 +94,6 @@ class ServerSettings(Section):
     """Hosts that are not of the public internet and that tenants' jobs may name all the same, as servers of OpenEnv:
     names (each with its sub-domains), addresses and networks, each with an optional port, comma-separated; `*` is
     everything. The service reaches no other private address for a tenant."""
-    ticket_seconds: float = Field(600.0, gt=0)
-    """Lifetime of a link of the Tinker API with which a checkpoint is downloaded without a key."""
     worker_wait_seconds: float = Field(600.0, gt=0)
     """A request or training step that finds no worker for this long pauses its job, with that reason."""
     usage_flush_seconds: float = Field(30.0, gt=0)
@@ -146,10 +144,8 @@ class EdgeSettings(Section):
     """Most requests of one tenant that are open at once, streams and those whose body is on its way included; never
     more than half of the connections of one address. More get status 429."""
     body_seconds: float = Field(30.0, gt=0)
-    """Time that a body may take whatever its size. After it, a body that came with less than `body_rate` bytes per
-    second on average gets status 408."""
-    body_rate: float = Field(1024.0, gt=0)
-    """Bytes per second."""
+    """Time that a body may take whatever its size. After it, a body that came with less than 1024 bytes per second
+    on average gets status 408."""
     stall_seconds: float = Field(60.0, gt=0)
     """A client that takes none of a response for so long, while 64 kB of it wait, is disconnected."""
     head_seconds: float = Field(15.0, gt=0)
@@ -183,8 +179,6 @@ class LimitSettings(Section):
     """Crashes of the service in a row that a job was shown to have caused (the service worked on its start alone, or
     grew by half a gigabyte) after which it is paused until a person resumes it. Before, it starts after a growing
     delay, from 2 s to ten minutes. Other jobs resume by themselves."""
-    start_seconds: float = Field(60.0, gt=0)
-    """A job is starting until it has trained a step or has run for this long."""
     allowed_models: str = ""
     """Hub ids (`organisation/model`), comma-separated, that tenants may name in addition to the catalogue's models, by
     their names or hub ids, and those of `models`; `*` allows every hub id. The administrator may name any hub id, and
@@ -303,11 +297,6 @@ class WorkerSettings(Section):
     """Share of a GPU's free memory that a worker uses; the rest is for what PyTorch allocates besides tensors."""
     adapter_cache_bytes: int = Field(4 << 30, ge=1 << 20)
     """Pulled adapters that a worker keeps on disk, in bytes."""
-    transfer_seconds: float = Field(30.0, gt=0)
-    """Time that the service may be silent in a transfer before the transfer is retried."""
-    peer_seconds: float = Field(3.0, gt=0)
-    """Time that another worker may be silent while it serves an adapter or a model, before the rest is read from
-    another source."""
     drain_seconds: float = Field(4.0, gt=0)
     """Time that a draining worker takes for its slice and its uploads. Keep it below `stop_seconds`."""
 

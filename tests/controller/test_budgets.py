@@ -12,6 +12,7 @@ from tests.support.peers import HANG, MODEL, ScriptedHost, Service, eventually, 
 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
+from rookery.controller.jobs.runner import START_SECONDS
 from rookery.environments.jsonl import read_jsonl
 from rookery.spec.parsing import SpecError
 from rookery.storage.repositories import tenants
@@ -324,7 +325,7 @@ async def test_job_that_has_started_is_no_suspect(service: Service, how: str) ->
             await eventually(lambda step=step: service.database.read(get_job, "alice", view.id).step > step)
         await service.ends(view.id, "running")
         if how == "ran for a while":
-            await service.clock.advance(service.settings.limits.start_seconds)
+            await service.clock.advance(START_SECONDS)
             await settle()
         if how != "orderly stop":
             assert view.id.encode() not in service.controller.record.path.read_bytes()

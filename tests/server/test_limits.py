@@ -434,7 +434,7 @@ def test_bodies_that_never_come_leave_places_for_others(tmp_path: Path) -> None:
 
 
 def test_body_that_comes_steadily_may_take_long(tmp_path: Path) -> None:
-    with served(tmp_path, body_seconds=0.3, body_rate=1000) as service, admin_of(service) as admin:
+    with served(tmp_path, body_seconds=0.3) as service, admin_of(service) as admin:
 
         def steadily() -> Iterator[bytes]:
             for _ in range(10):

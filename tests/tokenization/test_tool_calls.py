@@ -149,7 +149,7 @@ def test_template_offers_tools_and_writes_calls_and_results(template: str) -> No
     assert chat.conversation(TURNS[:1]) == chat.encode(chat.render(TURNS[:1]))
 
 
-def test_formats_are_told_from_templates() -> None:
+def test_formats_are_derived_from_templates() -> None:
     assert style_of(QWEN) == style_of(SMOLLM3) == style_of(STRICT) == "hermes"
     assert style_of("{{ bos_token }}[INST]...[/INST][TOOL_CALLS]") == "mistral"
     assert style_of("...<|python_tag|>...") == "llama3"

@@ -69,7 +69,7 @@ from rookery.controller.views import BY_OWNER, JobState, JobView
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.reads import ReadKeys
 from rookery.controller.weights.store import WeightStore
-from rookery.controller.weights.tickets import Tickets
+from rookery.controller.weights.tickets import TICKET_SECONDS, Tickets
 from rookery.environments.base import SplitSizes
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
 from rookery.protocol.connection import Connection
@@ -130,7 +130,7 @@ class Controller:
         self.records = Records(tracer=EpisodeTracer(url) if url else None)
         self.record = RunRecord(jobs_folder.with_name("running.json"), clock)
         self._jobs_folder = jobs_folder
-        self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
+        self.tickets = Tickets(artifacts, clock, TICKET_SECONDS, random_bytes)
         fleet = Fleet(settings, clock, self.on_event)
         self._fleet = fleet
         self.reads = ReadKeys(clock)

@@ -53,6 +53,9 @@ HEADERS = [
     (b"referrer-policy", b"no-referrer"),
 ]
 
+BODY_RATE = 1024.0
+"""Bytes per second that a body must have on average after ``body_seconds``: a slow mobile network has more."""
+
 INLINE_BYTES = 32 << 10
 """A smaller body is parsed at once: a thread switch costs more."""
 
@@ -98,11 +101,11 @@ class BodyLimit:
             now = asyncio.get_running_loop().time()
             began = began or now
             try:
-                async with asyncio.timeout_at(began + edge.body_seconds + received / edge.body_rate):
+                async with asyncio.timeout_at(began + edge.body_seconds + received / BODY_RATE):
                     return await receive()
             except TimeoutError:
                 service.refusals["bodies_slow"] += 1
-                line = f"the body came with less than {edge.body_rate:g} bytes per second (ROOKERY_BODY_RATE)"
+                line = f"the body came with less than {BODY_RATE:g} bytes per second (ROOKERY_BODY_SECONDS)"
                 raise BodyRefused(408, line, {"Connection": "close"}) from None
 
         async def counted() -> Message:

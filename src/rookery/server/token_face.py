@@ -33,7 +33,6 @@ class TokenSampling(CompletionOptions):
 
     @property
     def stop_tokens(self) -> list[int]:
-        """See the base class."""
         return self.stop_token_ids or []
 
 
@@ -54,14 +53,12 @@ class TokenFormat(ResponseFormat):
     id_prefix = "generate"
 
     def body(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
-        """See the base class."""
         messages = [self.message(choice) for choice in choices]
         head = {"request_id": self.id, **{name: value for name, value in self._head.items() if name != "id"}}
         prompt = {"prompt_token_ids": choices[0].prompt.prompt} if self.options.return_token_ids else {}
         return {**head, **prompt, "choices": messages, "usage": usage}
 
     def message(self, choice: Choice) -> dict[str, Any]:
-        """See the base class."""
         reply = choice.reply
         scored = zip(reply.tokens, reply.logprobs, strict=True)
         content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in scored]

@@ -119,7 +119,6 @@ class HermesReader(CallReader):
     closing = ("</tool_call>",)
 
     def parse(self, block: str) -> Iterator[ToolCall]:
-        """See the base class."""
         inner = block.removeprefix(self.opening).strip().removesuffix("</tool_call>").strip()
         if inner.startswith("<function="):
             yield from _xml_call(inner)
@@ -138,7 +137,6 @@ class LlamaReader(CallReader):
         self._plain = False
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
-        """See the base class."""
         if self._plain:
             return self._text(text) + ([self._space] if last and self._space else [])
         self._held += text
@@ -160,7 +158,6 @@ class MistralReader(CallReader):
     opening = "[TOOL_CALLS]"
 
     def parse(self, block: str) -> Iterator[ToolCall]:
-        """See the base class."""
         for part in block.split(self.opening)[1:]:
             named = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL)
             if named:
@@ -179,7 +176,6 @@ class HarmonyReader(CallReader):
         self._header: str | None = None
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
-        """See the base class."""
         self._held += text
         pieces: list[Piece] = []
         while self._held:
@@ -223,7 +219,6 @@ class ForcedReader(CallReader):
     """A reply that is one call as JSON, because a grammar made it so."""
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
-        """See the base class."""
         self._held += text
         if not last:
             return []

@@ -48,6 +48,14 @@ from rookery.worker.transfer.published import PublishedArtifacts, Reads
 
 log = logging.getLogger("rookery.worker.connection")
 
+TRANSFER_SECONDS = 30.0
+"""Time that the service may be silent in a transfer before the transfer is retried: its disk may be slow, and it may
+restart."""
+
+PEER_SECONDS = 3.0
+"""Time that another worker may be silent while it serves an artifact, before the rest comes from elsewhere: the service
+has every artifact, so a slow source is not worth a wait."""
+
 REPORT_SECONDS = 5.0
 """A worker that ends for a reason waits so long for a connection to report it: its log has the reason too."""
 
@@ -142,8 +150,8 @@ class ServiceConnection:
             self._cache_events,
             self._published,
             self._reads,
-            timeout_seconds=settings.worker.transfer_seconds,
-            peer_seconds=settings.worker.peer_seconds,
+            timeout_seconds=TRANSFER_SECONDS,
+            peer_seconds=PEER_SECONDS,
             ca_file=settings.trusted,
         )
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
@@ -377,7 +385,7 @@ class ServiceConnection:
             raise TransferFailed(f"artifact {digest[:12]}: no connection to ask for other sources")
         waiting = self._sources_requests.setdefault(digest, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(self._settings.worker.peer_seconds):
+            async with asyncio.timeout(PEER_SECONDS):
                 await channel.send(protocol.SourcesRequest(epoch=channel.epoch, hash=digest, failed=failed))
                 return await asyncio.shield(waiting)
         except (TimeoutError, ConnectionClosed):

@@ -37,6 +37,10 @@ from rookery.turns import TENANT
 log = logging.getLogger("rookery.controller")
 
 
+START_SECONDS = 60.0
+"""A job is starting until it has trained a step or has run for this long: by then its prompts are rendered and its
+first episodes run, which is where a job that kills the service does so."""
+
 COUNTED = (
     "episodes", "episodes_failed", "evaluation_failures", "groups_dropped_stale", "groups_failed",
     "zero_variance_groups", "trajectory_splits", "steps_skipped",
@@ -134,7 +138,7 @@ class JobRunner:
 
     async def _end_start(self) -> None:
         """The job has started once it has run for a while."""
-        await self._context.clock.sleep(self._context.settings.limits.start_seconds)
+        await self._context.clock.sleep(START_SECONDS)
         self._record.started(self.row.id)
         if self.row.crashes:
             with contextlib.suppress(RookeryError):

@@ -16,6 +16,10 @@ from collections.abc import Callable
 from rookery.clock import Clock
 from rookery.storage.artifacts import Artifacts, Staging
 
+TICKET_SECONDS = 600.0
+"""Lifetime of a link of the Tinker API with which a checkpoint is downloaded without a key: long enough for a download
+over a slow network to begin, too short to be kept."""
+
 
 class Tickets:
     def __init__(

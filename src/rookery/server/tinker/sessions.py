@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from rookery.controller.activity import of_jobs
 from rookery.controller.weights.checkpoints import find_checkpoint
+from rookery.controller.weights.tickets import TICKET_SECONDS
 from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
 from rookery.server.paging import Limit
@@ -222,7 +223,7 @@ async def weights_info(service: Service, owner: Owner, request: Request) -> Resp
 
 @routes.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
 async def external_urls(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
-    """Addresses of a PEFT folder's files, valid for ``ticket_seconds`` without a key."""
+    """Addresses of a PEFT folder's files, valid for :data:`TICKET_SECONDS` without a key."""
     if kind != "external_weights":
         raise UserError(f"{kind}/{name} was not saved for downloading; save_weights_external does")
     base, expires = await _grant(service, owner, f"tinker://{run}/{kind}/{name}", request)
@@ -241,7 +242,7 @@ async def _grant(service: Service, owner: Owner, path: str, request: Request) ->
     row, _, _ = await find_checkpoint(service.context, owner.id, path)
     ticket = service.controller.tickets.grant(row.hash)
     base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{row.hash}"
-    return base, _time(service.context.clock.time() + service.context.settings.server.ticket_seconds)
+    return base, _time(service.context.clock.time() + TICKET_SECONDS)
 
 
 @routes.get("/external/{ticket}/{digest}/{file}")
