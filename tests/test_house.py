@@ -43,7 +43,9 @@ ARROWS: dict[str, set[str]] = {
     "telemetry": {"errors", "settings"},
     "tokenization": {"errors"},
     "storage": {"errors", "folders", "protocol", "spec"},
-    "environments": {"errors", "aio", "children", "bounds", "settings", "protocol", "spec", "telemetry.log"},
+    "environments": {
+        "errors", "aio", "children", "bounds", "network", "settings", "protocol", "spec", "telemetry.log",
+    },
     "controller": {
         "errors", "aio", "clock", "bounds", "turns", "settings", "protocol", "spec", "algorithms", "scheduling",
         "telemetry", "tokenization", "storage", "environments",

@@ -364,6 +364,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Learned
         yield found
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["wild", "torn"])
 def test_a_step_without_a_number_is_skipped_and_flagged(real: dict[str, Learned], name: str) -> None:
     bad = real[name]
@@ -375,6 +376,7 @@ def test_a_step_without_a_number_is_skipped_and_flagged(real: dict[str, Learned]
         assert all(np.array_equal(version[name], weight) for name, weight in bad.versions[0].items())
 
 
+@pytest.mark.heavy
 def test_a_skipped_step_leaves_other_jobs_steps_untouched(real: dict[str, Learned]) -> None:
     alone, beside = real["alone"], real["beside"]
     for one in (alone, beside):
@@ -388,6 +390,7 @@ def test_a_skipped_step_leaves_other_jobs_steps_untouched(real: dict[str, Learne
         assert np.abs(weight - beside.versions[1][name]).mean() < 0.01 * lr, name
 
 
+@pytest.mark.heavy
 def test_equal_rewards_are_counted_and_have_no_gradient(real: dict[str, Learned]) -> None:
     even = real["even"]
     assert (even.view.state, even.view.step, even.view.counters["zero_variance_groups"]) == ("completed", 2, 4)

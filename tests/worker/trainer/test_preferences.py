@@ -40,9 +40,9 @@ def reply(rng: random.Random, length: int, sign: float) -> protocol.GroupMember:
     )  # fmt: skip
 
 
-def pairs(seed: int, lengths: tuple[tuple[int, int, int], ...] = ((7, 5, 9), (1, 1, 12), (20, 30, 2))) -> list[
-    protocol.SharedPrefixGroup
-]:
+def pairs(
+    seed: int, lengths: tuple[tuple[int, int, int], ...] = ((7, 5, 9), (1, 1, 12), (20, 30, 2))
+) -> list[protocol.SharedPrefixGroup]:
     rng = random.Random(seed)
     return [
         protocol.SharedPrefixGroup(
