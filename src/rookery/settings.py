@@ -249,6 +249,20 @@ class ClusterSettings(Section):
     Ray's autoscaler sees them."""
     ray_spot_label: str = Field("pool=spot", pattern="^[^=]+=[^=]+$")
     """Label of nodes that may vanish. Reserved workers (`workers` per model) and the environment host avoid them."""
+    scale_min: int = Field(1, ge=0, le=1024)
+    """With `scale_max`: the fewest rollout workers per model; the `workers` per model always stay."""
+    scale_max: int = Field(0, ge=0, le=1024)
+    """The most rollout workers per model, those of `workers` included. The service starts and ends rollout workers by
+    the wait of the trainers of asynchronous jobs; with Ray, by way of its autoscaler. 0: their number is fixed."""
+    scale_window: int = Field(10, ge=1, le=1000)
+    """Optimizer steps after which the number of rollout workers is computed again. Fewer follow the noise of single
+    steps: where the generation time of steps varies by 15%, 20 steps are better."""
+
+    @model_validator(mode="after")
+    def _scale(self) -> Self:
+        if 0 < self.scale_max < self.scale_min:
+            raise ValueError(f"scale_max is 0 or at least scale_min, {self.scale_min}; given {self.scale_max}")
+        return self
 
 
 class WorkerSettings(Section):

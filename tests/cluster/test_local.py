@@ -22,11 +22,11 @@ import psutil
 import pytest
 from tests.support.processes import runs
 
-from rookery.cluster import supervisor
+from rookery.cluster import ray, supervisor
 from rookery.cluster.base import PRELOAD, environment_host, preloaded
 from rookery.cluster.local import ProcessCluster, local_workers
 from rookery.cluster.supervisor import NODE_LOST, Child, Supervisor, spawn_process
-from rookery.errors import EXIT_REFUSED
+from rookery.errors import EXIT_REFUSED, UserError
 from rookery.settings import Settings
 
 
@@ -334,3 +334,57 @@ async def test_workers_of_a_model_that_was_released_end_and_configured_ones_stay
     cluster.provide("two")
     names = [one.name for one in cluster.processes.children]
     assert names == ["worker-two-1"]
+
+
+# --- a number of rollout workers that changes -------------------------------------------------------------------------
+
+
+def elastic_cluster(folder: Path, **settings: Any) -> ProcessCluster:
+    given = {"models": "m", "workers": 1, "scale_max": 4, "data": folder, "cache": folder} | settings
+    return ProcessCluster(Settings.load({}, **given), "http://127.0.0.1:1", "token")
+
+
+def test_rollout_workers_are_started_and_the_last_ones_ended_first(tmp_path: Path) -> None:
+    cluster = elastic_cluster(tmp_path)
+    names = lambda: [child.name for child in cluster.processes.children]  # noqa: E731
+    cluster.scale("m", 3)
+    assert names() == ["worker-m-rollout-1", "worker-m-rollout-2"]
+    assert all("--roles rollout" in " ".join(child.arguments) for child in cluster.processes.children)
+    cluster.scale("m", 3)
+    assert len(names()) == 2
+    cluster.scale("m", 2)
+    assert names() == ["worker-m-rollout-1"]
+    cluster.scale("m", 0)
+    assert names() == [], "the configured worker is not among these and stays"
+    cluster.scale("unknown", 3)
+    assert names() == [], "nothing serves this model"
+
+
+async def test_number_for_ray_is_left_where_its_process_reads_it(tmp_path: Path) -> None:
+    cluster = elastic_cluster(tmp_path, cluster="ray", models="a/m,b/m")
+    for count in (4, 2, 3):
+        cluster.scale("a/m", count)
+    await until(lambda: ray.read_scale(tmp_path, "a/m") == 2)
+    assert ray.read_scale(tmp_path, "b/m") == 0, "the same last name is another model"
+    ray.clear_scale(tmp_path)
+    assert ray.read_scale(tmp_path, "a/m") == 0
+
+
+async def test_ray_is_asked_at_once_for_nodes_of_a_larger_pool(tmp_path: Path) -> None:
+    wanted = [2]
+    settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_spot_workers=1, ray_gpus=0)
+    make = lambda number: Child(f"rollout-{number}", [], {})  # noqa: E731
+    spot = [Child("spot-1", [], {})]
+    actors = ray.RayActors(settings, [], spot, [], lambda nodes: None, make, lambda: wanted[0])
+    actors.resize()
+    assert [child.name for child in actors.supervisor.children] == ["spot-1", "rollout-1", "rollout-2"]
+    bundles, labels = await actors.bundles(spot=True)
+    assert (bundles, labels) == ([{"CPU": 1.0}] * 3, [{"pool": "spot"}] * 3)
+    wanted[0] = 1
+    actors.resize()
+    assert [child.name for child in actors.supervisor.children] == ["spot-1", "rollout-1"]
+
+
+def test_bounds_of_the_pool_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="scale_max is 0 or at least scale_min, 3; given 2"):
+        Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=3, scale_max=2)

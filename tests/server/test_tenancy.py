@@ -62,6 +62,7 @@ WITHOUT_IDS = {
     "GET /api/v1/workers/events": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/timeline": "test_timeline_shows_the_work_of_others_without_a_name",
     "GET /api/v1/timeline/trace": "test_timeline_shows_the_work_of_others_without_a_name",
+    "GET /api/v1/workers/pools": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/costs": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/tenants": "test_lists_contain_only_the_tenants_objects",
     "GET /v1/models": "test_lists_contain_only_the_tenants_objects",
@@ -281,7 +282,13 @@ def test_lists_contain_only_the_tenants_objects(town: Town) -> None:
                 text = client.get(path).text
                 assert not [secret for secret in hidden if secret in text], route
     assert town.bob.get("/api/v1/jobs").json() == []
-    for path in ("/api/v1/workers", "/api/v1/workers/events", "/api/v1/tenants", "/api/v1/costs"):
+    for path in (
+        "/api/v1/workers",
+        "/api/v1/workers/events",
+        "/api/v1/workers/pools",
+        "/api/v1/tenants",
+        "/api/v1/costs",
+    ):
         assert town.bob.get(path).status_code == 403
     assert town.bob.post("/api/v1/tenants", json={"name": "mallory"}).status_code == 403
     assert "mallory" not in town.admin.get("/api/v1/tenants").text

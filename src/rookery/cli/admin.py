@@ -10,6 +10,7 @@ from rich.console import Group
 
 from rookery.cli.options import Cli, DataOption, duration, with_options
 from rookery.cli.output import print_json, show, time_of
+from rookery.client.connection import Record
 from rookery.errors import UserError, short
 from rookery.settings import STORAGE_SETTINGS, Settings
 from rookery.telemetry.rows import Rows, columns
@@ -159,13 +160,21 @@ def costs(cli: Cli) -> None:
 
 @with_options
 def workers(cli: Cli) -> None:
-    """The workers that have connected, in any state. Needs the administrator's key."""
+    """The workers that have connected, in any state, and how many rollout workers the load of the asynchronous jobs
+    wants. Needs the administrator's key."""
     with cli.client() as client:
         rows = client.workers()
+        pools = [] if cli.json else client.pools()
     if rows or cli.json:
-        cli.show_rows(rows, lambda: Group(worker_table(rows), memory_table(rows)))
+        cli.show_rows(rows, lambda: Group(worker_table(rows), memory_table(rows), *map(_pool_line, pools)))
     else:
         show("no worker has connected; rookery worker --connect URL starts one")
+
+
+def _pool_line(pool: Record) -> str:
+    wanted = "no asynchronous job has taken steps enough" if pool.wanted is None else f"{pool.wanted} wanted"
+    bounds = "fixed" if pool.most is None else f"from {pool.least} to {pool.most}"
+    return f"{pool.model}: {pool.workers} rollout workers, {wanted} ({bounds})"
 
 
 def backup(

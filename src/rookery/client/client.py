@@ -232,6 +232,10 @@ class Client:
         returns ``file``."""
         return write_trace(self._connection, "/api/v1/timeline/trace", file, start, end)
 
+    def pools(self) -> list[Record]:
+        """The number of rollout workers of each base model, and the wanted one; for the administrator's key."""
+        return self._connection.call("GET", "/api/v1/workers/pools")
+
     def tenants(self) -> list[Record]:
         """Every tenant; for the administrator's key, as are the methods below."""
         return list(self._connection.rows("/api/v1/tenants"))

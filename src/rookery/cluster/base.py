@@ -33,6 +33,9 @@ class Cluster(Protocol):
     def release(self, model: str) -> None:
         """End the workers that :meth:`provide` started for ``model``; called when nothing has used it for a while."""
 
+    def scale(self, model: str, count: int) -> None:
+        """Have ``count`` rollout workers for ``model``, and at least its other workers, which have that role, too."""
+
     async def stop(self) -> None:
         """End every process that was started."""
 

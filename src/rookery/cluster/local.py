@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rookery.cluster import ray
 from rookery.cluster.base import child_environment, environment_host, file_name, preloaded
@@ -31,6 +31,10 @@ class ProcessCluster:
         self._models = [model for model in settings.server.models.split(",") if model]
         self._provided: dict[str, list[Child]] = {}
         """Children by their base model, of those that the service was not configured with."""
+        self._elastic: dict[str, list[Child]] = {}
+        """By base model, the rollout workers that :meth:`scale` started."""
+        self._written: asyncio.Task[None] | None = None
+        """The last write of a number of workers for the processes that start them on Ray."""
         self.processes = Supervisor(
             [],
             settings.data / "logs",
@@ -42,6 +46,7 @@ class ProcessCluster:
         """Raises UserError if the settings name a Ray cluster that does not answer."""
         if self._settings.cluster.cluster == "ray":
             await asyncio.to_thread(ray.check, self._settings.cluster.ray_address)
+            await asyncio.to_thread(ray.clear_scale, self._settings.data)  # of an earlier service
         self.processes.add(self._workers(self._models))
         host = ray_environment_host if self._settings.cluster.cluster == "ray" else environment_host
         self.processes.add([host(self._settings, self._url, self._token)])
@@ -69,7 +74,36 @@ class ProcessCluster:
         """End the workers that :meth:`provide` started for ``model``."""
         if model in self._provided:
             log.info("ending the workers of base model %s, which nothing uses", model)
-            self.processes.remove(self._provided.pop(model))
+            self.processes.remove([*self._provided.pop(model), *self._elastic.pop(model, [])])
+
+    def scale(self, model: str, count: int) -> None:
+        """Start or end rollout workers of ``model``, so that there are ``count``; never fewer than its other workers,
+        which have both roles. Those that were started last are ended first; they drain."""
+        if model not in self._models and model not in self._provided:
+            return
+        more = max(0, count - self._settings.server.workers)
+        if self._settings.cluster.cluster == "ray":
+            self._written = asyncio.create_task(self._write_scale(self._written, model, more))
+            return
+        elastic = self._elastic.setdefault(model, [])
+        if more < len(elastic):
+            log.info("ending %d rollout workers of base model %s", len(elastic) - more, model)
+            self.processes.remove(elastic[more:])
+            del elastic[more:]
+        elif more > len(elastic):
+            log.info("starting %d rollout workers of base model %s", more - len(elastic), model)
+            new = elastic_workers(self._settings, model, self._url, self._token, range(len(elastic) + 1, more + 1))
+            elastic += new
+            self.processes.add(new)
+
+    async def _write_scale(self, before: asyncio.Task[None] | None, model: str, more: int) -> None:
+        """After the write ``before``, so that the last number stays."""
+        if before is not None:
+            await asyncio.wait([before])
+        try:
+            await asyncio.to_thread(ray.write_scale, self._settings.data, model, more)
+        except OSError as error:
+            log.error("the number of workers of %s cannot be written: %s; the present ones stay", model, error)
 
     async def stop(self) -> None:
         """Every child has ended when this returns."""
@@ -90,6 +124,23 @@ def local_workers(settings: Settings, models: Sequence[str], url: str, token: st
             arguments = ["--connect", url, "--model", model, "--name", f"local-{name}", "--die-with-parent"]
             child = Child(f"worker-{name}", ["rookery.worker.process", *arguments], environment, model=model)
             children.append(child)
+    return children
+
+
+def elastic_workers(settings: Settings, model: str, url: str, token: str, numbers: Iterable[int]) -> list[Child]:
+    """Rollout workers in addition to the :func:`local_workers` of ``model``, with the cores and the memory that are
+    theirs when there are as many as the settings allow."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = max(1, settings.cluster.scale_max)
+    threads, share = settings.worker.threads or max(1, cores // count), settings.worker.memory_share / count
+    settings = settings.replace(threads=threads, memory_share=share)
+    environment = preloaded(child_environment(settings, token), settings.worker.allocator)
+    children = []
+    for number in numbers:
+        name = f"{file_name(model)}-rollout-{number}"
+        arguments = ["rookery.worker.process", "--connect", url, "--model", model, "--name", f"local-{name}",
+                     "--roles", "rollout", "--die-with-parent"]  # fmt: skip
+        children.append(Child(f"worker-{name}", arguments, environment, model=model))
     return children
 
 

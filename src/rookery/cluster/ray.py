@@ -19,9 +19,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -155,8 +157,11 @@ class RayActors:
         spot: list[Child],
         hosts: list[Child],
         check: Callable[[Collection[str]], object],
+        more: Callable[[int], Child] | None = None,
+        count: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``reserved`` are placed together and spread; ``spot`` wait for nodes that may vanish; ``hosts`` need no CPU
+        """``count()`` is the present number of ``more`` preemptible workers, each made from its number. ``reserved``
+        are placed together and spread; ``spot`` wait for nodes that may vanish; ``hosts`` need no CPU
         of their own. ``check`` raises UserError where the service cannot be reached from nodes of these addresses."""
         self._check = check
         self._settings = settings.cluster
@@ -166,6 +171,9 @@ class RayActors:
         self._hosts = hosts
         self._group: Any = None
         self._spot = len(spot)
+        self._more, self._count = more, count
+        self._elastic: list[Child] = []
+        """Preemptible workers in addition to the configured ones."""
         self._scaled = 0.0
         """When Ray's autoscaler was asked last."""
         self.stopped = asyncio.Event()
@@ -182,7 +190,7 @@ class RayActors:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         if self._reserved:
-            bundles, selectors = await self._bundles(spot=False)
+            bundles, selectors = await self.bundles(spot=False)
             self._group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
         await self.supervisor.start()
         try:
@@ -191,6 +199,7 @@ class RayActors:
                     return refused.reason
                 draining = await asyncio.to_thread(draining_nodes)
                 self._check(addresses(await asyncio.to_thread(ray.nodes)))  # one may have joined
+                self.resize()
                 await self._scale()
                 for process in [process for process in self._processes if process.node in draining]:
                     self._processes.discard(process)
@@ -203,17 +212,32 @@ class RayActors:
             if self._group is not None:
                 remove_placement_group(self._group)
 
+    def resize(self) -> None:
+        """Start or end preemptible workers, so that there are as many in addition as are wanted now. Ray's autoscaler
+        is asked at once."""
+        wanted = self._count()
+        if self._more is None or wanted == len(self._elastic):
+            return
+        if wanted < len(self._elastic):
+            self.supervisor.remove(self._elastic[wanted:])
+            del self._elastic[wanted:]
+        else:
+            new = [self._more(number) for number in range(len(self._elastic) + 1, wanted + 1)]
+            self._elastic += new
+            self.supervisor.add(new)
+        self._scaled = 0.0
+
     async def _scale(self) -> None:
         """Ask Ray's autoscaler for nodes for all workers, now and then again."""
         if not self._hosts and time.monotonic() - self._scaled > SCALE_SECONDS:
             self._scaled = time.monotonic()
-            wanted = [await self._bundles(spot=spot) for spot in (False, True)]
+            wanted = [await self.bundles(spot=spot) for spot in (False, True)]
             await asyncio.to_thread(scale_to, [one for pair in wanted for one in zip(*pair, strict=True)])
 
-    async def _bundles(self, *, spot: bool) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
+    async def bundles(self, *, spot: bool) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
         """The resources of each preemptible worker, or of each reserved one, and the labels of its node."""
         resources = {"CPU": self._settings.ray_cpus, "GPU": await self._gpus(spot=spot)}
-        count = self._spot if spot else len(self._reserved)
+        count = self._spot + len(self._elastic) if spot else len(self._reserved)
         label = self._value if spot else f"!{self._value}"
         return [{kind: amount for kind, amount in resources.items() if amount}] * count, [{self._label: label}] * count
 
@@ -273,6 +297,32 @@ class RayActors:
         return process
 
 
+def _scale_file(data: Path, model: str) -> Path:
+    return data / "scale" / f"{file_name(model)}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+
+
+def write_scale(data: Path, model: str, count: int) -> None:
+    """Have ``count`` rollout workers of ``model`` in addition to the configured ones. The process of the model, which
+    runs on the service's machine, reads it."""
+    path = _scale_file(data, model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".new").write_text(str(count), encoding="utf-8")
+    path.with_suffix(".new").replace(path)
+
+
+def clear_scale(data: Path) -> None:
+    """No base model has more workers than the configured ones."""
+    shutil.rmtree(data / "scale", ignore_errors=True)
+
+
+def read_scale(data: Path, model: str) -> int:
+    """As :func:`write_scale` wrote; 0 where nothing was written."""
+    try:
+        return int(_scale_file(data, model).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 0
+
+
 def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
@@ -292,7 +342,10 @@ def workers(
     reserved = [child(f"{name}-{i + 1}") for i in range(settings.server.workers)]
     options = ("--preemptible", "--roles", "rollout")
     spot = [child(f"{name}-spot-{i + 1}", *options) for i in range(settings.cluster.ray_spot_workers)]
-    return RayActors(settings, reserved, spot, [], check)
+    return RayActors(
+        settings, reserved, spot, [], check,
+        lambda number: child(f"{name}-rollout-{number}", *options), lambda: read_scale(settings.data, model),
+    )  # fmt: skip
 
 
 def scale_to(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:

@@ -56,6 +56,7 @@ from rookery.controller.outages import Outages, outage_of
 from rookery.controller.planned import PlanFollower
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
+from rookery.controller.rollout.elastic import ElasticPool
 from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
 from rookery.controller.services import Records
 from rookery.controller.sessions.sessions import Sessions
@@ -111,6 +112,7 @@ class Controller:
         provide: Callable[[str], None],
         jobs_folder: Path,
         release: Callable[[str], None] = lambda model: None,
+        scale: Callable[[str, int], None] = lambda model, count: None,
         threads: Writer = in_thread,
         checkers: Writer = in_thread,
         scheduler: type[RolloutScheduler] = RolloutScheduler,
@@ -120,7 +122,8 @@ class Controller:
     ) -> None:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
-        ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it;
+        ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it,
+        ``scale(model, count)`` asks for so many rollout workers with it;
         ``threads`` runs blocking calls of a tenant's work, ``checkers`` those that wait for a check;
         an experiment may replace the ``scheduler`` and ``seeding`` classes; ``plan``: roles that workers are given;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
@@ -149,7 +152,13 @@ class Controller:
             seeding=seeding(fleet, rollouts, training, settings, clock),
             hosts=EnvironmentHosts(settings, clock, ids, lambda owner: store.read(jobs.unfinished_job_ids, owner)),
             usage=UsageMeter(settings, clock, store, quotas),
-            models=ModelUse(settings, clock, provide, release),
+            models=ModelUse(
+                settings,
+                clock,
+                provide,
+                release,
+                ElasticPool(settings, clock, fleet, rollouts.pool.busy_seconds, scale),
+            ),
             quotas=quotas,
             collector=collector,
         )
@@ -441,6 +450,7 @@ class Controller:
         outage or a limit paused; until cancelled."""
         while True:
             await self.context.clock.sleep(self.context.settings.worker.heartbeat_seconds)
+            self.context.rooms.models.pool.keep(self.jobs.models())
             for runner in list(self.jobs.runners.values()):
                 if reason := self.context.rooms.quotas.used_up(runner.row.tenant):
                     runner.halt(reason)

@@ -40,6 +40,7 @@ from rookery.controller.views import (
     JobEvent,
     JobView,
     PolicyView,
+    PoolView,
     TenantCost,
     VersionView,
     WorkerView,
@@ -363,6 +364,10 @@ class JobQueries:
                 beat=HeartbeatView.of(beat) if beat is not None else None,
             ))  # fmt: skip
         return rows
+
+    def pools(self) -> Sequence[PoolView]:
+        """The number of rollout workers of each base model, and the wanted one."""
+        return [PoolView(**pool) for pool in self._context.rooms.models.pool.pools()]
 
     async def costs(self) -> Costs:
         """The cost of each tenant, of deleted ones where they caused any, and of the workers."""

@@ -20,6 +20,7 @@ from rookery import protocol
 from rookery.clock import Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.quotas import Quotas
+from rookery.controller.rollout.elastic import ElasticPool
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.training.dispatcher import Operation
 from rookery.controller.views import CostView, FleetCost
@@ -229,10 +230,16 @@ class ModelUse:
     """When each base model was used last."""
 
     def __init__(
-        self, settings: Settings, clock: Clock, provide: Callable[[str], None], release: Callable[[str], None]
+        self,
+        settings: Settings,
+        clock: Clock,
+        provide: Callable[[str], None],
+        release: Callable[[str], None],
+        pool: ElasticPool,
     ) -> None:
         """``provide(model)`` asks for a local worker with that model if none is expected; ``release(model)`` ends the
-        local workers that were started by that."""
+        local workers that were started by that; ``pool`` counts the rollout workers that a model needs."""
+        self.pool = pool
         self._settings = settings
         self._clock = clock
         self._provide = provide

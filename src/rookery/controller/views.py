@@ -262,6 +262,16 @@ class WorkerView(View):
     beat: HeartbeatView | None
 
 
+class PoolView(View):
+    """The rollout workers of a base model."""
+
+    model: str
+    workers: int = Field(description="Rollout workers that serve")
+    wanted: int | None = Field(description="How many suit the wait of the trainers; null without asynchronous jobs")
+    least: int | None = Field(description="The service keeps at least so many; null where their number is fixed")
+    most: int | None = Field(description="And at most so many")
+
+
 class TenantCost(View):
     """The cost of all jobs of a tenant."""
 

@@ -210,6 +210,7 @@ class Service:
             check_environment=checks.validate,
             provide=cluster.provide,
             release=cluster.release,
+            scale=cluster.scale,
             jobs_folder=folder.jobs,
             threads=threads,
             checkers=checkers,

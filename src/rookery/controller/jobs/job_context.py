@@ -241,6 +241,11 @@ class JobPolicy:
         return self.spec.base_model
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether its rollouts and its training overlap."""
+        return self.spec.algorithm.max_staleness > 0 and not self.spec.algorithm.on_rows
+
+    @property
     def newest(self) -> VersionRow | None:
         """The version that it replies with from now on; None for the base model."""
         follows = self.about.follows

@@ -75,6 +75,8 @@ class PolicyLoop:
         self._several = len(job.trained) > 1
         self._next = self._begin_step()
         """The step whose groups are being collected."""
+        self._step_began = 0.0
+        """When the last step was taken."""
         self._uncommitted: list[_UncommittedStep] = []
         self._reward: float | None = None
         """The mean reward of the last published step, where its steps have one."""
@@ -116,6 +118,7 @@ class PolicyLoop:
         :class:`TooManyRequests` before a step that needs room for one version more, where the tenant may store no
         more."""
         await self._evaluate_if_due(tasks)
+        self._step_began = self._controller.clock.monotonic()
         while (reason := self._stop_reason()) is None:
             if await self._collect():
                 if self.versions.grows:
@@ -183,12 +186,23 @@ class PolicyLoop:
             **({} if self.spec.algorithm.on_rows else {"tokens_sampled": job.progress.counters["tokens"]}),
             "cost": self._controller.rooms.usage.cost(job.row.tenant, job.row.id),
         }
+        self._count_step(step)
         self._uncommitted.append(_UncommittedStep(step.groups, row, step.logprobs))
         self.step += 1
         self._next = self._begin_step()
         self._changed.notify()
         assert done.manifest is not None or not due
         return done.manifest if due else None
+
+    def _count_step(self, step: StepAccumulator) -> None:
+        """Report a step's times to the pool of rollout workers."""
+        now = self._controller.clock.monotonic()
+        if self.policy.asynchronous:
+            self._controller.rooms.models.pool.step(
+                self.policy.model, waited=step.waiting_seconds, seconds=now - self._step_began,
+                consumed=sum(len(group.episodes) for group in step.groups),
+            )  # fmt: skip
+        self._step_began = now
 
     async def _timed(self, operation: Awaitable[protocol.OperationDone]) -> protocol.OperationDone:
         """Await an operation of the trainer, and count its seconds for the next step."""

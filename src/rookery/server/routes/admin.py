@@ -12,7 +12,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from rookery.controller.views import Costs, WorkerEventView, WorkerView
+from rookery.controller.views import Costs, PoolView, WorkerEventView, WorkerView
 from rookery.errors import Conflict, NotFound, UserError
 from rookery.server.auth import Administrator, AuthenticatedRoute, Service, ServiceContext
 from rookery.server.paging import Paged
@@ -48,6 +48,12 @@ def _key_view(row: KeyRow, revoked: float | None) -> KeyView:
 @routes.get("/workers")
 async def workers(service: Service, owner: Administrator) -> Sequence[WorkerView]:
     return service.controller.queries.workers()
+
+
+@routes.get("/workers/pools")
+async def pools(service: Service, owner: Administrator) -> Sequence[PoolView]:
+    """The number of rollout workers of each base model, and the number that suits the load of its asynchronous jobs."""
+    return service.controller.queries.pools()
 
 
 @routes.get("/workers/events")

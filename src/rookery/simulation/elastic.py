@@ -1,0 +1,91 @@
+"""A pool of rollout workers beside one trainer through a trace of steps, in arithmetic: each step consumes the same
+number of trajectories, whose generation takes the trace's worker-seconds, and training takes its own time meanwhile.
+The size follows :func:`rookery.scheduling.elastic.wanted_workers`, or is fixed. The figures are simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Self
+
+from rookery.scheduling.elastic import StepWindow, wanted_workers
+
+TRAJECTORIES = 64
+"""Consumed by each step."""
+START_SECONDS = 30.0
+"""From the request for a worker to its first token: a base model is loaded meanwhile."""
+WINDOW = 10
+"""Steps of a window, as the setting ``scale_window`` has by default."""
+NOISE = 0.10
+"""Sigma of the logarithm of a step's generation time: lengths of replies vary."""
+TRAIN_SECONDS = 20.0
+"""Training of a step."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """Of each step, the generation in worker-seconds and the training in seconds."""
+
+    generation: Sequence[float]
+    training: Sequence[float]
+
+    @classmethod
+    def steady(cls, right: int, steps: int, seed: int) -> Self:
+        """``right`` workers generate as fast as the trainer trains."""
+        return cls.growing(right, right, steps, seed)
+
+    @classmethod
+    def growing(cls, first: int, last: int, steps: int, seed: int) -> Self:
+        """The right number of workers moves from ``first`` to ``last``, as replies grow in training."""
+        random = Random(seed)
+        right = [first + (last - first) * step / max(1, steps - 1) for step in range(steps)]
+        noise = [math.exp(random.gauss(0.0, NOISE) - NOISE**2 / 2) for _ in range(steps)]
+        return cls([TRAIN_SECONDS * r * n for r, n in zip(right, noise, strict=True)], [TRAIN_SECONDS] * steps)
+
+
+@dataclass
+class PoolRun:
+    sizes: list[int] = field(default_factory=list)
+    """Rollout workers during each step."""
+    waits: list[float] = field(default_factory=list)
+    """Share of each step for which the trainer waited."""
+    seconds: float = 0.0
+    worker_seconds: float = 0.0
+    """Of the rollout workers and the trainer."""
+
+    @property
+    def wait_share_late(self) -> float:
+        """Mean of ``waits`` in the second half."""
+        late = self.waits[len(self.waits) // 2 :]
+        return sum(late) / len(late)
+
+
+def replay(trace: StepTrace, workers: int, *, elastic: bool) -> PoolRun:
+    """The trajectories of a step are generated while the one before trains (``max_staleness`` 1), so a step takes as
+    long as the slower of the two. A worker that was asked for is paid for from then on, and generates later."""
+    run, starting = PoolRun(), list[float]()
+    steps, waited, seconds, worked = 0, 0.0, 0.0, 0.0
+    for generation, training in zip(trace.generation, trace.training, strict=True):
+        joined = [when for when in starting if when <= run.seconds]
+        if joined:
+            workers, starting = workers + len(joined), [when for when in starting if when > run.seconds]
+            steps, waited, seconds, worked = 0, 0.0, 0.0, 0.0
+        time = max(training, generation / workers)
+        wait = time - training
+        run.sizes.append(workers)
+        run.waits.append(wait / time)
+        run.seconds += time
+        run.worker_seconds += time * (workers + len(starting) + 1)
+        steps, waited, seconds, worked = steps + 1, waited + wait, seconds + time, worked + generation / workers
+        if not elastic or steps < WINDOW or starting:
+            continue
+        seen = StepWindow(
+            workers, waited, seconds, steps * TRAJECTORIES, steps * TRAJECTORIES, min(1.0, worked / seconds)
+        )
+        wanted = wanted_workers(seen)
+        starting = [run.seconds + START_SECONDS] * max(0, wanted - workers)
+        workers = min(workers, wanted)
+        steps, waited, seconds, worked = 0, 0.0, 0.0, 0.0
+    return run

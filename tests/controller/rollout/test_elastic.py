@@ -1,0 +1,147 @@
+"""The number of rollout workers of a base model: counted from the steps of jobs, and passed to the cluster."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.controller.jobs.test_policies import submit
+from tests.support.peers import MODEL, ManualClock, Service
+from tests.support.small_model import save_small_model
+from tests.support.waiting import until
+
+import rookery
+from rookery.controller.rollout.elastic import ElasticPool
+from rookery.server.launcher import EmbeddedService
+from rookery.settings import Settings
+
+
+class Workers:
+    """A fleet of workers that were busy for a given share of the time."""
+
+    def __init__(self, clock: ManualClock, busy: float) -> None:
+        self.clock, self.busy, self.names = clock, busy, ["w1", "w2"]
+
+    def serving(self, role: str, model: str) -> list[Any]:
+        return [type("W", (), {"name": name})() for name in self.names] if model == MODEL else []
+
+    def busy_seconds(self, worker: Any) -> float:
+        return self.busy * self.clock.monotonic()
+
+
+def pool(folder: Path, busy: float = 1.0, **settings: Any) -> tuple[ElasticPool, Workers, list[tuple[str, int]]]:
+    clock, asked = ManualClock(), list[tuple[str, int]]()
+    workers = Workers(clock, busy)
+    values = Settings(data=folder, cache=folder, scale_window=2, **settings)
+    found = ElasticPool(values, clock, workers, workers.busy_seconds, lambda *call: asked.append(call))  # type: ignore[arg-type]
+    return found, workers, asked
+
+
+def steps(found: ElasticPool, workers: Workers, wait: float, count: int = 2) -> None:
+    for _ in range(count):
+        found.entered(MODEL, 8)
+        workers.clock.now += 10.0
+        found.step(MODEL, waited=10 * wait, seconds=10.0, consumed=8)
+
+
+def test_trainers_that_wait_ask_for_workers_within_the_bounds(tmp_path: Path) -> None:
+    found, workers, asked = pool(tmp_path, scale_max=3)
+    steps(found, workers, 0.5, count=1)
+    assert found.wanted(MODEL) is None and asked == [], "the window is not complete"
+    steps(found, workers, 0.5, count=1)
+    assert found.wanted(MODEL) == 3 and asked == [(MODEL, 3)]
+
+
+def test_a_window_begins_again_when_the_workers_change(tmp_path: Path) -> None:
+    found, workers, asked = pool(tmp_path, scale_max=9)
+    steps(found, workers, 0.5, count=1)
+    workers.names.append("w3")
+    steps(found, workers, 0.0, count=1)
+    assert asked == []
+    steps(found, workers, 0.0, count=1)
+    assert asked == [(MODEL, 3)], "the wait of two workers does not count"
+
+
+def test_idle_workers_are_given_back_and_all_when_no_job_runs(tmp_path: Path) -> None:
+    found, workers, asked = pool(tmp_path, busy=0.3, scale_max=9)
+    steps(found, workers, 0.0)
+    assert asked == [(MODEL, 1)]
+    found.keep({MODEL})
+    assert asked == [(MODEL, 1)]
+    found.keep(())
+    assert asked == [(MODEL, 1), (MODEL, 1)] and found.wanted(MODEL) is None
+
+
+def test_a_fixed_number_is_shown_and_not_acted_on(tmp_path: Path) -> None:
+    found, workers, asked = pool(tmp_path)
+    steps(found, workers, 0.5)
+    assert found.wanted(MODEL) == 4 and asked == []
+
+
+async def test_an_asynchronous_job_is_counted_and_a_synchronous_one_is_not(tmp_path: Path) -> None:
+    for staleness in (0, 1):
+        service = Service(tmp_path / str(staleness), scale_window=1)
+        await service.start()
+        await service.join()
+        job = await submit(service, policies={"main": {}}, algorithm__max_staleness=staleness)
+        shown = []
+
+        async def look(op: Any, service: Service = service, shown: list[Any] = shown) -> None:
+            shown.extend(service.controller.queries.pools())
+
+        service.peers[0].answer = look
+        await service.ends(job)
+        assert {(row.model, row.workers, row.least, row.most) for row in shown} == {(MODEL, 1, None, None)}
+        assert any(row.wanted is not None for row in shown) == bool(staleness)
+        await service.close()
+
+
+class Letters(rookery.Environment):
+    """Rewards many different letters."""
+
+    deterministic = True
+
+    def prompts(self, split: str) -> list[int]:
+        return list(range(64))
+
+    def reset(self, prompt: Any, seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"say {prompt}"}]
+
+    def step(self, reply: rookery.Reply) -> rookery.Step:
+        return rookery.Step(done=True, reward=len(set(reply.text)) / 8)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(500)
+def test_real_workers_join_while_trainers_wait_and_leave_after_the_job(tmp_path: Path) -> None:
+    model = save_small_model(tmp_path / "model")
+    folders = {"data": tmp_path / "data", "cache": tmp_path / "cache"}
+    scale = {"scale_max": 3, "scale_window": 3, "heartbeat_seconds": 0.5}
+    settings = Settings.load({}, port=0, models=str(model), workers=1, **scale, **folders)
+    sizes: list[int] = []
+
+    def look(client: rookery.Client) -> tuple[int, int | None]:
+        found = next((pool for pool in client.pools() if pool.model == str(model)), None)
+        if found is None:
+            return 0, None
+        if not sizes or sizes[-1] != found.workers:
+            sizes.append(found.workers)
+        return found.workers, found.wanted
+
+    with EmbeddedService(settings) as service, rookery.Client(service.url, service.key) as client:
+        job = client.train(
+            base_model=str(model),
+            environment={"hosted": Letters()},
+            policies={"main": {"rank": 4}},
+            algorithm={"group_size": 8, "groups_per_step": 4, "max_staleness": 1},
+            sampling={"max_tokens": 200},
+            stop={"steps": 10_000},
+        )
+        until(lambda: look(client)[0] == 3, patience=240)
+        assert look(client)[1] == 3
+        job.cancel()
+        until(lambda: look(client)[0] == 1)
+        moves = [after - before for before, after in pairwise(sizes)]
+        assert sum(a * b < 0 for a, b in pairwise(moves)) <= 1, sizes

@@ -1,0 +1,104 @@
+"""The number of rollout workers: the rule, and pools that follow it through a replayed trace."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.scheduling import elastic
+from rookery.scheduling.elastic import StepWindow, wanted_workers, within
+from rookery.simulation.elastic import PoolRun, StepTrace, replay
+
+SEEDS = range(20)
+
+
+def window(workers: int, wait: float, busy: float = 1.0, entered: int = 100, consumed: int = 100) -> StepWindow:
+    return StepWindow(workers, wait * 50.0, 50.0, entered, consumed, busy)
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted"),
+    [
+        (window(4, 0.5), 8),
+        (window(4, 0.11), 5),
+        (window(4, 0.10), 4),
+        (window(8, 0.0, busy=0.5), 5),
+        (window(5, 0.0, busy=0.8), 5),
+        (window(8, 0.07, busy=0.1), 8),  # inside the dead band
+        (window(8, 0.0, entered=200), 5),  # half of the trajectories were evicted
+        (window(8, 0.0, busy=0.0), 8),
+        (window(8, 0.0, entered=0), 8),
+        (window(8, 0.0, consumed=0), 8),
+        (window(1, 0.0, busy=0.01), 1),
+        (window(2, 3.0), 40),  # no share is above 0.95
+        (StepWindow(3, 0.0, 0.0, 0, 0, 0.0), 3),
+    ],
+)
+def test_rule_follows_the_wait_and_the_surplus(seen: StepWindow, wanted: int) -> None:
+    assert wanted_workers(seen) == wanted
+
+
+@given(st.integers(1, 500), st.floats(0, 2), st.floats(0, 1), st.integers(0, 1000), st.integers(0, 1000))
+def test_rule_never_shrinks_a_pool_that_waits_nor_grows_one_that_does_not(
+    workers: int, wait: float, busy: float, entered: int, consumed: int
+) -> None:
+    seen = window(workers, wait, busy, entered, consumed)
+    wanted = wanted_workers(seen)
+    assert 1 <= wanted <= 20 * workers + 1
+    if seen.wait > elastic.WAITS_LONG:
+        assert wanted > workers
+    elif seen.wait >= elastic.WAITS_LITTLE:
+        assert wanted == workers
+    else:
+        assert wanted <= workers
+
+
+@given(st.integers(0, 99), st.integers(0, 20), st.integers(20, 40))
+def test_bounds_hold(wanted: int, least: int, most: int) -> None:
+    assert within(wanted, least, most) == sorted((least, wanted, most))[1]
+
+
+def reversals(run: PoolRun) -> int:
+    moves = [after - before for before, after in pairwise(run.sizes) if after != before]
+    return sum(a * b < 0 for a, b in pairwise(moves))
+
+
+@pytest.mark.parametrize("right", [4, 10, 40])
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_pool_converges_from_half_and_from_double_with_one_reversal(right: int, share: float) -> None:
+    waits = []
+    for seed in SEEDS:
+        trace = StepTrace.steady(right, steps=120, seed=seed)
+        run = replay(trace, int(right * share), elastic=True)
+        assert reversals(run) <= 1, (seed, run.sizes)
+        settled = run.sizes[len(run.sizes) // 2 :]
+        assert 0.9 * right <= min(settled) and max(settled) <= right * 1.25 + 1, (seed, run.sizes)
+        waits.append(run.wait_share_late)
+    assert statistics.median(waits) <= 0.05
+
+
+def test_elastic_pool_costs_fewer_worker_hours_than_half_and_double() -> None:
+    gains: dict[str, list[float]] = {"half": [], "double": []}
+    for seed in SEEDS:
+        trace = StepTrace.growing(4, 12, steps=200, seed=seed)
+        ours = replay(trace, 4, elastic=True).worker_seconds
+        gains["half"].append(ours / replay(trace, 4, elastic=False).worker_seconds)
+        gains["double"].append(ours / replay(trace, 16, elastic=False).worker_seconds)
+    assert all(statistics.median(found) < 1.0 for found in gains.values()), gains
+
+
+def test_headroom_and_dead_band_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without either the pool moves to and fro."""
+
+    def moves() -> float:
+        return statistics.fmean(reversals(replay(StepTrace.steady(40, 200, seed), 80, elastic=True)) for seed in SEEDS)
+
+    whole = moves()
+    for constant, value in (("HEADROOM", 1.0), ("WAITS_LONG", 0.0)):
+        with monkeypatch.context() as changed:
+            changed.setattr(elastic, constant, value)
+            assert moves() > whole + 1, constant
