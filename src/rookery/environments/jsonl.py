@@ -13,18 +13,21 @@ import io
 from array import array
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated, Any, overload
+from typing import IO, Annotated, Any, Literal, overload
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
-from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name
+from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.messages import MessageRefused, conversation, shown
+from rookery.environments.tools import Tool, as_message, called
 from rookery.environments.verifiers.verifiers import Judge, Verifier
 from rookery.errors import UserError
 from rookery.protocol import BestConstant
 from rookery.spec import values
+from rookery.spec.job import TOOL_CALLS
 
 UNREAD = {
     "tools": "no chat template gets it; describe the tools in a system message",
@@ -34,6 +37,9 @@ UNREAD = {
     "audios": "models read texts alone here; leave it out",
 }
 """Fields that change the prompt in rows of TRL and verl: without them the policy would read another prompt."""
+
+MOST_TOOLS = 8
+"""Most tools of an environment."""
 
 FORMS = 100
 """Sequences of roles that are noted for a check against the chat template: data of one task has a few."""
@@ -94,6 +100,14 @@ class JsonlOptions(FileOptions):
 
     verifier: Annotated[Verifier, Discriminator("name"), BeforeValidator(_named)]
     """Judges the reply: a name, or a mapping with `name` and the options of that [verifier](#verifiers)."""
+    tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    """Tools that the policy may use before it answers, such as `{tool: python}`: [tools](environments.md#tools)."""
+    calls: int = Field(TOOL_CALLS, ge=1, le=100)
+    """Most calls of tools in an episode. The reply after them is judged, whatever it calls."""
+    tool_role: Literal["user", "tool"] = "user"
+    """Role of the messages with results; many chat templates have no `tool`."""
+    tool_instruction: Text | None = None
+    """Text after the last message of each prompt, which says how tools are called. When absent, that of each tool."""
 
 
 class RowFiles(Environment):
@@ -157,6 +171,11 @@ class Jsonl(RowFiles):
         """As :class:`RowFiles`."""
         super().__init__(options, indexed, check_row)
         self._verifier = options.verifier
+        self._options = options
+        self._calls = 0
+        """Calls of tools in this episode."""
+        self._asked = False
+        """The judge of this episode was asked."""
         if indexed is None:
             self._check(self._verifier.first_unfit)
 
@@ -176,10 +195,26 @@ class Jsonl(RowFiles):
         return messages_of(row)
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
-        return messages_of(prompt)
+        messages = messages_of(prompt)
+        given = self._options.tool_instruction
+        instruction = "\n".join(tool.instruction for tool in self._options.tools) if given is None else given
+        if instruction and self._options.tools:
+            last = messages[-1]
+            messages[-1] = {**last, "content": f"{last['content']}\n\n{instruction}"}
+        return messages
 
     def step(self, reply: Reply) -> Step:
-        if isinstance(self._verifier, Judge) and reply.turn == 0:
+        call = called(self._options.tools, reply.text) if self._calls < self._options.calls else None
+        if call is not None and not self._asked:
+            self._calls += 1
+            result = {"role": self._options.tool_role, "content": as_message(call[0].call(call[1]))}
+            return Step(messages=[result], metrics={"calls": float(self._calls)})
+        step = self._judged(reply)
+        return replace(step, metrics={**step.metrics, "calls": float(self._calls)}) if self._options.tools else step
+
+    def _judged(self, reply: Reply) -> Step:
+        if isinstance(self._verifier, Judge) and not self._asked:
+            self._asked = True
             question = {"role": "user", "content": self._verifier.question(self.prompt)}
             return Step(messages=[question], policy=self._verifier.policy)
         reward, metrics = self._verifier.score(reply.text, self.prompt, reply.raw, reply.special)

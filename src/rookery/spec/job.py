@@ -17,7 +17,10 @@ from rookery.errors import short
 from rookery.spec.policy import AlgorithmSpec, PolicySpec, SamplingSpec, Seconds, SpecModel, StrictModel
 
 BUILTIN_TURNS = {"jsonl": 1, "reasoning-gym": 1, "calculator": 2, "xrouter": 3}
-"""The most replies of an episode of each built-in environment."""
+"""The most replies of an episode of each built-in environment, without tools; `openenv` has `max_turns`."""
+
+TOOL_CALLS = 4
+"""Calls of tools in an episode where the job gives no number."""
 
 ROW_ENVIRONMENTS = {"sft": "demonstrations", "dpo": "preferences"}
 """The built-in environment whose rows each algorithm trains on."""
@@ -65,8 +68,14 @@ class EnvironmentSpec(SpecModel):
     @property
     def turns(self) -> int:
         """The most replies of an episode."""
-        most = BUILTIN_TURNS.get(self.id or "", self.max_turns) + (self.judge is not None)
+        most = BUILTIN_TURNS.get(self.id or "", self.max_turns) + (self.judge is not None) + self._tool_calls
         return min(self.max_turns, most)
+
+    @property
+    def _tool_calls(self) -> int:
+        """The most calls of tools in an episode of `jsonl`."""
+        calls = self.options.get("calls", TOOL_CALLS)
+        return calls if self.id == "jsonl" and self.options.get("tools") and isinstance(calls, int) else 0
 
     @property
     def judge(self) -> str | None:

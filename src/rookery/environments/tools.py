@@ -1,0 +1,84 @@
+"""Tools that the policy uses in the turns of a ``jsonl`` episode, by a tag: ``<python>print(6 * 7)</python>``.
+
+The result comes back as a message, ``<result>42</result>``, and the policy replies again. A call is the last tag of a
+reply; its end may be missing where the reply ends, as it does with a stop text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from rookery.environments.sandbox.rows import code_of
+from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox
+from rookery.environments.verifiers.parts import THINKING_END
+
+LONGEST_RESULT = 100_000
+"""Most characters of a result: it becomes part of the prompt."""
+
+
+class PythonTool(BaseModel):
+    """The tool `python`: runs the code in `<python>…</python>` in the [sandbox](environments.md#code), each call as a
+    new program, and returns its output, or the last line of an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    tool: Literal["python"]
+    """Which tool."""
+    seconds: float = Field(2.0, gt=0, le=60)
+    """Processor time of one call."""
+    memory_mb: int = Field(256, ge=16, le=4096)
+    """Memory of one call, in addition to an idle interpreter's."""
+    result_chars: int = Field(2000, ge=10, le=LONGEST_RESULT)
+    """Characters of a result; the rest is cut."""
+    _sandbox: Sandbox = PrivateAttr(default_factory=Sandbox)
+
+    def model_post_init(self, context: object) -> None:
+        super().model_post_init(context)
+        self._sandbox.require()
+
+    @property
+    def instruction(self) -> str:
+        """How the policy calls it."""
+        return (
+            "You can run Python code: write it as <python>code</python> and end your reply there. What it prints comes"
+            " back as <result>output</result>."
+        )
+
+    def call(self, text: str) -> str:
+        """The result of a call. Raises :class:`~rookery.environments.sandbox.sandbox.SandboxError`."""
+        limits = ProgramLimits(self.seconds, self.memory_mb << 20, 4 * self.result_chars)
+        ran = self._sandbox.run(Program(code_of(text).strip("\n"), path="call.py"), limits)
+        lines = [ran.stdout.rstrip()] if ran.stdout.strip() else []
+        if ran.status != "ok":
+            lines.append(ran.last_line)
+        return cut("\n".join(lines) or "(no output)", self.result_chars)
+
+
+Tool = PythonTool
+
+
+def called(tools: Sequence[Tool], reply: str) -> tuple[Tool, str] | None:
+    """The last call in a reply, after its thinking: the tool and the text of the tag; None without one."""
+    text = reply.rpartition(THINKING_END)[2]
+    found: tuple[int, Tool, str] | None = None
+    for tool in tools:
+        start = text.rfind(f"<{tool.tool}>")
+        if start >= 0 and (found is None or start > found[0]):
+            begin = start + len(tool.tool) + 2
+            end = text.find(f"</{tool.tool}>", begin)
+            found = (start, tool, text[begin : end if end >= 0 else len(text)])
+    return None if found is None else (found[1], found[2])
+
+
+def as_message(result: str) -> str:
+    """A result as the policy reads it; it cannot end its own tag."""
+    return f"<result>\n{re.sub('</(?=result>)', '< /', result)}\n</result>"
+
+
+def cut(text: str, most: int) -> str:
+    """At most ``most`` characters of a text."""
+    return text if len(text) <= most else text[: most - 1] + "…"
