@@ -36,7 +36,7 @@ def test_a_result_comes_back_and_the_answer_is_judged(environment: Environment) 
     assert answer.done and answer.reward == 1.0 and answer.metrics == {"right": 1.0, "number": 1.0, "calls": 1.0}
 
 
-def test_the_prompt_says_how_a_tool_is_called(environment: Environment) -> None:
+def test_the_prompt_ends_with_the_instruction(environment: Environment) -> None:
     [first] = environment.for_episode().reset(ROW, 0)  # type: ignore[misc, union-attr]
     assert first["content"].startswith("What is 6 * 7?\n\nYou can run Python code")  # type: ignore[index]
     plain = find("jsonl")({**OPTIONS, "tool_instruction": ""})
