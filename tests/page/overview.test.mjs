@@ -1,7 +1,7 @@
 // The charts of a run, by node's own runner: node --test tests/page
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { chartsOf } from "../../src/rookery/server/page/overview.js";
+import { chartsOf, compared } from "../../src/rookery/server/page/overview.js";
 
 const reward = (rows, evaluations) => chartsOf(rows, evaluations).find((chart) => chart.title === "Reward").lines.map((line) => [line.label, line.values]);
 
@@ -17,4 +17,14 @@ test("each policy of a run has a line of its own steps and evaluations", () => {
     ["a: training", [0, null, 1]], ["b: training", [null, 5, null]], ["a: held-out", [0.5, null, null]], ["b: held-out", [null, 4, null]],
   ]);
   assert.ok(chartsOf(rows).some((chart) => chart.title === "KL to the start"));
+});
+
+test("several runs are compared by the charts of their overviews, on the union of their steps", () => {
+  const row = (step, reward, more = {}) => ({ step, version: step, reward, ...more });
+  const { steps, charts } = compared([[row(1, 0.1), row(3, 0.3)], [row(2, 0.9, { kl: 0.5 })], []], ["a", "b", "c"]);
+  assert.deepEqual(steps, [1, 2, 3]);
+  const reward = charts.find((chart) => chart.title === "Reward");
+  assert.deepEqual(reward.lines.map((line) => [line.label, line.values]), [["a", [0.1, null, 0.3]], ["b", [null, 0.9, null]], ["c", [null, null, null]]]);
+  assert.deepEqual(charts.find((chart) => chart.title === "KL to the start").lines.map((line) => line.values), [[null, null, null], [null, 0.5, null], [null, null, null]]);
+  assert.deepEqual(compared([], []), { steps: [], charts: [] });
 });

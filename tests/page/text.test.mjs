@@ -44,3 +44,8 @@ test("a target of sampling has the parts of which it is made", () => {
   }
   for (const model of ["", "Qwen/Qwen3-0.6B", "a@b", "job-2/solver"]) assert.deepEqual(text.partsOf(model, runs), { run: null, job: model, policy: "", version: "" });
 });
+
+test("each sampled token knows the policy of its reply", () => {
+  const trajectory = { prompt: [1], prompt_texts: ["p"], tokens: [2, 3, 4, 5], texts: ["a", "b", "c", "d"], mask: [true, false, true, true], logprobs: [0, 0, 0, 0], versions: [0, -1, 2, 2], trainer_logprobs: null, workers: [], replies: [[0, 1, "guesser"], [2, 4, "checker"]] };
+  assert.deepEqual(text.stripTokens(trajectory).map((one) => one.policy), ["", "guesser", "", "checker", "checker"]);
+});

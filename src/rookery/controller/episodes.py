@@ -76,7 +76,7 @@ class EpisodeQueries:
         found = await self._store.read(episodes_page, tenant, job, chosen)
         rows = await self._context.threads(lambda: [_line(group, episode) for group, episode in found])
         last = found[-1][1] if len(found) == chosen.limit else None
-        return {"episodes": rows, "next": f"{last.finished!r}~{last.id}" if last is not None else None}
+        return {"episodes": rows, "next": (last.finished, last.id) if last is not None else None}
 
     async def episode(self, tenant: str, job: str, episode: str) -> dict[str, Any]:
         """One episode whole: conversation, turns, and its tokens where its text is kept."""

@@ -11,7 +11,7 @@ import json
 import math
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query, Response
 
@@ -43,7 +43,7 @@ class Paging:
     ) -> Sequence[T]:
         """The rows of the page, which ``fetch`` reads; ``place(row)`` has the values of the list's order, which are of
         these ``kinds``, texts (``str``) or numbers (``float``). Raises :class:`UserError`."""
-        found = await fetch(Page(self._limit + 1, _decoded(self._after, kinds)))
+        found = await fetch(Page(self._limit + 1, decoded(self._after, kinds)))
         if len(found) > self._limit:
             found = found[: self._limit]
             mark_next(self._response, encoded(place(found[-1])))
@@ -67,7 +67,11 @@ def encoded(place: tuple[str | float, ...]) -> str:
     return urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
 
 
-def _decoded(text: str, kinds: Sequence[type]) -> tuple[str | float, ...]:
+def decoded(
+    text: str, kinds: Sequence[type], name: str = "after", source: str = f"the header {NEXT}"
+) -> tuple[Any, ...]:
+    """The place that :func:`encoded` wrote; empty for the empty text. Raises :class:`UserError`, which names the
+    parameter and what gives it."""
     if not text:
         return ()
     try:
@@ -76,7 +80,7 @@ def _decoded(text: str, kinds: Sequence[type]) -> tuple[str | float, ...]:
         place = None
     if isinstance(place, list) and len(place) == len(kinds) and all(map(_fits, place, kinds)):
         return tuple(place)
-    raise UserError(f"after: given no place in this list; give the header {NEXT} of the page before")
+    raise UserError(f"{name}: given no place in this list; give {source} of the page before")
 
 
 def _fits(value: object, kind: type) -> bool:

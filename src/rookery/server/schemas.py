@@ -35,6 +35,7 @@ class AccountView(BaseModel):
     role: KeyRole
     limits: dict[str, float] = Field(description="Every limit that holds for the tenant, and its weight")
     tokens_today: int = Field(description="Sampled and trained on since 00:00 UTC")
+    used: dict[str, float] = Field(description="What counts against some of the limits now, by their names")
     cost: CostView
 
 
@@ -208,6 +209,8 @@ class TurnView(BaseModel):
     generation_seconds: float
     environment_seconds: float
     workers: list[tuple[int, str]] = Field(description="Workers that sampled it, each with its first token's number")
+    policy: str = Field("", description="The policy that replied")
+    rewards: dict[str, float | None] = Field({}, description="Of single policies, in addition to ``reward``")
 
 
 class TokenStrip(TrajectoryView):
@@ -219,6 +222,9 @@ class TokenStrip(TrajectoryView):
         description="Of the trainer at the step that consumed it; null where no gradient was computed"
     )
     workers: list[tuple[int, str]] = Field(description="Tokens at which another worker began, with its name")
+    replies: list[tuple[int, int, str]] = Field(
+        [], description="The tokens of each reply, from one to before another, and the policy that sampled them"
+    )
 
 
 class EpisodeReading(MemberView):

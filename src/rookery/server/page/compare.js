@@ -2,22 +2,10 @@
 import { useEffect, useState } from "preact/hooks";
 import { laterRows, useData } from "./api.js";
 import { Chart } from "./chart.js";
-import { isNumber, route } from "./format.js";
+import { route } from "./format.js";
+import { compared } from "./overview.js";
 import { Empty, Problem, html } from "./parts.js";
 import { COMPARED } from "./runs.js";
-
-const SHOWN = [
-  ["reward", "Reward", "mean of the step"], ["length_mean", "Reply length", "tokens"], ["entropy", "Entropy", "nats per token"],
-  ["zero_variance_share", "Groups without variance", "share"], ["staleness_mean", "Staleness", "optimizer steps"],
-  ["seconds/generation", "Generation", "s per episode"], ["seconds/train", "Training", "s"],
-];
-
-/** Rows of several runs by step: {steps, of(name) → a list of values for each run}. Pure. */
-export function joined(runs) {
-  const steps = [...new Set(runs.flatMap((rows) => rows.map((row) => row.step)))].sort((a, b) => a - b);
-  const maps = runs.map((rows) => new Map(rows.map((row) => [row.step, row])));
-  return { steps, of: (name) => maps.map((map) => steps.map((step) => map.get(step)?.[name] ?? null)) };
-}
 
 export function Compare({ path }) {
   const ids = path.slice(1, 1 + COMPARED), wanted = new URLSearchParams(ids.map((id) => ["id", id]));
@@ -34,14 +22,10 @@ export function Compare({ path }) {
   }, [ids.join(), done]);
   const names = Object.fromEntries((data?.runs ?? []).map((run) => [run.id, run.name]));
   const label = (id) => (ids.filter((one) => names[one] === names[id]).length > 1 ? `${names[id]} (${id.slice(-4)})` : names[id] ?? id);
-  const { steps, of } = joined(ids.map((id) => rows[id] ?? []));
+  const { steps, charts } = compared(ids.map((id) => rows[id] ?? []), ids.map(label));
   return html`<div class="bar"><h1>Compare</h1>${ids.map((id, at) => html`<span><i class=${`swatch s${at}`}></i><a href=${route(["run", id])}>${label(id)}</a></span>`)}
       <label class="right" for="smooth">Smoothing</label><input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />
       ${zoom && html`<button onClick=${() => setZoom(null)}>Show all steps</button>`}</div>
     <${Problem} error=${error ?? problem} />
-    ${steps.length === 0 ? html`<${Empty}>None of these runs has committed a step.<//>` : html`<div class="charts">${SHOWN.map(([name, title, unit]) => {
-      const values = of(name);
-      const lines = ids.map((id, at) => ({ label: label(id), values: values[at] }));
-      return values.flat().some(isNumber) && html`<${Chart} key=${name} title=${title} unit=${unit} steps=${steps} lines=${lines} weight=${weight} zoom=${zoom} onZoom=${setZoom} />`;
-    })}</div>`}`;
+    ${steps.length === 0 ? html`<${Empty}>None of these runs has committed a step.<//>` : html`<div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} />`)}</div>`}`;
 }

@@ -11,6 +11,7 @@ export function Episode({ job, path }) {
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
   // Environments may begin with examples: the turns belong to the last replies.
   const replies = (data.messages ?? []).filter((message) => message.role === "assistant").length;
+  const policies = [...new Set(data.turns.map((one) => one.policy).filter(Boolean))];
   let turn = data.turns.length ? data.turns.length - replies - 1 : -1;
   return html`
     <div class="bar"><h2>Answer ${data.member + 1} of <a href=${route(["run", job, "group", data.group])}>group ${data.ordinal}</a></h2><${Badge} state=${data.state} />
@@ -24,31 +25,33 @@ export function Episode({ job, path }) {
     ]} />
     <div class="conversation">${data.messages === null && !data.error ? html`<section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section><${Empty}>The text of this episode is not kept any more. Its reward and metrics are.<//>` : (data.messages ?? []).map((message, at) => {
       if (message.role === "assistant") turn += 1;
-      return html`<${Message} key=${at} message=${message} number=${turn} turn=${message.role === "assistant" ? data.turns[turn] : null} />`;
+      return html`<${Message} key=${at} message=${message} number=${turn} turn=${message.role === "assistant" ? data.turns[turn] : null} policies=${policies} />`;
     })}</div>
-    ${data.trajectories.map((one, at) => html`<${TokenStrip} key=${at} trajectory=${one} trained=${data.consumed_by !== null} title=${data.trajectories.length > 1 ? `Tokens, sequence ${at + 1}` : "Tokens"} />`)}`;
+    ${data.trajectories.map((one, at) => html`<${TokenStrip} key=${at} trajectory=${one} policies=${policies} trained=${data.consumed_by !== null} title=${data.trajectories.length > 1 ? `Tokens, sequence ${at + 1}` : "Tokens"} />`)}`;
 }
 
-function Message({ message, turn, number: at }) {
-  return html`<article class=${`message ${message.role}`}><header><b>${message.role}</b>${message.role === "assistant" && html` <span class="muted small">${at < 0 ? "example of the prompt" : `turn ${at + 1}`}</span>`}
-      ${turn && html`<span class="right small muted">reward <b class=${turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : ""}>${signed(turn.reward)}</b> · ${turn.tokens} tokens, ended by ${turn.finish} · queue ${duration(turn.queue_seconds)}, generation ${duration(turn.generation_seconds)}, environment ${duration(turn.environment_seconds)}</span>`}</header>
+function Message({ message, turn, number: at, policies }) {
+  const several = turn && policies.length > 1, color = several ? policies.indexOf(turn.policy) % 6 : 0;
+  return html`<article class=${`message ${message.role} ${several ? `p${color}` : ""}`}><header><b>${message.role}</b>${message.role === "assistant" && html` <span class="muted small">${at < 0 ? "example of the prompt" : `turn ${at + 1}`}</span>`}${several && html` <span><i class=${`swatch s${color}`}></i>${turn.policy}</span>`}
+      ${turn && html`<span class="right small muted">reward <b class=${turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : ""}>${signed(turn.reward)}</b>${Object.entries(turn.rewards).map(([name, value]) => `, ${name} ${signed(value)}`)} · ${turn.tokens} tokens, ended by ${turn.finish} · queue ${duration(turn.queue_seconds)}, generation ${duration(turn.generation_seconds)}, environment ${duration(turn.environment_seconds)}</span>`}</header>
     ${message.role === "assistant" ? html`<${Reply} text=${message.content} />` : html`<pre>${message.content}</pre>`}
     ${turn && Object.keys(turn.metrics).length > 0 && html`<p class="small muted metrics">${Object.entries(turn.metrics).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</p>`}</article>`;
 }
 
-const COLORED = { logprob: "log-probability", gap: "trainer − engine", version: "version" };
+const COLORED = { logprob: "log-probability", gap: "trainer − engine", version: "version", policy: "policy" };
 
 /** The tokens as the engine sampled them. Those of the environment or the template are dimmed. */
-export function TokenStrip({ trajectory, title, trained }) {
+export function TokenStrip({ trajectory, title, trained, policies = [] }) {
   const [by, setBy] = useState("logprob"), [at, setAt] = useState(null);
   const tokens = stripTokens(trajectory), sampled = tokens.filter((one) => one.sampled);
   const gaps = sampled.map((one) => one.gap).filter(isNumber);
   const versions = [...new Set(sampled.map((one) => one.version))];
-  const choices = Object.entries(COLORED).filter(([name]) => (name !== "gap" || gaps.length) && (name !== "version" || versions.length > 1));
+  const choices = Object.entries(COLORED).filter(([name]) => (name !== "gap" || gaps.length) && (name !== "version" || versions.length > 1) && (name !== "policy" || policies.length > 1));
   const shade = (one) => {
     if (!one.sampled) return "masked";
     if (by === "gap") { const step = gapStep(one.gap); return step ? `gap${step > 0 ? "p" : "n"}${Math.abs(step)}` : ""; }
     if (by === "version") return `v${versions.indexOf(one.version) % 6}`;
+    if (by === "policy") return one.policy ? `v${policies.indexOf(one.policy) % 6}` : "";
     return `lp${surprise(one.logprob)}`;
   };
   const one = at === null ? null : tokens[at];
@@ -57,5 +60,5 @@ export function TokenStrip({ trajectory, title, trained }) {
       <span class="muted small">${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(Math.max(...gaps.map(Math.abs)), 4)} nats` : trained ? ", the trainer computed no gradient of them" : ", not trained on yet"}</span>
       <span class="right">${choices.map(([name, label]) => html`<button key=${name} class="small" aria-pressed=${by === name} onClick=${() => setBy(name)}>${label}</button>`)}</span></div>
     <div class="tokens mono" tabindex="0" role="group" aria-label="Tokens; the arrow keys move from one to the next" onKeyDown=${(event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); setAt(Math.max(0, Math.min(tokens.length - 1, (at ?? tokens.length - sampled.length) + by))); } }} onMouseOver=${(event) => { const found = event.target.dataset?.at; if (found !== undefined) setAt(Number(found)); }}>${tokens.map((token, place) => html`${token.worker && html`<span class="mark worker">▸ ${token.worker} </span>`}${token.changed && html`<span class="mark version">▸ version ${token.version} </span>`}<span key=${place} data-at=${place} class=${`token ${shade(token)} ${place === at ? "at" : ""}`}>${token.text}</span>`)}</div>
-    <p class="small mono about" aria-live="polite">${one ? html`<b>${JSON.stringify(one.text)}</b> token ${one.id}${one.sampled ? ` · log-probability ${number(one.logprob, 4)} (engine)${isNumber(one.trainer) ? `, ${number(one.trainer, 4)} (trainer), gap ${signed(one.gap, 4)} nats` : ""} · version ${one.version}` : " · of the prompt, the environment or the template: not trained on"}` : html`<span class="muted">Point at a token for its numbers. ${by === "logprob" ? "The stronger the color, the less likely." : by === "gap" ? "Orange: the trainer finds it likelier; blue: less likely." : "A color for each version."}</span>`}</p></section>`;
+    <p class="small mono about" aria-live="polite">${one ? html`<b>${JSON.stringify(one.text)}</b> token ${one.id}${one.sampled ? ` · log-probability ${number(one.logprob, 4)} (engine)${isNumber(one.trainer) ? `, ${number(one.trainer, 4)} (trainer), gap ${signed(one.gap, 4)} nats` : ""} · version ${one.version}${one.policy && policies.length > 1 ? ` of ${one.policy}` : ""}` : " · of the prompt, the environment or the template: not trained on"}` : html`<span class="muted">Point at a token for its numbers. ${by === "logprob" ? "The stronger the color, the less likely." : by === "gap" ? "Orange: the trainer finds it likelier; blue: less likely." : by === "policy" ? html`A color for each policy: ${policies.map((name, place) => html` <i class=${`swatch s${place % 6}`}></i>${name}`)}` : "A color for each version."}</span>`}</p></section>`;
 }

@@ -30,6 +30,19 @@ export function chartsOf(rows, evaluations = []) {
     .filter((chart) => chart.lines.length > 0 && (chart.title !== "KL to the start" || chart.lines.some((one) => one.values.some((value) => value))));
 }
 
+/** The charts of several runs on the same steps, those of a run's overview: [{title, unit, digits, show, lines}] with the first line of each run. Pure. */
+export function compared(runs, labels) {
+  const steps = [...new Set(runs.flatMap((rows) => rows.map((row) => row.step)))].sort((a, b) => a - b), found = new Map();
+  runs.forEach((rows, at) => {
+    const places = new Map(rows.map((row, place) => [row.step, place]));
+    for (const { lines, ...chart } of chartsOf(rows)) {
+      if (!found.has(chart.title)) found.set(chart.title, { ...chart, lines: runs.map((_, place) => ({ label: labels[place], values: steps.map(() => null) })) });
+      found.get(chart.title).lines[at].values = steps.map((step) => lines[0].values[places.get(step)] ?? null);
+    }
+  });
+  return { steps, charts: [...found.values()] };
+}
+
 function evaluationLines(rows, evaluations, several) {
   const lines = [...new Set(evaluations.map((one) => one.policy))].map((policy) => {
     const values = rows.map(() => null);

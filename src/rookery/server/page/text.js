@@ -35,7 +35,7 @@ export const gapStep = (gap) => (isNumber(gap) ? Math.sign(gap) * Math.min(5, Ma
 
 /** The tokens of a trajectory: prompt and rest, with what marks each. */
 export function stripTokens(trajectory) {
-  const { prompt, prompt_texts: before, tokens, texts, mask, logprobs, versions, trainer_logprobs: trainer, workers } = trajectory;
+  const { prompt, prompt_texts: before, tokens, texts, mask, logprobs, versions, trainer_logprobs: trainer, workers, replies = [] } = trajectory;
   const moved = new Map(workers.slice(0));
   let version = null;
   const rest = tokens.map((id, at) => {
@@ -44,10 +44,10 @@ export function stripTokens(trajectory) {
     const theirs = sampled && trainer ? trainer[at] : null;
     return {
       id, text: texts?.[at] ?? `⟨${id}⟩`, sampled, logprob: sampled ? logprobs[at] : null, trainer: theirs,
-      gap: isNumber(theirs) ? theirs - logprobs[at] : null, version: sampled ? versions[at] : null, changed, worker: moved.get(at) ?? null,
+      gap: isNumber(theirs) ? theirs - logprobs[at] : null, version: sampled ? versions[at] : null, changed, worker: moved.get(at) ?? null, policy: sampled ? replies.find(([start, stop]) => at >= start && at < stop)?.[2] ?? "" : "",
     };
   });
-  const prefix = prompt.map((id, at) => ({ id, text: before?.[at] ?? `⟨${id}⟩`, sampled: false, logprob: null, trainer: null, gap: null, version: null, changed: false, worker: null }));
+  const prefix = prompt.map((id, at) => ({ id, text: before?.[at] ?? `⟨${id}⟩`, sampled: false, logprob: null, trainer: null, gap: null, version: null, changed: false, worker: null, policy: "" }));
   return [...prefix, ...rest];
 }
 

@@ -1,24 +1,30 @@
 // What jobs and tenants used, against their limits.
 import { useState } from "preact/hooks";
 import { useData } from "./api.js";
-import { count, duration, number, route, time } from "./format.js";
+import { bytes, count, duration, number, route, time } from "./format.js";
 import { Badge, Empty, Facts, Pager, Problem, Scroll, html } from "./parts.js";
 
 const PAGE = 50;
 
 const NAMES = {
-  jobs: "running jobs", waiting_jobs: "waiting jobs", requests: "requests at once", tokens_per_day: "tokens a day", adapters: "adapters", models: "base models", hosts: "environment hosts", bytes: "bytes stored",
+  jobs: "running jobs", waiting_jobs: "waiting jobs", requests: "requests at once", tokens_per_day: "tokens today", adapters: "adapters", models: "base models", hosts: "environment hosts", bytes: "bytes stored",
 };
+
+/** What counts against each limit of an account: [{name, used, most, show}]; `most` is null where there is no limit. */
+export const quotas = (account) => Object.entries(account?.used ?? {}).map(([key, used]) => {
+  const limit = account.limits[key];
+  return { name: NAMES[key] ?? key, used, most: limit > 0 && limit < 1e15 ? limit : null, show: key === "bytes" ? bytes : key === "tokens_per_day" ? count : number };
+});
 
 export function Usage({ account }) {
   const [offset, setOffset] = useState(0);
   const { data, error } = useData(`/api/v1/usage?offset=${offset}&limit=${PAGE}`, 10000), { data: me } = useData("/api/v1/account", 10000);
   const { data: costs } = useData(account.role === "admin" ? "/api/v1/costs" : null, 10000);
-  const limits = me?.limits ?? {}, bars = me ? [["tokens today", me.tokens_today, limits.tokens_per_day]] : [];
+  const bars = quotas(me);
   return html`<div class="bar"><h1>Usage</h1><a class="button right" href="/api/v1/usage.csv" download>Download as CSV</a></div>
     <${Problem} error=${error} />
-    ${me && html`<section class="panel"><h2 class="sub">${me.name}</h2>${bars.map(([name, used, most]) => most > 0 && most < 1e15 ? html`<p>${name}: <b>${count(used)}</b> of ${count(most)} <meter min="0" max=${most} value=${used} aria-label=${name}></meter></p>` : html`<p>${name}: <b>${count(used)}</b>, without a limit</p>`)}
-      <${Facts} facts=${[["cost", number(me.cost.cost)], ["compute", duration(me.cost.seconds)], ...Object.entries(NAMES).filter(([name]) => limits[name] > 0 && limits[name] < 1e15).map(([name, label]) => [`most ${label}`, number(limits[name])])]} /></section>`}
+    ${me && html`<section class="panel"><h2 class="sub">${me.name}</h2><${Facts} facts=${[["cost", number(me.cost.cost)], ["compute", duration(me.cost.seconds)]]} />
+      <div class="quotas">${bars.map(({ name, used, most, show }) => html`<div key=${name}><span>${name}</span> ${most ? html`<meter min="0" max=${most} high=${0.9 * most} value=${Math.min(used, most)} aria-label=${`${name}: ${show(used)} of ${show(most)}`}></meter> <b>${show(used)}</b> of ${show(most)}` : html`<b>${show(used)}</b> <span class="muted">without a limit</span>`}</div>`)}</div></section>`}
     ${costs && html`<h2>Tenants</h2><${Scroll} label="Tenants"><table><thead><tr><th>Tenant</th><th class="number">Cost</th><th class="number">Compute</th><th class="number">Tokens per price unit</th><th class="number">Service time</th></tr></thead>
       <tbody>${costs.tenants.map((one) => html`<tr key=${one.tenant}><td>${one.name}${one.deleted ? html` <span class="muted small">deleted</span>` : ""}</td><td class="number">${number(one.cost.cost)}</td><td class="number">${duration(one.cost.seconds)}</td><td class="number">${number(one.cost.tokens_per_unit)}</td><td class="number">${duration(one.service_seconds)}</td></tr>`)}</tbody></table><//>`}
     ${data && (data.total === 0 ? html`<${Empty}>No run used anything yet.<//>` : html`<h2>Runs</h2><${Scroll} label="Usage of runs"><table><thead><tr><th>Run</th>${account.role === "admin" && html`<th>Tenant</th>`}<th>State</th><th class="number">Steps</th><th class="number">Tokens sampled</th><th class="number">Compute</th><th class="number">Cost</th><th class="number">Preemptible part</th><th>Submitted</th></tr></thead>

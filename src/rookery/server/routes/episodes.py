@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 
-from rookery.errors import UserError
 from rookery.server.auth import AuthenticatedRoute, Service
+from rookery.server.paging import decoded, encoded
 from rookery.server.responses import ERRORS
 from rookery.server.routes.jobs import OfJob
 from rookery.server.schemas import EpisodePage, EpisodeReading, FailureView, GroupPage, GroupView, JobHealthView
@@ -56,8 +55,10 @@ async def episodes(
     limit: Annotated[int, Query(ge=1, le=100)] = 25,
 ) -> Any:
     """Episodes that have ended, newest first, with their replies while their text is kept."""
-    chosen = EpisodeChoice(step, version, group, failed, min_reward, max_reward, text, _place(before), limit)
-    return await service.controller.queries.episodes.episodes(job.tenant, job.id, chosen)
+    place = decoded(before or "", (float, str), "before", "``next``") or None
+    chosen = EpisodeChoice(step, version, group, failed, min_reward, max_reward, text, place, limit)
+    page = await service.controller.queries.episodes.episodes(job.tenant, job.id, chosen)
+    return {**page, "next": encoded(page["next"]) if page["next"] is not None else None}
 
 
 @routes.get("/jobs/{job}/episodes/{episode}", response_model=EpisodeReading)
@@ -76,17 +77,3 @@ async def failures(service: Service, job: OfJob, limit: Annotated[int, Query(ge=
 async def job_health(service: Service, job: OfJob) -> Any:
     """Alarms about the job, each with what to do; advice where nothing is wrong."""
     return await service.controller.queries.job_health(job.tenant, job.id)
-
-
-def _place(before: str | None) -> tuple[float, str] | None:
-    """The end and the id of the last episode of the page before. Raises :class:`UserError`."""
-    if before is None:
-        return None
-    end, _, id = before.partition("~")
-    try:
-        time = float(end)
-    except ValueError:
-        time = math.nan
-    if not math.isfinite(time) or not id:
-        raise UserError("before: this is no page's next")
-    return time, id

@@ -119,7 +119,14 @@ async def account(service: Service, owner: Owner) -> AccountView:
     context = service.context
     row = await context.store.read(tenants.get_tenant, owner.id)
     view = context.rooms.quotas.view(owner.id)
+    adapters, size = await context.store.read(tenants.stored, owner.id)
+    used = {
+        "jobs": sum(runner.row.tenant == owner.id for runner in service.controller.jobs.runners.values()),
+        "waiting_jobs": len(service.controller.jobs.waiting_of(owner.id)),
+        "requests": view["requests"], "tokens_per_day": view["tokens_today"], "adapters": adapters, "bytes": size,
+        "models": len(service.controller.jobs.models(owner.id)),
+    }  # fmt: skip
     return AccountView(
         tenant=row.id, name=row.name, role=owner.role, limits=view["limits"], tokens_today=view["tokens_today"],
-        cost=context.rooms.usage.tenant_view(owner.id),
+        used=used, cost=context.rooms.usage.tenant_view(owner.id),
     )  # fmt: skip
