@@ -88,8 +88,13 @@ def test_episode_has_what_each_turn_earned_and_its_tokens(recorded: Recorded) ->
         assert [turn.metrics for turn in one.turns] == [{"turn1": one.turns[0].reward}, {"turn2": one.turns[1].reward}]
         assert [turn.finish for turn in one.turns] == ["stop", "stop"]
         assert all(turn.workers == [[0, "scripted"]] and turn.generation_seconds >= 0 for turn in one.turns)
+        assert {turn.policy for turn in one.turns} == {"main"} and all(turn.rewards == {} for turn in one.turns)
         sampled = 0
         for strip in one.trajectories:
+            spoken = [
+                place for start, stop, policy in strip.replies for place in range(start, stop) if policy == "main"
+            ]
+            assert spoken == [place for place, action in enumerate(strip.mask) if action]
             texts = "".join(text for text, action in zip(strip.texts, strip.mask, strict=True) if action)
             sampled += sum(strip.mask)
             assert len(strip.tokens) == len(strip.texts) == len(strip.versions) and "<|im_end|>" in texts

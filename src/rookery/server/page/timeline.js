@@ -16,8 +16,9 @@ const heightOf = (lane) => HEAD + STRIP * Object.keys(lane.strips).length + GAP;
 /** `path` is the endpoint: that of the service, or of a run. */
 export function Timeline({ path = "/api/v1/timeline", trace = "/api/v1/timeline/trace", account, names = {}, job = null, first = null }) {
   const [last, setLast] = useState(600), [view, setView] = useState(first), [at, setAt] = useState(null);
-  const { data, error } = useData(`${path}?${view ? `start=${view.start}&end=${view.end}` : `seconds=${last}`}&columns=${COLUMNS}`, view ? 0 : LIVE);
-  const seen = useRef(null);
+  const seen = useRef(null), age = seen.current ? seen.current.end - seen.current.oldest : last;
+  const length = Math.min(last, 30 * Math.ceil((age + 1) / 30)); // a short past is shown as fine as it can be
+  const { data, error } = useData(`${path}?${view ? `start=${view.start}&end=${view.end}` : `seconds=${length}`}&columns=${COLUMNS}`, view ? 0 : LIVE);
   if (data) seen.current = data;
   const shown = data ?? seen.current;
   if (!shown) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
