@@ -92,7 +92,8 @@ DIALECT = """
 Looking Intake World Desks Desk Rollouts Lending Absences Holdings Trainee Places Guest OpenStep Measuring Remotes
 ClientModel Feeds Billing Payer Pulse Ledger ThreadLedger Groupable Plateau Lanes FailureWindow Beat Bye Lend Granted
 Forget Observed News Ahead Lender Chain KvStore PooledRunner Kept Draw Aside Bundle Pieces GrowingText KeyFirst Judges
-WaitedTooLong hand_off said_before lose_head carry_out given_back handed_off anew settle_tiles spares heard unsent_most
+WaitedTooLong Fact Tail asked_model stored_job hand_off said_before lose_head carry_out given_back handed_off anew
+settle_tiles spares heard unsent_most
 """.split()
 """Names of the former private dialect that must not come back."""
 

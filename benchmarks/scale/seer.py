@@ -50,7 +50,7 @@ from rookery.controller.rollout.request import InflightRequest, SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
-from rookery.scheduling.divided_rollout import Site
+from rookery.scheduling.divided_rollout import DecodingWorker
 from rookery.scheduling.rollout_order import RolloutOrder
 from rookery.scheduling.speculation import StepCosts, draft_budget
 from rookery.settings import Settings
@@ -135,7 +135,7 @@ def patched(where: Any, name: str, value: Any) -> Iterator[None]:
         setattr(where, name, shipped)
 
 
-def always(source: Site, target: Site, tokens: int, left: int) -> bool:
+def always(source: DecodingWorker, target: DecodingWorker, tokens: int, left: int) -> bool:
     """A chunk goes to the emptier worker, whatever its prefill costs."""
     return target.free > 0 and not target.pending and source.executing > target.executing + 1
 

@@ -21,7 +21,7 @@ from tests.support.room import beat as heartbeat
 from rookery import protocol
 from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, MigrationPlan, WorkerLoad, balance, load, select
 from rookery.scheduling.costs import CostTable, isotonic
-from rookery.scheduling.divided_rollout import Site, moves, saved_per_token
+from rookery.scheduling.divided_rollout import DecodingWorker, moves, saved_per_token
 from rookery.scheduling.saturation import ENOUGH, FLAT, KEPT, SaturationEstimator
 from rookery.scheduling.worker_index import WorkerIndex
 
@@ -496,8 +496,8 @@ EVEN = CostTable.of({"decode": [(1, 0.01), (64, 0.01)], "prefill": [(1, 1e-4), (
 LINEAR = CostTable.of({"decode": [(1, 0.01), (64, 0.64)], "prefill": [(1, 1e-4), (4096, 0.4)]})
 
 
-def site(costs: CostTable, executing: int, pending: int = 0, free: int = 8, free_tokens: int = 10**6) -> Site:
-    return Site(costs, executing, pending, free, free_tokens)
+def site(costs: CostTable, executing: int, pending: int = 0, free: int = 8, free_tokens: int = 10**6) -> DecodingWorker:
+    return DecodingWorker(costs, executing, pending, free, free_tokens)
 
 
 def test_a_flat_curve_gives_a_reason_to_move_only_where_requests_wait() -> None:

@@ -25,7 +25,7 @@ LEAST_SAVING = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class DecodingWorker:
     """A worker that may sample the chunk."""
 
     costs: CostTable
@@ -38,7 +38,7 @@ class Site:
     """Of its KV cache."""
 
 
-def moves(source: Site, target: Site, tokens: int, left: int) -> bool:
+def moves(source: DecodingWorker, target: DecodingWorker, tokens: int, left: int) -> bool:
     """Whether a request of ``tokens`` tokens, its prompt included, should leave the source: the target has a row and
     memory for it, both report their costs, and the time saved is worth its prefill."""
     if not target.free or target.pending or target.free_tokens < tokens + left or left < 1:
@@ -48,7 +48,7 @@ def moves(source: Site, target: Site, tokens: int, left: int) -> bool:
     return prefill > 0 and saved > LEAST_SAVING * (target.executing + 1) * prefill
 
 
-def saved_per_token(source: Site, target: Site) -> float:
+def saved_per_token(source: DecodingWorker, target: DecodingWorker) -> float:
     """Seconds of rows that the move saves for each token that is left; 0 where a worker does not report its costs."""
     n, m = max(1, source.executing), target.executing
     here, there = source.costs.predict("decode", n), target.costs.predict("decode", m + 1)

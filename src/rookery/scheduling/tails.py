@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from rookery.scheduling.balancing import MigrationPlan
 from rookery.scheduling.costs import CostTable
-from rookery.scheduling.divided_rollout import Site
+from rookery.scheduling.divided_rollout import DecodingWorker
 from rookery.scheduling.pipelines import Planner, SubStage, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class WorkerRollouts:
     """The rollouts that a worker executes."""
 
     name: str
-    site: Site
+    site: DecodingWorker
     steps: int
     """Decode steps until the last of them ends, as far as can be known."""
     tokens: int
@@ -29,7 +29,7 @@ class Tail:
     """Predicted rest of the worker's training."""
 
 
-def merge(tail: Tail, taker: Tail, costs: CostTable, planner: Planner) -> MigrationPlan | None:
+def merge(tail: WorkerRollouts, taker: WorkerRollouts, costs: CostTable, planner: Planner) -> MigrationPlan | None:
     """The rollouts of ``tail``, whose worker trains, resume in the batch of ``taker``, whose worker does not: if that
     lowers the predicted finish of all, prefilling included, by the planner's hysteresis. ``costs`` are the taker's."""
     rows, others = tail.site.executing, taker.site.executing

@@ -41,7 +41,7 @@ from rookery.errors import NotFound
 from rookery.protocol import Manifest
 
 
-class Words(TypeDecorator[str]):
+class SafeText(TypeDecorator[str]):
     """Any string; NUL and lone surrogates become replacement characters."""
 
     impl = Text
@@ -81,7 +81,7 @@ class ManifestJson(TypeDecorator[Manifest]):
 
 class Base(MappedAsDataclass, DeclarativeBase, kw_only=True):
     type_annotation_map = {  # noqa: RUF012
-        str: Words,
+        str: SafeText,
         int: BigInteger,
         float: Double,
         dict[str, Any]: JsonText,

@@ -17,7 +17,7 @@ from sqlalchemy import BigInteger, ForeignKey, Index, Integer, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
 from rookery.protocol import Manifest
-from rookery.storage.columns import Base, Words
+from rookery.storage.columns import Base, SafeText
 
 JobState = Literal["queued", "running", "paused", "completed", "failed", "cancelled"]
 FINAL_JOB_STATES: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
@@ -87,7 +87,7 @@ class KeyRow(OwnedRow):
     created: Mapped[float]
     revoked: Mapped[float | None] = mapped_column(default=None)
     """When it was revoked; None while it is valid."""
-    role: Mapped[KeyRole] = mapped_column(Words, default="tenant")
+    role: Mapped[KeyRole] = mapped_column(SafeText, default="tenant")
     expires: Mapped[float | None] = mapped_column(default=None)
     """Not valid from then on; None is never."""
 
@@ -103,7 +103,7 @@ class JobRow(OwnedRow, kw_only=True):
     name: Mapped[str]
     spec: Mapped[dict[str, Any]]
     idempotency_key: Mapped[str | None] = mapped_column(default=None)
-    state: Mapped[JobState] = mapped_column(Words, default="queued")
+    state: Mapped[JobState] = mapped_column(SafeText, default="queued")
     reason: Mapped[str] = mapped_column(default="")
     """Why it is in this state: one line for its owner."""
     error: Mapped[str] = mapped_column(default="")
@@ -185,7 +185,7 @@ class EpisodeRow(OwnedRow, kw_only=True):
     job: Mapped[OfJob]
     group_id: Mapped[str] = mapped_column(ForeignKey("groups.id"))
     member: Mapped[Small]
-    state: Mapped[EpisodeState] = mapped_column(Words, default="open")
+    state: Mapped[EpisodeState] = mapped_column(SafeText, default="open")
     version: Mapped[int | None] = mapped_column(default=None)
     """The version of the job's first policy when it began."""
     versions: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
@@ -217,7 +217,7 @@ class GroupRow(OwnedRow, kw_only=True):
     prompt: Mapped[bytes]
     """JSON."""
     seed: Mapped[int]
-    state: Mapped[GroupState] = mapped_column(Words, default="open")
+    state: Mapped[GroupState] = mapped_column(SafeText, default="open")
     consumed_by: Mapped[int | None] = mapped_column(default=None)
     uses: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
     """Where several policies train on it, by policy: the version that consumed it, -1 where it was dropped, None while
@@ -252,7 +252,7 @@ class UploadRow(Base):
 
     hash: Mapped[Id]
     tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
-    kind: Mapped[UploadKind] = mapped_column(Words, primary_key=True)
+    kind: Mapped[UploadKind] = mapped_column(SafeText, primary_key=True)
     size: Mapped[int]
     created: Mapped[float]
 
@@ -338,7 +338,7 @@ class CheckpointRow(OwnedRow):
     )
 
     model: Mapped[str] = mapped_column(ForeignKey("models.id"), primary_key=True)
-    kind: Mapped[CheckpointKind] = mapped_column(Words, primary_key=True)
+    kind: Mapped[CheckpointKind] = mapped_column(SafeText, primary_key=True)
     name: Mapped[Id]
     policy: Mapped[str]
     version: Mapped[int]

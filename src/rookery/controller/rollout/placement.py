@@ -30,11 +30,11 @@ from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, load, order, select
 from rookery.scheduling.costs import CostTable
-from rookery.scheduling.divided_rollout import Site, moves
+from rookery.scheduling.divided_rollout import DecodingWorker, moves
 from rookery.scheduling.pipelines import Planner, StagePredictor
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.saturation import SaturationEstimator
-from rookery.scheduling.tails import Tail, merge
+from rookery.scheduling.tails import WorkerRollouts, merge
 from rookery.scheduling.worker_index import WorkerIndex
 from rookery.settings import Settings
 
@@ -94,10 +94,12 @@ class WorkerSlots:
         return load(self.worker.hello.max_rows, held, decoding, beats)
 
     @property
-    def site(self) -> Site:
+    def site(self) -> DecodingWorker:
         """Its figures for :func:`rookery.scheduling.divided_rollout.moves`."""
         pending, executing, free = self.load
-        return Site(self.costs, executing, pending, free, self.heartbeats[-1].free_tokens if self.heartbeats else 0)
+        return DecodingWorker(
+            self.costs, executing, pending, free, self.heartbeats[-1].free_tokens if self.heartbeats else 0
+        )
 
     @property
     def serving(self) -> bool:
@@ -337,10 +339,10 @@ class WorkerPool:
             return None
         return Migration(taker.worker, moved, "merged")
 
-    def _tail(self, slots: WorkerSlots, queues: RequestQueues) -> Tail:
+    def _tail(self, slots: WorkerSlots, queues: RequestQueues) -> WorkerRollouts:
         tokens = sum(len(held.request.generate.prompt) + len(held.result.tokens) for held in slots.requests.values())
         left = [queues.remaining(held, 1) for held in slots.requests.values()]
-        return Tail(slots.worker.name, slots.site, max(left, default=0), tokens, slots.train_seconds)
+        return WorkerRollouts(slots.worker.name, slots.site, max(left, default=0), tokens, slots.train_seconds)
 
     def _select(self, model: str, express: bool, tags: Sequence[str]) -> Worker | None:
         index = (self._express if express else self._common).get(model)

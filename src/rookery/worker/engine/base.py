@@ -105,7 +105,7 @@ class Engine(Protocol):
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, order: protocol.Generate) -> None:
+    def submit(self, generate: protocol.Generate) -> None:
         """Queues a request. Raises ``ValueError`` with a one-line reason when it can never run here (its prompt
         exceeds the context, its adapter is not attached, its name is in use, …); nothing is kept of it then."""
         ...

@@ -24,25 +24,25 @@ _LONGEST_CHARACTER = 4
 """Tokens (bytes, at worst) after which an incomplete character is invalid UTF-8."""
 
 
-def validate(order: protocol.Generate, vocabulary: int, context: int) -> None:
+def validate(generate: protocol.Generate, vocabulary: int, context: int) -> None:
     """Raises ``ValueError`` with a one-line reason for a request that no engine of this vocabulary and context runs."""
-    length = len(order.prompt) + len(order.prefix_tokens)
-    if not order.prompt:
+    length = len(generate.prompt) + len(generate.prefix_tokens)
+    if not generate.prompt:
         raise ValueError("the prompt is empty")
-    if len(order.prompt) >= context or length > context:
+    if len(generate.prompt) >= context or length > context:
         raise ValueError(f"the prompt has {length} tokens; this model's context is {context}")
-    if not 0 <= order.shared_prefix <= len(order.prompt):
-        raise ValueError(f"shared_prefix is {order.shared_prefix}, the prompt has {len(order.prompt)} tokens")
-    if order.prompt_logprobs and order.shared_prefix:
+    if not 0 <= generate.shared_prefix <= len(generate.prompt):
+        raise ValueError(f"shared_prefix is {generate.shared_prefix}, the prompt has {len(generate.prompt)} tokens")
+    if generate.prompt_logprobs and generate.shared_prefix:
         raise ValueError("prompt_logprobs need a prompt without a shared_prefix")
-    if not all(0 <= token < vocabulary for token in (*order.prompt, *order.prefix_tokens)):
+    if not all(0 <= token < vocabulary for token in (*generate.prompt, *generate.prefix_tokens)):
         raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
-    if order.logits is not None and not all(0 <= token < vocabulary for token, _ in order.logits.logit_bias):
+    if generate.logits is not None and not all(0 <= token < vocabulary for token, _ in generate.logits.logit_bias):
         raise ValueError(f"logit_bias names a token id outside the vocabulary of {vocabulary}")
-    if order.max_tokens < 1:
-        raise ValueError(f"max_tokens is {order.max_tokens}; it must be at least 1")
-    if not (isfinite(order.temperature) and order.temperature >= 0):
-        raise ValueError(f"temperature is {order.temperature}; it must be 0 or more")
+    if generate.max_tokens < 1:
+        raise ValueError(f"max_tokens is {generate.max_tokens}; it must be at least 1")
+    if not (isfinite(generate.temperature) and generate.temperature >= 0):
+        raise ValueError(f"temperature is {generate.temperature}; it must be 0 or more")
 
 
 @dataclass
@@ -109,20 +109,20 @@ class EngineRequest:
     @classmethod
     def begin(
         cls,
-        order: protocol.Generate,
+        generate: protocol.Generate,
         decode: Callable[[list[int]], str],
         grammars: Callable[[], GrammarTokenizer] | None = None,
     ) -> EngineRequest:
         """A submitted request. ``decode`` turns token ids into text, for stop strings; ``grammars`` reads the tokens
         for a schema. Raises ``ValueError`` for a schema that cannot be followed."""
-        given, logits = len(order.prefix_tokens), order.logits
+        given, logits = len(generate.prefix_tokens), generate.logits
         return cls(
-            params=order,
-            key=order.adapter.hash if order.adapter is not None else "",
-            stops=StopStrings(order.stop, decode),
-            log=protocol.TokenLog(list(order.prefix_tokens), [nan] * given, [-1] * given),
+            params=generate,
+            key=generate.adapter.hash if generate.adapter is not None else "",
+            stops=StopStrings(generate.stop, decode),
+            log=protocol.TokenLog(list(generate.prefix_tokens), [nan] * given, [-1] * given),
             num_drained=given,
-            logits=RequestLogits(logits, order.prompt, grammars) if logits is not None else None,
+            logits=RequestLogits(logits, generate.prompt, grammars) if logits is not None else None,
             top_logprobs=[[] for _ in range(given)],
         )
 

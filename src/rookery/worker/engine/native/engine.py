@@ -160,10 +160,10 @@ class NativeEngine:
     def evict_adapter(self, key: str) -> None:
         self.loras.evict(key)
 
-    def submit(self, order: protocol.Generate) -> None:
-        self._validate(order)
-        request = EngineRequest.begin(order, self._decode, self._grammars)
-        self._requests[order.request] = request
+    def submit(self, generate: protocol.Generate) -> None:
+        self._validate(generate)
+        request = EngineRequest.begin(generate, self._decode, self._grammars)
+        self._requests[generate.request] = request
         if request.key:
             self.loras.pin(request.key)
         self.gate.track(request)
@@ -259,15 +259,15 @@ class NativeEngine:
             parts.append(f"{name} ({kind}, {len(row.tokens)} of {params.max_tokens} tokens) needs {needs}{held}")
         return "; ".join(parts)
 
-    def _validate(self, order: protocol.Generate) -> None:
+    def _validate(self, generate: protocol.Generate) -> None:
         context = self.limits.max_context
-        longest = min(len(order.prompt) + order.max_tokens, context)
-        if order.request in self._requests:
-            raise ValueError(f"request {order.request} is already running")
-        validate(order, self.decoder.vocab, context)
-        if order.adapter is not None and order.adapter.hash not in self.loras:
-            raise ValueError(f"adapter {order.adapter.hash} is not resident")
-        if not self.store.fits_alone(order.shared_prefix, max(longest - order.shared_prefix, 1)):
+        longest = min(len(generate.prompt) + generate.max_tokens, context)
+        if generate.request in self._requests:
+            raise ValueError(f"request {generate.request} is already running")
+        validate(generate, self.decoder.vocab, context)
+        if generate.adapter is not None and generate.adapter.hash not in self.loras:
+            raise ValueError(f"adapter {generate.adapter.hash} is not resident")
+        if not self.store.fits_alone(generate.shared_prefix, max(longest - generate.shared_prefix, 1)):
             raise ValueError(f"a text of {longest} tokens does not fit this worker's cache ({self.store.budget} bytes)")
 
     # --- scheduling of slices ---------------------------------------------------------------------------------------

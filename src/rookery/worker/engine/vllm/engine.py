@@ -164,20 +164,20 @@ class VllmEngine:
             self._evicting.add(key)
             self._unload_unused(key)
 
-    def submit(self, order: protocol.Generate) -> None:
-        if order.request in self._requests:
-            raise ValueError(f"request {order.request} is already running")
-        validate(order, self._vocabulary, self.limits.max_context)
-        if order.logits is not None:
+    def submit(self, generate: protocol.Generate) -> None:
+        if generate.request in self._requests:
+            raise ValueError(f"request {generate.request} is already running")
+        validate(generate, self._vocabulary, self.limits.max_context)
+        if generate.logits is not None:
             raise ValueError("vLLM workers do not change logits: top_p, schemas and the like need another engine")
-        if not self._backend.tempered and order.temperature not in (0.0, 1.0):
+        if not self._backend.tempered and generate.temperature not in (0.0, 1.0):
             raise ValueError(
-                f"temperature is {order.temperature}; this vLLM server reports log-probabilities at 1 only"
+                f"temperature is {generate.temperature}; this vLLM server reports log-probabilities at 1 only"
             )
-        request = EngineRequest.begin(order, self._decode)
+        request = EngineRequest.begin(generate, self._decode)
         if request.key and not self.has_adapter(request.key):
             raise ValueError(f"adapter {request.key} is not resident")
-        self._requests[order.request] = request
+        self._requests[generate.request] = request
         self._users[request.key] += 1
         request.check_finished(self.limits.max_context)
         if request.finish:
