@@ -1,9 +1,10 @@
 """A word game for two, learned by self-play against a frozen earlier version of the same policy.
 
 A word lies on the table. In turn the players take one, two or three letters from its end; whoever takes the last letter
-wins. A reply that is no such number loses. ``player`` trains against ``rival``, its own earlier version, which is
-replaced by a newer one every few steps; in held-out games the rival is the untrained version, so that their curve has
-one yardstick. Who leaves a multiple of four wins, and every game is set up so that a perfect player wins it.
+wins. A reply that is no such move takes one letter and costs a little. ``player`` trains against ``rival``, its own
+earlier version, which is replaced by a newer one every few steps; in held-out games the rival is the untrained version,
+so that their curve has one yardstick. Who leaves a multiple of four wins, and every game is set up so that a perfect
+player wins it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from rookery.client import Client, Job
 from rookery.errors import RookeryError
 from rookery.examples import learning
 from rookery.examples.learning import Learned, Replier
-from rookery.examples.words import THINGS, assistant, system, user
+from rookery.examples.words import KINDS, THINGS, assistant, system, user
 
 MOVES = ("1", "2", "3")
 CYCLE = 4
 """A player who leaves a multiple of it wins: it completes each move of the other to as many letters."""
 SHORTEST, LONGEST = 5, 8
-HELD_OUT = 28
-MAX_TOKENS = 2
+EACH = 8
+"""Held-out words of each length."""
+HELD_OUT = EACH * (LONGEST - SHORTEST + 1)
+MAX_TOKENS = 1
+WRONG = 0.2
+"""Cost of a reply that is no move. Losing the game for it instead would let any legal move beat an untrained rival."""
 SWAP_STEPS = 4
-STEPS = 16
+STEPS = 14
 
 
 class WordGame(rookery.Environment):
@@ -39,35 +44,40 @@ class WordGame(rookery.Environment):
     deterministic = True
 
     def prompts(self, split: str) -> Iterable[dict[str, Any]]:
-        words = sorted(word for word in THINGS if SHORTEST <= len(word) <= LONGEST)
-        Random("word game").shuffle(words)
+        known = sorted({*THINGS, *(word for kind in KINDS.values() for word in kind)})
+        by_length = [[word for word in known if len(word) == length] for length in range(SHORTEST, LONGEST + 1)]
+        for words in by_length:
+            Random("word game").shuffle(words)
         if split == "eval":
-            return [{"word": word} for word in words[::3]][:HELD_OUT]
-        return [{"word": word} for number, word in enumerate(words) if number % 3]
+            return [{"word": word} for words in by_length for word in words[:EACH]]
+        most = max(map(len, by_length)) - EACH
+        rows = [words[EACH:] * most for words in by_length]  # each length equally often
+        return [{"word": words[number]} for number in range(most) for words in rows]
 
     def reset(self, prompt: Any, seed: int) -> rookery.Step:
         self.word = str(prompt["word"])
         self.turn = "player" if len(self.word) % CYCLE else "rival"
         self.good: list[float] = []
+        self.legal: list[float] = []
         opened = [system("Take 1, 2 or 3 letters."), user("tree 4"), assistant("1")]
         return rookery.Step(messages=[*opened, self.table()], policy=self.turn)
 
     def step(self, reply: rookery.Reply) -> rookery.Step:
         move = reply.text.strip()
-        taken = int(move) if move in MOVES and int(move) <= len(self.word) else 0
+        legal = move in MOVES and int(move) <= len(self.word)
+        taken = int(move) if legal else 1
         mover, other = self.turn, "rival" if self.turn == "player" else "player"
         if mover == "player":
-            self.good.append(float(taken > 0 and (len(self.word) - taken) % CYCLE == 0))
+            self.good.append(float((len(self.word) - taken) % CYCLE == 0))
+            self.legal.append(float(legal))
         self.word = self.word[: len(self.word) - taken]
-        if taken and self.word:
+        if self.word:
             self.turn = other
             return rookery.Step(messages=[self.table()], policy=other)
-        won = (mover == "player") == (taken > 0)
-        metrics = {"won": float(won), "valid": float(taken > 0 or mover != "player")}
-        if self.good:
-            metrics["good moves"] = statistics.fmean(self.good)
-        rewards = {"player": float(won)} if self.good else {}
-        return rookery.Step(done=True, rewards=rewards, metrics=metrics)
+        won = float(mover == "player")
+        wrong = self.legal.count(0.0)
+        means = {"good moves": statistics.fmean(self.good), "legal": statistics.fmean(self.legal)}
+        return rookery.Step(done=True, rewards={"player": won - WRONG * wrong}, metrics={"won": won, **means})
 
     def table(self) -> dict[str, str]:
         return user(f"{self.word} {len(self.word)}")
@@ -122,13 +132,13 @@ def report(folder: Any, run: Learned, facts: dict[str, Any]) -> bool:
     line = learning.verdict(run, "player", level)
     print(line)
     first, last = run.of("player")
-    for name in ("good moves", "valid"):
+    for name in ("won", "good moves", "legal"):
         facts[f"{name}, first and last version"] = [round(p.metrics[name], 4) for p in (first, last)]
     for title, value in facts.items():
         print(f"{title}: {value}")
     levels = {"best constant": level, "perfect player": 1.0}
     learning.write_curves(
-        folder, "Self-play, measured against the untrained version", run, levels, "held-out games won"
+        folder, "Self-play, measured against the untrained version", run, levels, "reward in held-out games"
     )
     learning.write(folder, "word-game", "python examples/word_game.py", {"word-game": run}, facts)
     return line.endswith(": learned")

@@ -126,7 +126,7 @@ def test_reports_have_figures_and_charts_and_say_whether_policies_learned(
     else:
         facts = {"best constant": ["2", 0.5]}
         passed = word_game.report(
-            tmp_path, made(["player"], {"good moves": last, "valid": 1.0}, prompts, first, last), facts
+            tmp_path, made(["player"], {"won": last, "good moves": last, "legal": 1.0}, prompts, first, last), facts
         )
     assert passed == good
     xml.etree.ElementTree.parse(tmp_path / "curves.svg")
@@ -323,24 +323,25 @@ def test_held_out_questions_have_words_of_their_own() -> None:
 # --- word game ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rival", [word_game.perfect, *map(word_game.constant, word_game.MOVES), always("no move")])
+@pytest.mark.parametrize("rival", [word_game.perfect, *map(word_game.constant, word_game.MOVES), always("no")])
 def test_a_perfect_player_wins_every_game(rival: Any) -> None:
     for split in ("train", "eval"):
         for prompt in WordGame().prompts(split):
             game = play(WordGame(), prompt, 0, {"player": word_game.perfect, "rival": rival})
-            assert game.metrics["won"] == 1 and game.metrics.get("good moves", 1.0) == 1
-            assert game.rewards.get("player", 1.0) == 1 and game.rewards.get("rival", 0.0) == 0
+            assert game.metrics == {"won": 1, "good moves": 1, "legal": 1}
+            assert game.rewards["player"] == 1 and game.rewards.get("rival", 0.0) == 0
 
 
 @pytest.mark.parametrize("reply", ["0", "4", "-1", "one", "", "1 2", "1.", "²"])
-def test_a_reply_that_is_no_move_loses(reply: str) -> None:
-    game = play(WordGame(), {"word": "candle"}, 0, {"player": always(reply), "rival": always("1")})
-    assert game.metrics["won"] == 0 and game.metrics["valid"] == 0
+def test_a_reply_that_is_no_move_takes_one_letter_and_costs(reply: str) -> None:
+    game = play(WordGame(), {"word": "peach"}, 0, {"player": always(reply), "rival": always("3")})
+    assert game.metrics["legal"] == 0 and game.metrics["won"] == 1, "one letter of five is a good move; so is the last"
+    assert game.rewards["player"] == pytest.approx(1 - 0.2 * 2)
 
 
 def test_no_more_letters_can_be_taken_than_there_are() -> None:
-    assert play(WordGame(), {"word": "peach"}, 0, {"player": always("3"), "rival": always("3")}).metrics["won"] == 1
-    assert play(WordGame(), {"word": "peach"}, 0, {"player": always("3"), "rival": always("2")}).metrics["won"] == 0
+    game = play(WordGame(), {"word": "peach"}, 0, {"player": always("3"), "rival": always("1")})
+    assert (game.metrics["won"], game.metrics["legal"]) == (1, 0.5)
 
 
 def test_no_constant_wins_every_game_against_a_perfect_rival() -> None:
