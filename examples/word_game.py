@@ -27,7 +27,7 @@ from rookery.examples.words import KINDS, THINGS, assistant, system, user
 MOVES = ("1", "2", "3")
 CYCLE = 4
 """A player who leaves a multiple of it wins: it completes each move of the other to as many letters."""
-SHORTEST, LONGEST = 5, 8
+SHORTEST, LONGEST = 4, 7
 EACH = 8
 """Held-out words of each length."""
 HELD_OUT = EACH * (LONGEST - SHORTEST + 1)
