@@ -55,6 +55,8 @@ AGAIN = {
     "memory by tenants": "python -m benchmarks.micro.memory",
     "the service's floor per call": "python -m benchmarks.micro.service_floor",
     "a hostile tenant for twenty minutes, on a quiet machine": "make soak",
+    "the memory controller's four policies": "python examples/memory_controller.py",
+    "a verifier that begins slowly, next to its solver": "python examples/solver_verifier.py",
     "availability traces": "python -m benchmarks.scale.simulation",
     "a MoE and a hybrid family by the transformers trainer: no benchmark has them yet": "",
     "any GPU": "make bench-gpu",
