@@ -346,6 +346,8 @@ class JobValidator:
         if target.startswith(SCHEME):
             checkpoint, run, policy = await find_checkpoint(services, tenant, target)
             return Target(checkpoint.path, run.base_model, adapter_ref(policy, checkpoint))
+        if target.startswith("ft:"):
+            target = await self._fine_tuned(tenant, target)
         job, at, version = target.removesuffix(":latest").partition("@")
         job, _, chosen = job.partition("/")
         try:
@@ -383,6 +385,21 @@ class JobValidator:
         policy, found = await find_version(services.store, tenant, row.id, policy.name, number)
         name = f"{row.id}/{chosen}" if chosen else row.id
         return Target(f"{name}@{found.version}", stored_base_model(row.spec, policy.name), adapter_ref(policy, found))
+
+    async def _fine_tuned(self, tenant: str, name: str) -> str:
+        """The ``JOB`` or ``JOB@VERSION`` that an OpenAI name ``ft:BASE:TENANT:SUFFIX:JOB[:ckpt-step-N]`` means. Raises
+        :class:`NotFound`."""
+        parts = name.split(":")
+        step = parts.pop().removeprefix("ckpt-step-") if parts[-1].startswith("ckpt-step-") else ""
+        try:
+            row = await self._services.store.get_job(tenant, f"job-{parts[-1]}")
+            if not step:
+                return row.id
+            [policy, *_] = await self._services.store.policies(tenant, row.id)
+            versions = await self._services.store.versions(tenant, policy.id)
+            return next(f"{row.id}@{one.version}" for one in versions[::-1] if str(one.step) == step and not one.lost)
+        except (NotFound, StopIteration, ValueError):
+            raise NotFound(f"no fine-tuned model {short(name)}; GET /v1/fine_tuning/jobs lists yours") from None
 
     async def add_dataset(
         self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int]

@@ -16,7 +16,7 @@ from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders, TimeKeeper
 from rookery.server.connections import Connections
 from rookery.server.methods import RequestMethods
-from rookery.server.routes import admin, episodes, gateway, jobs, openai, page, timeline, usage
+from rookery.server.routes import admin, episodes, fine_tuning, gateway, jobs, openai, page, timeline, usage
 from rookery.spec.job import JobSpec
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
 
@@ -43,6 +43,7 @@ def build(context: ServiceContext) -> FastAPI:
         jobs.routes,
         episodes.routes,
         admin.routes,
+        fine_tuning.routes,
         openai.routes,
         openai.token_routes,
         gateway.routes,

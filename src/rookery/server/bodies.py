@@ -30,7 +30,7 @@ from rookery.turns import metered
 
 T = TypeVar("T")
 
-UPLOADS = frozenset({"/api/v1/datasets", "/api/v1/adapters"})
+UPLOADS = frozenset({"/api/v1/datasets", "/api/v1/adapters", "/v1/files"})
 """Paths whose bodies may have ``upload_bytes``: files, which are written to the disk as they arrive."""
 
 TRAINING = "/tinker/api/v1/forward_backward"
@@ -39,8 +39,8 @@ TRAINING = "/tinker/api/v1/forward_backward"
 JOB_ROUTES = "/api/v1/jobs"
 """Beginning of the paths whose JSON is a job, which is read as the run reads its values."""
 
-DATASETS = "/api/v1/datasets"
-"""The path whose bodies are written to the disk in chunks and never held."""
+DATASETS = frozenset({"/api/v1/datasets", "/v1/files"})
+"""Paths whose bodies are written to the disk in chunks and never held."""
 
 POLICY = b"default-src 'none'; frame-ancestors 'none'; base-uri 'none'"
 DOCS_POLICY = (
@@ -117,7 +117,7 @@ class BodyLimit:
             if received > limit:
                 service.refusals["bodies_refused"] += 1
                 raise BodyRefused(413, f"the body has more than {limit} bytes; {reason}")
-            if scope["path"] != DATASETS and size and (caller := scope["state"].get("caller")) is not None:
+            if scope["path"] not in DATASETS and size and (caller := scope["state"].get("caller")) is not None:
                 owner = caller.id
                 service.held_bytes[owner] += size
                 if service.held_bytes[owner] > max(most, received):

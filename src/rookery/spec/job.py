@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -159,6 +159,10 @@ class JobSpec(StrictModel):
     """Which versions are written and kept: [checkpoints](#checkpoints)."""
     stop: StopSpec
     """When the job ends: [stop](#stop)."""
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
+        default_factory=dict, max_length=16
+    )
+    """Texts of yours by name; the service does not read them."""
     seed: int = Field(0, ge=0, lt=2**63)
     """The order of prompts and the randomness of every episode follow from it."""
     shuffle: bool = True

@@ -31,6 +31,7 @@ from rookery.environments.sandbox.rows import score as code_score
 from rookery.environments.sandbox.sandbox import ProgramLimits, Sandbox
 from rookery.environments.verifiers.constants import LISTED, best_of, densest, example, most_common, shortened, spread
 from rookery.environments.verifiers.expressions import gold_latex
+from rookery.environments.verifiers.graders import AnyGrader, check_item, check_templates, grade, item_of
 from rookery.environments.verifiers.numbers import numbers, plain_number
 from rookery.environments.verifiers.parts import ReplyPart
 from rookery.environments.verifiers.pool import VerifierError, VerifierPool, VerifierTimeout
@@ -516,7 +517,28 @@ class Judge(AnyVerifier):
         return min(1.0, max(0.0, float(last / Decimal(self.scale)))), {"unjudged": 0.0}
 
 
-VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | type[Math] | type[Code] | type[Judge]] = {
+class Grader(AnyVerifier):
+    """One of OpenAI's graders: `string_check`, `text_similarity`, or `multi` over these, as OpenAI's fine-tuning API
+    has them ([templates](fine-tuning.md#graders)). Metrics: `grader`, and for `multi` one for each of its parts."""
+
+    name: Literal["grader"] = "grader"
+    grader: AnyGrader
+    """The grader, by its `type`."""
+
+    @model_validator(mode="after")
+    def _templates(self) -> Grader:
+        check_templates(self.grader)
+        return self
+
+    def judge(self, text: str | None, row: Row) -> Score:
+        graded = grade(self.grader, text or "", item_of(row))
+        return graded.value, {"grader": graded.value, **graded.parts}
+
+    def check(self, row: Row) -> None:
+        check_item(self.grader, item_of(row))
+
+
+VERIFIERS: dict[str, type[AnyVerifier]] = {
     "exact": Exact,
     "number": Number,
     "regex": Regex,
@@ -524,10 +546,11 @@ VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | typ
     "math": Math,
     "sandbox": Code,
     "judge": Judge,
+    "grader": Grader,
 }
 """Verifiers by name; a job gives a name, or a mapping with ``name`` and options."""
 
-Verifier = Exact | Number | Regex | Json | Math | Code | Judge
+Verifier = Exact | Number | Regex | Json | Math | Code | Judge | Grader
 
 
 def _key(gold: str | Decimal) -> str | Decimal:

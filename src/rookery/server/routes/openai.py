@@ -77,7 +77,7 @@ def _error_body(error: Exception, request: Request) -> tuple[int, dict[str, Any]
             code = "invalid_api_key"
         elif isinstance(error, PromptTooLong):
             code = "context_length_exceeded"
-        elif isinstance(error, NotFound):
+        elif isinstance(error, NotFound) and param is None:
             param, code = "model", "model_not_found"
     elif isinstance(error, HTTPException):
         status, message = error.status_code, error.detail
@@ -224,7 +224,10 @@ async def show_model(service: Service, owner: Owner, model: str) -> Response:
 
 @routes.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
 async def unknown_path(owner: Owner, path: str) -> Response:
-    raise UnknownPath(f"nothing at /v1/{path}; there are /v1/chat/completions, /v1/completions and /v1/models")
+    raise UnknownPath(
+        f"nothing at /v1/{path}; there are /v1/chat/completions, /v1/completions, /v1/models,"
+        " /v1/files and /v1/fine_tuning/jobs"
+    )
 
 
 class UnknownPath(RookeryError):

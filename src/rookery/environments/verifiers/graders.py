@@ -1,0 +1,336 @@
+"""OpenAI's graders: the reward of a reply by a template of its row. Pure.
+
+A text of a grader may hold ``{{ item.path }}``, a field of the row besides its messages, ``{{ sample.output_text }}``
+or ``{{ sample.output_json.path }}``, the reply and the reply read as JSON. A path that the reply does not have gives an
+empty text; one that the row does not have is refused before the run.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, field_validator, model_validator
+
+from rookery.bounds import Line, Name
+
+TEMPLATE = 20_000
+"""Characters of a grader's text."""
+
+GRADERS = 32
+"""Graders in a ``multi``."""
+
+FORMULA = 1_000
+"""Characters of ``calculate_output``."""
+
+COMPARED = 10_000
+"""Characters at the beginning of two texts whose similarity is computed: its time grows with their product."""
+
+HELD_BACK = ("messages", "prompt")
+"""Fields of a row that are no ``item``: the policy reads them."""
+
+_PLACE = re.compile(r"\{\{\s*(.*?)\s*\}\}", re.DOTALL)
+_STEP = re.compile(r"\.?([A-Za-z_][A-Za-z0-9_-]*)|\[(\d{1,6})\]")
+
+Sample = Mapping[str, Any]
+
+
+class _Grader(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: Name = "grader"
+
+    def templates(self) -> list[str]:
+        return []
+
+
+Template = Annotated[str, Field(max_length=TEMPLATE)]
+
+
+class StringCheck(_Grader):
+    """1 where two texts compare as ``operation`` says, else 0."""
+
+    type: Literal["string_check"]
+    input: Template
+    reference: Template
+    operation: Literal["eq", "ne", "neq", "like", "ilike"]
+    """`like`: the input contains the reference; `ilike` the same without regard to case."""
+
+    def templates(self) -> list[str]:
+        return [self.input, self.reference]
+
+    def value(self, sample: Sample, item: Mapping[str, Any]) -> float:
+        given, wanted = rendered(self.input, sample, item), rendered(self.reference, sample, item)
+        match self.operation:
+            case "eq":
+                return float(given == wanted)
+            case "ne" | "neq":
+                return float(given != wanted)
+            case "like":
+                return float(wanted in given)
+            case _:
+                return float(wanted.casefold() in given.casefold())
+
+
+class TextSimilarity(_Grader):
+    """How similar two texts are, from 0 to 1."""
+
+    type: Literal["text_similarity"]
+    input: Template
+    reference: Template
+    evaluation_metric: Literal[
+        "fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
+    ]
+
+    def templates(self) -> list[str]:
+        return [self.input, self.reference]
+
+    def value(self, sample: Sample, item: Mapping[str, Any]) -> float:
+        given, wanted = (rendered(text, sample, item)[:COMPARED] for text in (self.input, self.reference))
+        return similarity(self.evaluation_metric, given, wanted)
+
+
+Part = Annotated[StringCheck | TextSimilarity, Discriminator("type")]
+
+
+class Multi(_Grader):
+    """A formula over the values of other graders."""
+
+    type: Literal["multi"]
+    graders: Annotated[dict[Name, Part], Field(min_length=1, max_length=GRADERS)]
+    calculate_output: Annotated[Line, Field(min_length=1, max_length=FORMULA)]
+    """`+ - * / ^`, and `min max abs floor ceil exp sqrt log`, over the names of the graders."""
+
+    @field_validator("graders")
+    @classmethod
+    def _names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if not name.isidentifier() or name in FUNCTIONS:
+                raise ValueError(f"the grader {name!r} has no name that calculate_output can use; give letters and _")
+        return value
+
+    @model_validator(mode="after")
+    def _calculable(self) -> Multi:
+        calculated(self.calculate_output, dict.fromkeys(self.graders, 0.5), check=True)
+        return self
+
+    def templates(self) -> list[str]:
+        return [text for part in self.graders.values() for text in part.templates()]
+
+
+AnyGrader = Annotated[StringCheck | TextSimilarity | Multi, Discriminator("type")]
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The value of a grader, and those of its parts by name. ``error`` is empty, or why a formula has no value."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+def grade(grader: StringCheck | TextSimilarity | Multi, text: str, item: Mapping[str, Any]) -> Graded:
+    """The value of a reply; ``item`` is its row."""
+    sample = sample_of(text)
+    if not isinstance(grader, Multi):
+        return Graded(grader.value(sample, item))
+    parts = {name: part.value(sample, item) for name, part in grader.graders.items()}
+    try:
+        return Graded(calculated(grader.calculate_output, parts), parts)
+    except ValueError as error:
+        return Graded(0.0, parts, str(error))
+
+
+def check_item(grader: StringCheck | TextSimilarity | Multi, item: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` for a row without a field that a template names."""
+    for template in grader.templates():
+        for path in paths(template):
+            root, *steps = path
+            if root == "item" and _found(item, steps) is None:
+                shown = "item" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+                raise ValueError(f"the grader names {shown}, which the row does not have")
+
+
+def check_templates(grader: StringCheck | TextSimilarity | Multi) -> None:
+    """Raises ``ValueError`` for a template that names nothing known."""
+    for template in grader.templates():
+        paths(template)
+
+
+def item_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a row that templates see."""
+    return {name: value for name, value in row.items() if name not in HELD_BACK}
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+def sample_of(text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        parsed = None
+    return {"output_text": text, "output_json": parsed}
+
+
+def paths(template: str) -> list[list[str | int]]:
+    """The places of a template. Raises ``ValueError`` for one that names nothing known."""
+    found = []
+    for place in _PLACE.findall(template):
+        steps: list[str | int] = []
+        at = 0
+        while at < len(place):
+            step = _STEP.match(place, at)
+            if step is None:
+                break
+            steps.append(step[1] if step[1] is not None else int(step[2]))
+            at = step.end()
+        known = steps[:1] == ["item"] or steps[:2] in (["sample", "output_text"], ["sample", "output_json"])
+        if at < len(place) or not known or len(steps) < 2:
+            raise ValueError(
+                f"the template {{{{ {place[:60]} }}}} names nothing; give item.FIELD, sample.output_text or"
+                " sample.output_json.FIELD"
+            )
+        found.append(steps)
+    return found
+
+
+def rendered(template: str, sample: Sample, item: Mapping[str, Any]) -> str:
+    def one(place: re.Match[str]) -> str:
+        [steps] = paths(place[0])
+        value = _found(item if steps[0] == "item" else sample, steps[1:])
+        return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return _PLACE.sub(one, template)
+
+
+def _found(value: Any, steps: Sequence[str | int]) -> Any:
+    for step in steps:
+        if isinstance(step, int):
+            value = value[step] if isinstance(value, list) and step < len(value) else None
+        else:
+            value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+FUNCTIONS: dict[str, Callable[..., float]] = {
+    "min": min, "max": max, "abs": abs, "floor": math.floor, "ceil": math.ceil, "exp": math.exp, "sqrt": math.sqrt,
+    "log": math.log,
+}  # fmt: skip
+
+_OPERATORS: dict[type, Callable[[float, float], float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: math.pow,
+}  # fmt: skip
+
+
+def calculated(formula: str, values: Mapping[str, float], *, check: bool = False) -> float:
+    """The value of a formula. Raises ``ValueError`` for one that is none, and for a result that is not a finite number,
+    unless only the form is to be ``check``-ed."""
+    try:
+        tree = ast.parse(formula.strip().replace("^", "**"), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"calculate_output is no formula: {formula[:60]!r}") from None
+
+    def value(node: ast.expr) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                return float(number)
+            case ast.Name(id=name) if name in values:
+                return float(values[name])
+            case ast.UnaryOp(op=ast.USub(), operand=inner):
+                return -value(inner)
+            case ast.UnaryOp(op=ast.UAdd(), operand=inner):
+                return value(inner)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                first, second = value(left), value(right)
+                return _tried(lambda: _OPERATORS[type(op)](first, second))
+            case ast.Call(func=ast.Name(id=name), args=[_, *_] as given, keywords=[]) if name in FUNCTIONS:
+                numbers = [value(one) for one in given]
+                if name in ("min", "max"):
+                    return max(numbers) if name == "max" else min(numbers)
+                if len(numbers) != 1:
+                    raise ValueError(f"calculate_output: {name} takes one number")
+                return _tried(lambda: float(FUNCTIONS[name](numbers[0])))
+        shown = ast.unparse(node)[:60]
+        raise ValueError(f"calculate_output: {shown!r} is neither a grader of {', '.join(values)} nor allowed")
+
+    def _tried(work: Callable[[], float]) -> float:
+        try:
+            return float(work())
+        except (ArithmeticError, ValueError):
+            if check:
+                return 1.0
+            raise ValueError("calculate_output has no finite value") from None
+
+    try:
+        result = value(tree)
+    except (RecursionError, OverflowError):
+        raise ValueError("calculate_output is too large; make it shorter") from None
+    if not math.isfinite(result) and not check:
+        raise ValueError("calculate_output has no finite value")
+    return result
+
+
+# --- similarity -------------------------------------------------------------------------------------------------------
+
+
+def similarity(metric: str, given: str, wanted: str) -> float:
+    """From 0 to 1. ``fuzzy_match`` is twice the length of the longest common subsequence of characters over the length
+    of both texts (RapidFuzz's ``ratio``); ``rouge_N`` and ``rouge_l`` are F1 over words (Lin 2004), ``bleu`` the
+    sentence's with add-one smoothing (Papineni et al. 2002; Lin and Och 2004), ``gleu`` that of Wu et al. 2016."""
+    if metric == "fuzzy_match":
+        both = len(given) + len(wanted)
+        return 2 * _common(given, wanted) / both if both else 1.0
+    words, other = given.lower().split(), wanted.lower().split()
+    if metric == "rouge_l":
+        return _f1(_common(words, other), len(words), len(other))
+    if metric.startswith("rouge_"):
+        n = int(metric[-1])
+        mine, theirs = _grams(words, n), _grams(other, n)
+        return _f1((mine & theirs).total(), mine.total(), theirs.total())
+    counts = [(_grams(words, n), _grams(other, n)) for n in range(1, 5)]
+    if metric == "gleu":
+        shared = sum((mine & theirs).total() for mine, theirs in counts)
+        most = max(sum(mine.total() for mine, _ in counts), sum(theirs.total() for _, theirs in counts))
+        return shared / most if most else float(words == other)
+    if not words or not other or not (counts[0][0] & counts[0][1]):
+        return float(words == other)
+    smooth = [0, 1, 1, 1]
+    logs = [
+        math.log(((mine & theirs).total() + extra) / (mine.total() + extra))
+        for (mine, theirs), extra in zip(counts, smooth, strict=True)
+    ]
+    brevity = min(0.0, 1 - len(other) / len(words))
+    return math.exp(brevity + sum(logs) / len(logs))
+
+
+def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
+
+
+def _f1(shared: int, mine: int, theirs: int) -> float:
+    return 2 * shared / (mine + theirs) if mine + theirs else 1.0
+
+
+def _common(first: Sequence[str], second: Sequence[str]) -> int:
+    """Length of the longest common subsequence, by bits of one integer (Hyyrö 2004)."""
+    places: dict[str, int] = {}
+    for at, one in enumerate(first):
+        places[one] = places.get(one, 0) | 1 << at
+    every = (1 << len(first)) - 1
+    row = every
+    for one in second:
+        found = row & places.get(one, 0)
+        row = ((row + found) | (row - found)) & every
+    return len(first) - row.bit_count()

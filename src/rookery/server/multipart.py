@@ -1,0 +1,101 @@
+"""A body of ``multipart/form-data`` (RFC 7578) as it arrives: small fields, and one file that is never held whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from rookery.errors import UserError
+
+HEAD_BYTES = 16 << 10
+"""The headers of one part."""
+
+FIELD_BYTES = 4 << 10
+"""The value of a field that is not a file."""
+
+FIELDS = 16
+"""Fields before the file."""
+
+_BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
+_PARAMETER = re.compile(r';\s*(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
+
+
+@dataclass
+class Form:
+    """The fields that precede the file, and the file's content; ``filename`` is what the client calls it."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str = ""
+    content: AsyncIterator[bytes] | None = None
+    """None in a body without a file."""
+
+
+class Multipart:
+    def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
+        """Raises :class:`UserError` where ``content_type`` names no boundary."""
+        found = _BOUNDARY.match(content_type)
+        if found is None:
+            raise UserError("the body is no multipart/form-data with a boundary; send purpose and file as a form")
+        self._mark = b"\r\n--" + (found[1] or found[2]).encode()
+        self._body = body
+        self._held = b"\r\n"  # the first boundary has no line before it
+        self._over = False
+
+    async def form(self) -> Form:
+        """Everything up to the content of the file, which then is read once. Raises :class:`UserError`."""
+        form = Form()
+        await self._take(self._mark, HEAD_BYTES)
+        while not await self._closed():
+            head = (await self._take(b"\r\n\r\n", HEAD_BYTES)).decode("utf-8", "replace")
+            line = next((one for one in head.split("\r\n") if one.lower().startswith("content-disposition:")), "")
+            about = {key.lower(): value.replace('\\"', '"') for key, value in _PARAMETER.findall(line)}
+            if "filename" in about:
+                if about.get("name") != "file":
+                    raise UserError("the form has a file under another name; send it as file")
+                form.filename, form.content = about["filename"], self._file()
+                return form
+            if len(form.fields) >= FIELDS:
+                raise UserError(f"the form has more than {FIELDS} fields; send purpose and file")
+            value = await self._take(self._mark, FIELD_BYTES)
+            form.fields[about.get("name", "")] = value.decode("utf-8", "replace")
+        return form
+
+    async def _closed(self) -> bool:
+        """Whether the boundary that was just read is the last one."""
+        while len(self._held) < 2 and await self._more():
+            pass
+        end, self._held = self._held[:2], self._held[2:]
+        if end not in (b"--", b"\r\n"):
+            raise UserError("the form is cut off, or not well-formed")
+        return end == b"--"
+
+    async def _take(self, mark: bytes, most: int) -> bytes:
+        """The bytes before the next ``mark``, which is passed."""
+        while (at := self._held.find(mark)) < 0:
+            if len(self._held) > most or not await self._more():
+                raise UserError("the form is cut off, or a field of it is too long; send purpose and file")
+        found, self._held = self._held[:at], self._held[at + len(mark) :]
+        return found
+
+    async def _file(self) -> AsyncIterator[bytes]:
+        while (at := self._held.find(self._mark)) < 0:
+            keep = len(self._mark) - 1  # the boundary may have begun
+            if len(self._held) > keep:
+                yield self._held[:-keep]
+                self._held = self._held[-keep:]
+            if not await self._more():
+                raise UserError("the file is cut off: the form does not end")
+        if at:
+            yield self._held[:at]
+        self._held = b""
+
+    async def _more(self) -> bool:
+        """Read on; False at the end of the body."""
+        if self._over:
+            return False
+        try:
+            self._held += await anext(self._body)
+        except StopAsyncIteration:
+            self._over = True
+        return not self._over

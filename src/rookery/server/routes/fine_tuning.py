@@ -1,0 +1,323 @@
+"""``/v1/files`` and ``/v1/fine_tuning``: OpenAI's fine-tuning API over datasets and jobs.
+
+* An uploaded file is a dataset: its id names its content, so the same content is the same file. Its rows are checked in
+  a confined process, by the check of the environment that will read them.
+* Every job is a job as any other, with the tenant's quotas; ``ft:`` names its model at ``/v1``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse
+
+from rookery.controller.validation import DATASET
+from rookery.controller.views import JobView
+from rookery.environments.verifiers.graders import check_item, grade
+from rookery.errors import NotFound, UserError
+from rookery.server.auth import Owner, Service, ServiceContext
+from rookery.server.fine_tuning import (
+    FILE,
+    PURPOSE,
+    GraderRun,
+    GraderValidate,
+    JobCreate,
+    checkpoint,
+    dataset_of,
+    file_object,
+    fine_tuning_job,
+    grader_run,
+    is_fine_tuning,
+    job_id,
+    job_of,
+    line_event,
+    page_of,
+    read_grader,
+    step_event,
+)
+from rookery.server.multipart import Multipart
+from rookery.server.openai import UnsupportedField
+from rookery.server.responses import json_response
+from rookery.server.routes.jobs import DATASET_ROWS
+from rookery.server.routes.openai import ERRORS, OpenAIRoute
+from rookery.spec.parsing import SpecError
+from rookery.storage.columns import LONGEST_PAGE, Page
+from rookery.storage.models import UploadRow
+
+routes = APIRouter(prefix="/v1", route_class=OpenAIRoute, responses=ERRORS, tags=["fine-tuning"])
+
+FILES_LISTED, EVENTS_LISTED = 10_000, 1_000
+"""Most files and log lines that a list looks at: the newest."""
+
+After = Annotated[str, Query(max_length=200)]
+Limit = Annotated[int, Query(ge=1, le=100)]
+FileLimit = Annotated[int, Query(ge=1, le=FILES_LISTED)]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@routes.post(
+    "/files",
+    response_model=dict[str, Any],
+    openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": {"type": "object"}}}}},
+)
+async def add_file(service: Service, owner: Owner, request: Request) -> Response:
+    """Upload rows as a file: a form with ``purpose`` fine-tune and then ``file``."""
+    form = await Multipart(request.headers.get("content-type", ""), aiter(request.stream())).form()
+    purpose = form.fields.pop("purpose", None)
+    if purpose != PURPOSE:
+        given = "missing" if purpose is None else f"given {purpose[:40]!r}"
+        raise UnsupportedField(f"purpose: {given}; give {PURPOSE}, before the file", "purpose")
+    for name in form.fields:
+        raise UnsupportedField(f"{name[:60]}: files are kept until they are deleted; leave it out", name[:60])
+    if form.content is None:
+        raise UnsupportedField("file: missing; send it as a file of the form", "file")
+    limits = service.context.settings.limits
+    count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
+    try:
+        digest, _ = await service.controller.add_dataset(owner.id, form.content, count)
+    except UserError as error:
+        raise UnsupportedField(str(error), "file") from None
+    row = await service.context.store.get_upload(owner.id, "dataset", digest)
+    return json_response(file_object(row.hash, row.size, row.created, form.filename[:200]))
+
+
+async def _files(service: ServiceContext, tenant: str) -> list[UploadRow]:
+    """The tenant's datasets, newest first."""
+    found: list[UploadRow] = []
+    async for row in _uploads(service, tenant):
+        if row.kind == "dataset":
+            found.append(row)
+        if len(found) >= FILES_LISTED:
+            break
+    return found[::-1]
+
+
+async def _uploads(service: ServiceContext, tenant: str) -> AsyncIterator[UploadRow]:
+    place: tuple[str | float, ...] = ()
+    while True:
+        rows = await service.context.store.uploads(tenant, Page(LONGEST_PAGE, place))
+        for row in rows:
+            yield row
+        if len(rows) < LONGEST_PAGE:
+            return
+        place = rows[-1].created, rows[-1].hash, rows[-1].kind
+
+
+@routes.get("/files", response_model=dict[str, Any])
+async def list_files(
+    service: Service,
+    owner: Owner,
+    after: After = "",
+    limit: FileLimit = FILES_LISTED,
+    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+    purpose: Annotated[str, Query(max_length=100)] = PURPOSE,
+) -> Response:
+    """The tenant's files; inline rows of jobs are among them."""
+    rows = await _files(service, owner.id) if purpose == PURPOSE else []
+    if order == "asc":
+        rows.reverse()
+    return json_response(page_of([file_object(r.hash, r.size, r.created) for r in rows], after, limit))
+
+
+async def _file(service: ServiceContext, tenant: str, file: str) -> UploadRow:
+    try:
+        return await service.context.store.get_upload(tenant, "dataset", dataset_of(file, "file_id"))
+    except (NotFound, UnsupportedField):
+        raise MissingObject(f"no file {file[:80]!r} of yours", "file_id") from None
+
+
+@routes.get("/files/{file}", response_model=dict[str, Any])
+async def show_file(service: Service, owner: Owner, file: str) -> Response:
+    row = await _file(service, owner.id, file)
+    return json_response(file_object(row.hash, row.size, row.created))
+
+
+@routes.get("/files/{file}/content")
+async def file_content(service: Service, owner: Owner, file: str) -> Response:
+    """The rows as they were uploaded."""
+    row = await _file(service, owner.id, file)
+    context = service.context
+    path = await context.store.transfer(context.artifacts.path, row.hash, DATASET)
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+@routes.delete("/files/{file}", response_model=dict[str, Any])
+async def delete_file(service: Service, owner: Owner, file: str) -> Response:
+    """Delete a file that no job which has not ended uses."""
+    row = await _file(service, owner.id, file)
+    await service.controller.delete_upload(owner.id, row.hash)
+    return json_response({"id": FILE + row.hash, "object": "file", "deleted": True})
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+class MissingObject(NotFound):
+    """This tenant has nothing by the name that the argument ``param`` gives."""
+
+    code = "not_found"
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+async def _job(service: ServiceContext, tenant: str, name: str) -> JobView:
+    try:
+        view = await service.controller.queries.show(tenant, job_id(name))
+    except NotFound:
+        view = None
+    if view is None or not is_fine_tuning(view.spec):
+        raise MissingObject(f"no fine-tuning job {name[:80]!r} of yours", "fine_tuning_job_id")
+    return view
+
+
+@routes.post("/fine_tuning/jobs", response_model=dict[str, Any])
+async def create_job(service: Service, owner: Owner, given: JobCreate) -> Response:
+    """Start a fine-tuning job."""
+    try:
+        view, _ = await service.controller.submit(owner.id, job_of(given))
+    except SpecError as error:
+        line = error.problems[0]
+        param = _param_of(line, given)
+        raise UnsupportedField(f"{param}: {line}", param) from None
+    return json_response(fine_tuning_job(view))
+
+
+def _param_of(line: str, given: JobCreate) -> str:
+    """The argument that a refused job's first mistake concerns."""
+    if line.startswith("base_model"):
+        return "model"
+    if "the grader names" in line:
+        return "method.reinforcement.grader"
+    if line.startswith("environment"):
+        held_out = line.startswith(("environment: eval", "environment.eval"))
+        return "validation_file" if held_out and given.validation_file else "training_file"
+    return "method" if given.method is not None else "hyperparameters"
+
+
+@routes.get("/fine_tuning/jobs", response_model=dict[str, Any])
+async def list_jobs(service: Service, owner: Owner, request: Request, after: After = "", limit: Limit = 20) -> Response:
+    """The tenant's fine-tuning jobs, newest first; ``metadata[KEY]=VALUE`` chooses."""
+    wanted = {
+        name[len("metadata[") : -1]: value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[") and name.endswith("]")
+    }
+    place: tuple[str | float, ...] = ()
+    if after:
+        last = await _job(service, owner.id, after)
+        place = (last.created, last.id)
+    found: list[dict[str, Any]] = []
+    while len(found) <= limit:
+        views = await service.controller.queries.list(owner.id, Page(LONGEST_PAGE, place))
+        for view in views:
+            metadata = view.spec.get("metadata") or {}
+            if is_fine_tuning(view.spec) and wanted.items() <= metadata.items():
+                found.append(fine_tuning_job(view))
+        if len(views) < LONGEST_PAGE:
+            break
+        place = (views[-1].created, views[-1].id)
+    return json_response({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
+
+
+@routes.get("/fine_tuning/jobs/{job}", response_model=dict[str, Any])
+async def show_job(service: Service, owner: Owner, job: str) -> Response:
+    view = await _job(service, owner.id, job)
+    steps = await service.context.store.steps(owner.id, view.id) if view.state == "completed" else []
+    tokens = int(sum(row.get("tokens") or 0 for row in steps)) if view.state == "completed" else None
+    return json_response(fine_tuning_job(view, tokens))
+
+
+@routes.post("/fine_tuning/jobs/{job}/cancel", response_model=dict[str, Any])
+async def cancel_job(service: Service, owner: Owner, job: str) -> Response:
+    view = await _job(service, owner.id, job)
+    await service.controller.cancel(owner.id, view.id)
+    return json_response(fine_tuning_job(await _job(service, owner.id, job)))
+
+
+@routes.post("/fine_tuning/jobs/{job}/pause", response_model=dict[str, Any])
+async def pause_job(service: Service, owner: Owner, job: str) -> Response:
+    view = await _job(service, owner.id, job)
+    await service.controller.pause(owner.id, view.id)
+    return json_response(fine_tuning_job(await _job(service, owner.id, job)))
+
+
+@routes.post("/fine_tuning/jobs/{job}/resume", response_model=dict[str, Any])
+async def resume_job(service: Service, owner: Owner, job: str) -> Response:
+    view = await _job(service, owner.id, job)
+    await service.controller.resume(owner.id, view.id)
+    return json_response(fine_tuning_job(await _job(service, owner.id, job)))
+
+
+@routes.get("/fine_tuning/jobs/{job}/events", response_model=dict[str, Any])
+async def job_events(service: Service, owner: Owner, job: str, after: After = "", limit: Limit = 20) -> Response:
+    """The lines of the job's log and its steps, newest first."""
+    view, store = await _job(service, owner.id, job), service.context.store
+    lines = await store.events(owner.id, view.id, EVENTS_LISTED)
+    steps = await store.steps(owner.id, view.id)
+    events = [(row.time, line_event(view, row.id, row.time, row.kind, row.text)) for row in lines]
+    events += [(row["time"], step_event(view, row)) for row in steps]
+    ordered = [event for _, event in sorted(events, key=lambda one: one[0], reverse=True)]
+    return json_response(page_of(ordered, after, limit))
+
+
+@routes.get("/fine_tuning/jobs/{job}/checkpoints", response_model=dict[str, Any])
+async def job_checkpoints(service: Service, owner: Owner, job: str, after: After = "", limit: Limit = 10) -> Response:
+    """The kept versions of the job's policy, newest first."""
+    view, queries = await _job(service, owner.id, job), service.controller.queries
+    if not view.policies:
+        return json_response(page_of([], "", limit, ends=True))
+    versions = await queries.versions(owner.id, view.id, view.policies[0].name)
+    losses = {one["version"]: one.get("loss") for one in await queries.evaluations(owner.id, view.id)}
+    rows = [
+        checkpoint(view, version, losses.get(version["version"]))
+        for version in versions
+        if version["kept"] and version["step"]
+    ]
+    return json_response(page_of(rows[::-1], after, limit, ends=True))
+
+
+# --- graders ----------------------------------------------------------------------------------------------------------
+
+
+@routes.post("/fine_tuning/alpha/graders/validate", response_model=dict[str, Any])
+async def validate_grader(owner: Owner, given: GraderValidate) -> Response:
+    read_grader(given.grader, "grader")
+    return json_response({"grader": given.grader})
+
+
+@routes.post("/fine_tuning/alpha/graders/run", response_model=dict[str, Any])
+async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Response:
+    """The value of a grader for one reply."""
+    grader, item = read_grader(given.grader, "grader"), given.item or {}
+    if not isinstance(item, dict):
+        raise UnsupportedField("item: give an object", "item")
+    missing, began = "", time.perf_counter()
+    try:
+        check_item(grader, item)
+    except ValueError as error:
+        missing = str(error)
+    graded = await service.threads(grade, grader, given.model_sample, item)
+    return json_response(grader_run(grader, graded, time.perf_counter() - began, missing))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@routes.delete("/models/{model:path}", response_model=dict[str, Any])
+async def delete_model(service: Service, owner: Owner, model: str) -> Response:
+    """Delete a fine-tuned model: its job, once that has ended."""
+    if not model.startswith("ft:"):
+        raise UnsupportedField(
+            f"model: {model[:80]!r} is no fine-tuned model; give a name that begins with ft:", "model"
+        )
+    target = await service.controller.completions.find(owner.id, model)
+    await service.controller.delete_job(owner.id, target.name.partition("@")[0].partition("/")[0])
+    return json_response({"id": model, "object": "model", "deleted": True})
