@@ -13,11 +13,14 @@ endef
 # Tests that wait are many, so two processes share even two cores; each has torch in its memory.
 PROCESSES ?= 2
 
+# The newest OpenAI SDK whose fine-tuning API the service speaks (src/rookery/server/fine_tuning.py).
+OPENAI_SDK := 3.57.0
+
 # The oldest Tinker SDK that is supported (src/rookery/server/tinker/schemas.py); the newest is among the tests' requirements.
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-environments test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-fine-tuning test-environments test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -77,6 +80,10 @@ test-page: $(VENV)/.tests
 # The whole flow of a Tinker client with other versions of the SDK: make test-sdks SDKS="0.25.0 0.30.4"
 test-sdks: $(SDKS:%=$(VENV)/sdks/%)
 	@$(BIN)/python -m pytest tests/server/tinker/test_sdks.py
+
+# OpenAI's fine-tuning API by its SDK on the real model, from an upload to a chat with the result: three minutes.
+test-fine-tuning: $(VENV)/.tests $(VENV)/sdks/openai-$(OPENAI_SDK)
+	@PYTHONPATH=$(VENV)/sdks/openai-$(OPENAI_SDK) $(BIN)/python -m pytest -m heavy tests/server/test_fine_tuning.py
 
 install: $(VENV)/.installed
 
@@ -264,5 +271,8 @@ $(VENV)/.ray: $(VENV)/.tests
 	@touch $@
 
 # A version of the SDK beside the installed one: what it depends on is in .venv already.
+$(VENV)/sdks/openai-%: | $(VENV)/.tests
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --progress-bar off --no-deps --target $@ openai==$*
+
 $(VENV)/sdks/%: | $(VENV)/.tests
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --progress-bar off --no-deps --target $@ tinker==$*

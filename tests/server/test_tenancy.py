@@ -47,6 +47,12 @@ NO_KEY = "no API key; send 'Authorization: Bearer tml-â€¦' or 'X-API-Key: tml-â€
 UNKNOWN_KEY = "the API key is unknown: keys begin with tml-; this one is mistyped, or that of another service"
 
 WITHOUT_IDS = {
+    "GET /v1/files": "test_files_and_fine_tuning_jobs_are_their_owners",
+    "POST /v1/files": "test_files_and_fine_tuning_jobs_are_their_owners",
+    "GET /v1/fine_tuning/jobs": "test_files_and_fine_tuning_jobs_are_their_owners",
+    "POST /v1/fine_tuning/jobs": "test_files_and_fine_tuning_jobs_are_their_owners",
+    "POST /v1/fine_tuning/alpha/graders/run": "test_files_and_fine_tuning_jobs_are_their_owners",
+    "POST /v1/fine_tuning/alpha/graders/validate": "test_files_and_fine_tuning_jobs_are_their_owners",
     "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/runs": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/usage": "test_lists_contain_only_the_tenants_objects",
@@ -268,6 +274,8 @@ def ids(job: str, tenant: str, digest: str, ticket: str, key: str, upload: str) 
         "group": f"{job}-g0",
         "episode": f"{job}-g0-0",
         "file": "none.js",
+        "file_id": f"file-{upload}",
+        "tuning": f"ftjob-{job.removeprefix('job-')}",
         "link": "none",
     }
 
@@ -316,6 +324,20 @@ def test_timeline_shows_the_work_of_others_without_a_name(town: Town) -> None:
         assert town.ada.get("/api/v1/timeline", params=query).status_code == 400
     for query in ({"start": "nan"}, {"end": "inf"}, {"end": 1e12}, {"columns": 0}, {"columns": 1e9}):
         assert town.ada.get("/api/v1/timeline", params=query).status_code == 422
+
+
+def test_files_and_fine_tuning_jobs_are_their_owners(town: Town) -> None:
+    assert f"file-{town.dataset}" in [file["id"] for file in town.ada.get("/v1/files").json()["data"]]
+    assert town.bob.get("/v1/files").json()["data"] == town.bob.get("/v1/fine_tuning/jobs").json()["data"] == []
+    asked = {"model": MODEL, "training_file": f"file-{town.dataset}"}
+    refused = town.bob.post("/v1/fine_tuning/jobs", json=asked)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "training_file"
+    sent = town.bob.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": b"[1]"})
+    assert sent.status_code == 400 and sent.json()["error"]["param"] == "file"
+    grader = {"type": "string_check", "input": "{{item.a}}", "reference": "x", "operation": "eq"}
+    assert town.bob.post("/v1/fine_tuning/alpha/graders/validate", json={"grader": grader}).status_code == 200
+    tried = {"grader": grader, "model_sample": "", "item": {"a": "x"}}
+    assert town.bob.post("/v1/fine_tuning/alpha/graders/run", json=tried).json()["reward"] == 1
 
 
 def test_a_cookie_opens_what_its_key_opens(town: Town) -> None:

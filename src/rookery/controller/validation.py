@@ -389,15 +389,15 @@ class JobValidator:
     async def _fine_tuned(self, tenant: str, name: str) -> str:
         """The ``JOB`` or ``JOB@VERSION`` that an OpenAI name ``ft:BASE:TENANT:SUFFIX:JOB[:ckpt-step-N]`` means. Raises
         :class:`NotFound`."""
-        parts = name.split(":")
+        store, parts = self._services.store, name.split(":")
         step = parts.pop().removeprefix("ckpt-step-") if parts[-1].startswith("ckpt-step-") else ""
         try:
-            row = await self._services.store.get_job(tenant, f"job-{parts[-1]}")
+            row = await store.read(jobs.get_job, tenant, f"job-{parts[-1]}")
             if not step:
                 return row.id
-            [policy, *_] = await self._services.store.policies(tenant, row.id)
-            versions = await self._services.store.versions(tenant, policy.id)
-            return next(f"{row.id}@{one.version}" for one in versions[::-1] if str(one.step) == step and not one.lost)
+            [policy, *_] = await store.read(jobs.policies, tenant, row.id)
+            found = await store.read(versions.versions, tenant, policy.id)
+            return next(f"{row.id}@{one.version}" for one in found[::-1] if str(one.step) == step and not one.lost)
         except (NotFound, StopIteration, ValueError):
             raise NotFound(f"no fine-tuned model {short(name)}; GET /v1/fine_tuning/jobs lists yours") from None
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rookery.bounds import Line, SmallJson
-from rookery.controller.views import JobView
+from rookery.controller.views import JobView, VersionView
 from rookery.environments.verifiers.graders import AnyGrader, Graded, Multi, check_templates
 from rookery.errors import NotFound, UserError
 from rookery.server.openai import UnsupportedField
@@ -203,7 +203,7 @@ def job_of(given: JobCreate) -> dict[str, Any]:
     chosen = getattr(method, kind)
     if chosen is None and kind == "reinforcement":
         raise UnsupportedField("method.reinforcement: missing; it has the grader", "method.reinforcement")
-    numbers = chosen.hyperparameters if chosen is not None else Hyperparameters()
+    numbers: Any = chosen.hyperparameters if chosen is not None else Hyperparameters()
     environment: dict[str, Any] = {"dataset": dataset_of(given.training_file, "training_file")}
     evaluation: dict[str, Any] = {}
     if given.validation_file is not None:
@@ -311,17 +311,17 @@ def line_event(view: JobView, number: int, time: float, kind: str, text: str) ->
     }  # fmt: skip
 
 
-def checkpoint(view: JobView, version: Mapping[str, Any], loss: float | None) -> dict[str, Any]:
-    metrics = version["metrics"]
-    found = {"step": version["step"], "train_loss": metrics.get("loss"), "valid_loss": loss, "full_valid_loss": loss}
+def checkpoint(view: JobView, version: VersionView, loss: float | None) -> dict[str, Any]:
+    metrics = version.metrics
+    found = {"step": version.step, "train_loss": metrics.get("loss"), "valid_loss": loss, "full_valid_loss": loss}
     if metrics.get("reward") is not None:
         found["train_mean_reward"] = metrics["reward"]
-        found["full_valid_mean_reward"] = version["evaluation"]
+        found["full_valid_mean_reward"] = version.evaluation
     return {
-        "id": f"{CHECKPOINT}{view.id.removeprefix('job-')}-{version['version']}",
-        "object": "fine_tuning.job.checkpoint", "created_at": int(version["created"]),
-        "fine_tuned_model_checkpoint": model_name(view, version["step"]),
-        "fine_tuning_job_id": fine_tuning_id(view.id), "step_number": version["step"],
+        "id": f"{CHECKPOINT}{view.id.removeprefix('job-')}-{version.version}",
+        "object": "fine_tuning.job.checkpoint", "created_at": int(version.created),
+        "fine_tuned_model_checkpoint": model_name(view, version.step),
+        "fine_tuning_job_id": fine_tuning_id(view.id), "step_number": version.step,
         "metrics": {name: value for name, value in found.items() if value is not None},
     }  # fmt: skip
 

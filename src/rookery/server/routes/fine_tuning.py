@@ -47,6 +47,7 @@ from rookery.server.routes.openai import ERRORS, OpenAIRoute
 from rookery.spec.parsing import SpecError
 from rookery.storage.columns import LONGEST_PAGE, Page
 from rookery.storage.models import UploadRow
+from rookery.storage.repositories import tenants, versions
 
 routes = APIRouter(prefix="/v1", route_class=OpenAIRoute, responses=ERRORS, tags=["fine-tuning"])
 
@@ -83,7 +84,7 @@ async def add_file(service: Service, owner: Owner, request: Request) -> Response
         digest, _ = await service.controller.add_dataset(owner.id, form.content, count)
     except UserError as error:
         raise UnsupportedField(str(error), "file") from None
-    row = await service.context.store.get_upload(owner.id, "dataset", digest)
+    row = await service.context.store.read(tenants.get_upload, owner.id, "dataset", digest)
     return json_response(file_object(row.hash, row.size, row.created, form.filename[:200]))
 
 
@@ -101,7 +102,7 @@ async def _files(service: ServiceContext, tenant: str) -> list[UploadRow]:
 async def _uploads(service: ServiceContext, tenant: str) -> AsyncIterator[UploadRow]:
     place: tuple[str | float, ...] = ()
     while True:
-        rows = await service.context.store.uploads(tenant, Page(LONGEST_PAGE, place))
+        rows = await service.context.store.read(tenants.uploads, tenant, Page(LONGEST_PAGE, place))
         for row in rows:
             yield row
         if len(rows) < LONGEST_PAGE:
@@ -127,30 +128,30 @@ async def list_files(
 
 async def _file(service: ServiceContext, tenant: str, file: str) -> UploadRow:
     try:
-        return await service.context.store.get_upload(tenant, "dataset", dataset_of(file, "file_id"))
+        return await service.context.store.read(tenants.get_upload, tenant, "dataset", dataset_of(file, "file_id"))
     except (NotFound, UnsupportedField):
         raise MissingObject(f"no file {file[:80]!r} of yours", "file_id") from None
 
 
-@routes.get("/files/{file}", response_model=dict[str, Any])
-async def show_file(service: Service, owner: Owner, file: str) -> Response:
-    row = await _file(service, owner.id, file)
+@routes.get("/files/{file_id}", response_model=dict[str, Any])
+async def show_file(service: Service, owner: Owner, file_id: str) -> Response:
+    row = await _file(service, owner.id, file_id)
     return json_response(file_object(row.hash, row.size, row.created))
 
 
-@routes.get("/files/{file}/content")
-async def file_content(service: Service, owner: Owner, file: str) -> Response:
+@routes.get("/files/{file_id}/content")
+async def file_content(service: Service, owner: Owner, file_id: str) -> Response:
     """The rows as they were uploaded."""
-    row = await _file(service, owner.id, file)
+    row = await _file(service, owner.id, file_id)
     context = service.context
     path = await context.store.transfer(context.artifacts.path, row.hash, DATASET)
     return FileResponse(path, media_type="application/octet-stream")
 
 
-@routes.delete("/files/{file}", response_model=dict[str, Any])
-async def delete_file(service: Service, owner: Owner, file: str) -> Response:
+@routes.delete("/files/{file_id}", response_model=dict[str, Any])
+async def delete_file(service: Service, owner: Owner, file_id: str) -> Response:
     """Delete a file that no job which has not ended uses."""
-    row = await _file(service, owner.id, file)
+    row = await _file(service, owner.id, file_id)
     await service.controller.delete_upload(owner.id, row.hash)
     return json_response({"id": FILE + row.hash, "object": "file", "deleted": True})
 
@@ -227,60 +228,58 @@ async def list_jobs(service: Service, owner: Owner, request: Request, after: Aft
     return json_response({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
 
 
-@routes.get("/fine_tuning/jobs/{job}", response_model=dict[str, Any])
-async def show_job(service: Service, owner: Owner, job: str) -> Response:
-    view = await _job(service, owner.id, job)
-    steps = await service.context.store.steps(owner.id, view.id) if view.state == "completed" else []
+@routes.get("/fine_tuning/jobs/{tuning}", response_model=dict[str, Any])
+async def show_job(service: Service, owner: Owner, tuning: str) -> Response:
+    view = await _job(service, owner.id, tuning)
+    steps = await service.context.store.read(versions.steps, owner.id, view.id) if view.state == "completed" else []
     tokens = int(sum(row.get("tokens") or 0 for row in steps)) if view.state == "completed" else None
     return json_response(fine_tuning_job(view, tokens))
 
 
-@routes.post("/fine_tuning/jobs/{job}/cancel", response_model=dict[str, Any])
-async def cancel_job(service: Service, owner: Owner, job: str) -> Response:
-    view = await _job(service, owner.id, job)
+@routes.post("/fine_tuning/jobs/{tuning}/cancel", response_model=dict[str, Any])
+async def cancel_job(service: Service, owner: Owner, tuning: str) -> Response:
+    view = await _job(service, owner.id, tuning)
     await service.controller.cancel(owner.id, view.id)
-    return json_response(fine_tuning_job(await _job(service, owner.id, job)))
+    return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
 
 
-@routes.post("/fine_tuning/jobs/{job}/pause", response_model=dict[str, Any])
-async def pause_job(service: Service, owner: Owner, job: str) -> Response:
-    view = await _job(service, owner.id, job)
+@routes.post("/fine_tuning/jobs/{tuning}/pause", response_model=dict[str, Any])
+async def pause_job(service: Service, owner: Owner, tuning: str) -> Response:
+    view = await _job(service, owner.id, tuning)
     await service.controller.pause(owner.id, view.id)
-    return json_response(fine_tuning_job(await _job(service, owner.id, job)))
+    return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
 
 
-@routes.post("/fine_tuning/jobs/{job}/resume", response_model=dict[str, Any])
-async def resume_job(service: Service, owner: Owner, job: str) -> Response:
-    view = await _job(service, owner.id, job)
+@routes.post("/fine_tuning/jobs/{tuning}/resume", response_model=dict[str, Any])
+async def resume_job(service: Service, owner: Owner, tuning: str) -> Response:
+    view = await _job(service, owner.id, tuning)
     await service.controller.resume(owner.id, view.id)
-    return json_response(fine_tuning_job(await _job(service, owner.id, job)))
+    return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
 
 
-@routes.get("/fine_tuning/jobs/{job}/events", response_model=dict[str, Any])
-async def job_events(service: Service, owner: Owner, job: str, after: After = "", limit: Limit = 20) -> Response:
+@routes.get("/fine_tuning/jobs/{tuning}/events", response_model=dict[str, Any])
+async def job_events(service: Service, owner: Owner, tuning: str, after: After = "", limit: Limit = 20) -> Response:
     """The lines of the job's log and its steps, newest first."""
-    view, store = await _job(service, owner.id, job), service.context.store
-    lines = await store.events(owner.id, view.id, EVENTS_LISTED)
-    steps = await store.steps(owner.id, view.id)
+    view, store = await _job(service, owner.id, tuning), service.context.store
+    lines = await store.read(tenants.events, owner.id, view.id, EVENTS_LISTED)
+    steps = await store.read(versions.steps, owner.id, view.id)
     events = [(row.time, line_event(view, row.id, row.time, row.kind, row.text)) for row in lines]
     events += [(row["time"], step_event(view, row)) for row in steps]
     ordered = [event for _, event in sorted(events, key=lambda one: one[0], reverse=True)]
     return json_response(page_of(ordered, after, limit))
 
 
-@routes.get("/fine_tuning/jobs/{job}/checkpoints", response_model=dict[str, Any])
-async def job_checkpoints(service: Service, owner: Owner, job: str, after: After = "", limit: Limit = 10) -> Response:
+@routes.get("/fine_tuning/jobs/{tuning}/checkpoints", response_model=dict[str, Any])
+async def job_checkpoints(
+    service: Service, owner: Owner, tuning: str, after: After = "", limit: Limit = 10
+) -> Response:
     """The kept versions of the job's policy, newest first."""
-    view, queries = await _job(service, owner.id, job), service.controller.queries
+    view, queries = await _job(service, owner.id, tuning), service.controller.queries
     if not view.policies:
         return json_response(page_of([], "", limit, ends=True))
-    versions = await queries.versions(owner.id, view.id, view.policies[0].name)
-    losses = {one["version"]: one.get("loss") for one in await queries.evaluations(owner.id, view.id)}
-    rows = [
-        checkpoint(view, version, losses.get(version["version"]))
-        for version in versions
-        if version["kept"] and version["step"]
-    ]
+    kept = await queries.versions(owner.id, view.id, view.policies[0].name)
+    losses = {one.version: one.loss for one in await queries.evaluations(owner.id, view.id)}
+    rows = [checkpoint(view, one, losses.get(one.version)) for one in kept if one.kept and one.step]
     return json_response(page_of(rows[::-1], after, limit, ends=True))
 
 
@@ -315,9 +314,7 @@ async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Respon
 async def delete_model(service: Service, owner: Owner, model: str) -> Response:
     """Delete a fine-tuned model: its job, once that has ended."""
     if not model.startswith("ft:"):
-        raise UnsupportedField(
-            f"model: {model[:80]!r} is no fine-tuned model; give a name that begins with ft:", "model"
-        )
+        raise MissingObject(f"no fine-tuned model {model[:80]!r}; give a name that begins with ft:", "model")
     target = await service.controller.completions.find(owner.id, model)
     await service.controller.delete_job(owner.id, target.name.partition("@")[0].partition("/")[0])
     return json_response({"id": model, "object": "model", "deleted": True})

@@ -1,0 +1,64 @@
+"""Forms as clients send them: however a body is cut, a file is the same; others are refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rookery.errors import UserError
+from rookery.server.multipart import Multipart
+
+KIND = "multipart/form-data; boundary=abc"
+CONTENT = b"one\r\n--ab\r\n--abx\r\n\x00two"
+
+
+def body(content: bytes = CONTENT) -> bytes:
+    return (
+        b'--abc\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        b'--abc\r\nContent-Disposition: form-data; name="file"; filename="rows \\"a\\".jsonl"\r\n'
+        b"Content-Type: application/octet-stream\r\n\r\n" + content + b"\r\n--abc--\r\n"
+    )
+
+
+async def cut(content: bytes, size: int) -> AsyncIterator[bytes]:
+    for at in range(0, len(content), size):
+        yield content[at : at + size]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10_000])
+@pytest.mark.parametrize("content", [CONTENT, b"", b"\r\n", b"-" * 100])
+async def test_a_file_is_the_same_however_the_body_is_cut(size: int, content: bytes) -> None:
+    form = await Multipart(KIND, cut(body(content), size)).form()
+    assert (form.fields, form.filename) == ({"purpose": "fine-tune"}, 'rows "a".jsonl')
+    assert form.content is not None
+    assert b"".join([piece async for piece in form.content]) == content
+
+
+async def test_a_form_without_a_file_has_none() -> None:
+    form = await Multipart(KIND, cut(body().partition(b'--abc\r\nContent-Disposition: form-data; name="file"')[0]
+                                     + b"--abc--\r\n", 9)).form()  # fmt: skip
+    assert form.content is None
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"nonsense", body()[:30], b"--abc\r\n" + b"x" * 70_000, body().replace(b'name="file"', b'name="other"')],
+)
+async def test_other_bodies_are_refused(sent: bytes) -> None:
+    with pytest.raises(UserError):
+        await Multipart(KIND, cut(sent, 100)).form()
+
+
+async def test_a_file_that_is_cut_off_is_refused() -> None:
+    form = await Multipart(KIND, cut(body()[:-8], 10)).form()
+    assert form.content is not None
+    with pytest.raises(UserError, match="cut off"):
+        async for _ in form.content:
+            pass
+
+
+@pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data", "multipart/form-data; boundary="])
+def test_a_body_without_a_boundary_is_refused(kind: str) -> None:
+    with pytest.raises(UserError, match="boundary"):
+        Multipart(kind, cut(b"", 1))
