@@ -86,8 +86,8 @@ async def test_a_step_is_a_batch_of_rows_with_its_loss_tokens_and_scale(service:
     losses = [op.loss.name for op in worker.operations if isinstance(op, protocol.ForwardBackward)]
     assert set(losses) == {"cross_entropy"}
     evaluations = await service.controller.queries.evaluations("alice", job)
-    assert [(one["version"], one["prompts"]) for one in evaluations] == [(0, HELD_OUT), (2, HELD_OUT)]
-    assert all(one["loss"] == -one["mean"] for one in evaluations)
+    assert [(one.version, one.prompts) for one in evaluations] == [(0, HELD_OUT), (2, HELD_OUT)]
+    assert all(one.loss == -one.mean for one in evaluations)
 
 
 async def test_dpo_trains_on_pairs_and_compares_with_the_start(service: Service) -> None:

@@ -180,7 +180,7 @@ async def _job(service: ServiceContext, tenant: str, name: str) -> JobView:
 
 
 @routes.post("/fine_tuning/jobs", response_model=dict[str, Any])
-async def create_job(service: Service, owner: Owner, given: JobCreate) -> Response:
+async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate) -> Response:
     """Start a fine-tuning job."""
     try:
         view, _ = await service.controller.submit(owner.id, job_of(given))
@@ -204,7 +204,9 @@ def _param_of(line: str, given: JobCreate) -> str:
 
 
 @routes.get("/fine_tuning/jobs", response_model=dict[str, Any])
-async def list_jobs(service: Service, owner: Owner, request: Request, after: After = "", limit: Limit = 20) -> Response:
+async def list_fine_tunings(
+    service: Service, owner: Owner, request: Request, after: After = "", limit: Limit = 20
+) -> Response:
     """The tenant's fine-tuning jobs, newest first; ``metadata[KEY]=VALUE`` chooses."""
     wanted = {
         name[len("metadata[") : -1]: value
@@ -229,7 +231,7 @@ async def list_jobs(service: Service, owner: Owner, request: Request, after: Aft
 
 
 @routes.get("/fine_tuning/jobs/{tuning}", response_model=dict[str, Any])
-async def show_job(service: Service, owner: Owner, tuning: str) -> Response:
+async def show_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     steps = await service.context.store.read(versions.steps, owner.id, view.id) if view.state == "completed" else []
     tokens = int(sum(row.get("tokens") or 0 for row in steps)) if view.state == "completed" else None
@@ -237,28 +239,30 @@ async def show_job(service: Service, owner: Owner, tuning: str) -> Response:
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/cancel", response_model=dict[str, Any])
-async def cancel_job(service: Service, owner: Owner, tuning: str) -> Response:
+async def cancel_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.cancel(owner.id, view.id)
     return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/pause", response_model=dict[str, Any])
-async def pause_job(service: Service, owner: Owner, tuning: str) -> Response:
+async def pause_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.pause(owner.id, view.id)
     return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/resume", response_model=dict[str, Any])
-async def resume_job(service: Service, owner: Owner, tuning: str) -> Response:
+async def resume_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.resume(owner.id, view.id)
     return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
 
 
 @routes.get("/fine_tuning/jobs/{tuning}/events", response_model=dict[str, Any])
-async def job_events(service: Service, owner: Owner, tuning: str, after: After = "", limit: Limit = 20) -> Response:
+async def fine_tuning_events(
+    service: Service, owner: Owner, tuning: str, after: After = "", limit: Limit = 20
+) -> Response:
     """The lines of the job's log and its steps, newest first."""
     view, store = await _job(service, owner.id, tuning), service.context.store
     lines = await store.read(tenants.events, owner.id, view.id, EVENTS_LISTED)
@@ -270,7 +274,7 @@ async def job_events(service: Service, owner: Owner, tuning: str, after: After =
 
 
 @routes.get("/fine_tuning/jobs/{tuning}/checkpoints", response_model=dict[str, Any])
-async def job_checkpoints(
+async def fine_tuning_checkpoints(
     service: Service, owner: Owner, tuning: str, after: After = "", limit: Limit = 10
 ) -> Response:
     """The kept versions of the job's policy, newest first."""
