@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
+from tests.support.waiting import until
 
 import rookery
 from rookery.client import Client, JobTimeout, Record, RequestRefused
@@ -165,10 +165,7 @@ def test_a_program_that_is_started_again_continues_its_job(service: EmbeddedServ
             assert beside.id != begun.id, "the first program still runs"
             beside.cancel()
     with Client(service.url, service.key) as second:
-        deadline = time.monotonic() + 60
-        while second.job(begun.id).show().hosted:  # the service notices the end of the first program
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: not second.job(begun.id).show().hosted, "the service did not notice the first program's end")
         with pytest.raises(Conflict, match=r"differs in stop; give new=True"):
             second.train(stop={"steps": 7}, **wanted)
         another = second.train(new=True, stop={"steps": 1}, **wanted)

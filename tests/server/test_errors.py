@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from tests.support.faces import ScriptedWorker, job, served, write_model
+from tests.support.waiting import until
 
 from rookery.controller.controller import Controller
 from rookery.controller.feeds import JobFeeds
@@ -167,8 +167,9 @@ def test_a_row_that_is_taken_is_shown_by_every_result(service: EmbeddedService) 
         train, held_out = (client.post("/api/v1/datasets", content=row).json()["dataset"] for row in rows)
         environment = {"id": "jsonl", "verifier": "exact", "dataset": train, "eval_dataset": held_out}
         id = client.post("/api/v1/jobs", json=job(environment=environment, evaluation={"prompts": 1})).json()["id"]
-        while (view := client.get(f"/api/v1/jobs/{id}").json())["state"] in ("queued", "running"):
-            time.sleep(0.05)
+        show = lambda: client.get(f"/api/v1/jobs/{id}").json()  # noqa: E731
+        until(lambda: show()["state"] not in ("queued", "running"))
+        view = show()
         assert view["state"] == "completed", view
         shown = client.get(f"/api/v1/jobs/{id}/trajectories").json()
         evaluations = client.get(f"/api/v1/jobs/{id}/evaluations").json()

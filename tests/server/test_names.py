@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from tests.support.faces import MODEL, ScriptedWorker, job, served
+from tests.support.waiting import until
 
 from rookery.client import Client, RequestRefused
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized
@@ -116,10 +116,7 @@ def test_an_interrupted_deletion_is_finished_at_the_next_start(tmp_path: Path) -
     assert database.read(tenants.half_deleted) == {ada}
     database.close()
     with served(tmp_path):
-        deadline = time.monotonic() + 60
         database = Database(f"sqlite:///{tmp_path}/data/{DATABASE_FILE}")
-        while database.read(tenants.half_deleted):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: not database.read(tenants.half_deleted))
         assert database.read(jobs.list_jobs, ada) == []
         database.close()
