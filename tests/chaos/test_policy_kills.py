@@ -1,0 +1,117 @@
+"""A service that is killed between the commits of two policies of one job, again and again: what its database then
+holds of each policy."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.storage.test_standby import Serving
+from tests.support.faces import ScriptedWorker, job, tokenizer, write_model
+from tests.support.waiting import until
+
+from rookery.client import Client
+from rookery.storage.artifacts import Artifacts
+
+KILLS = 6
+STEPS, GROUPS = 8, 2
+PATIENCE = 200.0
+LOOK = 0.002
+"""Seconds between two looks at the database: the other policy may commit some milliseconds later."""
+
+POLICIES: dict[str, Any] = {
+    "main": {"rank": 4, "targets": ["q"]},
+    "judge": {"rank": 2, "targets": ["q"]},
+    "opponent": {"train": False, "follows": {"policy": "main", "every": 3}},
+    "held": {"rank": 4, "targets": ["q"], "train": False},
+}
+
+
+def rows(path: Path, query: str, *values: str) -> list[dict[str, Any]]:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as database:
+        database.row_factory = sqlite3.Row
+        return [dict(row) for row in database.execute(query, values)]
+
+
+def heads(path: Path, id: str) -> dict[str, int]:
+    found = rows(path, "select name, coalesce(head_version, -1) as head from policies where job = ?", id)
+    return {row["name"]: row["head"] for row in found}
+
+
+def one_is_ahead(path: Path, id: str, before: int) -> bool:
+    """One of the two policies has committed a step that the other has not, or the job is over."""
+    now = heads(path, id)
+    [row] = rows(path, "select state from jobs where id = ?", id)
+    ahead = now.get("main", -1) > max(before, 0) and now["main"] != now["judge"]
+    return ahead or row["state"] == "completed"
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_kills_between_the_commits_of_two_policies_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path / "cache")
+    path = tmp_path / "data" / "rookery.db"
+    source = id = frozen = ""
+    apart = 0
+    for kill in range(KILLS + 1):
+        with ExitStack() as opened:
+            service = Serving(tmp_path, "data", f"sqlite:///{path}")
+            opened.callback(service.kill)
+            service.until("Rookery serves")
+            key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
+            client = opened.enter_context(Client(service.url, key))
+            opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+            if not source:
+                begun = client.submit(job(name="source", stop={"steps": 1}))
+                begun.wait(PATIENCE)
+                source = begun.id
+                held = {**POLICIES["held"], "warm_start": {"job": source}}
+                spec = job(name="several", policies={**POLICIES, "held": held}, stop={"steps": STEPS})
+                spec["environment"]["verifier"] = {"name": "judge", "policy": "judge", "scale": 4}
+                spec["algorithm"] |= {"groups_per_step": GROUPS, "max_staleness": 1}
+                id = client.submit(spec).id
+            if kill < KILLS:
+                before = heads(path, id).get("main", -1)
+                until(partial(one_is_ahead, path, id, before), patience=PATIENCE, pause=LOOK)
+                service.kill()
+                now = heads(path, id)
+                apart += now["main"] != now["judge"]
+                if not frozen:
+                    [version] = versions(path, id, "held")
+                    frozen = version["hash"]
+                continue
+            client.job(id).wait(PATIENCE)
+    assert apart >= KILLS // 2, "most kills came between two commits"
+    check(path, id)
+    [version] = versions(path, id, "held")
+    assert version["hash"] == frozen
+    Artifacts(tmp_path / "shared").verify(frozen)
+
+
+def versions(path: Path, id: str, name: str) -> list[dict[str, Any]]:
+    query = "select v.* from versions v join policies p on p.id = v.policy where p.job = ? and p.name = ? order by 1, 2"
+    return sorted(rows(path, query, id, name), key=lambda row: row["version"])
+
+
+def check(path: Path, id: str) -> None:
+    """Each chain is gapless; each policy consumed its number of groups per version, each group once."""
+    [row] = rows(path, "select state, reason, cursor from jobs where id = ?", id)
+    assert (row["state"], row["reason"]) == ("completed", f"main: {STEPS} steps; judge: {STEPS} steps")
+    groups = rows(path, "select * from groups where job = ? order by ordinal", id)
+    assert [group["ordinal"] for group in groups] == list(range(row["cursor"]))
+    ids = {one["name"]: one["id"] for one in rows(path, "select id, name from policies where job = ?", id)}
+    assert ids.keys() == POLICIES.keys() - {"opponent"}, "a follower has no weights"
+    for name in ("main", "judge"):
+        numbers = [(one["version"], one["parent"], one["step"]) for one in versions(path, id, name)]
+        assert numbers == [(n, n - 1 if n else None, n) for n in range(STEPS + 1)], name
+        uses = [json.loads(group["uses"] or "{}").get(ids[name]) for group in groups]
+        consumed = Counter(version for version in uses if version is not None and version >= 0)
+        assert consumed == dict.fromkeys(range(1, STEPS + 1), GROUPS), name
+    steps = rows(path, "select step, policy from steps where job = ? order by step", id)
+    assert [one["step"] for one in steps] == list(range(1, 2 * STEPS + 1))
