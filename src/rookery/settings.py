@@ -90,6 +90,10 @@ class ServerSettings(Section):
     """In which code of replies runs: bubblewrap, or gVisor (`runsc`), which starts more slowly and has a kernel of its
     own. With gVisor the service does not start where that is not installed; without bubblewrap, jobs that run code are
     refused."""
+    judges: str = ""
+    """Models that the verifier `judge` may ask in addition to policies: `NAME=URL MODEL [VARIABLE]`, comma-separated.
+    URL is that of OpenAI's API with its `/v1`, this service's too; VARIABLE is the environment variable of the service
+    with the key."""
     reachable_hosts: str = ""
     """Hosts that are not of the public internet and that tenants' jobs may name all the same, as servers of OpenEnv:
     names (each with its sub-domains), addresses and networks, each with an optional port, comma-separated; `*` is
@@ -529,13 +533,21 @@ CLIENT_SETTINGS = ("data", "cache", "host", "port", "url", "key", "tls_cert", "c
 WORKER_SETTINGS = ("cache", "worker", "engine", "training", "log_level", "tls_cert", "ca_file")
 """Fields and sections that a worker uses."""
 
-HOST_SETTINGS = ("log_level", "tls_cert", "ca_file", "sandbox", "reachable_hosts")
+HOST_SETTINGS = ("log_level", "tls_cert", "ca_file", "sandbox", "reachable_hosts", "judges")
 """Fields that the host of the built-in environments uses."""
 
 STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
 """Fields that a backup and a restoration use."""
 
-MAY_BE_EMPTY = ("reachable_hosts", "models", "allocator", "allowed_models", "artifacts_endpoint", "slo_overrides")
+MAY_BE_EMPTY = (
+    "reachable_hosts",
+    "judges",
+    "models",
+    "allocator",
+    "allowed_models",
+    "artifacts_endpoint",
+    "slo_overrides",
+)
 """Settings whose empty value is a choice. That of another one is a variable that nobody filled in: an empty key would
 be the administrator's, an empty folder the working directory, an empty certificate plain HTTP."""
 

@@ -13,6 +13,7 @@ from rookery.children import lower_priority
 from rookery.environments.builtins import find
 from rookery.environments.demonstrations import count_rows
 from rookery.environments.jsonl import IndexedRows, RowFiles
+from rookery.environments.judges import set_judges
 from rookery.environments.outbound import set_reachable_hosts
 from rookery.environments.sandbox.sandbox import Isolation, set_isolation
 from rookery.environments.verifiers.pool import serve
@@ -26,6 +27,7 @@ def prepare() -> Callable[..., dict[str, Any]]:
     """The function that answers the questions. What it needs was imported before the process is confined."""
     set_isolation(cast(Isolation, sys.argv[3]))
     set_reachable_hosts(sys.argv[4])
+    set_judges(sys.argv[5])
 
     def work(what: str, id: str, options: dict[str, Any]) -> Any:
         match what:

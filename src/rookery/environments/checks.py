@@ -43,9 +43,11 @@ MEMORY = "MemoryError"
 class EnvironmentChecks:
     """Thread-safe; every method blocks."""
 
-    def __init__(self, sandbox: Isolation = "bubblewrap", reachable_hosts: str = "") -> None:
-        """``sandbox`` is the isolation in which code of replies will run, ``reachable_hosts`` the setting."""
-        self._pool = VerifierPool("check", sandbox, reachable_hosts, module="rookery.environments.check_process")
+    def __init__(self, sandbox: Isolation = "bubblewrap", reachable_hosts: str = "", judges: str = "") -> None:
+        """``sandbox`` is the isolation in which code of replies will run; the others are the settings."""
+        self._pool = VerifierPool(
+            "check", sandbox, reachable_hosts, judges, module="rookery.environments.check_process"
+        )
         self._lock = threading.Lock()
         self._fitting: LRUCache[str, SplitSizes] = LRUCache(RESULTS)
         """Hashes of options, with the names of their files, that were found right."""

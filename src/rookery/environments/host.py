@@ -37,6 +37,7 @@ from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
+from rookery.environments.judges import set_judges
 from rookery.environments.outbound import reachable_hosts, set_reachable_hosts
 from rookery.environments.reasoning_gym import ReasoningGym
 from rookery.environments.sandbox.sandbox import isolation, set_isolation
@@ -82,11 +83,17 @@ class Host:
     """One environment host: one connection at a time, any number of episodes."""
 
     def __init__(
-        self, url: str, token: str, environments: Mapping[str, Hosted], instance: str | None = None, ca_file: str = ""
+        self,
+        url: str,
+        token: str,
+        environments: Mapping[str, Hosted],
+        instance: str | None = None,
+        ca_file: str = "",
+        judges: str = "",
     ) -> None:
         """``url`` is the service's (http or https), ``token`` a key of the tenant, or of a worker for the service's own
         host; ``instance`` names this process: one that reconnects under the same name still has its episodes.
-        ``ca_file`` is as in :func:`~rookery.network.client_tls`."""
+        ``ca_file`` is as in :func:`~rookery.network.client_tls`, ``judges`` the setting."""
         self._url, self._token, self._ca_file = url, token, ca_file
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
@@ -95,7 +102,7 @@ class Host:
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
         self._episodes = Episodes(self._calls, self._environment)
-        self._checks = EnvironmentChecks(isolation(), reachable_hosts())
+        self._checks = EnvironmentChecks(isolation(), reachable_hosts(), judges)
         self.connected = asyncio.Event()
         """Set while the controller has welcomed this host."""
 
@@ -270,8 +277,9 @@ async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     """Hosts the built-ins until a signal ends it. Raises :class:`UserError` when the service refuses."""
     set_isolation(settings.server.sandbox)
     set_reachable_hosts(settings.server.reachable_hosts)
+    set_judges(settings.server.judges)
     builtins = {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()}
-    host = Host(url, token_of(), builtins, ca_file=settings.trusted)
+    host = Host(url, token_of(), builtins, ca_file=settings.trusted, judges=settings.server.judges)
     running = asyncio.create_task(host.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -21,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
+from rookery.environments.judges import ask_judge
 from rookery.environments.messages import MessageRefused, conversation, shown
 from rookery.environments.tools import Tool, as_message, called
 from rookery.environments.verifiers.verifiers import Judge, Verifier
@@ -216,7 +217,12 @@ class Jsonl(RowFiles):
         if isinstance(self._verifier, Judge) and not self._asked:
             self._asked = True
             question = {"role": "user", "content": self._verifier.question(self.prompt)}
-            return Step(messages=[question], policy=self._verifier.policy)
+            if self._verifier.policy is not None:
+                return Step(messages=[question], policy=self._verifier.policy)
+            assert self._verifier.model is not None  # the options have one of the two
+            answer = ask_judge(self._verifier.model, [*reply.messages, question])
+            reward, metrics = self._verifier.score(answer, self.prompt)
+            return Step(reward=reward, done=True, metrics=metrics)
         reward, metrics = self._verifier.score(reply.text, self.prompt, reply.raw, reply.special)
         return Step(reward=reward, done=True, metrics=metrics)
 

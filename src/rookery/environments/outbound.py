@@ -36,19 +36,29 @@ def reachable_hosts() -> str:
     return _allowed
 
 
-def connection(url: str, name: str) -> socket.socket:
-    """A connection to the host of ``url``, which ``name`` gave, without TLS. Blocks; raises :class:`UserError`."""
-    ip, port = reachable(url, name, _allowed)
+def connection(url: str, name: str, *, allowed: str | None = None, seconds: float = SECONDS) -> socket.socket:
+    """A connection to the host of ``url``, which ``name`` gave, without TLS. ``allowed`` replaces the hosts that the
+    administrator allows. Blocks; raises :class:`UserError`."""
+    ip, port = reachable(url, name, _allowed if allowed is None else allowed)
     try:
-        return socket.create_connection((ip, port), SECONDS)
+        return socket.create_connection((ip, port), seconds)
     except OSError as error:
         raise UserError(f"{name}: {short(url)} does not answer ({error.strerror or error})") from None
 
 
-def request_json(url: str, name: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
-    """The JSON that ``url`` answers: POST with ``body``, GET without. Blocks; raises :class:`UserError`."""
+def request_json(
+    url: str,
+    name: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    *,
+    allowed: str | None = None,
+    seconds: float = SECONDS,
+) -> Any:
+    """The JSON that ``url`` answers: POST with ``body``, GET without. ``allowed`` is as for a connection. Blocks;
+    raises :class:`UserError`."""
     parts = urlsplit(url)
-    opened = connection(url, name)
+    opened = connection(url, name, allowed=allowed, seconds=seconds)
     client = http.client.HTTPConnection(parts.netloc)
     try:
         if parts.scheme == "https":

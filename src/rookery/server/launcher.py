@@ -38,6 +38,7 @@ from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.environments.checks import EnvironmentChecks
+from rookery.environments.judges import parse_judges
 from rookery.environments.sandbox.sandbox import find as find_sandbox
 from rookery.errors import Unavailable, UserError, shortages
 from rookery.folders import CACHE_FOLDERS, usable_folder
@@ -176,6 +177,7 @@ class Service:
         place = Place(*settings.server.artifacts)
         if settings.server.sandbox == "gvisor":
             find_sandbox(settings.server.sandbox)
+        parse_judges(settings.server.judges)
         await asyncio.to_thread(_check_place, database, place, folder)
         await self._claim(database, connections, listening)
         await asyncio.to_thread(database.create)
@@ -188,7 +190,7 @@ class Service:
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.callback(readers.close)
         opened.callback(threads.close)
-        checks = EnvironmentChecks(settings.server.sandbox, settings.server.reachable_hosts)
+        checks = EnvironmentChecks(settings.server.sandbox, settings.server.reachable_hosts, settings.server.judges)
         checkers = TenantThreads(CHECKERS, "check")
         opened.callback(checkers.close)
         opened.callback(checks.close)  # runs first: a check that runs fails

@@ -83,6 +83,8 @@ class EnvironmentSpec(SpecModel):
         verifier = self.options.get("verifier")
         if self.id != "jsonl" or not isinstance(verifier, dict) or verifier.get("name") != "judge":
             return None
+        if verifier.get("policy") is None and verifier.get("model") is not None:
+            return None  # a model outside of the job
         return str(verifier.get("policy"))
 
 

@@ -26,6 +26,7 @@ import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from rookery.bounds import METRICS, NAME, Integer, Name, SmallJson
+from rookery.environments.judges import require_judge
 from rookery.environments.sandbox.rows import code_of, task_of
 from rookery.environments.sandbox.rows import score as code_score
 from rookery.environments.sandbox.sandbox import ProgramLimits, Sandbox
@@ -496,12 +497,26 @@ class Judge(AnyVerifier):
     base: true}}`."""
 
     name: Literal["judge"] = "judge"
-    policy: Name
-    """Which policy of the job judges."""
+    policy: Name | None = None
+    """Which policy of the job judges. Give this or `model`."""
+    model: Name | None = None
+    """Which model outside of the job judges: a name that the administrator gave in `ROOKERY_JUDGES`. It reads the same
+    conversation by OpenAI's chat API, at temperature 0."""
     prompt: Name = "How good is the last reply? Answer with one number from 0 to 10 and nothing else."
     """The question, a user's message. `{field}` stands for the text of that field of the row."""
     scale: float = Field(10.0, gt=0)
     """The number of a perfect reply."""
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Judge:
+        if (self.policy is None) == (self.model is None):
+            raise ValueError("exactly one of policy (of the job) and model (a name of the administrator)")
+        return self
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.model is not None:
+            require_judge(self.model)
 
     def question(self, row: Row) -> str:
         """What the judge is asked about a reply to ``row``."""
