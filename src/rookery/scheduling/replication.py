@@ -24,9 +24,10 @@ ALTERNATIVES = 2
 ALTERNATIVES_AMONG = 8
 """Cheap sources that are looked at for an alternative."""
 
-ADAPTER_HOPS, MODEL_HOPS = 16.0, 256.0
+ADAPTER_HOPS, MODEL_HOPS = 16.0, 64.0
 """Places in a chain that cost as much as one reader more: about the time that an artifact takes over a link, divided by
-the time for which a block waits in a receiver. An adapter has some ten megabytes, a model some hundred or more."""
+the time for which a block waits in a receiver. An adapter has some ten megabytes, a model some hundred or more; but the
+last one of a chain waits for its first byte as long as the chain is, and takes a long silence for a fault."""
 
 SAME_MACHINE, SAME_SITE, ELSEWHERE = range(3)
 
@@ -77,11 +78,16 @@ def plan_routes(
     excluded: Collection[str] = (),
 ) -> list[Route]:
     """One route for each of ``receivers``, in one decision. ``holders`` have the artifact or receive it; ``site`` is
-    the service's; sources ``excluded`` have failed. First come those that can pass it on, reserved ones before others,
-    so that the first of a site is its best one. Costs O(n log n), however many there are."""
-    ordered = sorted(receivers, key=lambda one: (not one.serves, not one.reserved, one.name))
+    the service's; sources ``excluded`` have failed. Sites that have it come first, so that the others read from the
+    ends of their chains; of a site, those that can pass it on, reserved ones before others, so that its first one is
+    its best one. Costs O(n log n), however many there are."""
     fresh = {one.name for one in receivers}
-    table = _Sources([one for one in holders if one.name not in fresh], hops, excluded)
+    known = [one for one in holders if one.name not in fresh]
+    sites = {one.site for one in known if one.serves}
+    ordered = sorted(
+        receivers, key=lambda one: (one.site not in sites, one.site, not one.serves, not one.reserved, one.name)
+    )
+    table = _Sources(known, hops, excluded)
     routes = []
     for receiver in ordered:
         sources = table.best(receiver, near=ELSEWHERE if receiver.site != site else SAME_SITE)
@@ -113,7 +119,9 @@ class _Sources:
         for one in holders:
             if one.source is not None:
                 self._readers[one.source] = self._readers.get(one.source, 0) + 1
-        self._depth = {one.name: self._depth_of(one.name) for one in holders}
+        self._depth: dict[str, int] = {}
+        for one in holders:
+            self._measure(one.name)
         self._heaps: dict[tuple[str, ...], list[tuple[float, int, str]]] = {}
         for one in holders:
             self._push(one)
@@ -174,6 +182,8 @@ class _Sources:
 
     def _reads_from(self, name: str, receiver: str) -> bool:
         """Whether ``name`` is ``receiver``, or reads from it over any number of others."""
+        if receiver not in self._readers:
+            return name == receiver
         at: str | None = name
         for _ in range(len(self._upstream) + 1):
             if at is None or at == receiver:
@@ -181,8 +191,13 @@ class _Sources:
             at = self._upstream.get(at)
         return at == receiver
 
-    def _depth_of(self, name: str) -> int:
-        depth, at = 0, self._upstream.get(name)
-        while at is not None and depth <= len(self._upstream):
-            depth, at = depth + 1, self._upstream.get(at)
-        return depth
+    def _measure(self, name: str) -> None:
+        """The places from ``name`` to a worker that has the artifact whole."""
+        path, at = [], self._upstream.get(name)
+        waiting = name
+        while at is not None and waiting not in self._depth and waiting not in path:
+            path.append(waiting)
+            waiting, at = at, self._upstream.get(at)
+        depth = self._depth.setdefault(waiting, 0)
+        for number, one in enumerate(reversed(path), 1):
+            self._depth[one] = depth + number

@@ -52,7 +52,7 @@ TRANSFER_SECONDS = 30.0
 """Time that the service may be silent in a transfer before the transfer is retried: its disk may be slow, and it may
 restart."""
 
-PEER_SECONDS = 3.0
+PEER_SECONDS = 5.0
 """Time that another worker may be silent while it serves an artifact, before the rest comes from elsewhere: the service
 has every artifact, so a slow source is not worth a wait."""
 

@@ -85,10 +85,10 @@ POLL_SECONDS = 0.005
 """Pause of a response between two looks for new bytes of an artifact that arrives: the delay that each receiver adds to
 a chain."""
 
-EXPECT_SECONDS = 1.0
+EXPECT_SECONDS = 2.0
 """A request for an artifact that is not here waits so long: its order may be on the way, behind that of the reader."""
 
-STALL_SECONDS = 2.0
+STALL_SECONDS = 4.0
 """A response ends when no byte of an arriving artifact came for so long; less than a reader waits for a silent
 source."""
 
