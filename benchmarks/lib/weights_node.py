@@ -21,6 +21,7 @@ from rookery.worker.transfer.published import ArrivingShard, PublishedArtifacts,
 
 MODEL = "model"
 PATIENCE = 600.0
+EXPECT_SECONDS = peers.EXPECT_SECONDS
 
 
 class Published(PublishedArtifacts):
@@ -110,7 +111,7 @@ class Node:
 
     def serve_whole(self, whole: bool) -> None:
         self.published.whole = whole
-        peers.EXPECT_SECONDS = PATIENCE if whole else 1.0
+        peers.EXPECT_SECONDS = PATIENCE if whole else EXPECT_SECONDS
 
     async def run(self) -> None:
         peers.MAX_RESPONSES = 64  # a star needs as many

@@ -81,6 +81,8 @@ def application(artifacts: Artifacts) -> FastAPI:
                 weights.on_pull_failed(worker, message)
             case events.HeartbeatReceived():
                 weights.on_heartbeat(worker, event.beat)
+            case events.WorkerJoined():
+                weights.on_worker_joined(worker)
             case events.WorkerLoaded():
                 weights.on_worker_loaded(worker, in_use)
                 fleet.admit(worker)

@@ -17,6 +17,7 @@ from rookery.controller.fleet.events import (
     WorkerDraining,
     WorkerEvent,
     WorkerGone,
+    WorkerJoined,
     WorkerLoaded,
     WorkerReady,
     WorkerSuspect,
@@ -60,6 +61,8 @@ def react(
             weights.on_heartbeat(worker, event.beat)
             if rollouts is not None:
                 rollouts.on_heartbeat(worker, event.beat)
+        case WorkerJoined():
+            weights.on_worker_joined(worker)
         case WorkerLoaded():
             weights.on_worker_loaded(worker, in_use)
             fleet.admit(worker)

@@ -282,6 +282,7 @@ class Controller:
                 seeding.on_operation(worker, event.operation, event.done)
                 usage.on_operation(worker, event.operation, event.done)
             case WorkerJoined():
+                rooms.weights.on_worker_joined(worker)
                 if self.plan is not None:
                     self.plan.on_worker_joined(worker)
                 seeding.on_worker_joined(worker)

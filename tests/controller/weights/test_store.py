@@ -429,6 +429,19 @@ async def test_workers_of_another_key_are_no_sources(room: Room) -> None:
     assert sources(room, "asker", ref) == []
 
 
+async def test_process_that_takes_over_an_address_ends_the_earlier_source(room: Room) -> None:
+    """The earlier one is dead; that its connection is, is not known yet."""
+    ref = room.ref(1)
+    await holding(room, "a", ref, instance="first")
+    await room.worker("one").join()
+    assert sources(room, "one", ref) == ["http://a:1"]
+    again = room.worker("a", address="http://a:1", instance="second", loading=True)
+    await again.join()
+    await room.worker("two").join()
+    assert sources(room, "two", ref) == []
+    assert sources(room, again.name, ref) == []
+
+
 async def test_failed_source_is_replaced(room: Room) -> None:
     ref = room.ref(1)
     for name in ("a", "b"):

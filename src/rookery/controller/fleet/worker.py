@@ -65,6 +65,8 @@ class Worker:
     """The most tokens that one flush brought on this connection: the loss if it had died just before."""
     reads: protocol.ReadKey = field(default_factory=partial(protocol.read_key, ""))
     """Signs its reads of artifacts; shared by the workers that have the same API key."""
+    serves: bool = False
+    """Whether others reach it at its address."""
     authorized: set[str] = field(default_factory=set)
     """Hashes of artifacts that its work names: it may ask for other sources of these."""
     active_requests: set[str] = field(default_factory=set)

@@ -135,6 +135,8 @@ class WeightStore:
         """By policy, that which published last at the end: (version, hash) of its newest versions, oldest first."""
         self._retained: set[str] = set()
         """The hashes in ``_newest``."""
+        self._serving: dict[str, Worker] = {}
+        """By address, the worker that answers there."""
         self._quickest: dict[str, float] = {}
         """By hash: seconds from the order to the first worker's report."""
         self._failures: dict[str, list[tuple[Worker, str]]] = {}
@@ -208,6 +210,15 @@ class WeightStore:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
+    def on_worker_joined(self, worker: Worker) -> None:
+        """It answers at its address from now on: an earlier process there, whose end is not known yet, is no source any
+        more."""
+        if address := worker.hello.address:
+            if (earlier := self._serving.get(address)) is not None:
+                earlier.serves = False
+            self._serving[address] = worker
+            worker.serves = True
+
     def on_worker_loaded(self, worker: Worker, in_use: Sequence[protocol.AdapterRef]) -> None:
         """``in_use``: the versions of its base model that running jobs sample from."""
         for ref in in_use:
@@ -222,6 +233,8 @@ class WeightStore:
 
     def on_worker_lost(self, worker: Worker) -> None:
         """It is not named as a source any more; who reads from it goes on while it answers, and asks for another."""
+        if self._serving.get(worker.hello.address) is worker:
+            del self._serving[worker.hello.address]
         for digest in worker.cached | worker.receiving:
             if (entry := self._table.get(digest)) is None:
                 continue
@@ -311,17 +324,18 @@ class WeightStore:
                 begun.setdefault(order.ref.hash, (order.ref, []))[1].append(worker)
         orders: dict[Worker, list[protocol.AdapterRef]] = {}
         for ref, receivers in begun.values():
-            self._route(ref, [worker for worker in receivers if self._moving(worker, ref.hash) is None])
-            for worker in receivers:
+            routed = self._route(ref, [worker for worker in receivers if self._moving(worker, ref.hash) is None])
+            for worker in dict.fromkeys([*routed, *receivers]):
                 orders.setdefault(worker, []).append(self.adapter_ref(worker, ref))
                 if (move := self._moving(worker, ref.hash)) is not None:
                     move.ordered = True
         for worker, refs in orders.items():
             worker.post(protocol.Replicate(refs=refs))
 
-    def _route(self, ref: protocol.AdapterRef, receivers: Sequence[Worker]) -> None:
-        """Decide from whom each of ``receivers`` receives ``ref``."""
-        entry, now = self._references(ref), self._clock.monotonic()
+    def _route(self, ref: protocol.AdapterRef, receivers: Sequence[Worker]) -> list[Worker]:
+        """Decide from whom each of ``receivers`` receives ``ref``. They are returned in an order in which none comes
+        before its source, so that the source has its order first."""
+        entry, now, ordered = self._references(ref), self._clock.monotonic(), list[Worker]()
         groups: dict[str, list[Worker]] = {}
         for worker in receivers:
             groups.setdefault(worker.reads.id, []).append(worker)
@@ -335,16 +349,18 @@ class WeightStore:
             )
             for route in routes:
                 worker = by_name[route.receiver]
-                entry.transfers[worker] = Transfer(route.source, _addresses(route, by_name), now)
+                ordered.append(worker)
+                entry.transfers[worker] = Transfer(route.source, _addresses(worker, route, by_name), now)
                 worker.receiving.add(ref.hash)
                 self._count(worker, by_name.get(route.source))
+        return ordered
 
     def _reroute(self, digest: str, entry: ArtifactReferences, worker: Worker, move: Transfer) -> None:
         """Another source for a receiver whose source failed."""
         by_name = {one.name: one for one in (*entry.holders, *entry.transfers)}
         others = [one for one in entry.sources(worker.reads) if one.name != worker.name]
         [route] = plan_routes([_replica(worker)], others, site=self._site, hops=entry.hops, excluded=move.failed)
-        move.source, move.sources = route.source, _addresses(route, by_name)
+        move.source, move.sources = route.source, _addresses(worker, route, by_name)
         self._count(worker, by_name.get(route.source))
 
     def _count(self, worker: Worker, source: Worker | None) -> None:
@@ -414,12 +430,14 @@ class WeightStore:
 
 def _replica(worker: Worker, source: str | None = None) -> Replica:
     hello = worker.hello
-    serves, reserved = bool(hello.address), hello.kind == "reserved"
-    return Replica(worker.name, hello.host, hello.site, serves=serves, reserved=reserved, source=source)
+    reserved = hello.kind == "reserved"
+    return Replica(worker.name, hello.host, hello.site, serves=worker.serves, reserved=reserved, source=source)
 
 
-def _addresses(route: Route, by_name: dict[str, Worker]) -> list[str]:
-    return [by_name[name].hello.address for name in route.sources if name != SERVICE]
+def _addresses(receiver: Worker, route: Route, by_name: dict[str, Worker]) -> list[str]:
+    """Of the route's sources, without the receiver's, where a process before it may have listened."""
+    found = [by_name[name].hello.address for name in route.sources if name != SERVICE]
+    return [address for address in found if address != receiver.hello.address]
 
 
 def _clear_order(worker: Worker, digest: str) -> None:
