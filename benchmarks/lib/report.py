@@ -32,9 +32,10 @@ ROWS = {
     "engines": ("native: a step", "vllm: a step", "vllm: trainer against engine"),
     "machines_workers": ("1 workers: 4 jobs", "2 workers: 4 jobs", "4 workers: 4 jobs"),
     "machines_ray": ("its worker serves after", "rookery worker, started by hand, serves after"),
+    "page_scale": ("p95: ",),
     "machines_fsdp": ("LoRA of rank 16, 1", "LoRA of rank 16, 2", "all parameters, 1", "all parameters, 2"),
 }
-"""Results without a yardstick: the rows that the page shows, by the beginning of their names."""
+"""Rows that the page shows too, by the beginning of their names: of results without a yardstick, and of views."""
 
 HIDDEN = {
     "speculation": r"tokens per forward|budget",
@@ -54,6 +55,7 @@ AGAIN = {
     "the Tinker cookbook's arithmetic": "make cookbook",
     "memory by tenants": "python -m benchmarks.micro.memory",
     "the service's floor per call": "python -m benchmarks.micro.service_floor",
+    "the page over a large database, on a quiet machine": "python -m benchmarks.scale.page_scale",
     "a hostile tenant for twenty minutes, on a quiet machine": "make soak",
     "the memory controller's four policies": "python examples/memory_controller.py",
     "a verifier that begins slowly, next to its solver": "python examples/solver_verifier.py",
@@ -150,8 +152,8 @@ def _lines(result: dict[str, Any], machines: dict[str, str], shown: set[tuple[st
             why = VERDICT[verdict["met"]] + (f"; {verdict['why']}" if verdict["why"] else "")
             yield [name, verdict["target"], verdict["measured"], why, origin]
             name = ""
-    for row in result["rows"] if not result["verdicts"] else ():
-        if row["what"].startswith(ROWS.get(result["name"], ())):
+    for row in result["rows"] if result["name"] in ROWS else ():
+        if row["what"].startswith(ROWS[result["name"]]):
             values = sorted(row["values"])
             figure = f"{number(values[len(values) // 2])} {row['unit']}"
             yield [name, row["what"], figure, row["note"], origin]
