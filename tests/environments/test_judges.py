@@ -88,7 +88,7 @@ def test_a_judge_that_fails_fails_the_episode(endpoint: Endpoint) -> None:
         ({"model": "http://127.0.0.1"}, "the administrator names models"),
     ],
 )
-def test_a_judge_that_nobody_named_is_refused(verifier: dict[str, Any], says: str, endpoint: Endpoint) -> None:
+def test_an_unnamed_judge_is_refused(verifier: dict[str, Any], says: str, endpoint: Endpoint) -> None:
     with pytest.raises(UserError) as caught:
         find("jsonl")({"rows": [ROW], "verifier": {"name": "judge", **verifier}})
     assert says in str(caught.value) and "\n" not in str(caught.value)
