@@ -185,3 +185,73 @@ def test_wrong_tools_and_formats_are_refused_by_name(small: tuple[OpenAI, str], 
 def test_embeddings_are_refused_in_one_line(small: tuple[OpenAI, str]) -> None:
     with pytest.raises(openai.BadRequestError, match="embeddings are not supported: the models here write text"):
         small[0].embeddings.create(model=small[1], input="x")
+
+
+# --- the Responses API ------------------------------------------------------------------------------------------------
+
+TOOL = {"type": "function", **ADD["function"]}
+
+
+def test_response_has_the_text_and_calls_of_the_chat(scripted: OpenAI) -> None:
+    answer = scripted.responses.create(model=MODEL, input="What is 1 + 2?", tools=[TOOL], metadata={"run": "1"})
+    assert (answer.status, answer.output_text, answer.model, answer.metadata) == (
+        "completed", "Wait.", MODEL, {"run": "1"}
+    )  # fmt: skip
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1})] * 2
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+    further: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}, *(item.to_dict() for item in answer.output)]
+    again = scripted.responses.create(model=MODEL, input=[*further, *outputs], instructions="Be brief.", store=False)
+    assert again.output_text.startswith("Wait.") and len(again.output) == 1
+    assert again.usage and answer.usage and again.usage.input_tokens > 100
+
+
+def test_streamed_response_ends_with_the_whole_one(scripted: OpenAI) -> None:
+    with scripted.responses.stream(model=MODEL, input="What is 1 + 2?", tools=[TOOL]) as stream:
+        events = list(stream)
+        whole = stream.get_final_response()
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Wait."
+    assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
+    added = [event.output_index for event in events if event.type == "response.output_item.added"]
+    done = [event.output_index for event in events if event.type == "response.output_item.done"]
+    assert added == [0, 1, 2] and sorted(done) == [0, 1, 2]
+
+
+def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[OpenAI, str]) -> None:
+    client, base = small
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    answer = client.responses.create(model=base, input="?", text=form)
+    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+    assert answer.to_dict()["trainable"] is False
+    cut = client.responses.create(model=base, input="?", max_output_tokens=2, include=["message.output_text.logprobs"])
+    assert cut.status in ("incomplete", "completed")
+    if cut.status == "incomplete":
+        assert cut.incomplete_details and cut.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "banana"}}]},
+         "tools.0.function.parameters"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content"),
+        ({"input": [{"type": "message", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": []}, "input"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)  # fmt: skip
+def test_wrong_responses_requests_are_refused_by_name(small: tuple[OpenAI, str], options: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        small[0].responses.create(**{"model": small[1], "input": "x", **options})
+    assert str(refused.value.param).startswith(param), refused.value.message

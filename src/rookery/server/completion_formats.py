@@ -191,12 +191,7 @@ class ChatFormat(ResponseFormat):
     def _logprobs_of(self, choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        written = choice.prompt.chat.token_bytes.written
-        entries = [
-            {**_entry(written(token), logprob), "top_logprobs": [_entry(written(one), value) for one, value in top]}
-            for token, logprob, top in self._next_scores(choice)
-        ]
-        return {"content": entries, "refusal": None}
+        return {"content": token_entries(choice, self._next_scores(choice)), "refusal": None}
 
 
 class TextFormat(ResponseFormat):
@@ -264,6 +259,15 @@ def _tool_calls(choice: Choice) -> list[dict[str, Any]]:
     return [
         {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for name, call in choice.calls
+    ]
+
+
+def token_entries(choice: Choice, scores: list[Scores]) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities and those of the likeliest, as chats and responses have them."""
+    written = choice.prompt.chat.token_bytes.written
+    return [
+        {**_entry(written(token), logprob), "top_logprobs": [_entry(written(one), value) for one, value in top]}
+        for token, logprob, top in scores
     ]
 
 

@@ -40,6 +40,7 @@ from rookery.server.openai import (
     UnsupportedField,
     refuse_unsupported,
 )
+from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
 from rookery.server.responses import event_data, json_response, problem, retry_after
 from rookery.server.token_face import TokenFormat, TokenRequest
@@ -188,6 +189,30 @@ async def completions(service: Service, owner: Owner, request: Request, options:
     return await _respond(service, owner.id, request, form, prompts, limit)
 
 
+@routes.post("/responses", response_model=dict[str, Any])
+async def responses(service: Service, owner: Owner, request: Request, asked: ResponsesRequest) -> Response:
+    """Continue a conversation, in the form of OpenAI's Responses API. Nothing is stored."""
+    options = asked.as_chat()
+    messages = [message.for_template(f"input.{number}") for number, message in enumerate(options.messages)]
+    target, chat = await service.controller.completions.open(owner.id, options.model)
+    form = ResponsesFormat(service, asked, target.name, trainable=options.logits is None)
+    prompt = await service.threads(_prepare_chat, service, target, chat, options, messages)
+    choices = _choices(service, options, [prompt])
+    limit = options.max_completion_tokens
+    _limit_logprobs(service, options, choices, limit)
+    await service.threads(_check_logits, service, options, prompt)
+    growth = _generate(service, owner.id, options, choices, limit)
+    headers = {"x-request-id": form.id}
+    if asked.stream:
+        events = _response_events(form, choices[0], growth, request)
+        return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
+    if not await unless(_disconnected(request), _exhaust(growth)):
+        return Response(status_code=CLIENT_GONE)
+    response = json_response(form.body(choices[0], _usage(choices)))
+    response.headers.update(headers)
+    return response
+
+
 @routes.post("/embeddings", include_in_schema=False)
 async def embeddings(owner: Owner) -> Response:
     raise UserError("embeddings are not supported: the models here write text; use another service for them")
@@ -225,7 +250,7 @@ async def show_model(service: Service, owner: Owner, model: str) -> Response:
 @routes.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
 async def unknown_path(owner: Owner, path: str) -> Response:
     raise UnknownPath(
-        f"nothing at /v1/{path}; there are /v1/chat/completions, /v1/completions, /v1/models,"
+        f"nothing at /v1/{path}; there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models,"
         " /v1/files and /v1/fine_tuning/jobs"
     )
 
@@ -253,23 +278,9 @@ async def _respond(
     limit: int | None,
 ) -> Response:
     """``n`` completions of each prompt, streamed or whole."""
-    options, stops = form.options, form.options.stops
-    seed = options.seed if options.seed is not None else service.controller.completions.draw_seed()
-    count = options.n or 1
-    most_calls = 1 if isinstance(options, ChatRequest) and options.parallel_tool_calls is False else TOOLS
-    choices = [
-        Choice(
-            number * count + i,
-            prompt,
-            _seed(seed, number * count + i),
-            stops,
-            _reader(options, prompt.chat),
-            most_calls,
-        )
-        for number, prompt in enumerate(prompts)
-        for i in range(count)
-    ]
-    _limit_logprobs(service, form, choices, limit)
+    options = form.options
+    choices = _choices(service, options, prompts)
+    _limit_logprobs(service, options, choices, limit)
     await service.threads(_check_logits, service, options, prompts[0])
     growth = _generate(service, owner, options, choices, limit)
     headers = {"x-request-id": form.id}
@@ -283,6 +294,25 @@ async def _respond(
     return response
 
 
+def _choices(service: ServiceContext, options: CompletionOptions, prompts: Sequence[PreparedPrompt]) -> list[Choice]:
+    stops = options.stops
+    seed = options.seed if options.seed is not None else service.controller.completions.draw_seed()
+    count = options.n or 1
+    most_calls = 1 if isinstance(options, ChatRequest) and options.parallel_tool_calls is False else TOOLS
+    return [
+        Choice(
+            number * count + i,
+            prompt,
+            _seed(seed, number * count + i),
+            stops,
+            _reader(options, prompt.chat),
+            most_calls,
+        )
+        for number, prompt in enumerate(prompts)
+        for i in range(count)
+    ]
+
+
 def _limit_choices(options: CompletionOptions, prompts: int) -> None:
     """Called before the prompts are tokenized. Raises :class:`UnsupportedField`."""
     if (options.n or 1) * prompts > MAX_CHOICES:
@@ -290,10 +320,10 @@ def _limit_choices(options: CompletionOptions, prompts: int) -> None:
 
 
 def _limit_logprobs(
-    service: ServiceContext, form: ResponseFormat, choices: Sequence[Choice], limit: int | None
+    service: ServiceContext, options: CompletionOptions, choices: Sequence[Choice], limit: int | None
 ) -> None:
     """Raises :class:`UnsupportedField`."""
-    echo, likeliest = _scores_prompt(form.options), form.options.likeliest
+    echo, likeliest = _scores_prompt(options), options.likeliest
     if echo or likeliest:
         tokens = service.context.settings.server.answer_tokens if limit is None else limit
         prompts = sum(len(choice.prompt.prompt) for choice in choices) if echo else 0
@@ -434,6 +464,26 @@ async def _events(
         except Exception as error:
             _, body = _error_body(error, request)
             yield event_data(msgspec.json.encode(body))
+
+
+async def _response_events(
+    form: ResponsesFormat,
+    choice: Choice,
+    growth: AsyncGenerator[tuple[Choice, str, str | None] | None],
+    request: Request,
+) -> AsyncGenerator[bytes]:
+    """The events of a streamed response of the Responses API. An error is its last event."""
+    async with aclosing(growth):
+        try:
+            yield form.begin()
+            async for update in growth:
+                events = b": heartbeat\n\n" if update is None else form.grow(choice, update[1])
+                if events:
+                    yield events
+            yield form.end(choice, _usage([choice]))
+        except Exception as error:
+            _, body = _error_body(error, request)
+            yield form.failed(body)
 
 
 class ClosingStream(StreamingResponse):

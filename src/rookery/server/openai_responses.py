@@ -1,0 +1,311 @@
+"""OpenAI's Responses API over chats: input items become messages, a reply becomes output items.
+
+Nothing is stored: a request brings its whole conversation. A streamed response equals a whole one: its last event has
+the whole response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Field, ValidationError
+
+from rookery.bounds import ENTRIES, INTEGER, Line, Name, SmallJson, Text
+from rookery.errors import short
+from rookery.server.auth import ServiceContext
+from rookery.server.completion_formats import Choice, token_entries
+from rookery.server.openai import (
+    IGNORED,
+    LIKELIEST,
+    TOOLS,
+    ChatRequest,
+    OpenAIModel,
+    ReplyFormat,
+    SmallObject,
+    UnsupportedField,
+    refuse_unsupported,
+)
+from rookery.server.responses import event_data
+from rookery.spec.policy import Temperature
+
+
+class InputPart(OpenAIModel):
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: Text = ""
+
+
+def _as_parts(value: Any) -> Any:
+    """A text is one part."""
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[InputPart], Field(max_length=1000), BeforeValidator(_as_parts)]
+
+
+class InputItem(OpenAIModel):
+    """A message, a call of a function, its output, or reasoning, which no template writes."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Parts | None = None
+    call_id: Name = ""
+    name: Name = ""
+    arguments: Text = ""
+    output: Parts | None = None
+
+
+class ResponseTool(OpenAIModel):
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: SmallObject | None = None
+    strict: bool | None = None
+
+
+class NamedResponseTool(OpenAIModel):
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormatOption(OpenAIModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name = ""
+    description: Text | None = None
+    schema_: SmallObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(OpenAIModel):
+    format: TextFormatOption | None = None
+
+
+def _as_items(value: Any) -> Any:
+    """A text is the user's message."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class ResponsesRequest(OpenAIModel):
+    model: Line = Field(min_length=1)
+    input: Annotated[list[InputItem], Field(min_length=1, max_length=ENTRIES), BeforeValidator(_as_items)]
+    instructions: Text | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    temperature: Annotated[Temperature, Field(le=10)] | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=LIKELIEST)
+    max_output_tokens: int | None = Field(None, ge=1, le=INTEGER)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = None
+    stream_options: SmallJson | None = None
+    store: bool | None = Field(None, description="No effect: nothing is stored")
+    include: Annotated[list[Name], Field(max_length=20)] | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or [])
+
+    def as_chat(self) -> ChatRequest:
+        """Raises :class:`UnsupportedField`."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if not _neutral(name, value)}
+        refuse_unsupported(extra)
+        for name in self.include or []:
+            if name not in ("reasoning.encrypted_content", "message.output_text.logprobs"):
+                raise UnsupportedField(f"include: {name} is not supported: leave it out", "include")
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedResponseTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        if self.top_logprobs and not self.logprobs:
+            raise UnsupportedField("top_logprobs needs include: ['message.output_text.logprobs']", "top_logprobs")
+        plain = {
+            "model": self.model, "messages": list(self._messages()), "temperature": self.temperature,
+            "top_p": self.top_p, "top_logprobs": self.top_logprobs, "logprobs": self.logprobs,
+            "max_completion_tokens": self.max_output_tokens, "seed": self.seed, "stream": self.stream,
+            "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self._format(),
+            "tools": [{"type": "function", "function": {
+                "name": tool.name, "description": tool.description, "parameters": tool.parameters,
+            }} for tool in self.tools or []] or None,
+        }  # fmt: skip
+        try:
+            return ChatRequest.model_validate(plain)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])).replace("messages", "input")
+            raise UnsupportedField(f"{where}: {short(first['msg'])}", where) from None
+
+    def _format(self) -> ReplyFormat | None:
+        asked = self.text.format if self.text is not None else None
+        if asked is None or asked.type == "text":
+            return None
+        schema = {"name": asked.name, "schema": asked.schema_} if asked.schema_ is not None else None
+        return ReplyFormat.model_validate({"type": asked.type, "json_schema": schema})
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """Calls that follow the assistant's text, or each other, are of one message."""
+        if self.instructions:
+            yield {"role": "system", "content": self.instructions}
+        assistant: dict[str, Any] | None = None
+        for number, item in enumerate(self.input):
+            if item.type == "reasoning":
+                continue
+            if item.type == "function_call":
+                assistant = assistant or {"role": "assistant", "content": None}
+                assistant.setdefault("tool_calls", []).append({
+                    "id": item.call_id, "type": "function",
+                    "function": {"name": item.name, "arguments": item.arguments},
+                })  # fmt: skip
+                continue
+            if assistant is not None:
+                yield assistant
+                assistant = None
+            if item.type == "function_call_output":
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, number, "output")}
+            elif item.role is None:
+                raise UnsupportedField(f"input.{number}.role: a message needs one", f"input.{number}.role")
+            else:
+                message = {"role": item.role, "content": _text(item.content, number, "content")}
+                if item.role == "assistant":
+                    assistant = message
+                else:
+                    yield message
+        if assistant is not None:
+            yield assistant
+
+
+def _text(value: list[InputPart] | None, number: int, name: str) -> str:
+    if value is None:
+        raise UnsupportedField(f"input.{number}.{name}: give a text", f"input.{number}.{name}")
+    return "".join(part.text for part in value)
+
+
+def _neutral(name: str, value: Any) -> bool:
+    """Whether a further argument asks for what happens anyhow."""
+    if name == "reasoning":
+        return not isinstance(value, dict) or all(x in (None, "none", "auto") for x in value.values())
+    neutral = {"truncation": ("disabled",), "background": (False,), "service_tier": ("auto", "default")}
+    return value is None or name in IGNORED or value in neutral.get(name, ())
+
+
+class ResponsesFormat:
+    """One response, whole or as the events of a stream."""
+
+    def __init__(self, service: ServiceContext, asked: ResponsesRequest, model: str, *, trainable: bool) -> None:
+        self.id = service.context.ids.new("resp")
+        self._asked = asked
+        self._number = -1
+        self._open = False
+        self._calls = 0
+        self._sent = ""
+        choice = asked.tool_choice
+        self._head: dict[str, Any] = {
+            "id": self.id, "object": "response", "created_at": int(service.context.clock.time()), "model": model,
+            "error": None, "incomplete_details": None, "instructions": asked.instructions,
+            "metadata": (asked.model_extra or {}).get("metadata") or {},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False, "previous_response_id": None,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "top_p": 1.0 if asked.top_p is None else asked.top_p, "max_output_tokens": asked.max_output_tokens,
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedResponseTool) else choice or "auto",
+            "tools": [tool.model_dump() for tool in asked.tools or []], "truncation": "disabled", "store": False,
+            "reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}},
+        }  # fmt: skip
+        if asked.text is not None and asked.text.format is not None:
+            self._head["text"] = {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)}
+        if not trainable:
+            self._head["trainable"] = False
+
+    def body(self, choice: Choice, usage: dict[str, int]) -> dict[str, Any]:
+        """The complete response."""
+        cut = choice.reply.finish == "length"
+        return {
+            **self._head, "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output(choice),
+            "usage": {
+                "input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }  # fmt: skip
+
+    def begin(self) -> bytes:
+        """The first events of a stream."""
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def grow(self, choice: Choice, text: str) -> bytes:
+        """The events of further text and calls."""
+        events = b""
+        if text:
+            if not self._open:
+                self._open = True
+                item = {**self._message(choice), "status": "in_progress", "content": []}
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                events += self._event("response.output_item.added", output_index=0, item=item)
+                events += self._event("response.content_part.added", **self._place(0), content_index=0, part=part)
+            self._sent += text
+            events += self._event(
+                "response.output_text.delta", **self._place(0), content_index=0, delta=text, logprobs=[]
+            )
+        for item in self._items(choice)[self._calls :]:
+            index = self._calls + self._open
+            self._calls += 1
+            place = {"item_id": item["id"], "output_index": index}
+            begun = {**item, "status": "in_progress", "arguments": ""}
+            events += self._event("response.output_item.added", output_index=index, item=begun)
+            events += self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            events += self._event(
+                "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
+            )
+            events += self._event("response.output_item.done", output_index=index, item=item)
+        return events
+
+    def end(self, choice: Choice, usage: dict[str, int]) -> bytes:
+        """The last events."""
+        events, body = b"", self.body(choice, usage)
+        if self._open:
+            item = body["output"][0]
+            part = item["content"][0]
+            events += self._event(
+                "response.output_text.done", **self._place(0), content_index=0, text=self._sent,
+                logprobs=part["logprobs"],
+            )  # fmt: skip
+            events += self._event("response.content_part.done", **self._place(0), content_index=0, part=part)
+            events += self._event("response.output_item.done", output_index=0, item=item)
+        return events + self._event(f"response.{body['status']}", response=body)
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        """The last event of a stream that failed."""
+        message = error["error"]["message"]
+        return self._event("error", code=error["error"]["code"] or "server_error", message=message, param=None)
+
+    def _output(self, choice: Choice) -> list[dict[str, Any]]:
+        calls = self._items(choice)
+        return [self._message(choice), *calls] if choice.content or not calls else calls
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": self._logprobs(choice)}
+        return {"id": self._place(0)["item_id"], "type": "message", "role": "assistant", "status": "completed",
+                "content": [part]}  # fmt: skip
+
+    def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
+        numbers = range(choice.text.tokens_shown if self._asked.logprobs else 0)
+        return token_entries(choice, choice.scores(numbers))
+
+    def _items(self, choice: Choice) -> list[dict[str, Any]]:
+        return [
+            {"id": f"fc_{name.removeprefix('call_')}", "type": "function_call", "status": "completed", "call_id": name,
+             "name": call.name, "arguments": call.arguments}
+            for name, call in choice.calls
+        ]  # fmt: skip
+
+    def _place(self, index: int) -> dict[str, Any]:
+        return {"item_id": f"msg_{self.id.removeprefix('resp-')}", "output_index": index}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
+        return f"event: {kind}\n".encode() + event_data(data)
