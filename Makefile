@@ -20,7 +20,7 @@ OPENAI_SDK := 3.57.0
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-fine-tuning test-environments test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-clients test-fine-tuning test-environments test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -71,6 +71,10 @@ test-s3: $(VENV)/.tests .bench/moto/.installed
 # bubblewrap runsc): four minutes.
 test-environments: $(VENV)/.tests .bench/verifiers/.installed .bench/openenv/.installed
 	@$(BIN)/python -m pytest -m heavy tests/environments
+
+# The clients of docs/clients.md, unmodified, in environments of their own: three minutes.
+test-clients: $(VENV)/.tests .bench/clients/.installed .bench/inspect/.installed
+	@$(BIN)/python -m pytest -m heavy tests/clients
 
 # The page in Debian's chromium, and its pure functions by node's own runner: apt-get install chromium nodejs.
 test-page: $(VENV)/.tests
@@ -213,6 +217,17 @@ controller-scaling: $(VENV)/.tests
 	@$(PYTHON) -m venv .bench/trl
 	@.bench/trl/bin/pip install --quiet torch==2.13.0
 	@.bench/trl/bin/pip install --quiet -r $<
+	@touch $@
+
+.bench/clients/.installed: benchmarks/peers/clients.txt
+	@$(PYTHON) -m venv .bench/clients
+	@.bench/clients/bin/pip install --quiet -r $<
+	@touch $@
+
+# It wants a newer openai than litellm allows.
+.bench/inspect/.installed: benchmarks/peers/inspect.txt
+	@$(PYTHON) -m venv .bench/inspect
+	@.bench/inspect/bin/pip install --quiet -r $<
 	@touch $@
 
 .bench/moto/.installed:
