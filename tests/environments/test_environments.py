@@ -26,7 +26,8 @@ from rookery.environments.base import Environment, Reply, Split
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
 from rookery.environments.datasets import PromptDataset, repeated_note
-from rookery.environments.jsonl import UNREAD, Jsonl, JsonlOptions, count_rows, read_jsonl
+from rookery.environments.demonstrations import count_rows
+from rookery.environments.jsonl import UNREAD, Jsonl, JsonlOptions, read_jsonl
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
 from rookery.environments.verifiers.pool import LITERAL, restored, stored
