@@ -213,11 +213,6 @@ async def responses(service: Service, owner: Owner, request: Request, asked: Res
     return response
 
 
-@routes.post("/embeddings", include_in_schema=False)
-async def embeddings(owner: Owner) -> Response:
-    raise UserError("embeddings are not supported: the models here write text; use another service for them")
-
-
 @token_routes.post("/generate", response_model=dict[str, Any], name="generate_tokens")
 async def generate(service: Service, owner: Owner, request: Request, asked: TokenRequest) -> Response:
     """Continue token ids as they are, as vLLM's ``/inference/v1/generate`` does: token ids and log-probabilities come
@@ -249,6 +244,8 @@ async def show_model(service: Service, owner: Owner, model: str) -> Response:
 
 @routes.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
 async def unknown_path(owner: Owner, path: str) -> Response:
+    if path == "embeddings":
+        raise UserError("embeddings are not supported: the models here write text; use another service for them")
     raise UnknownPath(
         f"nothing at /v1/{path}; there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models,"
         " /v1/files and /v1/fine_tuning/jobs"
