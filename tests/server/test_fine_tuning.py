@@ -149,7 +149,7 @@ def test_each_method_ends_with_a_model_to_chat_with(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": "nobody/nothing"}, "model"),
+    ({"model": "nobodys"}, "model"),
     ({"training_file": "file-1"}, "training_file"),
     ({"validation_file": "file-" + "0" * 64}, "validation_file"),
     ({"method": {"type": "dpo"}}, "training_file"),
@@ -181,7 +181,7 @@ def test_a_paused_job_survives_a_kill_and_mistakes_name_their_argument(tmp_path:
 
     def start() -> tuple[subprocess.Popen[bytes], openai.OpenAI]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rookery", "serve"], env=environment, stdout=subprocess.DEVNULL,
+            [sys.executable, "-m", "rookery.cli", "serve"], env=environment, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         key = until(lambda: read_secret(tmp_path / "data", ADMIN_KEY_FILE), patience=SECONDS)

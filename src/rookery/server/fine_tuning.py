@@ -203,7 +203,7 @@ def job_of(given: JobCreate) -> dict[str, Any]:
     chosen = getattr(method, kind)
     if chosen is None and kind == "reinforcement":
         raise UnsupportedField("method.reinforcement: missing; it has the grader", "method.reinforcement")
-    numbers: Any = chosen.hyperparameters if chosen is not None else Hyperparameters()
+    numbers: Any = chosen.hyperparameters if chosen is not None else DpoHyperparameters()
     environment: dict[str, Any] = {"dataset": dataset_of(given.training_file, "training_file")}
     evaluation: dict[str, Any] = {}
     if given.validation_file is not None:
