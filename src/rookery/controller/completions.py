@@ -122,12 +122,10 @@ class Completions:
             )
         return PreparedPrompt(target, chat, prompt)
 
-    def check_logits(self, target: Target, chat: Chat, logits: protocol.LogitsParams | None) -> None:
-        """Whether the target's model and its engines change logits as asked. Raises :class:`UserError`."""
+    def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None:
+        """Whether the engines of the target's model change logits as asked. Raises :class:`UserError`."""
         if logits is None:
             return
-        if logits.schema:
-            chat.grammars().matcher(logits.schema)
         workers = [worker for worker in self._context.rooms.fleet.all() if worker.has_role("rollout", target.model)]
         unable = {worker.hello.engine for worker in workers} & UNCHANGED_LOGITS
         if unable:

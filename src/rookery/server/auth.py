@@ -30,6 +30,7 @@ from rookery.errors import Forbidden, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
 from rookery.server.connections import Connections
 from rookery.server.readiness import Readiness
+from rookery.server.schema_checks import SchemaChecks
 from rookery.server.signin import SignIns
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
@@ -125,6 +126,7 @@ class ServiceContext:
     failed_keys: FailedKeys
     keys: Keys
     checks: EnvironmentChecks
+    schemas: SchemaChecks
     readiness: Readiness
     signins: SignIns
     refusals: Counter[str]

@@ -6,7 +6,10 @@ choice that was not sent yet; the deltas of a stream, joined, equal the message.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import cached_property
+from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -65,17 +68,22 @@ class Choice:
         if self._reader is None:
             text = self.text.take(tokens, last=last)
         else:
-            if last and tokens and tokens[-1] in chat.stop_tokens:
+            if tokens and tokens[-1] in chat.stop_tokens:  # the last, whether its end was reported or not
                 tokens = tokens[:-1]
             text = ""
             for piece in self._reader.feed(self.text.take(tokens, last=last), last=last):
                 if isinstance(piece, str):
                     text += chat.without_special(piece)
                 elif len(self.calls) < self._most_calls:
-                    seed = f"{self.seed}:{self.index}:{len(self.calls)}"
+                    seed = f"{self.seed}:{self.index}:{self._prompt_hash}:{len(self.calls)}"
                     self.calls.append((f"call_{Random(seed).getrandbits(96):024x}", piece))
         self.content += text
         return text
+
+    @cached_property
+    def _prompt_hash(self) -> str:
+        """With it the ids of calls differ between the turns of a conversation that all have one seed."""
+        return sha256(array("q", self.prompt.prompt).tobytes()).hexdigest()
 
     def scores(self, numbers: range) -> list[Scores]:
         """Of sampled tokens, by their numbers."""

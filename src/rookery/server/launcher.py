@@ -47,6 +47,7 @@ from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
 from rookery.server.readiness import Readiness
+from rookery.server.schema_checks import SchemaChecks
 from rookery.server.signin import SignIns
 from rookery.settings import ServerSettings, Settings, variable_notes
 from rookery.spec.fleet import read_plan
@@ -194,6 +195,8 @@ class Service:
         checkers = TenantThreads(CHECKERS, "check")
         opened.callback(checkers.close)
         opened.callback(checks.close)  # runs first: a check that runs fails
+        schemas = SchemaChecks()
+        opened.callback(schemas.close)
         if transfers is not None:
             opened.callback(transfers.close)
         base_models = BaseModels(settings)
@@ -231,6 +234,7 @@ class Service:
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             keys=keys,
             checks=checks,
+            schemas=schemas,
             signins=SignIns(clock, hmac.digest(self.admin_key.encode(), b"sign in to the page", "sha256")),
             readiness=Readiness(partial(asyncio.to_thread, database.ping), clock),
             refusals=refusals,

@@ -31,7 +31,7 @@ from rookery.bounds import (
 )
 from rookery.errors import UserError, short
 from rookery.spec.policy import Temperature
-from rookery.tokenization.grammar import ANY_OBJECT, check_schema, schema_of
+from rookery.tokenization.grammar import ANY_OBJECT, schema_of
 from rookery.tokenization.tool_calls import forced_schema
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -271,16 +271,6 @@ class FunctionDefinition(OpenAIModel):
     parameters: SmallObject | None = None
     strict: bool | None = None
 
-    @field_validator("parameters")
-    @classmethod
-    def _is_a_schema(cls, value: dict[str, Any] | None) -> Any:
-        if value:
-            try:
-                check_schema(schema_of(value))
-            except UserError as error:
-                raise ValueError(str(error)) from None
-        return value
-
 
 class ToolDefinition(OpenAIModel):
     type: Literal["function"]
@@ -367,6 +357,21 @@ class ChatRequest(CompletionOptions):
         if asked.json_schema is None:
             raise UnsupportedField("response_format.json_schema: give the schema", "response_format.json_schema")
         return schema_of(asked.json_schema.schema_)
+
+    @property
+    def offered_schemas(self) -> dict[str, str]:
+        """The JSON schemas of the tools, by the names of their fields."""
+        return {
+            f"tools.{number}.function.parameters": schema_of(tool.function.parameters)
+            for number, tool in enumerate(self.tools or [])
+            if tool.function.parameters
+        }
+
+    @property
+    def followed_schema(self) -> dict[str, str]:
+        """The client's JSON schema that the reply follows, by the field that gave it; empty: none."""
+        text = self.schema_text
+        return {"tools" if self.forced else "response_format": text} if text not in ("", ANY_OBJECT) else {}
 
 
 class CompletionRequest(CompletionOptions):

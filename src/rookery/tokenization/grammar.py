@@ -1,7 +1,8 @@
 """Grammars of replies: a JSON schema as the set of tokens that may come next, by llguidance.
 
-The door compiles a grammar with the model's own tokenizer, as the engine does, so a schema that it accepts is one that
-the engine can follow.
+The door compiles a grammar with bytes as tokens (:func:`check_followed`), the engine with the model's own: whether a
+schema is valid and its keywords can be followed depends on the grammar alone. A grammar that compiles may still take
+too much work at a later token; that reply then fails, and no other.
 """
 
 from __future__ import annotations
@@ -36,18 +37,29 @@ class GrammarTokenizer:
     def matcher(self, schema: str) -> LLMatcher:
         """The state at the start of a reply to a JSON schema. Raises :class:`UserError` for a schema that is not valid
         or has a keyword that cannot be followed."""
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
-        except ValueError as error:
-            raise UserError(f"the schema is not a JSON schema: {_line(error)}") from None
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise UserError(f"the schema cannot be followed: {_line(matcher.get_error())}")
-        return matcher
+        return _matcher(self._tokenizer, schema)
+
+
+def _matcher(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
+    except ValueError as error:
+        raise UserError(f"the schema is not a JSON schema: {_line(error)}") from None
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        raise UserError(f"the schema cannot be followed: {_line(matcher.get_error())}")
+    return matcher
+
+
+def check_followed(schema: str) -> None:
+    """Raises :class:`UserError` for a schema that no reply can follow. Run it in a confined process: a few hundred
+    bytes can take minutes and gigabytes."""
+    _matcher(LLTokenizer("byte"), schema)
 
 
 def check_schema(schema: str) -> None:
-    """Raises :class:`UserError` for a text that is no JSON schema. Keywords that no grammar follows are allowed."""
+    """Raises :class:`UserError` for a text that is no JSON schema. Keywords that no grammar follows are allowed. Run it
+    in a confined process, as :func:`check_followed`."""
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True})
     except ValueError as error:

@@ -133,8 +133,16 @@ async def chat_completions(service: Service, owner: Owner, request: Request, opt
     limits = [limit for limit in (options.max_tokens, options.max_completion_tokens) if limit is not None]
     form = ChatFormat(service, options, target.name, logprobs=bool(options.logprobs))
     _limit_choices(options, 1)
+    await _check_schemas(service, options)
     prompt = await service.threads(_prepare_chat, service, target, chat, options, messages)
     return await _respond(service, owner.id, request, form, [prompt], min(limits, default=None))
+
+
+async def _check_schemas(service: ServiceContext, options: ChatRequest) -> None:
+    """Raises :class:`UnsupportedField` for a tool's parameters that are no JSON schema, and for a schema of the reply
+    that cannot be followed."""
+    offered, followed = await service.threads(lambda: (options.offered_schemas, options.followed_schema))
+    await service.schemas.check(offered, followed)
 
 
 def _prepare_chat(
@@ -196,6 +204,7 @@ async def responses(service: Service, owner: Owner, request: Request, asked: Res
     messages = [message.for_template(f"input.{number}") for number, message in enumerate(options.messages)]
     target, chat = await service.controller.completions.open(owner.id, options.model)
     form = ResponsesFormat(service, asked, target.name, trainable=options.logits is None)
+    await _check_schemas(service, options)
     prompt = await service.threads(_prepare_chat, service, target, chat, options, messages)
     choices = _choices(service, options, [prompt])
     limit = options.max_completion_tokens
@@ -340,7 +349,7 @@ def _check_logits(service: ServiceContext, options: CompletionOptions, prompt: P
             model = prompt.target.model
             raise UnsupportedField(f"logit_bias has the token id {unknown}, which {model} does not have", "logit_bias")
         try:
-            service.controller.completions.check_logits(prompt.target, prompt.chat, logits)
+            service.controller.completions.check_logits(prompt.target, logits)
         except UserError as error:
             forced = isinstance(options, ChatRequest) and options.forced
             param = ("tools" if forced else "response_format") if logits.schema else None

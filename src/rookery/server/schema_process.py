@@ -1,0 +1,34 @@
+"""The confined process that compiles the schemas of chats, started by :mod:`rookery.server.schema_checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rookery.children import lower_priority
+from rookery.environments.verifiers.pool import serve
+from rookery.errors import UserError
+from rookery.tokenization.grammar import ANY_OBJECT, check_followed, check_schema
+
+LOW_PRIORITY = 5
+"""Niceness: somebody waits for each check, but not before the service's own work."""
+
+
+def prepare() -> Callable[..., tuple[str, str]]:
+    """The function that answers the questions: why a schema is refused, and its name; empty texts for none."""
+
+    def answer(offered: dict[str, str], followed: dict[str, str]) -> tuple[str, str]:
+        for check, schemas in ((check_schema, offered), (check_followed, followed)):
+            for param, schema in schemas.items():
+                try:
+                    check(schema)
+                except UserError as error:
+                    return str(error), param
+        return "", ""
+
+    answer({}, {"": ANY_OBJECT})
+    return answer
+
+
+if __name__ == "__main__":
+    lower_priority(LOW_PRIORITY)
+    serve(prepare, one_question=True)
