@@ -15,7 +15,7 @@ from textual.widgets import DataTable, Static
 
 from rookery.cli import main
 from rookery.cli.overview import ServiceReader
-from rookery.cli.top_screen import RunScreen, TopScreen
+from rookery.cli.top_screen import RunScreen, TopScreen, step_table
 from rookery.client import Client
 from rookery.server.launcher import EmbeddedService
 
@@ -126,3 +126,10 @@ def test_text_and_json_are_printed_once(
 def test_no_other_command_imports_textual() -> None:
     script = "import sys, rookery.cli; sys.exit('textual' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_steps_of_a_run_on_rows_have_a_loss() -> None:
+    row = {"step": 3, "loss": 0.25, "rows": 4.0, "length_mean": 9.0, "seconds/train": 1.0, "reward": None}
+    assert "loss" in step_table([row]).plain and "0.250" in step_table([row]).plain
+    assert "reward" in step_table([row | {"reward": 0.5}]).plain
+    assert step_table([]).plain == ""

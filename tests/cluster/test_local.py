@@ -347,23 +347,43 @@ def elastic_cluster(folder: Path, **settings: Any) -> ProcessCluster:
 def test_rollout_workers_are_started_and_the_last_ones_ended_first(tmp_path: Path) -> None:
     cluster = elastic_cluster(tmp_path)
     names = lambda: [child.name for child in cluster.processes.children]  # noqa: E731
-    cluster.scale("m", 3)
+    cluster.scale("m", 3, [])
     assert names() == ["worker-m-rollout-1", "worker-m-rollout-2"]
     assert all("--roles rollout" in " ".join(child.arguments) for child in cluster.processes.children)
-    cluster.scale("m", 3)
+    cluster.scale("m", 3, [])
     assert len(names()) == 2
-    cluster.scale("m", 2)
+    cluster.scale("m", 2, [])
     assert names() == ["worker-m-rollout-1"]
-    cluster.scale("m", 0)
+    cluster.scale("m", 0, [])
     assert names() == [], "the configured worker is not among these and stays"
-    cluster.scale("unknown", 3)
+    cluster.scale("unknown", 3, [])
     assert names() == [], "nothing serves this model"
+
+
+def test_workers_that_others_started_count(tmp_path: Path) -> None:
+    """Else each window of steps would start as many again."""
+    cluster, serving = elastic_cluster(tmp_path, scale_max=8), ["local-m-1", "by-hand"]
+    cluster.scale("m", 2, serving)
+    assert cluster.processes.children == []
+    cluster.scale("m", 3, serving)
+    assert [child.name for child in cluster.processes.children] == ["worker-m-rollout-1"]
+    cluster.scale("m", 3, [*serving, "local-m-rollout-1"])
+    assert len(cluster.processes.children) == 1
+
+
+def test_workers_share_the_memory_when_there_are_as_many_as_are_allowed(tmp_path: Path) -> None:
+    given = {"scale_max": 4, "models": "m,n", "memory_share": 0.8}
+    cluster = elastic_cluster(tmp_path, **given)
+    cluster.scale("m", 4, [])
+    settings = Settings.load({}, workers=1, data=tmp_path, cache=tmp_path, **given)
+    started = [*local_workers(settings, ["m", "n"], "u", "t"), *cluster.processes.children]
+    assert {child.environment["ROOKERY_MEMORY_SHARE"] for child in started} == {"0.1"}
 
 
 async def test_number_for_ray_is_left_where_its_process_reads_it(tmp_path: Path) -> None:
     cluster = elastic_cluster(tmp_path, cluster="ray", models="a/m,b/m")
     for count in (4, 2, 3):
-        cluster.scale("a/m", count)
+        cluster.scale("a/m", count, [])
     await until(lambda: ray.read_scale(tmp_path, "a/m") == 2)
     assert ray.read_scale(tmp_path, "b/m") == 0, "the same last name is another model"
     ray.clear_scale(tmp_path)

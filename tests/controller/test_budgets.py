@@ -71,19 +71,6 @@ async def test_inline_rows_are_stored_once_and_never_travel_with_an_episode(serv
     assert read_jsonl(service.artifacts.path(digest, "rows.jsonl").read_bytes()) == ROWS
 
 
-async def test_rows_of_a_job_that_an_earlier_version_stored_are_moved_to_a_dataset(service: Service) -> None:
-    await service.worker().join()
-    host = await hosted(service)
-    view, _ = await service.controller.submit("alice", inline())
-    await service.controller.pause("alice", view.id)
-    spec = {**view.spec, "environment": {"id": "jsonl", "rows": ROWS, "verifier": "exact"}}
-    with service.database.writing() as connection:
-        connection.exec_driver_sql("UPDATE jobs SET spec = ?", (msgspec.json.encode(spec).decode(),))
-    await service.controller.resume("alice", view.id)
-    await service.ends(view.id)
-    assert all("path" in ask.options and "rows" not in ask.options for ask in host.asked)
-
-
 @pytest.mark.parametrize(
     ("change", "said", "limit"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rookery.environments.builtins import find
-from rookery.environments.demonstrations import count_rows, demonstration, preference
+from rookery.environments.demonstrations import MOST_TURNS, count_rows, demonstration, preference
 from rookery.errors import UserError
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -64,6 +64,7 @@ REFUSED = [
     ("demonstrations", {"messages": [USER, REPLY], "tools": [{"type": "function"}]}, "tools is"),
     ("demonstrations", {"messages": [USER, REPLY], "completion": "4"}, "another form"),
     ("demonstrations", {"messages": [USER, {"role": "asistant", "content": "a"}]}, "assistant"),
+    ("demonstrations", {"messages": [USER, REPLY] * (MOST_TURNS + 1)}, "divide the conversation"),
     ("preferences", {"prompt": "a", "chosen": "b"}, "rejected is null"),
     ("preferences", {"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
     ("preferences", {"prompt": [USER, REPLY], "chosen": "b", "rejected": "c"}, "the assistant's"),

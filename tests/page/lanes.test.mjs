@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { about, clock, lanesOf, moved, packed, seconds, ticks, zoomed } from "../../src/rookery/server/page/lanes.js";
+import { about, clock, lanesOf, moved, packed, seconds, ticks, within, zoomed } from "../../src/rookery/server/page/lanes.js";
 
 const span = (kind, start, end, more = {}) => ({ kind, start, end, worker: "", tenant: "", job: "", policy: "", text: "", count: 1, covered: 0, ...more });
 
@@ -13,6 +13,13 @@ test("seconds count overlapping spans once and the covered part of joined ones",
   assert.equal(seconds([]), 0);
   assert.equal(seconds([span("decode", 0, 4), span("decode", 1, 2), span("decode", 3, 6)]), 6);
   assert.equal(seconds([span("decode", 0, 10, { count: 3, covered: 4 }), span("decode", 20, 21)]), 5);
+});
+
+test("a view shows no more of a span than fits into it", () => {
+  const view = { start: 100, end: 105 }, joined = span("decode", 60, 180, { count: 64, covered: 118 });
+  const part = within(joined, view);
+  assert.deepEqual([part.start, part.end], [100, 105]);
+  assert.ok(seconds([part]) <= 5 && seconds([part]) > 4.9);
 });
 
 test("a lane of each worker comes before a lane of each tenant or run", () => {

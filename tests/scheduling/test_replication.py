@@ -16,7 +16,6 @@ from rookery.scheduling.replication import (
     Replica,
     Route,
     hops_of,
-    is_active,
     last_reserved,
     plan_routes,
 )
@@ -152,11 +151,6 @@ def test_last_reserved_holder_is_the_only_complete_reserved_one() -> None:
     assert last_reserved([TRAINER, spot, part]) == "trainer"
     assert last_reserved([TRAINER, replica("other", "s1"), spot]) is None
     assert last_reserved([spot, part]) is None
-
-
-def test_plain_copies_are_no_replication() -> None:
-    assert not is_active(routes([replica("one", "s0")], []))
-    assert is_active(routes(fleet(2, 1), []))
 
 
 def test_decision_for_a_thousand_receivers_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:

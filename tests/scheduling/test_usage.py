@@ -30,7 +30,8 @@ from rookery.scheduling.usage import (
     Interval,
     WorkerMeter,
 )
-from rookery.storage.models import PolicyRow
+from rookery.storage.columns import rows
+from rookery.storage.models import PolicyRow, UsageRow
 from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import TENANT_TOTAL
 
@@ -284,7 +285,7 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
     usage = service.controller.context.rooms.usage
     assert usage.tenant_view("bob").cost == 5.0 and usage.tenant_view("alice").cost == 0.0
     await usage.save()
-    assert list(service.database.read(tenants.tenant_usage, "bob")) == [TENANT_TOTAL]
+    assert [row.job for row in service.database.read(rows, UsageRow, tenant="bob")] == [TENANT_TOTAL]
 
 
 async def lease(policy: str) -> int:

@@ -82,7 +82,6 @@ WITHOUT_IDS = {
     "POST /v1/chat/completions": "test_another_tenants_policies_cannot_be_sampled",
     "POST /v1/completions": "test_another_tenants_policies_cannot_be_sampled",
     "POST /v1/responses": "test_another_tenants_policies_cannot_be_sampled",
-    "POST /v1/embeddings": "test_another_tenants_policies_cannot_be_sampled",
     "POST /inference/v1/generate": "test_another_tenants_policies_cannot_be_sampled",
     "POST /api/v1/datasets": "test_hash_is_not_a_permission",
     "POST /api/v1/adapters": "test_hash_is_not_a_permission",

@@ -42,10 +42,10 @@ from rookery.errors import Conflict, NotFound, Unavailable, UserError
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
-from rookery.storage.columns import Base
+from rookery.storage.columns import Base, rows
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database
-from rookery.storage.models import EpisodeRow, JobRow, PolicyRow
+from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, UsageRow
 from rookery.storage.repositories import episodes, jobs, runs, sessions, tenants
 from rookery.storage.repositories import versions as version_rows
 from rookery.storage.repositories.episodes import EpisodeChoice
@@ -404,7 +404,7 @@ def test_deleted_job_leaves_no_row_and_other_jobs_stay(database: Database) -> No
                 assert "job" not in connection.execute(select(table.c.job)).scalars().all(), table.name
     assert database.read(version_rows.versions, "alice", "job-main") == []
     assert [row.version for row in database.read(version_rows.versions, "alice", "other-main")] == [0]
-    assert database.read(tenants.tenant_usage, "alice") == {"": {"reserved": {}}}
+    assert [(row.job, row.used) for row in database.read(rows, UsageRow, tenant="alice")] == [("", {"reserved": {}})]
     with pytest.raises(NotFound):
         database.write(jobs.delete_job, "alice", "job")
     submit(database)  # its idempotency key is free again
@@ -580,7 +580,6 @@ _EMPTY: dict[str, Any] = {
     "episodes_page": [],
     "failure_counts": [],
     "newest_checkpoints": {},
-    "tenant_usage": {},
     "job_usage": {},
     "state_times": {},
     "policies_of": {},

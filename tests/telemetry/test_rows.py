@@ -74,7 +74,7 @@ def test_jobs_and_workers_fit_eighty_columns() -> None:
     worker = {
         "name": "a-worker-with-a-long-name-0123456789", "kind": "preemptible", "state": "serving", "seconds": 90.0,
         "model": "smollm2-135m-instruct", "engine": "native", "roles": ["rollout", "train"], "adapters": 3,
-        "beat": None, "tokens_per_second": 400.0, "price": 0.4, "note": "slow " * 30,
+        "beat": None, "tokens_per_second": 400.0, "price": 0.4, "note": "slow " * 30, "site": "",
     }  # fmt: skip
     text = shown(worker_table([worker]), 80)
     assert worker["name"] in text and "smollm2-135m-instruct" in text and text.count("slow") == 30

@@ -87,6 +87,17 @@ def test_a_reader_sees_nothing_of_others_but_when_workers_are_busy(found: list[T
 
 
 @given(MANY)
+def test_idle_times_do_not_tell_when_others_worked(found: list[TraceSpan]) -> None:
+    """They begin and end with the reader's own work, with whole seconds, or with the worker's connection."""
+    found, start, end = [span for span in found if span.kind not in ("idle", "busy")], 0.0, 1000.0
+    own = [span for span in found if span.tenant == "ada" or span.kind == "connected"]
+    known = {moment for span in own for moment in (span.start, span.end)} | {start, end}
+    for span in timeline(found, lambda span: span.tenant == "ada", start, end):
+        if span.kind == "idle":
+            assert all(moment in known or moment == int(moment) for moment in (span.start, span.end))
+
+
+@given(MANY)
 def test_workers_are_idle_exactly_while_they_are_connected_and_do_nothing(found: list[TraceSpan]) -> None:
     start, end = 50.0, 600.0
     nothing = idle(found, start, end)

@@ -150,7 +150,7 @@ def test_worker_table_shows_every_state() -> None:
     beat = {"active": 3, "waiting": 2}
     row = {
         "name": "one", "kind": "preemptible", "state": "serving", "seconds": 7300.0, "model": "m", "roles": ["rollout"],
-        "engine": "vllm", "adapters": 4, "tokens_per_second": 81.4, "price": 0.5, "note": "", "beat": beat,
+        "engine": "vllm", "adapters": 4, "tokens_per_second": 81.4, "price": 0.5, "note": "", "beat": beat, "site": "",
     }  # fmt: skip
     joining = row | {"name": "[two]", "state": "joining", "seconds": 5.0, "beat": None, "note": "its gate is closed"}
     console = Console(record=True, width=128, file=io.StringIO())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -111,19 +111,28 @@ class RunScreen(Screen[None]):
         for advice in health.advice:
             lines.append("\nadvice: ", "cyan").append(printable(advice))
         rows = list(job.metrics(after=max(-1, view.step - STEPS_SHOWN), follow=False))[-STEPS_SHOWN:]
-        if rows:
-            lines.append("\n\n  step    reward  episodes  length  stale  generation  training\n", "dim")
-        for row in reversed(rows):
-            lines.append(
-                f"{row['step']:6d} {rounded(row['reward'], '{:9.3f}'):>9} {rounded(row['episodes'], '{:.0f}'):>9}"
-                f" {rounded(row['length_mean'], '{:.1f}'):>7} {rounded(row['staleness_mean'], '{:.1f}'):>6}"
-                f" {rounded(row['seconds/generation'], '{:.1f} s'):>11}"
-                f" {rounded(row['seconds/train'], '{:.1f} s'):>9}\n"
-            )
+        lines.append_text(step_table(rows))
         lines.append("\nevents\n", "dim")
         for event in reversed(job.events(EVENTS_SHOWN)):
             lines.append(f"{time_of(event.time)}  ", "dim").append(f"{event.kind}: {printable(event.text)}\n")
         return lines
+
+
+def step_table(rows: Sequence[Mapping[str, Any]]) -> Text:
+    """The metrics of steps, the newest first; empty without any. A run on rows has a loss in the place of a reward."""
+    lines = Text()
+    if not rows:
+        return lines
+    score = "reward" if any(row.get("reward") is not None for row in rows) else "loss"
+    lines.append(f"\n\n  step {score:>9}  episodes  length  stale  generation  training\n", "dim")
+    for row in reversed(rows):
+        lines.append(
+            f"{row['step']:6d} {rounded(row.get(score), '{:9.3f}'):>9} {rounded(row.get('episodes'), '{:.0f}'):>9}"
+            f" {rounded(row.get('length_mean'), '{:.1f}'):>7} {rounded(row.get('staleness_mean'), '{:.1f}'):>6}"
+            f" {rounded(row.get('seconds/generation'), '{:.1f} s'):>11}"
+            f" {rounded(row.get('seconds/train'), '{:.1f} s'):>9}\n"
+        )
+    return lines
 
 
 class TopScreen(App[None]):

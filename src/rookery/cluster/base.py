@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from ctypes.util import find_library
 from typing import Protocol
 
@@ -15,6 +15,9 @@ from rookery.cluster.supervisor import Child
 from rookery.settings import MAY_BE_EMPTY, TOKEN_VARIABLE, Settings
 
 PRELOAD = "LD_PRELOAD"
+
+SCALED = "-rollout-"
+"""Precedes the number in the names of workers that are started and ended by the load."""
 
 _PRIVATE = {"key", "database"}
 """Settings that children do not need and that may contain secrets."""
@@ -33,8 +36,9 @@ class Cluster(Protocol):
     def release(self, model: str) -> None:
         """End the workers that :meth:`provide` started for ``model``; called when nothing has used it for a while."""
 
-    def scale(self, model: str, count: int) -> None:
-        """Have ``count`` rollout workers for ``model``, and at least its other workers, which have that role, too."""
+    def scale(self, model: str, count: int, serving: Iterable[str]) -> None:
+        """Have ``count`` rollout workers for ``model``, and at least its other workers, which have that role, too.
+        Workers of the names ``serving`` serve it now, also those that others started."""
 
     async def stop(self) -> None:
         """End every process that was started."""

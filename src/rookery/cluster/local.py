@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 
 from rookery.cluster import ray
-from rookery.cluster.base import child_environment, environment_host, file_name, preloaded
+from rookery.cluster.base import SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import Child, Supervisor
 from rookery.settings import Settings
 
@@ -76,12 +76,14 @@ class ProcessCluster:
             log.info("ending the workers of base model %s, which nothing uses", model)
             self.processes.remove([*self._provided.pop(model), *self._elastic.pop(model, [])])
 
-    def scale(self, model: str, count: int) -> None:
-        """Start or end rollout workers of ``model``, so that there are ``count``; never fewer than its other workers,
-        which have both roles. Those that were started last are ended first; they drain."""
+    def scale(self, model: str, count: int, serving: Iterable[str]) -> None:
+        """Start or end rollout workers of ``model``, so that there are ``count``; never fewer than its other workers:
+        those of the settings, and of the names ``serving`` those that were not started here. Those that were started
+        last are ended first; they drain."""
         if model not in self._models and model not in self._provided:
             return
-        more = max(0, count - self._settings.server.workers)
+        others = sum(SCALED not in name for name in serving)
+        more = max(0, count - max(self._settings.server.workers, others))
         if self._settings.cluster.cluster == "ray":
             self._written = asyncio.create_task(self._write_scale(self._written, model, more))
             return
@@ -92,7 +94,8 @@ class ProcessCluster:
             del elastic[more:]
         elif more > len(elastic):
             log.info("starting %d rollout workers of base model %s", more - len(elastic), model)
-            new = elastic_workers(self._settings, model, self._url, self._token, range(len(elastic) + 1, more + 1))
+            numbers, models = range(len(elastic) + 1, more + 1), len({*self._models, *self._provided})
+            new = elastic_workers(self._settings, model, models, self._url, self._token, numbers)
             elastic += new
             self.processes.add(new)
 
@@ -112,10 +115,7 @@ class ProcessCluster:
 
 def local_workers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
     """``settings.server.workers`` workers for each of ``models``; they share the machine's cores and memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = max(1, len(models) * settings.server.workers)
-    threads, share = settings.worker.threads or max(1, cores // count), settings.worker.memory_share / count
-    settings = settings.replace(threads=threads, memory_share=share)
+    settings = _shared(settings, len(models))
     environment = preloaded(child_environment(settings, token), settings.worker.allocator)
     children = []
     for model in models:
@@ -127,17 +127,24 @@ def local_workers(settings: Settings, models: Sequence[str], url: str, token: st
     return children
 
 
-def elastic_workers(settings: Settings, model: str, url: str, token: str, numbers: Iterable[int]) -> list[Child]:
-    """Rollout workers in addition to the :func:`local_workers` of ``model``, with the cores and the memory that are
-    theirs when there are as many as the settings allow."""
+def _shared(settings: Settings, models: int) -> Settings:
+    """The settings of one of the workers of so many models, with its part of the machine's cores and memory when there
+    are as many as the settings allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = max(1, settings.cluster.scale_max)
+    count = max(1, models * max(settings.server.workers, settings.cluster.scale_max))
     threads, share = settings.worker.threads or max(1, cores // count), settings.worker.memory_share / count
-    settings = settings.replace(threads=threads, memory_share=share)
+    return settings.replace(threads=threads, memory_share=share)
+
+
+def elastic_workers(
+    settings: Settings, model: str, models: int, url: str, token: str, numbers: Iterable[int]
+) -> list[Child]:
+    """Rollout workers in addition to the :func:`local_workers` of ``model``, one of so many ``models``."""
+    settings = _shared(settings, models)
     environment = preloaded(child_environment(settings, token), settings.worker.allocator)
     children = []
     for number in numbers:
-        name = f"{file_name(model)}-rollout-{number}"
+        name = f"{file_name(model)}{SCALED}{number}"
         arguments = ["rookery.worker.process", "--connect", url, "--model", model, "--name", f"local-{name}",
                      "--roles", "rollout", "--die-with-parent"]  # fmt: skip
         children.append(Child(f"worker-{name}", arguments, environment, model=model))

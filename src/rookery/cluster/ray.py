@@ -40,7 +40,7 @@ from weakref import WeakSet
 
 from rookery.aio import wait_event
 from rookery.children import die_with_parent, interpreter
-from rookery.cluster.base import child_environment, environment_host, file_name, preloaded
+from rookery.cluster.base import SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
 from rookery.errors import EXIT_REFUSED, UserError, installs
 from rookery.network import DEFAULT_PORTS, is_loopback, join_address, service_url
@@ -282,9 +282,9 @@ class RayActors:
                     timeout=START_SECONDS,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                if stopping.done():
+                if stopping.done() or child.removed:
                     ray.kill(actor)
-                    raise OSError("the service stops")
+                    raise OSError("the service stops" if stopping.done() else "it is not wanted any more")
                 if not starting.done():
                     print(f"{child.name} waits for a node", flush=True)
             node, pid = await starting
@@ -344,7 +344,7 @@ def workers(
     spot = [child(f"{name}-spot-{i + 1}", *options) for i in range(settings.cluster.ray_spot_workers)]
     return RayActors(
         settings, reserved, spot, [], check,
-        lambda number: child(f"{name}-rollout-{number}", *options), lambda: read_scale(settings.data, model),
+        lambda number: child(f"{name}{SCALED}{number}", *options), lambda: read_scale(settings.data, model),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -112,7 +112,7 @@ class Controller:
         provide: Callable[[str], None],
         jobs_folder: Path,
         release: Callable[[str], None] = lambda model: None,
-        scale: Callable[[str, int], None] = lambda model, count: None,
+        scale: Callable[[str, int, Sequence[str]], None] = lambda model, count, serving: None,
         threads: Writer = in_thread,
         checkers: Writer = in_thread,
         scheduler: type[RolloutScheduler] = RolloutScheduler,

@@ -66,8 +66,8 @@ OPERATION_BYTES = 4096
 LARGE_ROWS_SHOWN = 3
 """Rows that are too large are named up to this number: the others are likely of the same kind."""
 
-BATCHES_AT_ONCE = 2
-"""Batches of a job on rows in memory: the one that is trained on, and the next."""
+IN_MEMORY = {"algorithm", "environment", "sampling", "policies", "checkpoints"}
+"""The parts of a job that :func:`tokens_in_memory` reads."""
 
 ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
 """Options of an environment of files that hold rows, with the option that names their stored dataset."""
@@ -308,7 +308,7 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
     if algorithm.on_rows:
         return problems + _row_problems(spec, limits, refused)
     groups = algorithm.groups_per_step * (algorithm.max_staleness + 1)
-    tokens = tokens_in_memory(spec.model_dump(include={"algorithm", "environment", "sampling", "policies"}))
+    tokens = tokens_in_memory(spec.model_dump(include=IN_MEMORY))
     if tokens > limits.job_tokens:
         refused["job_tokens"] += 1
         problems.append(
@@ -322,14 +322,14 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
 def _row_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) -> list[str]:
     """As :func:`job_problems`, of the batches of a job on rows."""
     algorithm = spec.algorithm
-    tokens = tokens_in_memory(spec.model_dump(include={"algorithm", "environment", "sampling", "policies"}))
+    tokens = tokens_in_memory(spec.model_dump(include=IN_MEMORY))
     if tokens <= limits.job_tokens:
         return []
     refused["job_tokens"] += 1
     return [
-        f"algorithm: a batch and the next one, of batch_size {algorithm.batch_size} rows of max_length"
-        f" {algorithm.max_length}, are up to {tokens} tokens, allowed: at most {limits.job_tokens} (the service's"
-        " ROOKERY_JOB_TOKENS)"
+        f"algorithm: the batches since a commit (checkpoints.commit_every {spec.checkpoints.commit_every}) and the next"
+        f" one, of batch_size {algorithm.batch_size} rows of max_length {algorithm.max_length}, are up to {tokens}"
+        f" tokens, allowed: at most {limits.job_tokens} (the service's ROOKERY_JOB_TOKENS)"
     ]
 
 
@@ -337,7 +337,8 @@ def tokens_in_memory(spec: Mapping[str, Any]) -> int:
     """Tokens that the groups, or the batches, of a stored job may hold at once."""
     if spec["algorithm"]["name"] in ROW_ALGORITHMS:
         replies = 2 if spec["algorithm"]["name"] == "dpo" else 1
-        return int(BATCHES_AT_ONCE * replies * spec["algorithm"]["batch_size"] * spec["algorithm"]["max_length"])
+        batches = spec["checkpoints"]["commit_every"] + 1  # those kept for a replay, and the next
+        return int(batches * replies * spec["algorithm"]["batch_size"] * spec["algorithm"]["max_length"])
     algorithm, environment, policies = spec["algorithm"], spec["environment"], spec.get("policies", {}).values()
     turns = EnvironmentSpec.model_construct(**environment).turns
 

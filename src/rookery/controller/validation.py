@@ -101,6 +101,11 @@ class JobValidator:
             except UserError as error:
                 problems.append(str(error))
         spec = _on_models(spec, models)
+        most = self._quotas.limit(tenant, "models")
+        if len(set(spec.base_models)) > most:
+            problems.append(
+                f"policies: they have {len(set(spec.base_models))} base models, allowed: {most:g} of a tenant at once"
+            )
         for name, policy in spec.policies.items():
             if policy.lora_rank > services.settings.engine.max_rank:
                 problems.append(
@@ -115,6 +120,11 @@ class JobValidator:
                 problems.append(
                     f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group"
                     " of processes (the service's ROOKERY_TRAINER_PROCESSES)"
+                )
+            if spec.algorithm.name == "dpo" and services.settings.training.trainer_processes > 1:
+                problems.append(
+                    "algorithm.name: dpo needs workers that train in one process (the service's"
+                    " ROOKERY_TRAINER_PROCESSES is more than 1), which do not divide pairs"
                 )
             if policy.warm_start is not None and policy.warm_start.peft is not None:
                 problems.append(

@@ -34,6 +34,10 @@ class PreferencesOptions(FileOptions):
     rows are checked when the job is submitted."""
 
 
+MOST_TURNS = 128
+"""Learned turns of one conversation: each is rendered with all that precedes it, and may become a sequence."""
+
+
 @dataclass(frozen=True)
 class Demonstration:
     """A conversation, and the weight of each of its messages in the loss: 0 for those that are not the assistant's."""
@@ -70,6 +74,10 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
     ]
     if messages[0]["role"] == "assistant":
         raise ValueError("messages.0 is the assistant's: nothing comes before it; begin with a user's or system's")
+    if sum(weight > 0 for weight in weights) > MOST_TURNS:
+        raise ValueError(
+            f"more than {MOST_TURNS} turns of the assistant are learned; divide the conversation into rows"
+        )
     if not any(weights):
         raise ValueError("no turn of the assistant with a weight above 0; give one, or leave the row out")
     return Demonstration(messages, weights)

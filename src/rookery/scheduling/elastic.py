@@ -2,8 +2,8 @@
 equation 1).
 
 Over a window of steps, ``w`` is the share of their time for which trainers waited for trajectories. Above
-:data:`WAITS_LONG` workers are missing: ``G / (1 - w)``. Below :data:`WAITS_LITTLE` there may be too many: as many stay
-as the trainers consume, with :data:`HEADROOM`. In between the number stays.
+:data:`WAITS_LONG` workers are missing, unless most of their time is idle: ``G / (1 - w)``. Below :data:`WAITS_LITTLE`
+there may be too many: as many stay as the trainers consume, with :data:`HEADROOM`. In between the number stays.
 
 There, the surplus shows in trajectories that enter the buffer and are evicted. Here admission stops before: the
 surplus shows in workers without a request. So the trajectories that they can produce are those that entered, divided by
@@ -24,6 +24,9 @@ LONGEST_WAIT = 0.95
 """A larger share counts as this one: a window in which nothing was trained asks for twentyfold at most."""
 HEADROOM = 1.10
 """More capacity than is consumed, so that a pool that was made smaller does not make trainers wait again."""
+BUSY_LITTLE = 0.5
+"""Workers that have requests for less of the time are not what trainers wait for, but environments or a bound of the
+job: more of them would wait as well. Not in the published rule, whose workers always have requests."""
 ROUNDING = 1e-9
 """Of floating-point sums: a need of 5.0000000001 workers is 5."""
 
@@ -54,6 +57,8 @@ def wanted_workers(window: StepWindow) -> int:
     """The number of rollout workers that suits the window's load."""
     count, wait = window.workers, window.wait
     if wait > WAITS_LONG:
+        if window.busy < BUSY_LITTLE:
+            return count
         return math.ceil(count / (1.0 - wait) - ROUNDING)
     producible = window.entered / window.busy if window.busy > 0 else 0.0
     if wait < WAITS_LITTLE and producible > 0 and window.consumed > 0:

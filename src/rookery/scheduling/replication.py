@@ -102,11 +102,6 @@ def last_reserved(holders: Iterable[Replica]) -> str | None:
     return reserved[0] if len(reserved) == 1 else None
 
 
-def is_active(routes: Iterable[Route]) -> bool:
-    """Whether the routes differ from plain copies from the service."""
-    return any(route.sources for route in routes)
-
-
 class _Sources:
     """The sources of one artifact, cheapest first within a machine, within a site and altogether."""
 

@@ -31,6 +31,9 @@ STATUS = {
 METHODS = {"sft": "supervised", "dpo": "dpo"}
 """By algorithm; others are reinforcement."""
 
+CHECKPOINT_OF = ":ckpt-step-"
+"""Precedes the step in the name of a checkpoint."""
+
 EPOCHS = {"supervised": 3, "dpo": 1, "reinforcement": 1}
 BATCH = {"supervised": 16, "dpo": 8, "reinforcement": 8}
 """What ``auto`` means."""
@@ -254,14 +257,14 @@ def model_name(view: JobView, step: int | None = None) -> str:
     """The name under which the job's model, or its checkpoint after ``step``, answers at ``/v1``."""
     suffix = "" if view.name == "ft" else view.name
     name = f"ft:{view.base_model}:{view.tenant}:{suffix}:{view.id.removeprefix('job-')}"
-    return name if step is None else f"{name}:ckpt-step-{step}"
+    return name if step is None else f"{name}{CHECKPOINT_OF}{step}"
 
 
 def fine_tuning_job(view: JobView, trained_tokens: int | None = None) -> dict[str, Any]:
     spec = view.spec
     environment, algorithm = spec["environment"], spec["algorithm"]
     kind = METHODS.get(algorithm["name"], "reinforcement")
-    lr = spec["policies"]["main"]["optimizer"]["lr"]
+    lr = next(iter(spec["policies"].values()))["optimizer"]["lr"]
     numbers: dict[str, Any] = {
         "n_epochs": int(spec["stop"].get("epochs") or 1),
         "batch_size": algorithm.get("batch_size") or algorithm["groups_per_step"],

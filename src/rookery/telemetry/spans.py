@@ -119,7 +119,7 @@ def idle(spans: Iterable[TraceSpan], start: float, end: float) -> list[TraceSpan
     for span in spans:
         if span.kind == "connected":
             connected[span.worker].append(span)
-        elif span.kind in WORK:
+        elif span.kind in (*WORK, "busy"):
             work[span.worker].append(span)
     found = []
     for worker, stays in connected.items():
@@ -190,7 +190,7 @@ def timeline(
     """What overlaps the time from ``start`` to ``end``, and when workers were idle, as a reader sees it whose work is
     what ``own`` holds for; None sees everything. By start."""
     found = within(spans, start, end)
-    found += idle(found, start, end)
     if own is not None:
         found = visible(found, own)
+    found += idle(found, start, end)  # after it: the times of others' work are not to be read from what is left
     return sorted(found, key=lambda span: (span.start, span.end))

@@ -6,6 +6,7 @@ that overlap are put on further threads, since the format nests what overlaps on
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -23,12 +24,12 @@ def chrome_trace(spans: Iterable[TraceSpan], about: dict[str, Any] | None = None
     zero = shown[0].start if shown else 0.0
     processes: dict[str, int] = {}
     threads: dict[tuple[int, str, int], int] = {}
-    free: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    taken: defaultdict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
     events = []
     for span in shown:
         process = _process(span)
         pid = processes.setdefault(process, len(processes) + 1)
-        row = 0 if span.kind in MARKS else _row(free[pid, span.kind], span.start, span.end)
+        row = 0 if span.kind in MARKS else _row(taken[pid, span.kind], span.start, span.end)
         lane = "marks" if span.kind in MARKS else span.kind
         tid = threads.setdefault((pid, lane, row), _order(lane) * 1000 + row + 1)
         event: dict[str, Any] = {
@@ -63,14 +64,12 @@ def _order(lane: str) -> int:
     return 0 if lane == "marks" else KINDS.index(lane) + 1
 
 
-def _row(ends: list[float], start: float, end: float) -> int:
-    """The first row of a lane that is free from ``start`` on; it is taken until ``end``."""
-    for row, last in enumerate(ends):
-        if last <= start:
-            ends[row] = end
-            return row
-    ends.append(end)
-    return len(ends) - 1
+def _row(taken: list[tuple[float, int]], start: float, end: float) -> int:
+    """A row of a lane that is free from ``start`` on; it is taken until ``end``. ``taken`` is a heap of each row's end
+    with its number."""
+    row = heapq.heappop(taken)[1] if taken and taken[0][0] <= start else len(taken)
+    heapq.heappush(taken, (end, row))
+    return row
 
 
 def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

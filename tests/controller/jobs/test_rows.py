@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -12,8 +14,12 @@ import pytest
 from tests.support.peers import ADAPTER, ScriptedWorker, Service, eventually, job_of, members
 
 from rookery import protocol
+from rookery.controller.jobs.rows import RowBatch, step_metrics
+from rookery.controller.quotas import job_problems
+from rookery.controller.training.policy_trainer import ForwardRequest
 from rookery.environments.builtins import find
 from rookery.environments.datasets import PromptDataset
+from rookery.settings import LimitSettings
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.storage.repositories import jobs, versions
 
@@ -223,3 +229,18 @@ def test_dpo_trains_no_whole_model_and_divides_no_pair() -> None:
         with pytest.raises(SpecError, match="with dpo, not"):
             parse_job(row_job("dpo") | {"policies": {"main": policy}})
     assert json.dumps(parse_job(row_job("dpo")).model_dump(mode="json"))
+
+
+def test_memory_of_batches_kept_for_a_replay_is_bounded() -> None:
+    limits, refused = LimitSettings(), Counter[str]()
+    for commit_every, problems in ((1, 0), (100_000, 1)):
+        job = row_job(stop__steps=100_000, checkpoints={"commit_every": commit_every})
+        job["algorithm"]["max_length"] = 2048
+        found = job_problems(parse_job(job), limits, refused)
+        assert len(found) == problems and all("commit_every 100000" in problem for problem in found)
+
+
+def test_a_loss_that_is_not_finite_is_no_small_loss() -> None:
+    batch = RowBatch(ForwardRequest(batch=b"", loss=protocol.Loss(name="cross_entropy")), 4.0, 1, [5], 0, 0)
+    assert step_metrics(batch, {"loss:sum": 2.0})["loss"] == 0.5
+    assert math.isnan(step_metrics(batch, {"loss:sum": 0.0, "nonfinite": 1.0})["loss"])

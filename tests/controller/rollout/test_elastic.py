@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ def pool(folder: Path, busy: float = 1.0, **settings: Any) -> tuple[ElasticPool,
     clock, asked = ManualClock(), list[tuple[str, int]]()
     workers = Workers(clock, busy)
     values = Settings(data=folder, cache=folder, scale_window=2, **settings)
-    found = ElasticPool(values, clock, workers, workers.busy_seconds, lambda *call: asked.append(call))  # type: ignore[arg-type]
+
+    def ask(model: str, count: int, _: Sequence[str]) -> None:
+        asked.append((model, count))
+
+    found = ElasticPool(values, clock, workers, workers.busy_seconds, ask)  # type: ignore[arg-type]
     return found, workers, asked
 
 

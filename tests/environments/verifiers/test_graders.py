@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from rookery.environments.verifiers.graders import AnyGrader, calculated, check_item, check_templates, grade, similarity
+from rookery.environments.verifiers.graders import (
+    PLACES,
+    AnyGrader,
+    calculated,
+    check_item,
+    check_templates,
+    grade,
+    similarity,
+)
 
 GRADERS: TypeAdapter[Any] = TypeAdapter(AnyGrader)
 
@@ -51,6 +59,13 @@ def test_templates_are_filled(template: str, text: str, item: dict[str, Any], va
 def test_a_template_that_names_nothing_is_refused(place: str) -> None:
     with pytest.raises(ValueError, match="names nothing"):
         check_templates(GRADERS.validate_python(string_check(input="{{ " + place + " }}")))
+
+
+def test_a_template_has_few_places() -> None:
+    """Each may become as long as a reply."""
+    check_templates(GRADERS.validate_python(string_check(input="{{ item.answer }}" * PLACES)))
+    with pytest.raises(ValueError, match="more than"):
+        check_templates(GRADERS.validate_python(string_check(input="{{ item.answer }}" * (PLACES + 1))))
 
 
 def test_a_row_without_the_field_is_refused() -> None:

@@ -401,8 +401,6 @@ class Bench:
 
     # as Transfers
 
-    def set_ticket(self, digest: str, ticket: str, peers: Sequence[str]) -> None: ...
-
     @asynccontextmanager
     async def pulled(self, ref: protocol.AdapterRef) -> AsyncIterator[Path]:
         await self.arrived[ref.hash].wait()
@@ -534,8 +532,8 @@ async def test_tokens_keep_their_versions_over_a_broken_link(tmp_path: Path) -> 
     assert bench.requests.take(1.0) == []
     # meanwhile another version was published: the frame that said so was lost with the link
     claim = order(number=2, prefix_tokens=received.tokens[:2], in_flight="recompute")
-    ticketed = msgspec.structs.replace(claim.adapter, ticket="new", peers=["http://peer"])  # type: ignore[type-var]
-    bench.requests.generate(msgspec.structs.replace(claim, adapter=ticketed))
+    other = msgspec.structs.replace(claim.adapter, sources=["http://peer"])  # type: ignore[type-var]
+    bench.requests.generate(msgspec.structs.replace(claim, adapter=other))
     await bench.compute("r", 16)
     rest = bench.take()
     whole = chain((0, 4), (1, 9), (2, 16))

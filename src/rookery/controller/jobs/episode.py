@@ -323,7 +323,7 @@ class Episode:
             TracedCall("generation", given, end, {"rookery.workers": [name for _, name in reply.workers]}),
         ]
         about = {
-            "gen_ai.operation.name": "chat", "gen_ai.request.model": self.job.spec.base_model,
+            "gen_ai.operation.name": "chat", "gen_ai.request.model": policy.model,
             "gen_ai.request.max_tokens": generate.max_tokens, "gen_ai.request.temperature": generate.temperature,
             "gen_ai.usage.input_tokens": len(generate.prompt), "gen_ai.usage.output_tokens": len(reply.tokens),
             "gen_ai.response.finish_reasons": [reply.finish], "rookery.request": generate.request,

@@ -189,8 +189,10 @@ class Progress:
         """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
         fleet, trains = self._context.rooms.fleet, {self._spec.base_model_of(name) for name in self._spec.trained}
         for model in self._spec.base_models:
-            if not fleet.serving("rollout", model) or (model in trains and not fleet.serving("train", model)):
-                return "worker: " + fleet.missing("rollout and training" if model in trains else "rollout", model)
+            roles = [*([] if self._spec.algorithm.on_rows else ["rollout"]), *(["train"] if model in trains else [])]
+            if not all(fleet.serving(role, model) for role in roles):
+                wanted = " and ".join("training" if role == "train" else role for role in roles)
+                return "worker: " + fleet.missing(wanted, model)
         if self._training:
             return "trainer" + self._sharing()
         position = self._context.rooms.rollouts.position(self._row.tenant, self._row.id)

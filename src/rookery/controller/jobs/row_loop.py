@@ -118,7 +118,9 @@ class RowLoop(PolicyLoop):
 
     async def _tokenized(self, rows: list[bytes], *, forward_only: bool = False) -> RowBatch:
         try:
-            return await asyncio.to_thread(row_batch, self.spec, self.policy.chat, rows, forward_only=forward_only)
+            return await self._controller.threads(
+                row_batch, self.spec, self.policy.chat, rows, forward_only=forward_only
+            )
         except (UserError, ValueError) as error:
             raise EnvironmentFailed(f"a row cannot be trained on: {error}") from None
 

@@ -44,10 +44,10 @@ class ElasticPool:
         clock: Clock,
         fleet: Fleet,
         busy_seconds: Callable[[Worker], float],
-        scale: Callable[[str, int], None],
+        scale: Callable[[str, int, Sequence[str]], None],
     ) -> None:
-        """``busy_seconds(worker)`` is the time for which it has had requests. ``scale(model, count)`` asks for so many
-        rollout workers of a base model."""
+        """``busy_seconds(worker)`` is the time for which it has had requests. ``scale(model, count, serving)`` asks for
+        so many rollout workers of a base model, of which those of these names serve now."""
         self._settings = settings.cluster
         self._clock = clock
         self._fleet = fleet
@@ -91,14 +91,14 @@ class ElasticPool:
             log.info("base model %s: %d rollout workers, wanted %d", model, len(window.busy), wanted)
         self._models[model] = self._new(model, wanted)
         if self._settings.scale_max:
-            self._scale(model, wanted)
+            self._scale(model, wanted, [worker.name for worker in self._workers(model)])
 
     def keep(self, models: Collection[str]) -> None:
         """Jobs of these base models run: for the others the least number of workers is enough."""
         for model in self._models.keys() - {*models}:
             del self._models[model]
             if self._settings.scale_max:
-                self._scale(model, self._settings.scale_min)
+                self._scale(model, self._settings.scale_min, [worker.name for worker in self._workers(model)])
 
     def _measured(self, model: str, window: _Model) -> StepWindow:
         workers = self._workers(model)

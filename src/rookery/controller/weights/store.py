@@ -86,8 +86,6 @@ class Transfer:
     """Addresses, as the receiver has them."""
     since: float
     """Monotonic time when the receiver last was seen to receive it."""
-    received: int = 0
-    """Bytes that are there."""
     ordered: bool = False
     """Whether an order asked for it, not a request."""
     failed: set[str] = field(default_factory=set)
@@ -279,7 +277,7 @@ class WeightStore:
             if entry is None or move is None:
                 worker.receiving.discard(digest)
             elif digest in beat.receiving:
-                move.received, move.since = beat.receiving[digest], now
+                move.since = now
             elif now - move.since > HEARTBEATS_UNSEEN * self._fleet.heartbeat_seconds:
                 self._end_transfer(worker, digest)
 

@@ -24,6 +24,9 @@ from rookery.bounds import Line, Name
 TEMPLATE = 20_000
 """Characters of a grader's text."""
 
+PLACES = 16
+"""Places of a template: each may become as long as a reply."""
+
 GRADERS = 32
 """Graders in a ``multi``."""
 
@@ -200,6 +203,8 @@ def paths(template: str) -> list[list[str | int]]:
                 " sample.output_json.FIELD"
             )
         found.append(steps)
+    if len(found) > PLACES:
+        raise ValueError(f"the template has more than {PLACES} places in braces; give fewer")
     return found
 
 

@@ -30,6 +30,12 @@ export function seconds(spans) {
   return total;
 }
 
+/** The part of a span within a view; of what it covered, as much of it. */
+export function within(span, view) {
+  const start = Math.max(span.start, view.start), end = Math.min(span.end, view.end);
+  return { ...span, start, end, covered: span.covered * Math.max(0, end - start) / (span.end - span.start || 1) };
+}
+
 /** [{name, worker, strips: {kind: [span]}, marks: [span], idle: [span]}]: a lane of each worker, then of each tenant, or with `by` "job" of each job. */
 export function lanesOf(spans, { by = "tenant", names = {} } = {}) {
   const workers = new Map(), owners = new Map();

@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { useData } from "./api.js";
 import { duration, percent, route, time } from "./format.js";
-import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, seconds, ticks, zoomed } from "./lanes.js";
+import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, seconds, ticks, within, zoomed } from "./lanes.js";
 import { Empty, Problem, Scroll, html } from "./parts.js";
 
 const STRIP = 12, HEAD = 17, AXIS = 22, GAP = 7; // pixels
@@ -146,9 +146,9 @@ function draw(canvas, lanes, view, width, height, band = null) {
 /** The same in figures: seconds of each kind, and the share of the shown time. */
 function Shares({ lanes, view }) {
   const kinds = Object.keys(KINDS).filter((kind) => lanes.some((lane) => (kind === "idle" ? lane.idle.length : lane.strips[kind]?.length)));
-  const length = view.end - view.start, cut = (span) => ({ ...span, start: Math.max(span.start, view.start), end: Math.min(span.end, view.end) });
+  const length = view.end - view.start;
   const cell = (spans) => {
-    const total = seconds((spans ?? []).map(cut));
+    const total = seconds((spans ?? []).map((span) => within(span, view)));
     return total > 0 ? html`${duration(total)} <span class="muted small">${percent(total / length)}</span>` : "–";
   };
   return html`<${Scroll} label="Time by lane"><table><thead><tr><th>Lane</th>${kinds.map((kind) => html`<th key=${kind} class="number">${kind === "busy" ? "busy for others" : kind}</th>`)}<th>Moments</th></tr></thead>

@@ -21,6 +21,7 @@ from rookery.environments.verifiers.graders import check_item, grade
 from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service, ServiceContext
 from rookery.server.fine_tuning import (
+    CHECKPOINT_OF,
     FILE,
     PURPOSE,
     GraderRun,
@@ -233,8 +234,8 @@ async def list_fine_tunings(
 @routes.get("/fine_tuning/jobs/{tuning}", response_model=dict[str, Any])
 async def show_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
-    steps = await service.context.store.read(versions.steps, owner.id, view.id) if view.state == "completed" else []
-    tokens = int(sum(row.get("tokens") or 0 for row in steps)) if view.state == "completed" else None
+    done = view.state == "completed"
+    tokens = await service.context.store.read(versions.trained_tokens, owner.id, view.id) if done else None
     return json_response(fine_tuning_job(view, tokens))
 
 
@@ -266,7 +267,7 @@ async def fine_tuning_events(
     """The lines of the job's log and its steps, newest first."""
     view, store = await _job(service, owner.id, tuning), service.context.store
     lines = await store.read(tenants.events, owner.id, view.id, EVENTS_LISTED)
-    steps = await store.read(versions.steps, owner.id, view.id)
+    steps = await store.read(versions.steps, owner.id, view.id, view.step - EVENTS_LISTED)
     events = [(row.time, line_event(view, row.id, row.time, row.kind, row.text)) for row in lines]
     events += [(row["time"], step_event(view, row)) for row in steps]
     ordered = [event for _, event in sorted(events, key=lambda one: one[0], reverse=True)]
@@ -319,6 +320,8 @@ async def delete_model(service: Service, owner: Owner, model: str) -> Response:
     """Delete a fine-tuned model: its job, once that has ended."""
     if not model.startswith("ft:"):
         raise MissingObject(f"no fine-tuned model {model[:80]!r}; give a name that begins with ft:", "model")
+    if CHECKPOINT_OF in model:
+        raise UnsupportedField("a checkpoint is not deleted alone; delete its model, or keep it", "model")
     target = await service.controller.completions.find(owner.id, model)
     await service.controller.delete_job(owner.id, target.name.partition("@")[0].partition("/")[0])
     return json_response({"id": model, "object": "model", "deleted": True})

@@ -241,11 +241,6 @@ def save_usage(
     add(connection, MetaRow(name=_FLEET, value=json.dumps(fleet)), MetaRow(name=_TOKENS, value=json.dumps(tokens)))
 
 
-def tenant_usage(connection: Connection, tenant: str) -> dict[str, Any]:
-    """A tenant's counters, by job."""
-    return {row.job: row.used for row in rows(connection, UsageRow, tenant=tenant)}
-
-
 def job_usage(connection: Connection, tenant: str, job: str) -> Any:
     """Empty where nothing was counted yet."""
     row = find(connection, UsageRow, tenant=tenant, job=job)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, select, update
+from sqlalchemy import JSON, Connection, bindparam, cast, delete, func, select, type_coerce, update
 from sqlalchemy.orm import aliased
 
 from rookery.errors import Conflict
@@ -133,6 +133,13 @@ def steps(
     query = select(StepRow).where(StepRow.step > after).filter_by(tenant=tenant, job=job)
     found = fetch_all(connection, StepRow, query.order_by(StepRow.step).limit(limit))
     return [{**row.metrics, "version": row.version} for row in found]
+
+
+def trained_tokens(connection: Connection, tenant: str, job: str) -> int:
+    """The tokens of all committed steps."""
+    metrics = cast(StepRow.metrics, JSON) if connection.dialect.name == "postgresql" else StepRow.metrics
+    tokens = func.sum(type_coerce(metrics, JSON)["tokens"].as_float())
+    return int(connection.execute(select(tokens).filter_by(tenant=tenant, job=job)).scalar() or 0)
 
 
 def last_step(connection: Connection, tenant: str, job: str) -> int:

@@ -245,6 +245,8 @@ class TransferClient:
                 await self._download(digest, shard, part)
             if await asyncio.to_thread(sha256, part) == shard.sha256:
                 self._cache.insert(part, path)
+                if arriving is not None:  # a reader that has not opened the part yet opens the file
+                    arriving.path, arriving.ended = path, True
                 self.receiving[digest] = before + shard.size
                 return True
             if arriving is not None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from rookery import protocol
 
+MOST_WITHDRAWN = 4096
+"""Withdrawn artifacts that are known: the folder of one is renamed at once, so this matters for moments only."""
+
 
 @dataclass(eq=False)
 class ArrivingShard:
@@ -24,16 +27,17 @@ class PublishedArtifacts:
     complete."""
 
     def __init__(self) -> None:
-        self._withdrawn: frozenset[str] = frozenset()
+        self._withdrawn: dict[str, None] = {}
+        """The newest :data:`MOST_WITHDRAWN`, oldest first. Replaced, never changed: another thread reads it."""
         self._arriving: dict[str, dict[str, ArrivingShard]] = {}
 
     def publish(self, digest: str) -> None:
         """It may have new readers."""
-        self._withdrawn -= {digest}
+        self._withdrawn = {one: None for one in self._withdrawn if one != digest}
 
     def unpublish(self, digest: str) -> None:
         """It gets no new reader; running ones read on."""
-        self._withdrawn |= {digest}
+        self._withdrawn = dict.fromkeys([*self._withdrawn, digest][-MOST_WITHDRAWN:])
 
     def begin(self, digest: str) -> None:
         """It is being received: its shards are served as they arrive."""
