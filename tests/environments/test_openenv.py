@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rookery.environments.builtins import find
+from rookery.environments.openenv import fenced_texts
 from rookery.errors import UserError
 
 
@@ -27,3 +32,16 @@ def test_options_that_name_no_server_are_refused(options: dict[str, Any], says: 
     with pytest.raises(UserError) as caught:
         find("openenv").validate_options(options)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["```", "json", " ", "\t", "\n", "x", "`"]), max_size=14).map("".join))
+def test_fenced_blocks_are_found_as_by_one_pattern(reply: str) -> None:
+    assert fenced_texts(reply) == re.findall(r"(?s)```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", reply)
+
+
+@pytest.mark.parametrize("part", ["x```\n", "```\n\t", "```\t", "\n\t\t", "```json\n{}\n```\n", "`"])
+def test_fenced_blocks_are_found_in_linear_time(part: str) -> None:
+    began = time.process_time()
+    fenced_texts(part * (200_000 // len(part)))
+    assert time.process_time() - began < 2  # quadratic time takes a minute

@@ -36,7 +36,8 @@ FRAME_BYTES = 4 << 20
 PAUSE_SECONDS = 0.5
 """Between two attempts at a server that is full of others' sessions."""
 
-_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
+_OPENING = re.compile(r"```(?:json)?[ \t]*+\n")
+_CLOSING = re.compile(r"\n[ \t]*+```")
 
 Arguments = Annotated[dict[str, Any], JsonSize(RESET_BYTES)]
 
@@ -275,7 +276,7 @@ class OpenEnv(Environment):
 
     def _action(self, reply: str) -> dict[str, Any] | None:
         """The action in a reply; None where there is none."""
-        for text in (reply, *(found[1] for found in reversed([*_FENCED.finditer(reply)]))):
+        for text in (reply, *reversed(fenced_texts(reply))):
             try:
                 action = json.loads(text)
             except (ValueError, RecursionError):
@@ -284,6 +285,19 @@ class OpenEnv(Environment):
                 return action
         required = self._schema.get("required") or []
         return {required[0]: reply.strip()} if len(required) == 1 else None
+
+
+def fenced_texts(reply: str) -> list[str]:
+    """The texts of a reply's fenced blocks, of JSON or of no language. Linear: it runs in the loop of all episodes."""
+    found: list[str] = []
+    place = 0
+    while (opening := _OPENING.search(reply, place)) is not None:
+        closing = _CLOSING.search(reply, opening.end())
+        if closing is None:  # nor has a later block an end
+            break
+        found.append(reply[opening.end() : closing.start()])
+        place = closing.end()
+    return found
 
 
 def _field(options: OpenEnvOptions) -> str:

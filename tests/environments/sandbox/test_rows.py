@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,13 @@ def test_a_row_without_usable_checks_is_refused(row: dict[str, Any], problem: st
 )
 def test_the_code_of_a_reply(reply: str, found: str) -> None:
     assert code_of(reply) == found
+
+
+@pytest.mark.parametrize("text", ["`" * 200_000, "```" + "\t" * 200_000, "```" + "a" * 200_000, "```\n" * 50_000])
+def test_the_code_of_a_reply_is_found_in_linear_time(text: str) -> None:
+    began = time.process_time()
+    code_of(text)
+    assert time.process_time() - began < 2  # quadratic time takes a minute
 
 
 def test_rows_are_checked_when_a_job_is_submitted(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ MOST_CHECKS = 100
 
 DEFAULT_FILE = "solution.py"
 
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n]*\n", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+.-]*+)[^\n]*+\n", re.MULTILINE)
 _LANGUAGES = {"", "python", "py", "python3"}
 
 
