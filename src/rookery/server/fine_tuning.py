@@ -341,8 +341,8 @@ def grader_run(grader: Any, graded: Graded, seconds: float, missing: str) -> dic
     errors: dict[str, Any] = dict.fromkeys(ERRORS, False)
     errors |= {
         "model_grader_server_error_details": None, "python_grader_runtime_error_details": None,
-        "python_grader_server_error_type": None, "formula_parse_error": bool(graded.error),
-        "invalid_variable_error": bool(missing),
+        "python_grader_server_error_type": None, "formula_parse_error": bool(graded.error and graded.parts),
+        "other_error": bool(graded.error and not graded.parts), "invalid_variable_error": bool(missing),
     }  # fmt: skip
     scores = graded.parts if isinstance(grader, Multi) else {grader.name: graded.value}
     return {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -126,3 +129,24 @@ def test_similarities_are_the_published_ones(metric: str, given: str, wanted: st
 @pytest.mark.parametrize(("given", "wanted"), [("", ""), ("", "a"), ("a", ""), ("a", "a"), ("a b", "c d")])
 def test_similarities_lie_between_nothing_and_all(metric: str, given: str, wanted: str) -> None:
     assert 0 <= similarity(metric, given, wanted) <= 1
+
+
+HOSTILE = ["{{" + " " * 20_000, "{{" + "}" * 20_000, "{{ item." + "a" * 20_000]
+PARTS = ["{", "{{", "{{ ", "{{a}", "{{\n}", "{{ {{}", "{{{ }", "{{item.a}}", "{{item.a[1]}} "]
+HOSTILE += [part * (20_000 // len(part)) for part in PARTS]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:8]))
+def test_long_templates_are_read_in_linear_time(text: str) -> None:
+    grader = GRADERS.validate_python(string_check(input=text[:20_000]))
+    began = time.process_time()
+    with contextlib.suppress(ValueError):
+        check_templates(grader)
+    grade(grader, "{" * 20_000, {"a": "x", "answer": "y"})
+    assert time.process_time() - began < 1  # cubic time takes hours
+
+
+def test_a_template_that_grows_beyond_bounds_earns_nothing() -> None:
+    grader = GRADERS.validate_python(string_check(input="{{sample.output_json}}" * 900))
+    graded = grade(grader, json.dumps(["x" * 1_000_000]), {"answer": "y"})
+    assert graded.value == 0 and "characters with its fields" in graded.error

@@ -36,10 +36,15 @@ FORMULA = 1_000
 COMPARED = 10_000
 """Characters at the beginning of two texts whose similarity is computed: its time grows with their product."""
 
+RENDERED = 4 << 20
+"""Characters of a text whose places are filled: a short template can name a long reply a thousand times."""
+
 HELD_BACK = ("messages", "prompt")
 """Fields of a row that are no ``item``: the policy reads them."""
 
-_PLACE = re.compile(r"\{\{\s*(.*?)\s*\}\}", re.DOTALL)
+_PLACE = re.compile(r"\{\{((?:(?!\{\{|\}\}).)*+)\}\}", re.DOTALL)
+"""Linear: no place begins within another, and the repetition gives nothing back."""
+
 _STEP = re.compile(r"\.?([A-Za-z_][A-Za-z0-9_-]*)|\[(\d{1,6})\]")
 
 Sample = Mapping[str, Any]
@@ -133,7 +138,7 @@ AnyGrader = Annotated[StringCheck | TextSimilarity | Multi, Discriminator("type"
 
 @dataclass(frozen=True)
 class Graded:
-    """The value of a grader, and those of its parts by name. ``error`` is empty, or why a formula has no value."""
+    """The value of a grader, and those of its parts by name. ``error`` is empty, or why there is no value."""
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -143,10 +148,11 @@ class Graded:
 def grade(grader: StringCheck | TextSimilarity | Multi, text: str, item: Mapping[str, Any]) -> Graded:
     """The value of a reply; ``item`` is its row."""
     sample = sample_of(text)
-    if not isinstance(grader, Multi):
-        return Graded(grader.value(sample, item))
-    parts = {name: part.value(sample, item) for name, part in grader.graders.items()}
+    parts: dict[str, float] = {}
     try:
+        if not isinstance(grader, Multi):
+            return Graded(grader.value(sample, item))
+        parts = {name: part.value(sample, item) for name, part in grader.graders.items()}
         return Graded(calculated(grader.calculate_output, parts), parts)
     except ValueError as error:
         return Graded(0.0, parts, str(error))
@@ -187,7 +193,7 @@ def sample_of(text: str) -> dict[str, Any]:
 def paths(template: str) -> list[list[str | int]]:
     """The places of a template. Raises ``ValueError`` for one that names nothing known."""
     found = []
-    for place in _PLACE.findall(template):
+    for place in map(str.strip, _PLACE.findall(template)):
         steps: list[str | int] = []
         at = 0
         while at < len(place):
@@ -209,12 +215,21 @@ def paths(template: str) -> list[list[str | int]]:
 
 
 def rendered(template: str, sample: Sample, item: Mapping[str, Any]) -> str:
-    def one(place: re.Match[str]) -> str:
+    """Raises ``ValueError`` for more than :data:`RENDERED` characters."""
+    parts: list[str] = []
+    end = length = 0
+    for place in _PLACE.finditer(template):
         [steps] = paths(place[0])
         value = _found(item if steps[0] == "item" else sample, steps[1:])
-        return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-    return _PLACE.sub(one, template)
+        try:
+            text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except RecursionError:
+            raise ValueError("a field that the grader names is nested too deeply") from None
+        parts += [template[end : place.start()], text]
+        end, length = place.end(), length + len(text)
+        if length > RENDERED:
+            raise ValueError(f"a text of the grader has more than {RENDERED} characters with its fields")
+    return "".join([*parts, template[end:]])
 
 
 def _found(value: Any, steps: Sequence[str | int]) -> Any:

@@ -184,7 +184,7 @@ async def _job(service: ServiceContext, tenant: str, name: str) -> JobView:
 async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate) -> Response:
     """Start a fine-tuning job."""
     try:
-        view, _ = await service.controller.submit(owner.id, job_of(given))
+        view, _ = await service.controller.submit(owner.id, await service.threads(job_of, given))
     except SpecError as error:
         line = error.problems[0]
         param = _param_of(line, given)
@@ -292,14 +292,18 @@ async def fine_tuning_checkpoints(
 
 
 @routes.post("/fine_tuning/alpha/graders/validate", response_model=dict[str, Any])
-async def validate_grader(owner: Owner, given: GraderValidate) -> Response:
-    read_grader(given.grader, "grader")
+async def validate_grader(service: Service, owner: Owner, given: GraderValidate) -> Response:
+    await service.threads(read_grader, given.grader, "grader")
     return json_response({"grader": given.grader})
 
 
 @routes.post("/fine_tuning/alpha/graders/run", response_model=dict[str, Any])
 async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Response:
     """The value of a grader for one reply."""
+    return json_response(await service.threads(_tried, given))
+
+
+def _tried(given: GraderRun) -> dict[str, Any]:
     grader, item = read_grader(given.grader, "grader"), given.item or {}
     if not isinstance(item, dict):
         raise UnsupportedField("item: give an object", "item")
@@ -308,8 +312,8 @@ async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Respon
         check_item(grader, item)
     except ValueError as error:
         missing = str(error)
-    graded = await service.threads(grade, grader, given.model_sample, item)
-    return json_response(grader_run(grader, graded, time.perf_counter() - began, missing))
+    graded = grade(grader, given.model_sample, item)
+    return grader_run(grader, graded, time.perf_counter() - began, missing)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
