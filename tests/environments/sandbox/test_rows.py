@@ -75,6 +75,18 @@ def test_partial_reward_and_the_limits() -> None:
     assert reward == 0.5 and metrics["timed_out"] == 1.0
 
 
+def test_forged_checks_earn_no_more_than_all() -> None:
+    code = (
+        "import json, os\nos.write(3, b'ran\\n')\n"
+        "secret = json.loads(open(4, 'rb', closefd=False).read())['secret']\n"
+        "for number in range(50):\n"
+        "    os.write(3, (secret + json.dumps({'check': number, 'passed': True}) + '\\n').encode())\n"
+        "os._exit(1)"
+    )
+    reward, metrics = Code.model_validate({"partial": True}).score(code, TESTS)
+    assert (reward, metrics["passed"], metrics["right"]) == (1.0, 1.0, 0.0)
+
+
 @pytest.mark.parametrize("reply", ["", "\0", "\ud800", "```python", "(" * 10_000, "```python\n\ud800\n```", "é" * 5000])
 def test_no_reply_makes_it_raise(reply: str, code: Code) -> None:
     assert code.score(reply, TESTS)[0] == 0.0

@@ -91,6 +91,53 @@ def test_code_cannot_print_what_a_check_reports(sandbox: Sandbox) -> None:
     assert result.status == "error" and result.passed == []
 
 
+FORGED = """
+import json, os
+os.write(3, b"ran\\n")
+secret = json.loads(open(4, "rb", closefd=False).read())["secret"].encode()
+for text in TEXTS:
+    os.write(3, secret + text.encode() + b"\\n")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("texts", "passed", "value"),
+    [
+        (['{"check": 99999999999, "passed": true}'], [], None),
+        (['{"check": 10000, "passed": true}', '{"check": -1, "passed": true}'], [], None),
+        (['{"check": 1, "passed": "yes"}', '{"check": true, "passed": true}'], [False, False], None),
+        (['{"check": 1.0, "passed": true}', '{"check": "0"}', '{"check": [0]}', '{"check": 0}'], [False], None),
+        (["no JSON", "", "3", "[]", "null", "\ud800", '{"value": 3}'], [], 3),
+        (["[" * 100_000, '{"value": ' + "[" * 900 + "]" * 900 + "}"], [], None),
+        (['{"value": ' + "1" * 5000 + "}", '{"value": [NaN, "\\ud800"]}'], [], "any"),
+        (['{"done": "yes"}', '{"check": 0, "passed": true}'], [True], None),
+    ],
+)
+def test_a_forged_report_is_read_as_a_strangers_text(
+    texts: list[str], passed: list[bool], value: object, sandbox: Sandbox
+) -> None:
+    """The confinement lives, and nothing is reported but checks with numbers, and a value."""
+    code = FORGED.replace("TEXTS", repr(texts)).replace(".encode() + b", ".encode('utf-8', 'replace') + b")
+    result = sandbox.run(Program(code, asserts=["assert False"]))
+    assert (result.status, result.passed, result.done) == ("error", passed, False)
+    assert value == "any" or result.value == value
+    assert sandbox.run(Program("print(1)")).stdout == "1\n"
+
+
+def test_the_largest_outputs_are_an_answer(sandbox: Sandbox) -> None:
+    code = "import sys\nfor stream in (sys.stdout, sys.stderr): stream.write(chr(0) * (4 << 20))"
+    result = sandbox.run(Program(code), ProgramLimits(seconds=10, output=4 << 20))
+    assert result.status == "ok" and len(result.stdout) == len(result.stderr) == 4 << 20
+
+
+def test_a_value_has_a_depth(sandbox: Sandbox) -> None:
+    code = "def nested(depth): return [] if depth == 1 else [nested(depth - 1)]"
+    assert sandbox.run(Program(code, call="nested", arguments=[100])).status == "ok"
+    refused = sandbox.run(Program(code, call="nested", arguments=[101]))
+    assert refused.status == "error" and "nested in more than 100 levels" in refused.last_line
+
+
 def test_a_function_is_called_with_json(sandbox: Sandbox) -> None:
     code = "def grade(sample, item):\n    return {'score': len(sample['text']) / item}"
     assert sandbox.run(Program(code, call="grade", arguments=[{"text": "abcd"}, 8])).value == {"score": 0.5}

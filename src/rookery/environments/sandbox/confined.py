@@ -3,8 +3,13 @@
 :mod:`rookery.environments.sandbox.sandbox` passes this file's text to an interpreter in the confinement, with its
 configuration as the only argument, so it imports the standard library alone. Standard input has pairs of frames, each
 of four bytes of length and JSON: a program, then the checks of it. Standard output has ``{"ready": true}`` and one
-frame per program. The checks are read from standard input after the program's code has run: until then no process of
-the confinement has them in its memory.
+frame per program. The checks are read from standard input after the program has reported that its code has run, so that
+code which finds its checks has to ask for them as this file does.
+
+The checks, and the secret that marks their reports, come into the process that ran the code. The confinement protects
+the machine and other programs, not the result: code that takes the part of this file in its process reads the checks
+and reports what it likes. This process takes a report for a stranger's text (:func:`reported`), bounds its address
+space, and computes no result but the one of that program.
 
 A program runs in a process of its own with limits of memory, files, processes and processor time, and under a seccomp
 filter that allows no further process, no program, no socket, and no signal to another process. This process kills it
@@ -50,6 +55,16 @@ DESCRIPTORS, PROCESSES = 64, 64
 REPORT = 1 << 20
 """Most bytes of a program's report."""
 
+MOST_REPORTED = 10_000
+"""Most checks of a program whose results are reported."""
+
+DEEPEST_VALUE = 100
+"""Most levels of a called function's value: every reader of JSON has a limit of its own."""
+
+OWN_MEMORY = 512 << 20
+"""Bytes of address space that this process may take in addition to those that it has when it is warm: the largest
+outputs take a third, and a thread of its own up to 136 MB."""
+
 MOST_LEFT, DEEPEST_LEFT = 2000, 40
 """Files that a program may leave behind, and the depth of its folders, that are removed one by one."""
 
@@ -92,6 +107,8 @@ def main() -> None:
         os.dup2(nowhere, number)
     write(sink, {"ready": True})
     base = size()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (base + OWN_MEMORY, hard))
     while (program := read(source)) is not None:
         ran = ProgramRun(program, source, base)
         result = ran.result(lambda job, ends: child(job, ends, namespace, libc, seccomp))
@@ -102,13 +119,13 @@ def main() -> None:
 
 
 def read_exactly(descriptor: int, count: int) -> bytes | None:
-    parts = b""
+    parts = bytearray()
     while len(parts) < count:
         part = os.read(descriptor, count - len(parts))
         if not part:
             return None
         parts += part
-    return parts
+    return bytes(parts)
 
 
 def read(descriptor: int) -> Any:
@@ -173,7 +190,7 @@ class ProgramRun:
         self.program, self.source = program, source
         self.program["address_space"] = base + program["memory"]
         self.secret = secrets.token_hex(16)
-        self.texts = {"stdout": b"", "stderr": b"", "report": b""}
+        self.texts = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
         self.most = {"stdout": program["output"], "stderr": program["output"], "report": REPORT}
         self.status = ""
         self.checks: dict[str, Any] | None = None
@@ -284,15 +301,7 @@ class ProgramRun:
         return True
 
     def described(self, code: int, usage: resource.struct_rusage, elapsed: float) -> dict[str, Any]:
-        passed: dict[int, bool] = {}
-        value, done = None, False
-        for line in self.texts["report"].splitlines():
-            if line.startswith(self.secret.encode()):
-                said = json.loads(line[len(self.secret) :])
-                if "check" in said:
-                    passed[said["check"]] = said["passed"]
-                value = said.get("value", value)
-                done = done or said.get("done", False)
+        passed, value, done = reported(bytes(self.texts["report"]), self.secret.encode())
         status = self.status or ("time" if code in (-signal.SIGXCPU,) else "signal" if code < 0 else "")
         status = status or ("error" if code else "ok")
         return {
@@ -300,12 +309,47 @@ class ProgramRun:
             "code": code,
             "stdout": self.texts["stdout"][: self.most["stdout"]].decode("utf-8", "replace"),
             "stderr": self.texts["stderr"][: self.most["stderr"]].decode("utf-8", "replace"),
-            "passed": [passed.get(number, False) for number in range(max(passed, default=-1) + 1)],
+            "passed": passed,
             "done": done,
             "value": value,
             "seconds": usage.ru_utime + usage.ru_stime,
             "elapsed": elapsed,
         }
+
+
+def reported(report: bytes, secret: bytes) -> tuple[list[bool], Any, bool]:
+    """Of the lines that begin with ``secret``: which checks passed, in order, the value of the called function, and
+    whether all checks came to their end. The program may have written any of them."""
+    passed: dict[int, bool] = {}
+    value, done = None, False
+    for line in report.split(b"\n"):
+        if not line.startswith(secret):
+            continue
+        try:
+            found = json.loads(line[len(secret) :])
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(found, dict):
+            continue
+        number = found.get("check")
+        if type(number) is int and 0 <= number < MOST_REPORTED:
+            passed[number] = found.get("passed") is True
+        if "value" in found and depth(found["value"]) <= DEEPEST_VALUE:
+            value = found["value"]
+        done = done or found.get("done") is True
+    return [passed.get(number, False) for number in range(max(passed, default=-1) + 1)], value, done
+
+
+def depth(value: Any) -> int:
+    """How many lists and objects stand within one another in a value of JSON; one more than the limit for any more."""
+    levels, row = 0, [value]
+    while levels <= DEEPEST_VALUE:
+        within = [one for one in row if isinstance(one, (dict, list))]
+        if not within:
+            break
+        row = [inner for one in within for inner in (one.values() if isinstance(one, dict) else one)]
+        levels += 1
+    return levels
 
 
 def child(
@@ -411,7 +455,10 @@ def checked(checks: dict[str, Any], namespace: dict[str, Any]) -> int:
             print(f"the code defines no function {checks['call']!r}", file=sys.stderr)
             return 1
         try:
-            report(value=function(*checks["arguments"]))
+            value = json.loads(json.dumps(function(*checks["arguments"])))
+            if depth(value) > DEEPEST_VALUE:
+                raise ValueError(f"the function's value is nested in more than {DEEPEST_VALUE} levels")
+            report(value=value)
         except BaseException as error:
             traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
             return 1

@@ -101,8 +101,8 @@ def score(sandbox: Sandbox, limits: ProgramLimits, code: str, task: CodeTask) ->
         program = Program(None, files={**task.files, task.file: code}, tests=task.project_tests)
         count = 0
     result = sandbox.run(program, limits)
-    count = count or max(1, len(result.passed))
-    return CodeScore(result.status == "ok", sum(result.passed) / count, result.status == "time")
+    count = count or max(1, len(result.passed))  # code that forges reports can report more checks than there are
+    return CodeScore(result.status == "ok", sum(result.passed[:count]) / count, result.status == "time")
 
 
 def _score_cases(sandbox: Sandbox, limits: ProgramLimits, code: str, cases: tuple[Case, ...]) -> CodeScore:

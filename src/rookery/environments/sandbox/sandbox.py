@@ -50,8 +50,8 @@ START_SECONDS = 60.0
 BOX_BYTES = 16 << 20
 """Size of the writable folder, and of one file in it."""
 
-LONGEST_ANSWER = 32 << 20
-"""Bytes of one answer of a confinement: both outputs as JSON, with room for escapes."""
+LONGEST_ANSWER = 64 << 20
+"""Bytes of one answer of a confinement: both outputs of 4 MB as JSON, where an escape makes six characters of one."""
 
 FIRST_USER = 0x60000000
 """Users of confinements that root starts: numbers that no system gives to anybody."""
@@ -78,7 +78,10 @@ DEFAULT_LIMITS = ProgramLimits()
 
 @dataclass(frozen=True)
 class Program:
-    """One program and its checks. The checks come into the confinement after the code has run."""
+    """One program and its checks. The checks come into the process of the code when the code has run, or when it asks
+    for them as its starter does: code written for that reads them and reports what it likes. So does code that changes
+    what a check uses, such as an object that equals everything. Only what is compared outside, the output of a program
+    without checks, cannot be forged."""
 
     code: str | None
     """Python that runs first; None runs the checks alone."""
@@ -349,7 +352,7 @@ class _Confinement:
     def _read_exactly(self, count: int, until: float) -> bytes:
         assert self._process.stdout is not None
         poll = select.poll()
-        found = b""
+        found = bytearray()
         try:
             poll.register(self._process.stdout, select.POLLIN)
             while len(found) < count:
@@ -361,7 +364,7 @@ class _Confinement:
                 found += part
         except ValueError:  # closed by another thread
             raise SandboxError("the sandbox was closed") from None
-        return found
+        return bytes(found)
 
     def _story(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
