@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from rookery.clock import RandomIds, SystemClock
 from rookery.controller.completions import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.server.completion_formats import Choice
+from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.simulation.fakes.text import chat
 from rookery.tokenization.tool_calls import READERS, CallReader, ForcedReader
 
@@ -28,14 +32,20 @@ def begun(reader: type[CallReader], prompt: Sequence[int] = (5,), seed: int = 3)
     return Choice(0, PreparedPrompt(cast(Any, None), chat(512), list(prompt)), seed, [], reader(["add"]))
 
 
-def arrive(choice: Choice, text: str, *, sizes: int) -> None:
-    """The reply's tokens, ``sizes`` at a time; its end is reported after all of them have arrived."""
+def arriving(choice: Choice, text: str, *, sizes: int) -> Iterator[str]:
+    """The reply's tokens, ``sizes`` at a time, and what of its text can be sent; its end is reported after all of them
+    have arrived."""
     tokens = [*chat(512).encode(text), chat(512).stop_tokens[0]]
     for size in [*range(sizes, len(tokens), sizes), len(tokens)]:
         choice.reply = SamplingResult(tokens=tokens[:size], logprobs=[0.0] * size)
-        choice.next_text(last=False)
+        yield choice.next_text(last=False)
     choice.reply = SamplingResult(tokens=tokens, logprobs=[0.0] * len(tokens), finish="stop")
-    choice.next_text(last=True)
+    yield choice.next_text(last=True)
+
+
+def arrive(choice: Choice, text: str, *, sizes: int) -> None:
+    for _ in arriving(choice, text, sizes=sizes):
+        pass
 
 
 @pytest.mark.parametrize("sizes", [1, 7, 1000])
@@ -54,3 +64,36 @@ def test_ids_of_calls_differ_by_prompt_and_seed_and_repeat_otherwise() -> None:
         arrive(choice, CALL, sizes=1000)
         ids.append(choice.calls[0][0])
     assert len(set(ids)) == 3 and ids[0] == ids[3]
+
+
+BRACKETED = f"<tool_call>{CALL}</tool_call>"
+
+
+@pytest.mark.parametrize("sizes", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        (f"{BRACKETED}Done.", ["function_call", "message"]),
+        (f"{BRACKETED}{BRACKETED}Done.{BRACKETED}", ["function_call", "function_call", "message", "function_call"]),
+        (f"Wait.{BRACKETED}Done.", ["message", "function_call"]),
+        (BRACKETED, ["function_call"]),
+        ("Done.", ["message"]),
+        ("", ["message"]),
+    ],
+)
+def test_items_of_a_streamed_response_have_the_places_of_the_whole_one(text: str, kinds: list[str], sizes: int) -> None:
+    asked = ResponsesRequest.model_validate({"model": "m", "input": "x"})
+    context = SimpleNamespace(ids=RandomIds(), clock=SystemClock())
+    form = ResponsesFormat(cast(Any, SimpleNamespace(context=context)), asked, "m", trainable=True)
+    choice, events = begun(READERS["hermes"]), form.begin()
+    for further in arriving(choice, text, sizes=sizes):
+        events += form.grow(choice, further)
+    events += form.end(choice, {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2})
+    sent = [json.loads(line[6:]) for line in events.decode().splitlines() if line.startswith("data: ")]
+    output = sent[-1]["response"]["output"]
+    assert [item["type"] for item in output] == kinds
+    for kind in ("response.output_item.added", "response.output_item.done"):
+        found = {event["output_index"]: event["item"]["id"] for event in sent if event["type"] == kind}
+        assert found == {index: item["id"] for index, item in enumerate(output)}
+    parts = [event for event in sent if "item_id" in event]
+    assert all(output[event["output_index"]]["id"] == event["item_id"] for event in parts)

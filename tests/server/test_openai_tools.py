@@ -108,8 +108,11 @@ def test_results_and_null_content_come_back(scripted: OpenAI) -> None:
         {"role": "tool", "tool_call_id": call.id, "content": "2"} for call in first.tool_calls
     )]  # fmt: skip
     assert asked(scripted, tools=[ADD], messages=messages).choices[0].message.tool_calls
-    messages[1] = {**first.to_dict(), "content": None}
-    assert asked(scripted, tools=[ADD], messages=messages).choices[0].message.tool_calls
+    for text in ("{}", '{"x": "\\ud83d"}', '{"x": NaN}', "[" * 400, "no JSON"):
+        function = {"name": "add", "arguments": text}
+        calls = [{"id": call.id, "type": "function", "function": function} for call in first.tool_calls]
+        messages[1] = {"role": "assistant", "content": None, "tool_calls": calls}
+        assert asked(scripted, tools=[ADD], messages=messages, max_tokens=200).choices[0].message.tool_calls
 
 
 def test_forced_call_follows_the_schema_of_its_tool(small: tuple[OpenAI, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,17 @@ from tests.support.tiny import smollm2_folder
 from rookery.errors import UserError
 from rookery.simulation.fakes.text import byte_tokenizer
 from rookery.tokenization.chat import Chat
-from rookery.tokenization.tool_calls import READERS, ForcedReader, Piece, Style, ToolCall, forced_schema, style_of
+from rookery.tokenization.tool_calls import (
+    READERS,
+    CallReader,
+    ForcedReader,
+    Piece,
+    Style,
+    ToolCall,
+    forced_schema,
+    read_json,
+    style_of,
+)
 
 ADD = {
     "type": "function",
@@ -40,6 +51,8 @@ READ: list[tuple[Style, str, list[Piece]]] = [
     ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": '
                '{"a": "x<y", "b": [2]}}', [ONE, TWO]),
     ("llama3", '{"name": "Ada", "parameters": {}}', ['{"name": "Ada", "parameters": {}}']),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}}; {"name": "Ada", "parameters": {}}',
+     ['{"name": "add", "parameters": {"a": 1}}; {"name": "Ada", "parameters": {}}']),
     ("llama3", '{"sum": 3} ', ['{"sum": 3} ']),
     ("llama3", "Three. {not a call}", ["Three. {not a call}"]),
     ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": '
@@ -55,6 +68,61 @@ READ: list[tuple[Style, str, list[Piece]]] = [
     ("harmony", "<|channel|>commentary to=functions.add<|message|>one<|call|>", ["one"]),
     ("harmony", "Three.", ["Three."]),
 ]  # fmt: skip
+
+
+UNWRITABLE = ['{"a": "\\ud83d"}', '{"\\ude00": 1}', '{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}']
+"""Arguments that Python reads and JSON in UTF-8 cannot hold."""
+
+
+@pytest.mark.parametrize("arguments", UNWRITABLE)
+def test_arguments_that_json_cannot_hold_stay_text(arguments: str) -> None:
+    call = f'{{"name": "add", "arguments": {arguments}}}'
+    texts: list[tuple[type[CallReader], str]] = [
+        (READERS["hermes"], f"<tool_call>{call}</tool_call>"),
+        (READERS["hermes"], f'<tool_call>{{"name": "add", "arguments": {json.dumps(arguments)}}}</tool_call>'),
+        (READERS["llama3"], call),
+        (READERS["mistral"], f"[TOOL_CALLS]{call}"),
+        (READERS["mistral"], f"[TOOL_CALLS]add[ARGS]{arguments}"),
+        (ForcedReader, call),
+    ]
+    for reader, text in texts:
+        assert joined(reader(["add"]).feed(text, last=True)) == [text]
+    harmony = f"<|channel|>commentary to=functions.add<|message|>{arguments}<|call|>"
+    assert joined(READERS["harmony"](["add"]).feed(harmony, last=True)) == [arguments]
+    xml = f"<tool_call><function=add><parameter=a>{arguments}</parameter></function></tool_call>"
+    assert joined(READERS["hermes"](["add"]).feed(xml, last=True)) == [ToolCall("add", json.dumps({"a": arguments}))]
+    assert read_json(arguments) is None
+
+
+TYPED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"type": "string"}, "123", "123"),
+    ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+    ({"type": "string"}, '"quoted"', '"quoted"'),
+    ({"type": "string"}, "null", "null"),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"const": "true"}, "true", "true"),
+    ({"$ref": "#/$defs/Code"}, "007", "007"),
+    ({"$ref": "#/$defs/Ring"}, "7", 7),
+    ({"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}, "12", "12"),
+    ({"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}, "null", None),
+    ({"type": ["string", "integer"]}, "12", 12),
+    ({"type": ["string", "integer"]}, "1.5", "1.5"),
+    ({"type": "integer"}, "12", 12),
+    ({"type": "boolean"}, "true", True),
+    ({"type": "array"}, '["1"]', ["1"]),
+    ({"type": "object"}, "no JSON", "no JSON"),
+    ({}, "12", 12),
+    ({}, "word", "word"),
+    ({"type": 3, "anyOf": 4, "enum": "x", "$ref": 5}, "12", 12),
+]
+
+
+@pytest.mark.parametrize(("declared", "text", "value"), TYPED)
+def test_parameter_is_read_as_its_schema_declares_it(declared: dict[str, Any], text: str, value: Any) -> None:
+    definitions = {"Code": {"type": "string"}, "Ring": {"$ref": "#/$defs/Ring"}}
+    reader = READERS["hermes"](["put"], {"put": {"properties": {"x": declared}, "$defs": definitions}})
+    call = f"<tool_call>\n<function=put>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert reader.feed(call, last=True) == [ToolCall("put", json.dumps({"x": value}))]
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
@@ -103,6 +171,9 @@ def test_long_text_is_read_in_linear_time() -> None:
         reader.feed("", last=True)
     with pytest.raises(StopIteration):
         next(iter(READERS["hermes"](["add"]).parse("<tool_call>" + "[" * 100_000)))
+    for part in ("<parameter=a>", "<parameter=", "<parameter=a", "<parameter= "):
+        text = f"<tool_call><function=add>{part * 50_000}</function></tool_call>"
+        assert READERS["hermes"](["add"]).feed(text, last=True) == [ToolCall("add", "{}")]
 
 
 # --- templates, written in the manner of each family ------------------------------------------------------------------
@@ -174,10 +245,30 @@ def test_smollm2_has_tools_although_its_template_has_none() -> None:
 
 
 def test_schema_of_a_forced_call_is_one_of_its_tools() -> None:
-    nested = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "integer"}}}
-    tool = {"type": "function", "function": {"name": "nest", "parameters": nested}}
-    schema = forced_schema([ADD, tool])
-    assert len(schema["anyOf"]) == 2 and schema["$defs"] == {"X": {"type": "integer"}}
+    def tool(name: str, item: dict[str, Any], **further: Any) -> dict[str, Any]:
+        parameters = {"type": "object", "$id": "http://x.y/z", "properties": {"x": {"$ref": "#/$defs/Item"}, **further},
+                      "required": ["x"], "additionalProperties": False, "$defs": {"Item": item}}  # fmt: skip
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    number = tool("number", {"type": "integer"})
+    word = tool("word", {"enum": ["a", "b"]}, again={"$ref": "#"}, data={"const": {"$ref": "#/x"}})
     grammars = made(QWEN).grammars()
-    grammars.matcher(json.dumps(schema))
-    grammars.matcher(json.dumps(forced_schema([tool])))
+    cases = [
+        ([ADD, number, word], {"name": "number", "arguments": {"x": 1}}, True),
+        ([ADD, number, word], {"name": "number", "arguments": {"x": "a"}}, False),
+        ([ADD, number, word], {"name": "word", "arguments": {"x": "a"}}, True),
+        ([ADD, number, word], {"name": "word", "arguments": {"x": 1}}, False),
+        ([word], {"name": "word", "arguments": {"x": "a", "again": {"x": "b"}, "data": {"$ref": "#/x"}}}, True),
+        ([word], {"name": "word", "arguments": {"x": "a", "again": {"name": "word"}}}, False),
+        ([number], {"name": "number", "arguments": {"x": 1}}, True),
+    ]
+    for tools, call, fits in cases:
+        matcher = grammars.matcher(json.dumps(forced_schema(tools)))
+        accepted = matcher.consume_tokens(made(QWEN).encode(json.dumps(call))) and matcher.is_accepting()
+        assert accepted == fits, (call, matcher.get_error())
+
+
+@pytest.mark.parametrize("parameters", [{"$defs": []}, {"definitions": 1}, {"properties": {"x": {"properties": None}}}])
+def test_forced_call_of_a_tool_with_wrong_parts_is_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="must be an object"):
+        forced_schema([{"type": "function", "function": {"name": "a", "parameters": parameters}}])

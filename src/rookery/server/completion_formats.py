@@ -54,6 +54,8 @@ class Choice:
         """The text without calls."""
         self.calls: list[tuple[str, ToolCall]] = []
         """With their ids."""
+        self.calls_before_text = 0
+        """Number of the calls that precede the text."""
         self._reader = reader
         self._most_calls = most_calls
 
@@ -73,7 +75,10 @@ class Choice:
             text = ""
             for piece in self._reader.feed(self.text.take(tokens, last=last), last=last):
                 if isinstance(piece, str):
-                    text += chat.without_special(piece)
+                    shown = chat.without_special(piece)
+                    if shown and not text and not self.content:
+                        self.calls_before_text = len(self.calls)
+                    text += shown
                 elif len(self.calls) < self._most_calls:
                     seed = f"{self.seed}:{self.index}:{self._prompt_hash}:{len(self.calls)}"
                     self.calls.append((f"call_{Random(seed).getrandbits(96):024x}", piece))

@@ -6,7 +6,6 @@ requests the default behaviour.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -32,7 +31,7 @@ from rookery.bounds import (
 from rookery.errors import UserError, short
 from rookery.spec.policy import Temperature
 from rookery.tokenization.grammar import ANY_OBJECT, schema_of
-from rookery.tokenization.tool_calls import forced_schema
+from rookery.tokenization.tool_calls import forced_schema, read_json
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class MessageToolCall(OpenAIModel):
 
     def for_template(self) -> dict[str, Any]:
         """With the arguments as an object, which templates write as JSON; text that is none stays text."""
-        arguments = loaded(self.function.arguments)
+        arguments = read_json(self.function.arguments)
         return {
             "id": self.id or "", "type": "function",
             "function": {"name": self.function.name,
@@ -342,7 +341,10 @@ class ChatRequest(CompletionOptions):
     def schema_text(self) -> str:
         """The JSON schema that the reply follows; empty: none. Raises :class:`UnsupportedField`."""
         if forced := self.forced:
-            return schema_of(forced_schema([tool.for_template() for tool in forced]))
+            try:
+                return schema_of(forced_schema([tool.for_template() for tool in forced]))
+            except UserError as error:
+                raise UnsupportedField(f"tools: {error}", "tools") from None
         asked = self.response_format
         if asked is None or asked.type == "text":
             return ""
@@ -418,14 +420,6 @@ class CompletionRequest(CompletionOptions):
         if isinstance(self.prompt[0], int):
             return [[token for token in self.prompt if isinstance(token, int)]]
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
-
-
-def loaded(text: str) -> Any:
-    """JSON text as data; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:

@@ -238,19 +238,27 @@ class ResponsesFormat:
 
     def grow(self, choice: Choice, text: str) -> bytes:
         """The events of further text and calls."""
-        events = b""
+        events, items = b"", self._items(choice)
+        if text and not self._open:
+            events += self._call_events(items[: choice.calls_before_text]) + self._open_message(choice)
         if text:
-            if not self._open:
-                self._open = True
-                item = {**self._message(choice), "status": "in_progress", "content": []}
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                events += self._event("response.output_item.added", output_index=0, item=item)
-                events += self._event("response.content_part.added", **self._place(0), content_index=0, part=part)
             self._sent += text
-            events += self._event(
-                "response.output_text.delta", **self._place(0), content_index=0, delta=text, logprobs=[]
-            )
-        for item in self._items(choice)[self._calls :]:
+            place = self._place(choice)
+            events += self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
+        return events + self._call_events(items)
+
+    def _open_message(self, choice: Choice) -> bytes:
+        self._open = True
+        place = self._place(choice)
+        item = {**self._message(choice), "status": "in_progress", "content": []}
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        added = self._event("response.output_item.added", output_index=place["output_index"], item=item)
+        return added + self._event("response.content_part.added", **place, content_index=0, part=part)
+
+    def _call_events(self, items: list[dict[str, Any]]) -> bytes:
+        """Of those that were not sent yet."""
+        events = b""
+        for item in items[self._calls :]:
             index = self._calls + self._open
             self._calls += 1
             place = {"item_id": item["id"], "output_index": index}
@@ -266,15 +274,18 @@ class ResponsesFormat:
     def end(self, choice: Choice, usage: dict[str, int]) -> bytes:
         """The last events."""
         events, body = b"", self.body(choice, usage)
+        if not self._open and not choice.calls:
+            events += self._open_message(choice)
         if self._open:
-            item = body["output"][0]
+            place = self._place(choice)
+            item = body["output"][place["output_index"]]
             part = item["content"][0]
             events += self._event(
-                "response.output_text.done", **self._place(0), content_index=0, text=self._sent,
+                "response.output_text.done", **place, content_index=0, text=self._sent,
                 logprobs=part["logprobs"],
             )  # fmt: skip
-            events += self._event("response.content_part.done", **self._place(0), content_index=0, part=part)
-            events += self._event("response.output_item.done", output_index=0, item=item)
+            events += self._event("response.content_part.done", **place, content_index=0, part=part)
+            events += self._event("response.output_item.done", output_index=place["output_index"], item=item)
         return events + self._event(f"response.{body['status']}", response=body)
 
     def failed(self, error: dict[str, Any]) -> bytes:
@@ -283,12 +294,15 @@ class ResponsesFormat:
         return self._event("error", code=error["error"]["code"] or "server_error", message=message, param=None)
 
     def _output(self, choice: Choice) -> list[dict[str, Any]]:
-        calls = self._items(choice)
-        return [self._message(choice), *calls] if choice.content or not calls else calls
+        """In the order in which the model wrote them; parts of text that calls separate are one message."""
+        calls, first = self._items(choice), choice.calls_before_text
+        if calls and not choice.content:
+            return calls
+        return [*calls[:first], self._message(choice), *calls[first:]]
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": self._logprobs(choice)}
-        return {"id": self._place(0)["item_id"], "type": "message", "role": "assistant", "status": "completed",
+        return {"id": self._place(choice)["item_id"], "type": "message", "role": "assistant", "status": "completed",
                 "content": [part]}  # fmt: skip
 
     def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
@@ -302,8 +316,9 @@ class ResponsesFormat:
             for name, call in choice.calls
         ]  # fmt: skip
 
-    def _place(self, index: int) -> dict[str, Any]:
-        return {"item_id": f"msg_{self.id.removeprefix('resp-')}", "output_index": index}
+    def _place(self, choice: Choice) -> dict[str, Any]:
+        """Of the message."""
+        return {"item_id": f"msg_{self.id.removeprefix('resp-')}", "output_index": choice.calls_before_text}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1

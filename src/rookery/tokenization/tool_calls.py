@@ -57,9 +57,11 @@ class CallReader:
     closing: tuple[str, ...] = ()
     """Texts that end the calls; without one they end with the reply."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """``names`` are the tools', ``parameters`` the JSON schemas of their arguments by name."""
         self.names = frozenset(names)
         self.calls = 0
+        self._parameters = parameters or {}
         self._held = ""
         self._inside = False
         self._searched = 0
@@ -121,19 +123,19 @@ class HermesReader(CallReader):
     def parse(self, block: str) -> Iterator[ToolCall]:
         inner = block.removeprefix(self.opening).strip().removesuffix("</tool_call>").strip()
         if inner.startswith("<function="):
-            yield from _xml_call(inner)
+            yield from _xml_call(inner, self._parameters)
         else:
             yield from _calls(inner)
 
 
 class LlamaReader(CallReader):
     """A reply that is ``{"name": …, "parameters": {…}}``, after ``<|python_tag|>`` or not, or several with ``;``. Since
-    any JSON may be a reply, the name must be a tool's."""
+    any JSON may be a reply, all names must be tools'."""
 
     opening = ""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
+    def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(names, parameters)
         self._plain = False
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
@@ -144,7 +146,8 @@ class LlamaReader(CallReader):
         tag = "<|python_tag|>"
         if not last and (not begun or begun.startswith(("{", tag)) or tag.startswith(begun)):
             return []
-        calls = [call for call in _calls(begun.removeprefix(tag), ";") if call.name in self.names]
+        calls = list(_calls(begun.removeprefix(tag), ";"))
+        calls = calls if all(call.name in self.names for call in calls) else []
         self.calls, held, self._held = len(calls), self._held, ""
         if calls:
             return list(calls)
@@ -161,9 +164,9 @@ class MistralReader(CallReader):
         for part in block.split(self.opening)[1:]:
             named = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL)
             if named:
-                arguments = _json(named[2])
-                if isinstance(arguments, dict):
-                    yield ToolCall(named[1], json.dumps(arguments, ensure_ascii=False))
+                call = _call({"name": named[1], "arguments": named[2]})
+                if call is not None:
+                    yield call
             else:
                 yield from _calls(part)
 
@@ -171,8 +174,8 @@ class MistralReader(CallReader):
 class HarmonyReader(CallReader):
     """Channels of gpt-oss: ``final`` is the text, ``commentary to=functions.NAME`` a call, ``analysis`` neither."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
+    def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(names, parameters)
         self._header: str | None = None
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
@@ -190,14 +193,14 @@ class HarmonyReader(CallReader):
             kept = max(_overlap(self._held, mark) for mark in _HARMONY_ENDS) if not last else 0
             end = min(ends, default=len(self._held) - kept)
             body = self._held[:end]
-            call = re.search(r"to=functions\.([\w.-]+)", self._header)
-            if call:
+            named = re.search(r"to=functions\.([\w.-]+)", self._header)
+            if named:
                 if not ends and not last:
                     break
-                arguments = _json(body)
-                if isinstance(arguments, dict):
+                call = _call({"name": named[1], "arguments": body})
+                if call is not None:
                     self.calls += 1
-                    pieces.append(ToolCall(call[1], json.dumps(arguments, ensure_ascii=False)))
+                    pieces.append(call)
                 else:
                     pieces += self._text(body)
             elif "final" in self._header or "<|channel|>" not in self._header:
@@ -237,11 +240,11 @@ READERS: dict[Style, type[CallReader]] = {
 
 def _calls(text: str, separator: str = "") -> Iterator[ToolCall]:
     """Of JSON objects, or a list of them; none unless all are calls."""
-    decoder, at, found = json.JSONDecoder(), 0, []
+    at, found = 0, []
     text = text.strip()
     while at < len(text):
         try:
-            value, end = decoder.raw_decode(text, at)
+            value, end = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
             return
         for one in value if isinstance(value, list) else [value]:
@@ -263,26 +266,114 @@ def _call(value: Any) -> ToolCall | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _json(arguments)
-    if not isinstance(arguments, dict):
+        arguments = read_json(arguments)
+    written = write_json(arguments) if isinstance(arguments, dict) else None
+    if written is None or write_json(value["name"]) is None:
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(value["name"], written)
 
 
-def _xml_call(text: str) -> Iterator[ToolCall]:
-    named = re.fullmatch(r"<function=([^>\s]+)>(.*)</function>", text, re.DOTALL)
-    if named:
-        values = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", named[2], re.DOTALL)
-        arguments = {key: value if (read := _json(value)) is None else read for key, value in values}
-        yield ToolCall(named[1], json.dumps(arguments, ensure_ascii=False))
+def _xml_call(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Iterator[ToolCall]:
+    """A parameter is JSON, or text: as its schema declares it, and where none does, text that is no JSON."""
+    named = re.match(r"<function=([^>\s]+)>", text)
+    if named is None or not text.endswith("</function>"):
+        return
+    schema = parameters.get(named[1], {})
+    arguments = {key: _value(value, schema, key) for key, value in _xml_parameters(text, named.end())}
+    written = write_json(arguments)
+    if written is not None and write_json(named[1]) is not None:
+        yield ToolCall(named[1], written)
 
 
-def _json(text: str) -> Any:
-    """None for text that is no JSON."""
+def _xml_parameters(text: str, at: int) -> Iterator[tuple[str, str]]:
+    opening, closing, key = "<parameter=", "</parameter>", re.compile(r"[^>\s]+")
+    while (start := text.find(opening, at)) >= 0:
+        found = key.match(text, start + len(opening))
+        at = found.end() if found is not None else start + len(opening)
+        if found is None or text[at : at + 1] != ">":
+            continue
+        end = text.find(closing, at)
+        if end < 0:
+            return
+        yield found[0], text[at + 1 : end].removeprefix("\n").removesuffix("\n")
+        at = end + len(closing)
+
+
+def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
+    types = _types(properties.get(key) if isinstance(properties, dict) else None, schema, set())
+    if types == {"string"}:
+        return text
+    value = read_json(text)
+    if value is None and text.strip() != "null":
+        return text
+    if "string" in types and (isinstance(value, str) or not _types_of(value) & types):
+        return text
+    return value
+
+
+def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> set[str]:
+    """The JSON types that a schema names; ``seen`` are the references that were followed."""
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type")
+    types = {one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)}
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    if not types:
+        types = {name for value in values for name in _types_of(value)}
+    for word in ("anyOf", "oneOf", "allOf"):
+        for part in schema[word] if isinstance(schema.get(word), list) else ():
+            types |= _types(part, root, seen)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
+        seen.add(reference)
+        place: Any = root
+        for name in reference[2:].split("/"):
+            place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
+        types |= _types(place, root, seen)
+    return types
+
+
+def _types_of(value: Any) -> set[str]:
+    """The names that a JSON schema has for the type of a value."""
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case str():
+            return {"string"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number"}
+    return {"object"} if isinstance(value, dict) else {"array"}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def read_json(text: str) -> Any:
+    """JSON text as data; None for text that is none, or whose data :func:`write_json` cannot write."""
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
+    return value if write_json(value) is not None else None
+
+
+def write_json(value: Any) -> str | None:
+    """The value as JSON text; None for one with a half of a surrogate pair, or with a number beyond those of JSON."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        return None
+    return text
 
 
 def _overlap(text: str, mark: str) -> int:
@@ -355,21 +446,49 @@ class ToolSupport:
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of a call of one of these tools."""
-    calls = []
-    definitions: dict[str, Any] = {}
-    for tool in tools:
+    """The JSON schema of a call of one of these tools. Each tool's schema is a definition of its own, to which its
+    references point. Raises :class:`UserError` for one whose parts are not of the right type."""
+    calls, definitions = [], {}
+    for number, tool in enumerate(tools):
         function = tool["function"]
-        parameters = dict(function.get("parameters") or {"type": "object"})
-        for key in ("$defs", "definitions"):
-            definitions |= {key: {**definitions.get(key, {}), **parameters.pop(key)}} if key in parameters else {}
+        place = f"#/$defs/tool{number}"
+        parameters = _moved(function.get("parameters") or {"type": "object"}, place)
+        definitions[f"tool{number}"] = {
+            key: value for key, value in parameters.items() if key not in ("$id", "$schema")
+        }
         calls.append({
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         })  # fmt: skip
-    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **definitions}
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": definitions}
+
+
+_MAPS = frozenset({"$defs", "definitions", "properties", "patternProperties", "dependentSchemas"})
+"""Keywords of JSON schema whose value is an object of schemas by name."""
+
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose value is no schema."""
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The same schema where it stands at ``place`` of a document instead of at its root."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _MAPS:
+            if not isinstance(value, Mapping):
+                raise UserError(f"{key} of a JSON schema must be an object")
+            moved[key] = {name: _moved(part, place) for name, part in value.items()}
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = place + value[1:]
+        else:
+            moved[key] = value if key in _DATA else _moved(value, place)
+    return moved
 
 
 PROBE = "rookery_probe"

@@ -174,7 +174,9 @@ def _reader(options: CompletionOptions, chat: Chat) -> CallReader | None:
     if options.forced:
         return ForcedReader(names)
     if names or chat.tools.style == "harmony":
-        return READERS[chat.tools.style](names)
+        return READERS[chat.tools.style](
+            names, {tool.function.name: tool.function.parameters or {} for tool in options.offered}
+        )
     return None
 
 
