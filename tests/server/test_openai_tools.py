@@ -201,6 +201,17 @@ def test_schema_that_is_heavy_to_compile_is_refused(small: tuple[OpenAI, str]) -
         small[0].responses.create(model=small[1], input="x", tools=[{"type": "function", **tools[0]["function"]}])
 
 
+def test_schema_that_takes_too_much_work_while_sampling_is_refused(small: tuple[OpenAI, str]) -> None:
+    plain = {"anyOf": [{"type": "object"}] * 900}
+    later = {"type": "object", "properties": {"s": {"type": "string", "maxLength": 3}, "k": plain},
+             "required": ["s", "k"], "additionalProperties": False}  # fmt: skip
+    for schema, problem in ((plain, "the schema cannot be followed"), (later, "the reply cannot follow its schema")):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match=problem) as refused:
+            asked(*small, response_format=form)
+        assert "\n" not in refused.value.message and len(refused.value.message) < 600
+
+
 def test_embeddings_are_refused_in_one_line(small: tuple[OpenAI, str]) -> None:
     with pytest.raises(openai.BadRequestError, match="embeddings are not supported: the models here write text"):
         small[0].embeddings.create(model=small[1], input="x")

@@ -15,13 +15,14 @@ from typing import Any
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
-from rookery.controller.rollout.request import SamplingRequest, SamplingResult
+from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
 from rookery.errors import UserError
 from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import jobs, sessions, tenants, versions
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
+from rookery.tokenization.grammar import NOT_FOLLOWED, REPLY_FAILED
 
 Message = Mapping[str, Any]
 
@@ -152,7 +153,8 @@ class Completions:
     ) -> SamplingResult:
         """One completion of the class ``kind``, with the log-probabilities of its prompt if ``score_prompt``;
         ``stop_tokens`` end it in addition to the model's own; ``on_tokens`` is called with it each time that tokens
-        have arrived. A cancellation ends its generation."""
+        have arrived. A cancellation ends its generation. Raises :class:`UserError` too where the schema of ``logits``
+        takes too much work at some token."""
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
         ttft, tpot = self._objectives(kind, target.model)
@@ -179,9 +181,14 @@ class Completions:
         self._context.rooms.models.provide(target.model)
         async with context.rooms.collector.pin(target.adapter):
             with self._pinned(target.adapter), context.rooms.quotas.generating(tenant, target.model, tokens):
-                return await context.rooms.rollouts.sample(
-                    SamplingRequest(tenant, name, target.model, generate), on_tokens
-                )
+                try:
+                    return await context.rooms.rollouts.sample(
+                        SamplingRequest(tenant, name, target.model, generate), on_tokens
+                    )
+                except GenerationFailed as error:
+                    if any(text in str(error) for text in (NOT_FOLLOWED, REPLY_FAILED)):
+                        raise UserError(f"{error}; make the schema simpler") from None
+                    raise
 
     async def sample(
         self, tenant: str, target: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]

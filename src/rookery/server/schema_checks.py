@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import threading
 from collections.abc import Mapping
 
@@ -28,6 +29,9 @@ SCHEMA_THREADS = 4
 
 RESULTS = 4096
 """Requests' schemas whose result is kept: agents send the same tools with every turn."""
+
+OUT_OF_MEMORY = ("MemoryError", *(str(signal.strsignal(number)) for number in (signal.SIGABRT, signal.SIGSEGV)))
+"""How the reports of a check begin that had too little memory, for its data or for its stack."""
 
 
 class SchemaChecks:
@@ -65,17 +69,15 @@ class SchemaChecks:
             raise UnsupportedField(reason, param)
 
     def _ask(self, question: dict[str, dict[str, str]]) -> tuple[str, str]:
+        param = next(iter(question["followed"]), "tools")
         try:
-            refused, param = self._pool.score(question, memory=SCHEMA_BYTES)
-            return refused, param
+            refused, found = self._pool.score(question, memory=SCHEMA_BYTES)
+            return refused, found or param
         except VerifierTimeout:
-            reason = f"more than {SCHEMA_SECONDS:g} s of processor time"
-        except VerifierError:  # the library ends its process where it has no memory or its stack is full
-            reason = f"more than {SCHEMA_BYTES >> 20} MB of memory"
+            reason = f"takes more than {SCHEMA_SECONDS:g} s of processor time"
+        except VerifierError as error:  # the library ends its process where it gets no memory, or panics
+            ended = str(error).startswith(OUT_OF_MEMORY)
+            reason = f"takes more than {SCHEMA_BYTES >> 20} MB of memory" if ended else f"fails: {error}"
         except RuntimeError as error:
             raise Unavailable(f"the schema could not be checked: {error}") from None
-        param = next(iter(question["followed"]), "tools")
-        return (
-            f"compiling the schemas of {param} takes {reason}: make their patterns simpler, or the schemas smaller",
-            param,
-        )
+        return f"compiling the schemas of {param} {reason}; make their patterns simpler, or the schemas smaller", param

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from rookery.errors import UserError, short
@@ -25,6 +25,17 @@ COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": "
 
 ANY_OBJECT = json.dumps({"type": "object"})
 """The schema of ``response_format: {"type": "json_object"}``."""
+
+
+NOT_FOLLOWED = "the schema cannot be followed"
+REPLY_FAILED = "the reply cannot follow its schema"
+"""How the errors begin that are the schema's fault, also where a worker reports them."""
+
+OBJECT = ord("{")
+"""The token of llguidance's byte tokenizer that begins an object."""
+
+LIMITS = LLParserLimits(verbose_errors=False)
+"""The library's own limits bound the work and the memory of each token. Its errors leave the parser's state out."""
 
 
 class GrammarTokenizer:
@@ -45,16 +56,22 @@ def _matcher(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
     except ValueError as error:
         raise UserError(f"the schema is not a JSON schema: {_line(error)}") from None
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise UserError(f"the schema cannot be followed: {_line(matcher.get_error())}")
+        raise UserError(f"{NOT_FOLLOWED}: {_line(matcher.get_error())}")
     return matcher
 
 
 def check_followed(schema: str) -> None:
-    """Raises :class:`UserError` for a schema that no reply can follow. Run it in a confined process: a few hundred
-    bytes can take minutes and gigabytes."""
-    _matcher(LLTokenizer("byte"), schema)
+    """Raises :class:`UserError` for a schema that no reply can follow, or whose reply takes too much work where it
+    begins. Run it in a confined process: a few hundred bytes can take minutes and gigabytes."""
+    matcher = _matcher(LLTokenizer("byte"), schema)
+    matcher.compute_bitmask()
+    if not matcher.is_error() and matcher.validate_tokens([OBJECT]):  # where alternatives are usually most
+        matcher.consume_token(OBJECT)
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise UserError(f"{NOT_FOLLOWED}: {_line(matcher.get_error())}")
 
 
 def check_schema(schema: str) -> None:
@@ -85,7 +102,7 @@ class ReplyGrammar:
             self._consumed = len(tokens)
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise UserError(f"the reply cannot follow its schema: {_line(self._matcher.get_error())}")
+            raise UserError(f"{REPLY_FAILED}: {_line(self._matcher.get_error())}")
         allowed = np.zeros(vocabulary, bool)
         bits = np.unpackbits(mask, bitorder="little")[:vocabulary]
         allowed[: len(bits)] = bits.astype(bool)

@@ -71,6 +71,15 @@ def test_greedy_text_is_not_truncated_but_biased() -> None:
     assert changed(line, [], temperature=0.0, logit_bias=[(3, 50.0)]).argmax() == 3
 
 
+@settings(deadline=None, max_examples=30)
+@given(line=LINES, biases=st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.integers(-100, 100)), max_size=60))
+def test_biases_of_a_token_add_up(line: torch.Tensor, biases: list[tuple[int, int]]) -> None:
+    expected = line.clone()
+    for token, bias in biases:
+        expected[token] += bias
+    torch.testing.assert_close(changed(line, [], logit_bias=[(token, float(bias)) for token, bias in biases]), expected)
+
+
 CHANGES: list[dict[str, Any]] = [
     {"top_p": 0.5},
     {"top_k": 3},

@@ -28,6 +28,11 @@ class RequestLogits:
         """Raises ``ValueError`` for a grammar that cannot be followed."""
         self.params = params
         self._prompt = torch.tensor(sorted(set(prompt)))
+        total: dict[int, float] = {}
+        for token, bias in params.logit_bias:
+            total[token] = total.get(token, 0.0) + bias
+        self._biased = torch.tensor(list(total), dtype=torch.int64)
+        self._biases = torch.tensor(list(total.values()), dtype=torch.float32)
         self._grammar: ReplyGrammar | None = None
         if params.schema:
             if grammars is None:
@@ -40,9 +45,10 @@ class RequestLogits:
     def apply(self, logits: Tensor, tokens: list[int], temperature: float) -> Tensor:
         """The logits [vocab] float32 from which the token after ``tokens``, the answer so far, is drawn. Raises
         ``UserError`` where the grammar cannot be followed."""
-        params, line = self.params, logits.float().clone()
-        for token, bias in params.logit_bias:
-            line[token] += bias
+        line = logits.float().clone()
+        if len(self._biased):
+            self._biased, self._biases = self._biased.to(line.device), self._biases.to(line.device)  # the first time
+            line[self._biased] += self._biases
         self._penalize(line, tokens)
         if self._grammar is not None:
             allowed = torch.from_numpy(self._grammar.allowed(tokens, len(line))).to(line.device)
