@@ -17,13 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from rookery.bounds import JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
-from rookery.environments.outbound import connection, request_json
+from rookery.environments.outbound import check_headers, connection, request_json
 from rookery.errors import UserError, short
 from rookery.network import service_url
 
@@ -72,6 +72,12 @@ class OpenEnvOptions(BaseModel):
     """Headers of each connection, such as an `Authorization`. They are stored with the job."""
     reply_seconds: float = Field(30.0, gt=0, le=3600)
     """Longest wait for a server's reply. A late one loses the session."""
+
+    @field_validator("headers")
+    @classmethod
+    def _can_be_sent(cls, value: dict[str, str]) -> dict[str, str]:
+        check_headers(value)
+        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> OpenEnvOptions:

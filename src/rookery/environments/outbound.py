@@ -7,9 +7,13 @@ and proxies are not used.
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import re
 import socket
 import ssl
+import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,10 +21,13 @@ from rookery.errors import UserError, short
 from rookery.network import reachable
 
 SECONDS = 20.0
-"""Longest wait for a connection, and for each part of an answer."""
+"""Longest time of a request, from the first packet to the last byte of the answer."""
 
 ANSWER_BYTES = 4 << 20
 """Largest answer."""
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
 
 _allowed = ""
 
@@ -39,11 +46,51 @@ def reachable_hosts() -> str:
 def connection(url: str, name: str, *, allowed: str | None = None, seconds: float = SECONDS) -> socket.socket:
     """A connection to the host of ``url``, which ``name`` gave, without TLS. ``allowed`` replaces the hosts that the
     administrator allows. Blocks; raises :class:`UserError`."""
+    if not urlsplit(url).path.isascii():
+        raise UserError(
+            f"{name}: given {short(repr(url))}, allowed: a path in ASCII, with others written such as %C3%BC"
+        )
     ip, port = reachable(url, name, _allowed if allowed is None else allowed)
     try:
         return socket.create_connection((ip, port), seconds)
     except OSError as error:
         raise UserError(f"{name}: {short(url)} does not answer ({error.strerror or error})") from None
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Raises ``ValueError``, without the value, which may be a key, for a header that cannot be sent."""
+    for name, value in headers.items():
+        if _HEADER_NAME.fullmatch(name) is None:
+            raise ValueError(f"the header {short(repr(name))} has no name of ASCII letters, digits and -")
+        if _HEADER_VALUE.fullmatch(value) is None:
+            raise ValueError(f"the header {short(name)} has characters besides printable ASCII in its value")
+
+
+class _Timed(io.RawIOBase):
+    """A connection whose waits all end at one time."""
+
+    def __init__(self, connected: socket.socket, until: float) -> None:
+        self._connected, self._until = connected, until
+
+    def set_timeout(self) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._connected.settimeout(left)
+
+    def sendall(self, data: bytes) -> None:
+        self.set_timeout()
+        self._connected.sendall(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.set_timeout()
+        return self._connected.recv_into(buffer)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Timed(self._connected, self._until))  # the client closes each of the two
 
 
 def request_json(
@@ -55,30 +102,44 @@ def request_json(
     allowed: str | None = None,
     seconds: float = SECONDS,
 ) -> Any:
-    """The JSON that ``url`` answers: POST with ``body``, GET without. ``allowed`` is as for a connection. Blocks;
-    raises :class:`UserError`."""
+    """The JSON that ``url`` answers: POST with ``body``, GET without. ``allowed`` is as for a connection, ``seconds``
+    the limit of the whole request. Blocks; raises :class:`UserError`."""
+    until = time.monotonic() + seconds
+    given = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
+    try:
+        check_headers(given)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
     parts = urlsplit(url)
     opened = connection(url, name, allowed=allowed, seconds=seconds)
     client = http.client.HTTPConnection(parts.netloc)
     try:
+        _Timed(opened, until).set_timeout()
         if parts.scheme == "https":
             opened = ssl.create_default_context().wrap_socket(opened, server_hostname=parts.hostname)
-        client.sock = opened
-        content = None if body is None else json.dumps(body)
-        given = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
-        client.request("GET" if body is None else "POST", parts.path or "/", content, given)
+        client.sock = _Timed(opened, until)
+        client.request(
+            "GET" if body is None else "POST", parts.path or "/", None if body is None else json.dumps(body), given
+        )
         response = client.getresponse()
         answer = response.read(ANSWER_BYTES + 1)
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"{name}: {short(url)} does not answer ({error or type(error).__name__})") from None
+    except TimeoutError:
+        raise UserError(f"{name}: {short(url)} does not answer within {seconds:g} s") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UserError(f"{name}: {short(url)} does not answer ({_line(error) or type(error).__name__})") from None
     finally:
         client.close()
         opened.close()
     if response.status >= 300:
-        raise UserError(f"{name}: {short(url)} answers {response.status}: {short(answer.decode('utf-8', 'replace'))}")
+        raise UserError(f"{name}: {short(url)} answers {response.status}: {_line(answer.decode('utf-8', 'replace'))}")
     if len(answer) > ANSWER_BYTES:
         raise UserError(f"{name}: {short(url)} answers more than {ANSWER_BYTES >> 20} MB")
     try:
         return json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{name}: {short(url)} answers no JSON") from None
+
+
+def _line(given: object) -> str:
+    """A server's text, or an error that quotes one, cut to a part of a line."""
+    return short(" ".join(str(given)[:1000].split()))

@@ -52,6 +52,10 @@ IDLE_SECONDS = 60.0
 """A child without a question for this long is ended."""
 
 
+WALL, WALL_SECONDS = 5.0, 120.0
+"""Time by the clock for an answer: this many times the processor time, and more for the start of a child on a busy
+machine. A child that waits uses no processor time."""
+
 NEXT_FORK = 75
 """Exit code of a fork that has answered its only question."""
 
@@ -73,7 +77,7 @@ class VerifierPool:
     ``arguments``. Thread-safe; :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor time."""
 
     def __init__(self, scorer: str, *arguments: str, limit: float = LIMIT_SECONDS, module: str = MODULE) -> None:
-        self._scorer = scorer
+        self._scorer, self._limit = scorer, limit
         self._command = interpreter(module, str(limit), scorer, *arguments)
         self._slots = threading.BoundedSemaphore(MAX_CHILDREN)
         self._lock = threading.Lock()
@@ -84,11 +88,13 @@ class VerifierPool:
 
     def score(self, question: Mapping[str, Any], limit: float | None = None, memory: int | None = None) -> Any:
         """The scorer's answer. ``limit``: processor time for this question, if not the pool's; ``memory``: bytes that
-        it may take. Raises :class:`VerifierTimeout`, :class:`VerifierError`, and RuntimeError if the child ended."""
+        it may take. Raises :class:`VerifierTimeout`, :class:`VerifierError`, and RuntimeError if the child ended or
+        did not answer."""
         with self._slots:
             child = self._take()
             try:
-                answer = child.ask({"question": question, "limit": limit, "memory": memory})
+                asked = {"question": question, "limit": limit, "memory": memory}
+                answer = child.ask(asked, WALL * (limit or self._limit) + WALL_SECONDS)
             finally:
                 self._active.discard(child)
             self._put(child)  # a child whose ask raised is not reused and ends with its last reference
@@ -162,15 +168,29 @@ class _Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Raises RuntimeError where the child ended, or gave no answer in ``seconds`` by the clock: it is killed."""
         assert self._process.stdin is not None and self._process.stdout is not None
         line = json.dumps(question)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise RuntimeError(f"the process of {self._scorer} gave no answer within {seconds:g} s")
         if not answer:
             code = self._process.wait()
             raise RuntimeError(f"the process of {self._scorer} ended with {code}; see its standard error")

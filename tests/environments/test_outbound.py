@@ -1,0 +1,114 @@
+"""Requests to a stranger's server end in time, and bad input is refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rookery.environments.builtins import find
+from rookery.environments.outbound import request_json
+from rookery.environments.verifiers import pool
+from rookery.errors import UserError
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.fixture
+def trickle() -> Iterator[Callable[[bytes, bytes], str]]:
+    """Starts a server that sends a beginning, then one piece without end, and returns its address."""
+    listeners: list[socket.socket] = []
+
+    def start(beginning: bytes, piece: bytes) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                peer, _ = listener.accept()
+                with peer:
+                    peer.sendall(beginning)
+                    while piece:
+                        peer.sendall(piece)
+                        time.sleep(0.02)
+                    peer.shutdown(socket.SHUT_WR)
+                    while peer.recv(1 << 16):
+                        pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/schema"
+
+    yield start
+    for one in listeners:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("beginning", "piece"),
+    [
+        (b"", b"H"),
+        (HEAD, b"X"),
+        (HEAD + b"\r\n", b" "),
+        (HEAD + b"Content-Length: 100000\r\n\r\n", b" "),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    ],
+)
+def test_a_server_that_trickles_is_left_at_the_limit(
+    beginning: bytes, piece: bytes, trickle: Callable[[bytes, bytes], str]
+) -> None:
+    url = trickle(beginning, piece)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"x: http://.* does not answer within 0.3 s"):
+        request_json(url, "x", allowed="*", seconds=0.3)
+    assert time.monotonic() - began < 5  # each wait alone would never end
+
+
+def test_an_answer_before_the_limit_is_read(trickle: Callable[[bytes, bytes], str]) -> None:
+    url = trickle(HEAD + b'Content-Length: 8\r\n\r\n{"a": 1}', b"")
+    assert request_json(url, "x", {"b": "ü"}, allowed="*") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"nonsense\r\n\r\n", HEAD + b"\r\n" + b"[" * 100_000, HEAD + b"\r\n\xff", HEAD + b"Content-Length: 9\r\n\r\n"],
+)
+def test_a_wrong_answer_is_one_line(answer: bytes, trickle: Callable[[bytes, bytes], str]) -> None:
+    with pytest.raises(UserError) as caught:
+        request_json(trickle(answer, b""), "x", allowed="*")
+    assert "\n" not in str(caught.value)
+
+
+HEADERS = [("X", "ключ"), ("X", "a\r\nB: c"), ("X", "a\n b"), ("X", "\0"), ("a b", "c"), ("", "c"), ("ü", "c")]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_that_cannot_be_sent_is_refused(header: tuple[str, str]) -> None:
+    name, value = header
+    options: dict[str, Any] = {"url": "http://8.8.8.8", "resets": [{}], "headers": {name: value}}
+    for refused in (
+        lambda: find("openenv").check(options),
+        lambda: request_json("http://8.8.8.8", "x", headers={name: value}),
+    ):
+        with pytest.raises(UserError, match="the header") as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://8.8.8.8/ü", "http://ü..x/", "http://8.8.8.8/a b", "http://" + "a" * 300])
+def test_an_address_that_cannot_be_asked_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match=r"^x: ") as caught:
+        request_json(url, "x")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_child_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "WALL_SECONDS", 0.3)
+    silent = pool.VerifierPool("silent", limit=0.01, module="asyncio")  # it shows a prompt without a line's end
+    with pytest.raises(RuntimeError, match=r"gave no answer within 0.35 s"):
+        silent.score({})
+    silent.close()
