@@ -95,6 +95,9 @@ def test_calls_of_a_reply_are_returned_whole_and_streamed(scripted: OpenAI) -> N
     content, parts, finish = streamed(scripted, tools=[ADD, NOW])
     assert (content, finish) == ("Wait.", "tool_calls")
     assert parts == [{"id": call.id, "name": "add", "arguments": call.function.arguments} for call in calls]
+    many = asked(scripted, tools=[ADD, NOW], n=8).choices
+    assert [(len(one.message.tool_calls), one.finish_reason) for one in many] == [(2, "tool_calls")] * 8
+    assert len({call.id for one in many for call in one.message.tool_calls}) == 16
     one = asked(scripted, tools=[ADD], parallel_tool_calls=False).choices[0]
     assert len(one.message.tool_calls) == 1
     for plain in (asked(scripted), asked(scripted, tools=[ADD], tool_choice="none"), asked(scripted, tools=[])):
