@@ -52,7 +52,7 @@ chaos-ray: $(VENV)/.ray
 # The engine's tests with kernels compiled for a processor without AVX-512: four minutes.
 AVX2 := NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt
 test-avx2: $(VENV)/.tests
-	@$(AVX2) $(BIN)/python -m pytest tests/worker/engine/kernels tests/worker/engine/test_golden.py tests/worker/engine/test_exactness.py
+	@$(AVX2) $(BIN)/python -m pytest -m "heavy or not heavy" tests/worker/engine/kernels tests/worker/engine/test_golden.py tests/worker/engine/test_exactness.py
 
 # The promises of engines, kept by vLLM in an environment of its own; most of the time is its starts.
 test-vllm: .bench/vllm/.installed
@@ -118,7 +118,8 @@ chaos-at-scale: $(VENV)/.tests
 INTEGRATION := tests/test_install.py tests/controller tests/server/tinker tests/worker/trainer \
 	tests/cli tests/worker/test_memory.py tests/simulation/test_fairness.py \
 	$(filter-out %_smoke.py,$(wildcard tests/benchmarks/test_*.py)) \
-	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_cuda_engine.py tests/worker/engine/test_cuda_nan.py
+	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_exactness.py tests/worker/engine/hf \
+	tests/worker/engine/test_cuda_engine.py tests/worker/engine/test_cuda_nan.py
 test-integration: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy $(INTEGRATION) --numprocesses $(PROCESSES) --dist worksteal
 

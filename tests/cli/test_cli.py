@@ -290,6 +290,7 @@ def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no-such-model" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_models_exports_the_published_layout(
     alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

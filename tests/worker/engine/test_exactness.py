@@ -192,6 +192,7 @@ def test_where_a_contraction_over_the_keys_is_cut(length: int, shared: int) -> N
     check_everything(small("llama"), "b", length, shared, 24, 11, 1.0, 2, DenseRunner)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("threads", "length", "shared", "max_tokens", "runner"),
     [

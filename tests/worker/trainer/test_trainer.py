@@ -826,6 +826,7 @@ print(peak(1, 500, [440] * 8) - small)
 """
 
 
+@pytest.mark.heavy
 def test_memory_of_a_4000_token_group_is_bounded(tmp_path: Path) -> None:
     """In a process of its own, growth of the peak over a 150-token group's. Twelve layers' activations of 4,020 tokens
     in float32 are 890 MB (measured without recomputation), all logits 230 MB, all of one layer's scores 390 MB."""

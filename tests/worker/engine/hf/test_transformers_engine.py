@@ -96,6 +96,7 @@ def trained(model: TransformersModel, folder: Path, tokens: list[int], start: in
     return torch.frombuffer(bytearray(result.logprobs), dtype=torch.float32).tolist()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_adapters_share_a_batch_and_agree_with_the_trainer(tmp_path: Path, family: str) -> None:
     """Groups of two policies and of the base model, with prompts shared in part or whole, in one batch; a text that
@@ -148,6 +149,7 @@ def test_both_runners_sample_the_native_engines_texts(
         assert one.logprobs == pytest.approx(texts[1][name].logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
 def test_a_request_switches_adapters_and_a_small_cache_only_delays(tmp_path: Path, family: str) -> None:
     model = TransformersModel(small_model(family))
