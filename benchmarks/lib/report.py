@@ -29,21 +29,23 @@ ORDER = (
 """What comes first; others follow by name, simulated ones last."""
 
 ROWS = {
-    "engines": ("native: a step", "vllm: a step", "vllm: trainer against engine"),
-    "machines_workers": ("1 workers: 4 jobs", "2 workers: 4 jobs", "4 workers: 4 jobs"),
+    "engines": ("native: a step", "vllm: a step"),
+    "machines_workers": ("1 workers: 4 jobs", "4 workers: 4 jobs"),
     "machines_ray": ("its worker serves after", "rookery worker, started by hand, serves after"),
-    "page_scale": ("p95: ",),
     "machines_fsdp": ("LoRA of rank 16, 1", "LoRA of rank 16, 2", "all parameters, 1", "all parameters, 2"),
 }
-"""Rows that the page shows too, by the beginning of their names: of results without a yardstick, and of views."""
+"""Rows that the page shows too, by the beginning of their names: of results without a yardstick."""
 
 HIDDEN = {
     "speculation": r"tokens per forward|budget",
-    "agentic": r"fill the worker",
-    "tenants": r"saturation",
-    "seer": r"oracle|texts equal|rho 0|sigma 0|wrong estimate|draft|no fixed length",
+    "agentic": r"fill the worker|at staleness 0|latency 0.5 s",
+    "tenants": r"saturation|, staleness 0|latency 2 s",
+    "weights": r"^simulated|kill -9 .* at [19]0%|the star",
+    "xrouter": r"above constants|cost falls",
+    "elastic": r"waiting",
+    "seer": r"short of memory|oracle|texts equal|rho 0|sigma 0|wrong estimate|draft|no fixed length",
     "serving_simulation": r"costs|saturated|freeze",
-    "jigsaw": r"regret|lengths double|inactive|constructed",
+    "jigsaw": r"regret|lengths double|inactive|constructed|assumed",
 }
 """Verdicts that stay in the files: of parts, or of how a simulation was checked."""
 

@@ -17,7 +17,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(
     ".".join(("benchmarks", path.parent.name, path.stem))
     for path in BENCHMARKS.glob("*/*.py")
-    if re.search(r"parse_args\(|[= ]options\(|repeats\(__doc__", text := path.read_text())
+    if not path.stem.startswith("weights_")  # processes of benchmarks.scale.weights
+    and re.search(r"parse_args\(|[= ]options\(|repeats\(__doc__", text := path.read_text())
     and "__main__" in text
     and path.parent.name != "peers"  # they run in environments of their own
 )

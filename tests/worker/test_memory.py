@@ -65,13 +65,11 @@ class Policy:
         assert not done.error, done.error
         assert done.manifest is not None
         self.service.collect(self._ticket)
-        ticket = self.service.tickets.grant(done.manifest.hash)
         self.versions.append(
             protocol.AdapterRef(
-                policy=self.name, version=len(self.versions), hash=done.manifest.hash, rank=self.rank, alpha=16.0,
-                ticket=ticket,
+                policy=self.name, version=len(self.versions), hash=done.manifest.hash, rank=self.rank, alpha=16.0
             )
-        )  # fmt: skip
+        )
         if len(self.versions) > 1:
             self.link.send(protocol.VersionCommitted(policy=self.name, lease=1, ref=self.versions[-1]))
 
