@@ -86,8 +86,8 @@ test-sdks: $(SDKS:%=$(VENV)/sdks/%)
 	@$(BIN)/python -m pytest tests/server/tinker/test_sdks.py
 
 # OpenAI's fine-tuning API by its SDK on the real model, from an upload to a chat with the result: three minutes.
-test-fine-tuning: $(VENV)/.tests $(VENV)/sdks/openai-$(OPENAI_SDK)
-	@PYTHONPATH=$(VENV)/sdks/openai-$(OPENAI_SDK) $(BIN)/python -m pytest -m heavy tests/server/test_fine_tuning.py
+test-fine-tuning: $(VENV)/.tests $(VENV)/openai-$(OPENAI_SDK)
+	@PYTHONPATH=$(VENV)/openai-$(OPENAI_SDK) $(BIN)/python -m pytest -m heavy tests/server/test_fine_tuning.py
 
 install: $(VENV)/.installed
 
@@ -287,7 +287,7 @@ $(VENV)/.ray: $(VENV)/.tests
 	@touch $@
 
 # A version of the SDK beside the installed one: what it depends on is in .venv already.
-$(VENV)/sdks/openai-%: | $(VENV)/.tests
+$(VENV)/openai-%: | $(VENV)/.tests
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --progress-bar off --no-deps --target $@ openai==$*
 
 $(VENV)/sdks/%: | $(VENV)/.tests

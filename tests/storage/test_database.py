@@ -581,6 +581,7 @@ _EMPTY: dict[str, Any] = {
     "failure_counts": [],
     "newest_checkpoints": {},
     "job_usage": {},
+    "trained_tokens": 0,
     "state_times": {},
     "policies_of": {},
     "steps_of_versions": {},

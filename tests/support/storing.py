@@ -128,7 +128,7 @@ def commit(database: Database, lease: int, parent: int | None, groups: list[str]
         step=step,
         counters={"steps": step},
         rng={"drawn": step},
-        metrics=[{"step": step, "reward": 0.5}],
+        metrics=[{"step": step, "reward": 0.5, "tokens": 7.0}],
         time=4.0,
     )
     return row.version

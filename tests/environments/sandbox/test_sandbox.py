@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from tests.support.waiting import until
 
 from rookery.environments.sandbox.sandbox import (
     Isolation,
@@ -210,12 +211,14 @@ def test_a_confinement_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyP
 
 def test_a_killed_confinement_is_replaced() -> None:
     before = set(psutil.Process().children(recursive=True))
+    inside = lambda: set(psutil.Process().children(recursive=True)) - before  # noqa: E731
     running = Sandbox(confinements=1)
     running.run(Program("pass"))
-    inside = set(psutil.Process().children(recursive=True)) - before
+    warm = inside()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(running.run, Program("import time\ntime.sleep(60)"))
-        for process in inside:
+        until(lambda: inside() - warm, "the program did not start")
+        for process in warm:
             process.kill()
         with pytest.raises(SandboxError, match="the sandbox ended"):
             future.result()
