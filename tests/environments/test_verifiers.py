@@ -26,6 +26,7 @@ from tests.support.draws import examples
 from tests.support.processes import runs
 from tests.support.waiting import until
 
+from rookery.environments import warm_processes
 from rookery.environments.verifiers import pool, verifiers
 from rookery.environments.verifiers.texts import folded
 from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Math, Number, Regex
@@ -550,7 +551,7 @@ def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[
 @needs_math
 def test_an_unused_judge_keeps_no_process(ours: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """And is asked again without a reply being lost, whenever that is."""
-    monkeypatch.setattr(pool, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(warm_processes, "IDLE_SECONDS", 0.05)
     same = judge()
     for wait in (0.0, 0.05):
         assert same("2", "2") is True

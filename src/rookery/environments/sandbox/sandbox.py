@@ -25,11 +25,13 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from rookery.environments.sandbox import seccomp
 from rookery.environments.sandbox.confined import WALL
+from rookery.environments.warm_processes import WarmProcesses
 from rookery.errors import UserError, short
 
 Isolation = Literal["bubblewrap", "gvisor"]
@@ -40,9 +42,6 @@ PROGRAMS = {"bubblewrap": "bwrap", "gvisor": "runsc"}
 CONFINEMENTS = 2
 """Most confinements of one sandbox. Each is one warm Python of 15 MB; more of them do not finish sooner on few cores,
 and each job has a sandbox of its own."""
-
-IDLE_SECONDS = 60.0
-"""A confinement without a program for this long is ended."""
 
 START_SECONDS = 60.0
 """Longest start of a confinement: 0.1 s with bubblewrap on a quiet machine, seconds with gVisor."""
@@ -196,12 +195,8 @@ class Sandbox:
         runs once per confinement; its names are those of every program's module. ``paths`` are folders of further
         modules. Nothing starts before the first program."""
         self._isolation: Isolation = isolation or _isolation_of_process
-        self._prelude, self._paths = prelude, tuple(paths)
-        self._slots = threading.BoundedSemaphore(confinements)
-        self._lock = threading.Lock()
-        self._idle: list[_Confinement] = []
-        self._active: set[_Confinement] = set()
-        self._timer_set = self._closed = False
+        start = partial(_Confinement, self._isolation, prelude, tuple(paths))
+        self._confinements = WarmProcesses(start, confinements)
 
     def require(self) -> None:
         """Raises :class:`UserError` where this machine has no sandbox."""
@@ -223,65 +218,15 @@ class Sandbox:
             "files_bytes": BOX_BYTES,
             **asdict(limits),
         }
-        with self._slots:
-            confinement = self._take()
-            try:
-                answer = confinement.ask(asked, checks)
-            finally:
-                with self._lock:
-                    self._active.discard(confinement)
-            self._put(confinement, answer["clean"])  # one whose ask raised is ended with its last reference
-        result = ProgramResult(**answer["result"])
+        with self._confinements.borrow() as confinement:
+            result = ProgramResult(**confinement.ask(asked, checks))
         if checks and result.status == "ok" and not result.done:  # it ended itself before its checks
             result = replace(result, status="error")
         return result
 
     def close(self) -> None:
         """Ends all confinements; programs that run have no result."""
-        with self._lock:
-            self._closed = True
-            confinements = [*self._idle, *self._active]
-            self._idle = []
-        for confinement in confinements:
-            confinement.end()
-
-    def _take(self) -> _Confinement:
-        with self._lock:
-            while self._idle:
-                confinement = self._idle.pop()
-                if confinement.alive():
-                    self._active.add(confinement)
-                    return confinement
-        confinement = _Confinement(self._isolation, self._prelude, self._paths)
-        with self._lock:
-            self._active.add(confinement)
-        return confinement
-
-    def _put(self, confinement: _Confinement, clean: bool) -> None:
-        with self._lock:
-            if clean and not self._closed:
-                self._idle.append(confinement)
-                if not self._timer_set:
-                    self._set_timer()
-                return
-        confinement.end()
-
-    def _set_timer(self) -> None:
-        timer = threading.Timer(IDLE_SECONDS, self._end_idle)
-        timer.daemon = True
-        timer.start()
-        self._timer_set = True
-
-    def _end_idle(self) -> None:
-        oldest = time.monotonic() - IDLE_SECONDS
-        with self._lock:
-            expired = [one for one in self._idle if one.used <= oldest]
-            self._idle = [one for one in self._idle if one.used > oldest]
-            self._timer_set = False
-            if self._idle:
-                self._set_timer()
-        for one in expired:
-            one.end()
+        self._confinements.close()
 
 
 class _Confinement:
@@ -317,10 +262,12 @@ class _Confinement:
         )
         self._end = weakref.finalize(self, _end, self._process, self._folder)
         self.used = time.monotonic()
+        self._clean = True
+        """Nothing is left of the last program."""
         self._read(time.monotonic() + START_SECONDS)
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._clean and self._process.poll() is None
 
     def ask(self, program: Mapping[str, Any], checks: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -329,11 +276,14 @@ class _Confinement:
         sender.start()  # the confinement reads the checks late: they may not fit into the pipe before
         answer = self._read(time.monotonic() + WALL * program["seconds"] + START_SECONDS)
         sender.join()
-        self.used = time.monotonic()
-        return answer
+        self.used, self._clean = time.monotonic(), answer["clean"]
+        found: dict[str, Any] = answer["result"]
+        return found
 
     def end(self) -> None:
         self._end()
+
+    kill = end
 
     def _send(self, frames: bytes) -> None:
         assert self._process.stdin is not None

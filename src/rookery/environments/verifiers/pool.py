@@ -35,6 +35,7 @@ from typing import Any
 
 from rookery.children import interpreter
 from rookery.environments.verifiers.expressions import reply_latex, significant_digits
+from rookery.environments.warm_processes import WarmProcesses
 from rookery.errors import short
 
 LIMIT_SECONDS = 5.0
@@ -47,10 +48,6 @@ before an honest reply behind them exceeds the default ``step_timeout`` of a min
 
 USUAL_DECIMALS, USUAL_DIGITS = 6, 15
 """math-verify's defaults."""
-
-IDLE_SECONDS = 60.0
-"""A child without a question for this long is ended."""
-
 
 WALL, WALL_SECONDS = 5.0, 120.0
 """Time by the clock for an answer: this many times the processor time, and more for the start of a child on a busy
@@ -77,27 +74,17 @@ class VerifierPool:
     ``arguments``. Thread-safe; :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor time."""
 
     def __init__(self, scorer: str, *arguments: str, limit: float = LIMIT_SECONDS, module: str = MODULE) -> None:
-        self._scorer, self._limit = scorer, limit
-        self._command = interpreter(module, str(limit), scorer, *arguments)
-        self._slots = threading.BoundedSemaphore(MAX_CHILDREN)
-        self._lock = threading.Lock()
-        self._idle: list[_Child] = []
-        """Most recently used last, and used first, so that surplus children become idle."""
-        self._active: set[_Child] = set()
-        self._timer_set = False
+        self._limit = limit
+        command = interpreter(module, str(limit), scorer, *arguments)
+        self._children = WarmProcesses(lambda: _Child(scorer, command), MAX_CHILDREN)
 
     def score(self, question: Mapping[str, Any], limit: float | None = None, memory: int | None = None) -> Any:
         """The scorer's answer. ``limit``: processor time for this question, if not the pool's; ``memory``: bytes that
         it may take. Raises :class:`VerifierTimeout`, :class:`VerifierError`, and RuntimeError if the child ended or
         did not answer."""
-        with self._slots:
-            child = self._take()
-            try:
-                asked = {"question": question, "limit": limit, "memory": memory}
-                answer = child.ask(asked, WALL * (limit or self._limit) + WALL_SECONDS)
-            finally:
-                self._active.discard(child)
-            self._put(child)  # a child whose ask raised is not reused and ends with its last reference
+        with self._children.borrow() as child:
+            asked = {"question": question, "limit": limit, "memory": memory}
+            answer = child.ask(asked, WALL * (limit or self._limit) + WALL_SECONDS)
         if "timeout" in answer:
             seconds = answer["timeout"] if limit is None else limit
             raise VerifierTimeout(f"not done within {seconds:g} s of processor time")
@@ -107,45 +94,7 @@ class VerifierPool:
 
     def close(self) -> None:
         """End all children; questions that they work on fail."""
-        with self._lock:
-            children = [*self._idle, *self._active]
-            self._idle = []
-        for child in children:
-            child.kill()
-
-    def _take(self) -> _Child:
-        with self._lock:
-            while self._idle:
-                child = self._idle.pop()
-                if child.alive():
-                    self._active.add(child)
-                    return child
-        child = _Child(self._scorer, self._command)
-        self._active.add(child)
-        return child
-
-    def _put(self, child: _Child) -> None:
-        with self._lock:
-            self._idle.append(child)
-            if not self._timer_set:
-                self._set_timer()
-
-    def _set_timer(self) -> None:
-        timer = threading.Timer(IDLE_SECONDS, self._end_idle)
-        timer.daemon = True
-        timer.start()
-        self._timer_set = True
-
-    def _end_idle(self) -> None:
-        oldest = time.monotonic() - IDLE_SECONDS
-        with self._lock:
-            expired = [child for child in self._idle if child.used <= oldest]
-            self._idle = [child for child in self._idle if child.used > oldest]
-            self._timer_set = False
-            if self._idle:
-                self._set_timer()
-        for child in expired:
-            child.end()
+        self._children.close()
 
 
 class _Child:
