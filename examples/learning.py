@@ -6,6 +6,7 @@ tokens, the day, the commit and the machine; ``curves.svg`` shows them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -32,6 +33,11 @@ SHOWN_SECONDS = 20.0
 
 Replier: TypeAlias = Callable[[Sequence[Message], int], str]
 """A scripted policy: the conversation and the number of the reply become a reply."""
+
+
+Jobs: TypeAlias = Mapping[str, tuple[dict[str, Any] | Environment, dict[str, Any]]]
+"""By name: an environment, and further fields of the job."""
+After: TypeAlias = Callable[[Client, dict[str, Job]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -172,11 +178,7 @@ def learned(job: Job, seconds: float) -> Learned:
     )
 
 
-def train(
-    jobs: Mapping[str, tuple[dict[str, Any] | Environment, dict[str, Any]]],
-    folder: Path,
-    after: Callable[[Client, dict[str, Job]], dict[str, Any]] | None = None,
-) -> tuple[dict[str, Learned], dict[str, Any]]:
+def train(jobs: Jobs, folder: Path, after: After | None = None) -> tuple[dict[str, Learned], dict[str, Any]]:
     """Run jobs, an environment and further fields by name, at the same time on a service for them alone. ``after``
     is called while the service still serves their policies; its result is returned, too."""
     from rookery.server.launcher import EmbeddedService
@@ -209,6 +211,35 @@ def train(
                 raise RookeryError(f"{name}: {view.state}: {view.reason}")
         more = after(client, running) if after is not None else {}
         return {name: learned(job, ended[name]) for name, job in running.items()}, more
+
+
+def options(about: str | None, steps: int, of: str) -> argparse.ArgumentParser:
+    """The options of every task; ``of`` says whose ``steps`` they are."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--folder", help="where results go; a new folder in runs/")
+    parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps of {of}")
+    return parser
+
+
+def learn(
+    task: str,
+    folder: str | None,
+    jobs: Jobs,
+    report: Callable[[Path, dict[str, Learned], dict[str, Any]], bool],
+    after: After | None = None,
+    charts: str = "chart: {folder}/curves.svg",
+) -> int:
+    """Train a task and report it; returns the exit code. ``report`` prints and writes everything, and tells whether the
+    policies learned."""
+    place = output_folder(task, folder)
+    try:
+        runs, facts = train(jobs, place, after)
+    except RookeryError as error:
+        print(error)
+        return 1
+    passed = report(place, runs, facts)
+    print(f"figures: {place / 'results.json'}, {charts.format(folder=place)}")
+    return 0 if passed else 1
 
 
 def output_folder(name: str, given: str | None) -> Path:

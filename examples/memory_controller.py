@@ -7,7 +7,6 @@ search and hill climbing with the same number of simulator calls stand next to t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
@@ -19,7 +18,6 @@ from random import Random
 from typing import Any
 
 import rookery
-from rookery.errors import RookeryError
 from rookery.examples import learning
 from rookery.examples.learning import Learned
 from rookery.examples.words import assistant, system, user
@@ -267,19 +265,11 @@ def report(folder: Any, run: Learned, chosen: Mapping[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where results go; a new folder in runs/")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each policy")
-    given = parser.parse_args()
-    folder = learning.output_folder("memory-controller", given.folder)
-    try:
-        runs, _ = learning.train({"memory-controller": (MemoryController(), job(given.steps))}, folder)
-    except RookeryError as error:
-        print(error)
-        return 1
-    learnt = report(folder, runs["memory-controller"], {})
-    print(f"figures: {folder / 'results.json'}, chart: {folder / 'curves.svg'}")
-    return 0 if learnt else 1
+    given = learning.options(__doc__, STEPS, "each policy").parse_args()
+    jobs: learning.Jobs = {"memory-controller": (MemoryController(), job(given.steps))}
+    return learning.learn(
+        "memory-controller", given.folder, jobs, lambda folder, runs, _: report(folder, runs["memory-controller"], {})
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ questions have words that no training question has.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,6 @@ from random import Random
 from typing import Any
 
 import rookery
-from rookery.errors import RookeryError
 from rookery.examples import learning
 from rookery.examples.learning import Learned
 from rookery.examples.words import KINDS, assistant, system, user
@@ -146,19 +144,11 @@ def report(folder: Any, run: Learned) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where results go; a new folder in runs/")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each policy")
-    given = parser.parse_args()
-    folder = learning.output_folder("solver-verifier", given.folder)
-    try:
-        runs, _ = learning.train({"solver-verifier": (SolverVerifier(), job(given.steps))}, folder)
-    except RookeryError as error:
-        print(error)
-        return 1
-    passed = report(folder, runs["solver-verifier"])
-    print(f"figures: {folder / 'results.json'}, chart: {folder / 'curves.svg'}")
-    return 0 if passed else 1
+    given = learning.options(__doc__, STEPS, "each policy").parse_args()
+    jobs: learning.Jobs = {"solver-verifier": (SolverVerifier(), job(given.steps))}
+    return learning.learn(
+        "solver-verifier", given.folder, jobs, lambda folder, runs, _: report(folder, runs["solver-verifier"])
+    )
 
 
 if __name__ == "__main__":

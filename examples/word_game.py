@@ -9,7 +9,6 @@ player wins it.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,6 @@ from typing import Any
 
 import rookery
 from rookery.client import Client, Job
-from rookery.errors import RookeryError
 from rookery.examples import learning
 from rookery.examples.learning import Learned, Replier
 from rookery.examples.words import KINDS, THINGS, assistant, system, user
@@ -145,21 +143,14 @@ def report(folder: Any, run: Learned, facts: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where results go; a new folder in runs/")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of the player")
+    parser = learning.options(__doc__, STEPS, "the player")
     parser.add_argument("--swap", type=int, default=SWAP_STEPS, help="steps between replacements of the rival")
     given = parser.parse_args()
-    folder = learning.output_folder("word-game", given.folder)
-    jobs: dict[str, Any] = {"word-game": (WordGame(), job(given.steps, given.swap))}
-    try:
-        runs, facts = learning.train(jobs, folder, best_constant)
-    except RookeryError as error:
-        print(error)
-        return 1
-    passed = report(folder, runs["word-game"], facts)
-    print(f"figures: {folder / 'results.json'}, chart: {folder / 'curves.svg'}")
-    return 0 if passed else 1
+    jobs: learning.Jobs = {"word-game": (WordGame(), job(given.steps, given.swap))}
+    return learning.learn(
+        "word-game", given.folder, jobs, lambda folder, runs, facts: report(folder, runs["word-game"], facts),
+        best_constant,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

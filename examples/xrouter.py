@@ -7,7 +7,6 @@ model. The questions show no difficulty; the operation gives it away.
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 from rookery.client import Client, Job
 from rookery.environments import xrouter
 from rookery.environments.xrouter import DIFFICULTIES, XRouter, XRouterOptions
-from rookery.errors import RookeryError
 from rookery.examples import learning
 from rookery.examples.charts import Line, line_chart
 from rookery.examples.learning import Learned
@@ -113,22 +111,14 @@ def changed_pools(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where results go; a new folder in runs/")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each job")
+    parser = learning.options(__doc__, STEPS, "each job")
     parser.add_argument("--weights", type=float, nargs="+", default=list(WEIGHTS), help="weights of the cost, λ")
     given = parser.parse_args()
-    folder = learning.output_folder("xrouter", given.folder)
-    jobs = {f"xrouter-{weight:g}": (environment(weight), job(given.steps)) for weight in given.weights}
-    after = changed_pools if "xrouter-2" in jobs else None
-    try:
-        runs, facts = learning.train(jobs, folder, after)
-    except RookeryError as error:
-        print(error)
-        return 1
-    passed = report(folder, given.weights, runs, facts)
-    print(f"figures: {folder / 'results.json'}, charts: {folder / 'pareto.svg'} and {folder / 'curves.svg'}")
-    return 0 if passed else 1
+    jobs: learning.Jobs = {f"xrouter-{weight:g}": (environment(weight), job(given.steps)) for weight in given.weights}
+    return learning.learn(
+        "xrouter", given.folder, jobs, lambda folder, runs, facts: report(folder, given.weights, runs, facts),
+        changed_pools if "xrouter-2" in jobs else None, "charts: {folder}/pareto.svg and {folder}/curves.svg",
+    )  # fmt: skip
 
 
 def report(folder: Any, weights: Sequence[float], runs: dict[str, Learned], facts: dict[str, Any]) -> bool:

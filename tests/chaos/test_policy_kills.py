@@ -6,17 +6,16 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.storage.test_standby import Serving
-from tests.support.faces import ScriptedWorker, job, tokenizer, write_model
+from tests.chaos.test_service_kills import scripted_service
+from tests.support.faces import job, write_model
 from tests.support.waiting import until
 
-from rookery.client import Client
 from rookery.storage.artifacts import Artifacts
 
 KILLS = 6
@@ -60,13 +59,7 @@ def test_kills_between_the_commits_of_two_policies_lose_and_repeat_nothing(tmp_p
     source = id = frozen = ""
     apart = 0
     for kill in range(KILLS + 1):
-        with ExitStack() as opened:
-            service = Serving(tmp_path, "data", f"sqlite:///{path}")
-            opened.callback(service.kill)
-            service.until("Rookery serves")
-            key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
-            client = opened.enter_context(Client(service.url, key))
-            opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+        with scripted_service(tmp_path) as (service, client):
             if not source:
                 begun = client.submit(job(name="source", stop={"steps": 1}))
                 begun.wait(PATIENCE)

@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,19 @@ PAUSE = 0.1
 """Seconds between two looks: each asks for every job."""
 
 
+@contextmanager
+def scripted_service(root: Path) -> Iterator[tuple[Serving, Client]]:
+    """A service in a process of its own with a scripted worker, and the administrator's client. It ends by a kill."""
+    with ExitStack() as opened:
+        service = Serving(root, "data", f"sqlite:///{root}/data/rookery.db")
+        opened.callback(service.kill)
+        service.until("Rookery serves")
+        key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
+        client = opened.enter_context(Client(service.url, key))
+        opened.enter_context(ScriptedWorker(service.url, token, tokenizer(root)))
+        yield service, client
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(2))
 def test_every_job_resumes_by_itself_after_random_kills(seed: int, tmp_path: Path) -> None:
@@ -35,13 +49,7 @@ def test_every_job_resumes_by_itself_after_random_kills(seed: int, tmp_path: Pat
     endless = [job(name=f"job{number}", seed=number, stop={"steps": 1_000_000}) for number in range(JOBS)]
     ids: list[str] = []
     for kill in range(KILLS + 1):
-        with ExitStack() as opened:
-            service = Serving(tmp_path, "data", f"sqlite:///{tmp_path}/data/rookery.db")
-            opened.callback(service.kill)
-            service.until("Rookery serves")
-            key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
-            client = opened.enter_context(Client(service.url, key))
-            opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+        with scripted_service(tmp_path) as (_, client):
             ids = ids or [client.submit(one).id for one in endless]
             if kill < KILLS:
                 time.sleep(moments.uniform(0.0, LONGEST_LIFE))

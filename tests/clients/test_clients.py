@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import transformers
 from openai import OpenAI
 from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
 from tests.support.small_model import save_small_model
@@ -47,11 +46,7 @@ class AddingWorker(ScriptedWorker):
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     root = tmp_path_factory.mktemp("clients")
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
-    base = str(save_small_model(root / "small", config=config))
+    base = str(save_small_model(root / "small", context=8192))
     with served(root / "scripted") as scripted, served(root / "random", models=base, workers=1, threads=1) as random:
         settings = scripted.settings
         path = model_folder(settings.cache, MODEL) / CONFIG

@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-import transformers
 from openai import OpenAI
 from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
 from tests.support.small_model import save_small_model
@@ -38,11 +37,7 @@ CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OpenAI, str]]:
     """A random model: a schema alone makes its text JSON."""
     root = tmp_path_factory.mktemp("tools")
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
-    base = str(save_small_model(root / "small", config=config))
+    base = str(save_small_model(root / "small", context=2048))
     settings = {"models": base, "workers": 1, "threads": 1, "flush_seconds": 0.02, "answer_tokens": 120}
     with (
         served(root, **settings) as service,

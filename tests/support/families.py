@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import transformers
 
@@ -127,3 +129,18 @@ def tiny_config(family: str) -> transformers.PreTrainedConfig:
         del sizes["head_dim"]
     fitting = {name: size for name, size in sizes.items() if name in fields or name == "pad_token_id"}
     return transformers.AutoConfig.for_model(family, **fitting)
+
+
+def flat_lora(found: Mapping[str, torch.Tensor], layers: int) -> torch.Tensor:
+    """PEFT's values by parameter of a Llama-like model, in the order of a policy's flat vector."""
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return torch.cat(
+        [
+            found[name].flatten()
+            for side in "AB"
+            for layer in range(layers)
+            for module in modules
+            for name in found
+            if f"layers.{layer}." in name and f".{module}.lora_{side}." in name
+        ]
+    )

@@ -22,10 +22,11 @@ def save_small_model(
     config: transformers.PreTrainedConfig | None = None,
     *,
     hidden: int = 64,
+    context: int = 512,
     reverse: bool = False,
 ) -> Path:
-    """Writes config, weights, tokenizer and chat template; the context is 512 tokens. Another family's ``config`` gets
-    the tokenizer's sizes. With ``reverse`` each token has another id than without."""
+    """Writes config, weights, tokenizer and chat template; ``context`` is in tokens. Another family's ``config`` gets the
+    tokenizer's sizes. With ``reverse`` each token has another id than without."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +39,7 @@ def save_small_model(
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
     )
     config.vocab_size, config.bos_token_id = tokenizer.get_vocab_size(), None

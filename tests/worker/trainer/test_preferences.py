@@ -11,6 +11,7 @@ import msgspec
 import peft
 import pytest
 import torch
+from tests.support.families import flat_lora
 from tests.worker.trainer.test_trainer import (
     HF,
     LLAMA,
@@ -78,21 +79,6 @@ def by_autograd(folder: Path, start: Path | None) -> tuple[float, dict[str, torc
     return total, found
 
 
-def flat(found: dict[str, torch.Tensor]) -> torch.Tensor:
-    """In the order of a policy's flat vector."""
-    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return torch.cat(
-        [
-            found[name].flatten()
-            for side in "AB"
-            for layer in range(LLAMA.num_hidden_layers)
-            for module in modules
-            for name in found
-            if f"layers.{layer}." in name and f".{module}.lora_{side}." in name
-        ]
-    )
-
-
 @pytest.mark.parametrize("warm", [False, True], ids=["base", "start"])
 @pytest.mark.parametrize("slice_tokens", [4096, 16])
 def test_loss_and_gradient_equal_those_of_autograd(tmp_path: Path, warm: bool, slice_tokens: int) -> None:
@@ -110,7 +96,7 @@ def test_loss_and_gradient_equal_those_of_autograd(tmp_path: Path, warm: bool, s
     assert done["fb"].metrics["pairs"] == 3
     for op in ("look", "fb"):
         assert done[op].metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
-    close(gradient(at), flat(found), share=1e-4)
+    close(gradient(at), flat_lora(found, LLAMA.num_hidden_layers), share=1e-4)
 
 
 def test_two_policies_of_pairs_share_a_pass(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import peft
 import pytest
 import torch
 import transformers
-from tests.support.families import SIZES
+from tests.support.families import SIZES, flat_lora
 from torch import Tensor
 
 from rookery import protocol
@@ -177,17 +177,7 @@ def reference(
             (-w * (logp.detach() - q).exp().clamp(max=4.0) * a * logp).sum().backward()
             logprobs += [x for x, weight in zip(logp.tolist(), m.weights, strict=True) if weight]
     found = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
-    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return torch.cat(
-        [
-            found[name].flatten()
-            for side in "AB"
-            for layer in range(config.num_hidden_layers)
-            for module in modules
-            for name in found
-            if f"layers.{layer}." in name and f".{module}.lora_{side}." in name
-        ]
-    ), logprobs
+    return flat_lora(found, config.num_hidden_layers), logprobs
 
 
 by_peft: dict[str, tuple[Tensor, list[float]]] = {}
