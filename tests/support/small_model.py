@@ -25,8 +25,8 @@ def save_small_model(
     context: int = 512,
     reverse: bool = False,
 ) -> Path:
-    """Writes config, weights, tokenizer and chat template; ``context`` is in tokens. Another family's ``config`` gets the
-    tokenizer's sizes. With ``reverse`` each token has another id than without."""
+    """Writes config, weights, tokenizer and chat template; ``context`` is in tokens. Another family's ``config`` gets
+    the tokenizer's sizes. With ``reverse`` each token has another id than without."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -152,7 +152,7 @@ class JobValidator:
         rows = []
         for name, policy in spec.policies.items():
             if policy.base or policy.follows is not None:
-                continue  # it has no versions of its own
+                continue  # it does not have its own versions
             new = PolicyRow(
                 id=services.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank,
                 alpha=policy.scale_alpha, targets=[] if policy.full else list(policy.targets),

@@ -2,7 +2,7 @@
 
 The models are simulated: a model is its accuracy by difficulty and its price per call, and its answers are drawn from
 the episode's seed. The policy calls models as tools, ``call_low(...)``, and ends with ``select_response(call_1)`` or
-with an answer of its own. A wrong answer earns nothing however cheap it was; a right one earns ``success`` less its
+with its own answer. A wrong answer earns nothing however cheap it was; a right one earns ``success`` less its
 weighed cost. The task is that of xRouter (arXiv 2510.08439).
 """
 

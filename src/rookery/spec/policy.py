@@ -332,7 +332,7 @@ _FOREIGN_WEIGHTS = {
 
 
 class FollowsSpec(StrictModel):
-    """A policy without weights of its own: it replies with an earlier version of another policy of the job, as the
+    """A policy without its own weights: it replies with an earlier version of another policy of the job, as the
     opponent in self-play does."""
 
     policy: Name

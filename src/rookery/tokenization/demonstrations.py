@@ -2,7 +2,7 @@
 
 A reply is learned as it would be sampled: after the prompt that the chat template writes for it, up to and with the
 token that ends it. Where the template writes earlier turns differently once others follow (such as those without their
-reasoning), each reply has a sequence of its own.
+reasoning), each reply has a separate sequence.
 """
 
 from __future__ import annotations

@@ -446,7 +446,7 @@ class ToolSupport:
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of a call of one of these tools. Each tool's schema is a definition of its own, to which its
+    """The JSON schema of a call of one of these tools. Each tool's schema is a separate definition, to which its
     references point. Raises :class:`UserError` for one whose parts are not of the right type."""
     calls, definitions = [], {}
     for number, tool in enumerate(tools):

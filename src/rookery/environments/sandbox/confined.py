@@ -11,7 +11,7 @@ the machine and other programs, not the result: code that takes the part of this
 and reports what it likes. This process takes a report for a stranger's text (:func:`reported`), bounds its address
 space, and computes no result but the one of that program.
 
-A program runs in a process of its own with limits of memory, files, processes and processor time, and under a seccomp
+A program runs in a separate process with limits of memory, files, processes and processor time, and under a seccomp
 filter that allows no further process, no program, no socket, and no signal to another process. This process kills it
 when its processor time, its time by the clock or its output exceeds the limit. The only writable folder is emptied
 after every program; where that takes long, this process ends, and the folder with it.
@@ -59,7 +59,7 @@ MOST_REPORTED = 10_000
 """Most checks of a program whose results are reported."""
 
 DEEPEST_VALUE = 100
-"""Most levels of a called function's value: every reader of JSON has a limit of its own."""
+"""Most levels of a called function's value: every reader of JSON has its own limit."""
 
 OWN_MEMORY = 512 << 20
 """Bytes of address space that this process may take in addition to those that it has when it is warm: the largest

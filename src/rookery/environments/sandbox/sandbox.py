@@ -41,7 +41,7 @@ PROGRAMS = {"bubblewrap": "bwrap", "gvisor": "runsc"}
 
 CONFINEMENTS = 2
 """Most confinements of one sandbox. Each is one warm Python of 15 MB; more of them do not finish sooner on few cores,
-and each job has a sandbox of its own."""
+and each job has its own sandbox."""
 
 START_SECONDS = 60.0
 """Longest start of a confinement: 0.1 s with bubblewrap on a quiet machine, seconds with gVisor."""
