@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 import openai
 import pytest
 from openai import OpenAI
@@ -119,14 +119,14 @@ def test_forced_call_follows_the_schema_of_its_tool(small: tuple[OpenAI, str]) -
         call = answer.choices[0].message.tool_calls[0].function
         assert answer.to_dict()["trainable"] is False and answer.choices[0].finish_reason == "tool_calls"
         if call.name == "add" or choice == NAMED:
-            jsonschema.validate(json.loads(call.arguments), ADD["function"]["parameters"])
+            jsonschema_rs.validate(ADD["function"]["parameters"], json.loads(call.arguments))
         content, calls, finish = streamed(*small, tools=[ADD, NOW], tool_choice=choice)
         assert (content, finish, calls[0]["arguments"]) == ("", "tool_calls", call.arguments)
 
 
 def test_reply_follows_its_response_format(small: tuple[OpenAI, str]) -> None:
     answer = asked(*small, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}})
-    jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+    jsonschema_rs.validate(SCHEMA, json.loads(answer.choices[0].message.content))
     assert answer.choices[0].finish_reason == "stop" and answer.to_dict()["trainable"] is False
     free = asked(*small, response_format={"type": "json_object"}, temperature=0.2, max_tokens=100)
     assert free.choices[0].message.content.startswith("{")
@@ -252,7 +252,7 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
     client, base = small
     form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
     answer = client.responses.create(model=base, input="?", text=form)
-    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+    jsonschema_rs.validate(SCHEMA, json.loads(answer.output_text))
     assert answer.to_dict()["trainable"] is False
     cut = client.responses.create(model=base, input="?", max_output_tokens=2, include=["message.output_text.logprobs"])
     assert cut.status in ("incomplete", "completed")

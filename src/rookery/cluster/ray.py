@@ -243,10 +243,10 @@ class RayActors:
 
     async def _gpus(self, *, spot: bool) -> float:
         """GPUs of a worker."""
-        import ray
-
         if self._settings.ray_gpus != "auto":
             return self._settings.ray_gpus
+        import ray
+
         nodes = await asyncio.to_thread(ray.nodes)
         return float(any(node["Resources"].get("GPU", 0) >= 1 for node in self._candidates(nodes, spot=spot)))
 

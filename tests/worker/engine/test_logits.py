@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 import numpy as np
 import pytest
 import torch
@@ -171,7 +171,7 @@ def test_text_follows_its_schema_in_a_batch_and_resumed(chat: Chat) -> None:
     for seed in range(2):
         tokens, last = texts[f"json {seed}"]
         assert last.finish == "stop"
-        jsonschema.validate(json.loads(chat.decode(tokens)), PERSON)
+        jsonschema_rs.validate(PERSON, json.loads(chat.decode(tokens)))
     tokens = texts["json 1"][0]
     engine.submit(
         order(name="moved", **common, seed=1, logits=schema, temperature=1.5, prefix_tokens=tokens[: len(tokens) // 2])
