@@ -47,7 +47,7 @@ SEED_STRIDE = 100
 STAGES = ("queue", "generation", "environment", "waiting", "train", "commit")
 """Of a metrics row's ``seconds/…``: the first three of a mean episode, the others of the step."""
 TURNS = 3
-ONE_TENANT = {"max_rows": COMPLETIONS, "tenant_turn_share": 1.0}
+ONE_TENANT: dict[str, Any] = {"max_rows": COMPLETIONS, "tenant_turn_share": 1.0}
 """As many rows as one job's step has, taken by one tenant in a turn: passes are not shared."""
 
 

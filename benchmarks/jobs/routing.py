@@ -20,7 +20,7 @@ from benchmarks.lib.harness import Result
 
 from rookery.algorithms.advantages import advantages, has_variance
 from rookery.environments.base import Reply
-from rookery.environments.xrouter import DIFFICULTIES, XRouter, XRouterOptions, optimum
+from rookery.environments.xrouter import DIFFICULTIES, Difficulty, XRouter, XRouterOptions, optimum
 
 STEPS, GROUP, GROUPS = 120, 8, 6
 RATE = 0.12
@@ -84,7 +84,9 @@ def train(arm: Arm, seed: int, steps: int = STEPS, **options: Any) -> Curve:
     curve = Curve()
     for step in range(steps):
         played = []
-        moved: dict[str, dict[str, float]] = {difficulty: dict.fromkeys(table[difficulty], 0.0) for difficulty in table}
+        moved: dict[Difficulty, dict[str, float]] = {
+            difficulty: dict.fromkeys(table[difficulty], 0.0) for difficulty in table
+        }
         for number in range(GROUPS):
             prompt = prompts[(step * GROUPS + number) % len(prompts)]
             shares = probabilities(table[prompt["difficulty"]])

@@ -71,7 +71,12 @@ class Contender:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         late = threading.Event()
-        patience = threading.Timer(PATIENCE_SECONDS, lambda: (late.set(), self._process.kill()))
+
+        def give_up() -> None:
+            late.set()
+            self._process.kill()
+
+        patience = threading.Timer(PATIENCE_SECONDS, give_up)
         patience.start()
         try:
             for line in self._process.stdout:

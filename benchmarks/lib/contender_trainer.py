@@ -105,6 +105,6 @@ if __name__ == "__main__":
     def run(what: str = "train", **task: Any) -> dict[str, Any]:
         if what == "floor":
             return {"seconds": training.floor(**task)}
-        return {"train": training.run, "groups": training.groups}[what](**task)
+        return training.groups(**task) if what == "groups" else training.run(**task)
 
     serve({"torch": torch.__version__, "threads": torch.get_num_threads()}, run)

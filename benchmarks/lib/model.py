@@ -12,6 +12,7 @@ from benchmarks.lib.orders import trained_adapter
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.model import convert
+from rookery.worker.model import published as published_layout
 from rookery.worker.model.adapter import write_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import best_dtype
@@ -33,7 +34,7 @@ def ours() -> Path:
 
 def published() -> Path:
     """The same weights under the names of a ``LlamaForCausalLM`` checkpoint."""
-    return convert.published(ours())
+    return published_layout.published(ours())
 
 
 def start_peer(name: str, home: str, script: str, *more: str, environment: dict[str, str] | None = None) -> Contender:

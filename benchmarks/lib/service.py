@@ -52,7 +52,7 @@ def service(data: Path | None = None, **settings: Any) -> Iterator[Bench]:
     that goes."""
     with ExitStack() as stack:
         folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        given = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
+        given: dict[str, Any] = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
         embedded = stack.enter_context(EmbeddedService(Settings.load(data=folder, **{"tenant_jobs": 64, **given})))
         client = stack.enter_context(rookery.Client(embedded.url, embedded.key))
         if given.get("workers", 1):

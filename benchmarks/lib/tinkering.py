@@ -23,7 +23,7 @@ from rookery.settings import Settings
 def tinkering(**settings: Any) -> Iterator[EmbeddedService]:
     """A service with one worker, in a folder that goes when it ends. Calls wait for the worker by themselves."""
     with tempfile.TemporaryDirectory() as folder:
-        given = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
+        given: dict[str, Any] = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
         with EmbeddedService(Settings.load(data=Path(folder), **given)) as embedded:
             yield embedded
 

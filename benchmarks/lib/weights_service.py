@@ -122,7 +122,7 @@ def application(artifacts: Artifacts) -> FastAPI:
     @app.post("/replicate/{digest}")
     async def replicate(digest: str, arm: str, receivers: str, rank: int = 0) -> float:
         """Workers receive the artifact; the time at which that was decided."""
-        store_module.plan_routes = ARMS[arm]  # type: ignore[assignment]
+        store_module.plan_routes = ARMS[arm]
         ref = protocol.AdapterRef(policy=digest, version=1, hash=digest, rank=rank, alpha=1.0)
         in_use[:] = [ref]
         weights.retain(ref)

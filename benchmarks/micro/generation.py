@@ -80,9 +80,9 @@ def main() -> None:
                         floors.append(1000 * floor["seconds"])
                         own_floors.append(1000 * floor["ours"])
             for name in list(peers):
-                answer = attempt(result, peers, name, **warm) and attempt(result, peers, name, **task)
-                if turn and answer is not None:
-                    speeds.setdefault(name, []).append(answer["tokens"] / answer["seconds"])
+                measured = attempt(result, peers, name, **warm) and attempt(result, peers, name, **task)
+                if turn and measured is not None:
+                    speeds.setdefault(name, []).append(measured["tokens"] / measured["seconds"])
         for name, values in speeds.items():
             rows[name, count] = result.add(f"{count} sequences, {name}", values, "tokens/s")
         step = result.add(f"{count} sequences, Rookery's decode step, 4 adapters", steps[4], "ms")

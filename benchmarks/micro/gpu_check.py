@@ -104,10 +104,14 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[Check]:
     found = []
     for window in (0, 33):
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        wanted = varlen_attention(*leaves, SequenceBounds.from_lengths(queries, keys, "cpu"), window)
+        wanted = varlen_attention(
+            leaves[0], leaves[1], leaves[2], SequenceBounds.from_lengths(queries, keys, "cpu"), window
+        )
         wanted_gradients = torch.autograd.grad(wanted, leaves, g.double())
         leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
-        got = varlen_attention(*leaves, SequenceBounds.from_lengths(queries, keys, device), window)
+        got = varlen_attention(
+            leaves[0], leaves[1], leaves[2], SequenceBounds.from_lengths(queries, keys, device), window
+        )
         gradients = torch.autograd.grad(got, leaves, g.to(device))
         found.append(Check(f"attention over sequences, window {window}", _apart(got, wanted), 0.005))
         worst = max(_apart(*pair) for pair in zip(gradients, wanted_gradients, strict=True))
@@ -117,7 +121,9 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[Check]:
     for where, values in ((torch.device("cpu"), (x.double() for x in (q[:4], k, v))), (device, (q[:4], k, v))):
         at = [torch.tensor(x, device=where) for x in (*starts, *lengths)]
         mine = [x.to(where) for x in values]
-        both = [range_attention(*mine, KeyRanges(at[i], at[2 + i], max_length=512)) for i in range(2)]
+        both = [
+            range_attention(mine[0], mine[1], mine[2], KeyRanges(at[i], at[2 + i], max_length=512)) for i in range(2)
+        ]
         out.append(merge_attention(both[0], both[1]))
     return [*found, Check("attention over two ranges of a pool", _apart(out[1], out[0]), 0.005)]
 

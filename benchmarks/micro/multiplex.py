@@ -142,14 +142,14 @@ def main() -> None:
         process.close()
     base = {kind: statistics.median(values) for kind, values in alone.items()}
     lines, slowdown = [], {}
-    for pair, runs in together.items():
+    for both, runs in together.items():
         slow = [
             statistics.median(run[i] / whole for run, whole in zip(runs, alone[kind], strict=True))
-            for i, kind in enumerate(pair)
+            for i, kind in enumerate(both)
         ]
         speed = sum(1 / factor for factor in slow)
-        slowdown["|".join(pair)] = slow
-        named = [f"{kind} ({base[kind]:.0f} ms)" for kind in pair]
+        slowdown["|".join(both)] = slow
+        named = [f"{kind} ({base[kind]:.0f} ms)" for kind in both]
         lines.append([*named, *slow, speed, "yes" if speed > PAYS else "no"])
     result.data |= {"slowdown": slowdown, "alone": base, "repeats": alone}
     head = ["work a (alone)", "work b (alone)", "s of a", "s of b", "1/s_a + 1/s_b", f"above {PAYS}"]

@@ -55,7 +55,8 @@ def main() -> None:
 
 def _packed(result: Result, ours: Contender, pairs: int) -> None:
     """Each packed step against the unpacked one beside it, which comes first and last by turns."""
-    alone, packed = [], []
+    alone: list[float] = []
+    packed: list[float] = []
     for pair in range(pairs):
         both = [(alone, [[128] * 8]), (packed, [[128] * 2] * TENANTS)]
         for speeds, shapes in both if pair % 2 else both[::-1]:

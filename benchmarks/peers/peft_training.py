@@ -1,6 +1,6 @@
 """PEFT on transformers as a contender in training: forward, backward, AdamW on one LoRA adapter.
 
-python peft_training.py MODEL TYPE
+python peft_training.py MODEL TYPE [TARGET …]: without targets, every linear layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from benchmarks.lib.workload import random_ids
 
 if __name__ == "__main__":
     base = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
-    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    targets = sys.argv[3:] or "all-linear"
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, config)
     model.train()
     weights = [p for p in model.parameters() if p.requires_grad]

@@ -61,13 +61,15 @@ class Meter:
     def __init__(self) -> None:
         self.peers = 0
         """Nanoseconds of the modelled peers."""
+        self.decoders: dict[NetworkConnection, Any] = {}
+        """Of the frames that arrive."""
         self.events: Counter[str] = Counter()
         self.handling: defaultdict[str, int] = defaultdict(int)
         """Nanoseconds by kind of frame, from its arrival until the next is waited for."""
         self._came: tuple[str, int] | None = None
 
     def arrived(self, connection: NetworkConnection, frame: bytes) -> None:
-        message = protocol.decode(connection.decoder, frame)
+        message = protocol.decode(self.decoders[connection], frame)
         kind = type(message).__name__
         self.events[kind] += max(1, len(message.chunks)) if isinstance(message, protocol.Output) else 1
         self._came = (kind, time.thread_time_ns())
@@ -90,6 +92,9 @@ class TimedCoroutine(Coroutine[Any, Any, Any]):
     def throw(self, *error: Any) -> Any:
         return self._timed(self._coroutine.throw, *error)
 
+    def close(self) -> None:
+        self._coroutine.close()
+
     def __await__(self) -> Any:
         return self._coroutine.__await__()
 
@@ -109,7 +114,7 @@ class Quiet(Run):
     def dial(self, kind: Literal["worker", "host"]) -> PeerEnd:
         end = super().dial(kind)
         connection = end.network
-        connection.decoder = protocol.from_worker if kind == "worker" else protocol.from_host
+        self.meter.decoders[connection] = protocol.from_worker if kind == "worker" else protocol.from_host
         connection.observer = self.meter  # instead of the checks
         send = connection.send
 
@@ -203,7 +208,7 @@ def main() -> None:
             slope = exponent(options.workers, medians)
             span = f"{options.workers[0]} to {options.workers[-1]} workers"
             result.judge(f"exponent <= {TARGET} from {span}, {name}", f"{slope:.3f}", slope <= TARGET)
-        for kind in ("Output", "Beat"):
+        for kind in ("Output", "Heartbeat"):
             times = [run["handling"][kind] for run in by_kind]
             slope = exponent(options.workers, times) if len(times) > 1 else math.nan
             shown = ", ".join(f"{value:.1f}" for value in times)

@@ -111,7 +111,7 @@ def ray_start(result: Result, times: int) -> None:
     spent: dict[str, list[float]] = {"node": [], "ray": [], "hand": []}
     settings = {"cluster": "ray", "ray_address": cluster.address, "workers": 0, "ray_spot_workers": 1}
     try:
-        with service(**settings) as bench:  # type: ignore[arg-type]
+        with service(**settings) as bench:
 
             def serving() -> float:
                 """Seconds until a worker serves."""
@@ -184,6 +184,7 @@ def child(processes: int, rank: int) -> None:
     from benchmarks.lib.workload import random_ids
 
     from rookery import protocol
+    from rookery.tokenization.registry import BaseReference
     from rookery.worker.model.config import DecoderConfig
     from rookery.worker.model.decoder import best_dtype
     from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
@@ -192,7 +193,7 @@ def child(processes: int, rank: int) -> None:
     model = ours()
     trainer = FsdpTrainer(
         lambda: TrainingGroup(GroupOptions(processes, model, best_dtype())), model, max_rank=RANK, slice_tokens=1024,
-        base_model=MODEL, memory_bytes=1 << 40, max_tokens=4096, exports=Path(tempfile.gettempdir()),
+        base=BaseReference(MODEL), memory_bytes=1 << 40, max_tokens=4096, exports=Path(tempfile.gettempdir()),
     )  # fmt: skip
     load_policies(trainer, 1, rank)
     batch = protocol.TrainingBatch(

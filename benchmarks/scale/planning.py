@@ -97,7 +97,7 @@ def _optimum(result: Result, cases: int) -> None:
 
 
 def _ablation(result: Result, seeds: int) -> None:
-    arms: dict[str, dict[str, bool]] = {
+    arms: dict[str, dict[str, Any]] = {
         "genetic search with halving": {},
         "without halving": {"halving": False},
         "without exchanges (random choices, halving)": {"swaps": False},
@@ -122,7 +122,9 @@ def _ablation(result: Result, seeds: int) -> None:
 
 
 def _correlation(result: Result, plans: int) -> None:
-    random, predicted, simulated = Random(3), [], []
+    random = Random(3)
+    predicted: list[float] = []
+    simulated: list[float] = []
     while len(predicted) < plans:
         described, demands = fleet(random, random.choice((2, 3, 4))), jobs(random)
         devices = devices_of(described)

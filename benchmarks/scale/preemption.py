@@ -184,8 +184,8 @@ def training(result: Result) -> None:
                     place.kill(chance.choice(THREE))
                     deaths += 1
                 (after,) = end_of(place, [job])
-                after.holds()
-                equal += after.tells_the_same(calm[seed])
+                after.check()
+                equal += after.assert_equal_episodes(calm[seed])
                 compared += len(after.outcomes)
             migrated, losses = place.metric_total("requests_migrated"), place.metric_total("worker_losses")
             tried = place.metric_total("training_retries")
@@ -268,8 +268,8 @@ def restart(result: Result) -> None:
                 place.wait_for_episodes([job], (death * 8 + 2, 0.1))
                 place.kill("service")
             story = end_of(place, [job])[0]
-            story.holds()
-            same = story.tells_the_same(calm)
+            story.check()
+            same = story.assert_equal_episodes(calm)
             after = sum(generated(place, worker, 0) for worker in THREE)
             again = after - before - story.sampled
             twice = json.loads(story.row["counters"])["tokens"] - story.sampled

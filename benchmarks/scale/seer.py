@@ -154,8 +154,8 @@ async def _step(arm: str, curve: str, load: Load, chunk: int, folder: Path) -> C
         load=0.0, latency=0.0,
     )  # fmt: skip
     lengths, step = load.lengths(), machine.decode_step(rows)
-    settings = Settings(
-        data=folder, cache=folder, flush_seconds=16 * step, heartbeat_seconds=32 * step, suspect_seconds=1e6,
+    settings = Settings.load(
+        {}, data=folder, cache=folder, flush_seconds=16 * step, heartbeat_seconds=32 * step, suspect_seconds=1e6,
         rollout_chunk_tokens=0 if arm in ("whole groups", "requests") else chunk, context_order=arm == "context",
         dispatch_ahead=10**6 if arm == "whole groups" else 0, stuck_seconds=1e6, request_timeout_seconds=1e6,
     )  # fmt: skip
@@ -184,7 +184,7 @@ async def _step(arm: str, curve: str, load: Load, chunk: int, folder: Path) -> C
     if arm == "oracle":
         order = rollouts.queues.orders["job"] = LongestFirst()
         order.lengths = lengths
-        rollouts.queues.remaining = lambda one, least: lengths[_number(one)] - len(one.result.tokens)  # type: ignore[method-assign]
+        rollouts.queues.remaining = lambda one, least: lengths[_number(one)] - len(one.result.tokens)  # type: ignore[method-assign,assignment]
 
     def dial() -> Any:
         ours, theirs = connection_pair()

@@ -300,7 +300,7 @@ def add_growth(result: Result, soak: Soak, long: bool, why: str = "") -> None:
     for role in ("worker", "service", "environments"):
         lived = longest_life(soak.looks, role)
         for number, (what, unit, scale) in enumerate(FIGURES, start=1):
-            grown = slope(lived, lambda look, at=(role, number): look.seen[at[0]][at[1]])  # type: ignore[misc]
+            grown = slope(lived, lambda look, at=(role, number): look.seen[at[0]][at[1]])
             values = [look.seen[role][number] * scale for look in lived] or [0.0]
             result.add(f"{role}: {what}", values, unit, f"at most {max(values):.0f}; {grown:+.3g} a job")
             if (role, what) == ("worker", "memory"):
