@@ -28,6 +28,7 @@ from rookery.environments.base import Environment, Step
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.host import Host, Hosted
+from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.errors import UserError
 
 
@@ -363,6 +364,10 @@ async def test_episodes_outlive_a_broken_link() -> None:
         assert (await controller.ask(step("e1", 1, "b"))).messages[0].content == "Step 2."
 
 
+def asks_nobody(job: str, question: ModelQuestion) -> ModelAnswer:
+    raise AssertionError
+
+
 async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
     """However many there are, and however long it has been idle."""
 
@@ -370,7 +375,7 @@ async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    episodes = Episodes(UserCodeExecutor(), prototype)
+    episodes = Episodes(UserCodeExecutor(), prototype, asks_nobody)
     names = [f"e{number}" for number in range(10_001)]
     turns = [episodes.reset(reset(name)) for name in names]
     await asyncio.sleep(0)

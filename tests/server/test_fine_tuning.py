@@ -156,7 +156,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo"),
     ({"method": {"type": "reinforcement"}}, "method.reinforcement"),
     ({"method": {"type": "reinforcement", "reinforcement": {"grader": {"type": "python", "source": ""}}}},
+     "method.reinforcement.grader.source"),
+    ({"method": {"type": "reinforcement", "reinforcement": {"grader": {"type": "endpoint", "url": "http://x"}}}},
      "method.reinforcement.grader.type"),
+    ({"method": {"type": "reinforcement", "reinforcement": {"grader": {
+        "type": "score_model", "model": "nobodys", "input": [{"role": "user", "content": "x"}]}}}},
+     "method.reinforcement.grader.model"),
     ({"method": {"type": "reinforcement", "reinforcement": {"grader": {**GRADER, "calculate_output": "x"}}}},
      "method.reinforcement.grader"),
     ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
@@ -226,3 +231,105 @@ def test_a_paused_job_survives_a_kill_and_mistakes_name_their_argument(tmp_path:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+JUDGE: dict[str, Any] = {
+    "type": "score_model", "name": "judge", "model": MODEL, "range": [0, 1],
+    "input": [{"role": "user", "content": "Rate from 0 to 1 how polite this is: {{ sample.output_text }}"}],
+    "sampling_params": {"max_completions_tokens": 24, "temperature": 0},
+}  # fmt: skip
+LABEL: dict[str, Any] = {
+    "type": "label_model", "name": "label", "model": MODEL, "labels": ["yes", "no"], "passing_labels": ["yes", "no"],
+    "input": [{"role": "developer", "content": "Answer yes or no."}, {"role": "user", "content": [
+        {"type": "input_text", "text": "Is {{ item.answer }} polite?"}]}],
+}  # fmt: skip
+
+
+def python(source: str) -> dict[str, Any]:
+    return {"type": "python", "name": "python", "source": source}
+
+
+SHORT = "def grade(sample, item):\n    return 1 / (1 + len(sample['output_text'].split()))"
+RUNNING = {
+    "type": "multi", "name": "all",
+    "graders": {"short": python(SHORT), "judge": JUDGE, "label": LABEL},
+    "calculate_output": "short + 0.1 * judge * label",
+}  # fmt: skip
+
+INVALID: list[tuple[dict[str, Any], str]] = [
+    (python("x = 1"), "grader.source"),
+    (python("def grade(sample): return 1"), "grader.source"),
+    (python("async def grade(sample, item): return 1"), "grader.source"),
+    (python("def grade(sample, item) return 1"), "grader.source"),
+    (python("while True: pass"), "grader.source"),
+    ({**python(SHORT), "image_tag": "2025-05-08"}, "grader.image_tag"),
+    ({**JUDGE, "model": "nobodys"}, "grader.model"),
+    ({**JUDGE, "input": [{"role": "user", "content": "{{ nothing }}"}]}, "grader"),
+    ({**JUDGE, "input": [{"role": "tool", "content": "x"}]}, "grader.input.0.role"),
+    ({**JUDGE, "range": [1, 0]}, "grader.range"),
+    ({**LABEL, "passing_labels": ["maybe"]}, "grader"),
+    ({**RUNNING, "graders": {"both": RUNNING}}, "grader.graders.both.type"),
+    ({**RUNNING, "calculate_output": "short + none"}, "grader"),
+]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+def test_graders_that_run_python_and_models_are_tried_and_train(tmp_path: Path) -> None:
+    settings = Settings.load(data=tmp_path / "data", port=0, models=MODEL)
+    with EmbeddedService(settings) as service:
+        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0)
+        until(lambda: any(one.id == MODEL for one in client.models.list()), patience=SECONDS)
+        trials: Any = client.fine_tuning.alpha.graders
+
+        def run(grader: dict[str, Any], sample: str = "two words", item: Any = None) -> Any:
+            return trials.run(grader=grader, model_sample=sample, item=item or {"answer": "thanks"})
+
+        for grader in (python(SHORT), JUDGE, LABEL, RUNNING):
+            assert trials.validate(grader=grader).to_dict()["grader"] == grader
+            tried = run(grader)
+            errors = tried.metadata.errors.to_dict()
+            assert not any(value for value in errors.values()), errors
+            assert tried.metadata.type == grader["type"]
+        assert run(python(SHORT)).reward == pytest.approx(1 / 3)
+        assert run(LABEL).reward == 1
+        tried = run(RUNNING)
+        assert set(tried.sub_rewards) == {"short", "judge", "label"}
+        assert tried.sub_rewards["short"] == pytest.approx(1 / 3)
+        used = tried.model_grader_token_usage_per_model[MODEL]
+        assert used["prompt_tokens"] > 20 and used["completion_tokens"] > 4
+        for grader, param in INVALID:
+            with pytest.raises(openai.BadRequestError) as refused:
+                trials.validate(grader=grader)
+            body: Any = refused.value.body
+            assert body["param"] == param and "\n" not in body["message"], (grader, body)
+        for source, said in (
+            ("return float('nan')", "nan"), ("return None", "None"), ("return 1 / 0", "ZeroDivisionError"),
+            ("while True: print('x' * 9999)", "more than the limit"), ("while True: pass", "time limit"),
+            ("open('/etc/passwd')", "FileNotFoundError"), ("__import__('os').fork()", "PermissionError"),
+            ("__import__('socket').socket()", "PermissionError"),
+        ):  # fmt: skip
+            tried = run(python(f"def grade(sample, item):\n    {source}"))
+            errors = tried.metadata.errors
+            assert tried.reward == 0 and errors.python_grader_runtime_error, source
+            assert said in errors.python_grader_runtime_error_details, errors
+        assert run(python("x = 1")).metadata.errors.python_grader_runtime_error
+        assert run({**JUDGE, "model": "nobodys"}).metadata.errors.model_grader_server_error
+        graded = client.fine_tuning.jobs.create(
+            model=MODEL, training_file=upload(client, questions()), seed=3,
+            method={
+                "type": "reinforcement",
+                "reinforcement": {
+                    "grader": RUNNING,  # type: ignore[typeddict-item]
+                    "hyperparameters": {"batch_size": 2, "compute_multiplier": 0.5, "n_epochs": 1},
+                },
+            },
+        )  # fmt: skip
+        found = ended(client, graded.id)
+        assert found.status == "succeeded", found
+        rows = httpx.get(
+            f"{service.url}/api/v1/jobs/{graded.id.replace('ftjob', 'job')}/metrics",
+            headers={"Authorization": f"Bearer {service.key}"},
+        ).json()
+        assert {"short", "judge", "label", "grader"} <= set(rows[-1]["metrics"]), rows[-1]
+        assert rows[-1]["metrics"]["unjudged"] == 0

@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
-from rookery.errors import UserError
+from rookery.errors import RookeryError, UserError, short
 from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import jobs, sessions, tenants, versions
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
@@ -150,11 +152,13 @@ class Completions:
         logits: protocol.LogitsParams | None = None,
         score_prompt: bool = False,
         on_tokens: Callable[[SamplingResult], None] | None = None,
+        job: str = "",
     ) -> SamplingResult:
         """One completion of the class ``kind``, with the log-probabilities of its prompt if ``score_prompt``;
         ``stop_tokens`` end it in addition to the model's own; ``on_tokens`` is called with it each time that tokens
-        have arrived. A cancellation ends its generation. Raises :class:`UserError` too where the schema of ``logits``
-        takes too much work at some token."""
+        have arrived. A ``job`` that asks waits in its own queue, behind clients, within its own limits. A cancellation
+        ends its generation. Raises :class:`UserError` too where the schema of ``logits`` takes too much work at some
+        token."""
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
         ttft, tpot = self._objectives(kind, target.model)
@@ -172,18 +176,19 @@ class Completions:
             prompt_logprobs=len(prepared.prompt) if score_prompt else 0,
             top_logprobs=logits.top_logprobs if score_prompt and logits is not None else 0,
             logits=logits,
-            interactive=True,
-            ttft_ms=ttft,
-            tpot_ms=tpot,
+            interactive=not job,
+            ttft_ms=0.0 if job else ttft,
+            tpot_ms=0.0 if job else tpot,
         )
         tokens = len(generate.prompt) + generate.max_tokens
-        context.rooms.quotas.check_generation(tenant, target.model, tokens)
+        if not job:
+            context.rooms.quotas.check_generation(tenant, target.model, tokens)
         self._context.rooms.models.provide(target.model)
         async with context.rooms.collector.pin(target.adapter):
             with self._pinned(target.adapter), context.rooms.quotas.generating(tenant, target.model, tokens):
                 try:
                     return await context.rooms.rollouts.sample(
-                        SamplingRequest(tenant, name, target.model, generate), on_tokens
+                        SamplingRequest(tenant, job or name, target.model, generate, bool(job)), on_tokens
                     )
                 except GenerationFailed as error:
                     if any(text in str(error) for text in (NOT_FOLLOWED, REPLY_FAILED)):
@@ -205,6 +210,10 @@ class Completions:
             stop=sampling["stop"],
             kind="sample",
         )
+        return self._completion(found, chat, prepared, result)
+
+    @staticmethod
+    def _completion(found: Target, chat: Chat, prepared: PreparedPrompt, result: SamplingResult) -> Completion:
         ref = found.adapter
         return Completion(
             text=chat.decode(result.tokens),
@@ -215,6 +224,41 @@ class Completions:
             policy=ref.policy if ref is not None else "",
             prompt_tokens=len(prepared.prompt),
         )
+
+    async def answer_host(self, asked: protocol.AskModel) -> protocol.ModelReply:
+        """The answer of a model to an episode of a job, as the job's tenant may ask it."""
+        context = self._context
+        reply = protocol.ModelReply(call=asked.call)
+        try:
+            tenant = await context.store.read(jobs.tenant_of, asked.job)
+            messages = [msgspec.structs.asdict(message) for message in asked.messages]
+            answer = await self.judge(
+                tenant, asked.model, messages, schema=asked.schema, max_tokens=asked.max_tokens,
+                temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, job=asked.job,
+            )  # fmt: skip
+            reply.text, reply.prompt_tokens, reply.tokens = answer.text, answer.prompt_tokens, len(answer.tokens)
+        except RookeryError as error:
+            reply.error = short(f"{asked.model}: {error}")
+        return reply
+
+    async def judge(
+        self, tenant: str, model: str, messages: Sequence[Message], *, schema: str, max_tokens: int, temperature: float,
+        top_p: float, seed: int, job: str = "",
+    ) -> Completion:  # fmt: skip
+        """A model's answer to a question about a reply; it follows the ``schema`` where the model's engine can. Raises
+        as :meth:`open` and :meth:`generate` do."""
+        found, chat = await self.open(tenant, model)
+        prepared = await self._context.threads(self.prepare, found, chat, messages)
+        logits: protocol.LogitsParams | None = protocol.LogitsParams(schema=schema, top_p=top_p)
+        try:
+            self.check_logits(found, logits)
+        except UserError:
+            logits = None
+        result = await self.generate(
+            tenant, prepared, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=[], kind="judge",
+            logits=logits, job=job,
+        )  # fmt: skip
+        return self._completion(found, chat, prepared, result)
 
     def _objectives(self, kind: str, model: str) -> tuple[float, float]:
         """(ttft_ms, tpot_ms) of a request; zeros without the gate."""

@@ -150,7 +150,13 @@ class Controller:
             rollouts=rollouts,
             training=training,
             seeding=seeding(fleet, rollouts, training, settings, clock),
-            hosts=EnvironmentHosts(settings, clock, ids, lambda owner: store.read(jobs.unfinished_job_ids, owner)),
+            hosts=EnvironmentHosts(
+                settings,
+                clock,
+                ids,
+                lambda owner: store.read(jobs.unfinished_job_ids, owner),
+                lambda question: self.completions.answer_host(question),
+            ),
             usage=UsageMeter(settings, clock, store, quotas),
             models=ModelUse(
                 settings,

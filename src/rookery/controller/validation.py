@@ -7,7 +7,7 @@ objects answer "not found".
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import adapter_ref
 from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import find
+from rookery.environments.judges import parse_judges
+from rookery.environments.verifiers.graders import named_models
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
 from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model
 from rookery.spec.parsing import SpecError, parse_job
@@ -132,6 +134,7 @@ class JobValidator:
                     f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
                     " it) and give warm_start.upload"
                 )
+        problems += await self._judge_problems(tenant, spec, set(models.values()))
         problems += job_problems(spec, services.settings.limits, services.records.refused)
         problems += await services.threads(row_problems, spec, services.settings.limits)
         sizes = None
@@ -161,6 +164,22 @@ class JobValidator:
             rows.append(new)
         lines = [line for name in spec.trained for line in spec_warnings(spec.of_policy(name))]
         return spec, rows, [*dict.fromkeys(lines), *split_warnings(spec, sizes)]
+
+    async def _judge_problems(self, tenant: str, spec: JobSpec, served: Collection[str]) -> list[str]:
+        """The models of a grader that cannot be asked, a line each. The job's own base models, ``served``, can."""
+        judges = parse_judges(self._services.settings.server.judges)
+        problems = []
+        for model in named_models(spec.environment.options.get("verifier")):
+            if model in judges:
+                continue
+            try:
+                await self.target(tenant, model)
+            except Unavailable as error:
+                if await self.model(tenant, model) not in served:
+                    problems.append(f"environment.verifier.grader.model: {error}")
+            except UserError as error:
+                problems.append(f"environment.verifier.grader.model: {error}")
+        return problems
 
     async def _form_problems(self, model: str, sizes: SplitSizes) -> list[str]:
         """The rows whose roles the chat template of a prepared base model refuses, a line each."""

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rookery.aio import cancel_all
 from rookery.environments.base import Environment, Message, Reply, Step
 from rookery.environments.failures import FailureLog
 from rookery.environments.messages import MessageRefused, conversation
+from rookery.environments.models import AsksModels, ModelAnswer, ModelQuestion
 from rookery.errors import UserError, short
 from rookery.spec import values
 
@@ -69,11 +71,16 @@ class _Episode:
 
 class Episodes:
     def __init__(
-        self, calls: UserCodeExecutor, prototype: Callable[[str, dict[str, Any]], Awaitable[Environment]]
+        self,
+        calls: UserCodeExecutor,
+        prototype: Callable[[str, dict[str, Any]], Awaitable[Environment]],
+        ask: Callable[[str, ModelQuestion], ModelAnswer],
     ) -> None:
-        """``prototype(name, options)`` returns the environment that episodes are copied from."""
+        """``prototype(name, options)`` returns the environment that episodes are copied from; ``ask(job, question)``
+        blocks until a model has answered."""
         self._calls = calls
         self._prototype = prototype
+        self._ask = ask
         self.failures = FailureLog(log)
         self._live: dict[str, _Episode] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -153,6 +160,8 @@ class Episodes:
         prompt = values.decode(message.prompt)
         environment = await self._calls(episode.threads, prototype.for_episode)
         environment.prompt, environment.seed = prompt, message.seed
+        if isinstance(environment, AsksModels):
+            environment.ask = partial(self._ask, message.job)
         episode.environment = environment
         messages = await self._run(episode, environment.reset, prompt, message.seed)
         if isinstance(messages, Step):

@@ -37,11 +37,12 @@ from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
-from rookery.environments.judges import set_judges
+from rookery.environments.judges import answer_of, named_judge, set_judges
+from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.outbound import reachable_hosts, set_reachable_hosts
 from rookery.environments.reasoning_gym import ReasoningGym
 from rookery.environments.sandbox.sandbox import isolation, set_isolation
-from rookery.errors import UserError
+from rookery.errors import UserError, short
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 from rookery.settings import HOST_SETTINGS, Settings, token_of
 from rookery.spec import values
@@ -101,13 +102,17 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
-        self._episodes = Episodes(self._calls, self._environment)
+        self._episodes = Episodes(self._calls, self._environment, self._ask)
+        self._questions: dict[str, asyncio.Future[protocol.ModelReply | None]] = {}
+        """Unanswered questions. The result None means that the connection ended."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._checks = EnvironmentChecks(isolation(), reachable_hosts(), judges)
         self.connected = asyncio.Event()
         """Set while the controller has welcomed this host."""
 
     async def run(self) -> None:
         """Serve until cancelled. Raises :class:`UserError` when the service refuses this host."""
+        self._loop = asyncio.get_running_loop()
         try:
             await stay_connected(
                 self._url,
@@ -152,6 +157,9 @@ class Host:
         finally:
             self._channel = None
             self.connected.clear()
+            for question in self._questions.values():
+                if not question.done():
+                    question.set_result(None)
 
     def _handle(self, message: protocol.ToHost) -> None:
         match message:
@@ -163,14 +171,20 @@ class Host:
                 self._observe(message, self._episodes.step)
             case protocol.CloseEpisode():
                 self._episodes.close(message.episode)
+            case protocol.ModelReply():
+                question = self._questions.get(message.call)
+                if question is not None and not question.done():
+                    question.set_result(message)
 
-    async def _send(self, message: protocol.Prompts | protocol.Observation) -> None:
+    async def _send(self, message: protocol.Prompts | protocol.Observation | protocol.AskModel) -> None:
         if (channel := self._channel) is None:
             return  # the controller asks again after the reconnect
         message.epoch = channel.epoch
         assert isinstance(channel.welcome, protocol.HostWelcome)
         frame, most = protocol.encode(message), channel.welcome.max_bytes or protocol.MAX_FRAME
         if problem := _problem(frame, most):  # it would end the connection, and be asked for again, without end
+            if isinstance(message, protocol.AskModel):
+                raise UserError(f"the question to {short(message.model)}: {problem}")
             message = _refused(message, problem)
         with contextlib.suppress(ConnectionClosed):  # the receiving task sees it too and reconnects
             await channel.send(message)
@@ -179,6 +193,36 @@ class Host:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    # --- questions to models ------------------------------------------------------------------------------------------
+
+    def _ask(self, job: str, question: ModelQuestion) -> ModelAnswer:
+        """As :data:`~rookery.environments.models.Ask`, for an episode of ``job``."""
+        judge = named_judge(question.model)
+        if judge is not None:
+            return answer_of(judge, question)
+        if self._loop is None:
+            raise UserError(f"{short(question.model)}: this host is not connected")
+        return asyncio.run_coroutine_threadsafe(self._ask_service(job, question), self._loop).result()
+
+    async def _ask_service(self, job: str, question: ModelQuestion) -> ModelAnswer:
+        messages = [protocol.ChatMessage(role=one["role"], content=one["content"]) for one in question.messages]
+        asked = protocol.AskModel(
+            epoch=0, call=uuid.uuid4().hex, job=job, model=question.model, messages=messages, schema=question.schema,
+            max_tokens=question.max_tokens, temperature=question.temperature, top_p=question.top_p, seed=question.seed,
+        )  # fmt: skip
+        reply = None
+        try:
+            while reply is None:  # asked again after a reconnection
+                await self.connected.wait()
+                future = self._questions[asked.call] = asyncio.get_running_loop().create_future()
+                await self._send(asked)
+                reply = await future
+        finally:
+            self._questions.pop(asked.call, None)
+        if reply.error:
+            raise UserError(reply.error)
+        return ModelAnswer(reply.text, reply.prompt_tokens, reply.tokens)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.judges import ask_judge
 from rookery.environments.messages import MessageRefused, conversation, shown
+from rookery.environments.models import AsksModels
 from rookery.environments.tools import Tool, as_message, called
-from rookery.environments.verifiers.verifiers import Judge, Verifier
+from rookery.environments.verifiers.verifiers import Grader, Judge, Verifier
 from rookery.errors import UserError
 from rookery.protocol import BestConstant
 from rookery.spec import values
@@ -165,7 +166,7 @@ class RowFiles(Environment):
         return SplitSizes(len(train), len(held_out), repeated, by, asked=bool(held_out), forms=shown)
 
 
-class Jsonl(RowFiles):
+class Jsonl(RowFiles, AsksModels):
     """An environment over checked rows: one row, one reply, one verdict."""
 
     def __init__(self, options: JsonlOptions, indexed: Mapping[str, array[int]] | None = None) -> None:
@@ -178,6 +179,7 @@ class Jsonl(RowFiles):
         self._asked = False
         """The judge of this episode was asked."""
         if indexed is None:
+            self._verifier.check_options()
             self._check(self._verifier.first_unfit)
 
     def check_answers(self) -> None:
@@ -223,7 +225,8 @@ class Jsonl(RowFiles):
             answer = ask_judge(self._verifier.model, [*reply.messages, question])
             reward, metrics = self._verifier.score(answer, self.prompt)
             return Step(reward=reward, done=True, metrics=metrics)
-        reward, metrics = self._verifier.score(reply.text, self.prompt, reply.raw, reply.special)
+        verifier = self._verifier.asking(self.ask) if isinstance(self._verifier, Grader) else self._verifier
+        reward, metrics = verifier.score(reply.text, self.prompt, reply.raw, reply.special)
         return Step(reward=reward, done=True, metrics=metrics)
 
     def best_constant(self, prompts: Sequence[Any]) -> BestConstant | None:

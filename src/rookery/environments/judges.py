@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.outbound import request_json
 from rookery.errors import UserError, short
 from rookery.network import service_url
@@ -62,14 +65,40 @@ def require_judge(name: str) -> NamedJudge:
 
 def ask_judge(name: str, messages: Sequence[Mapping[str, str]]) -> str:
     """The judge's answer to a conversation. Blocks; raises :class:`UserError`."""
-    judge = require_judge(name)
+    return ask_named(require_judge(name), name, {"messages": [dict(message) for message in messages]}).text
+
+
+def named_judge(name: str) -> NamedJudge | None:
+    """The judge of this name, where the administrator gave one."""
+    return _named.get(name)
+
+
+def answer_of(judge: NamedJudge, question: ModelQuestion) -> ModelAnswer:
+    """A judge's answer to a question. Blocks; raises :class:`UserError`."""
+    body: dict[str, Any] = {
+        "messages": [dict(message) for message in question.messages], "max_tokens": question.max_tokens,
+        "temperature": question.temperature, "seed": question.seed,
+    }  # fmt: skip
+    if question.top_p < 1:
+        body["top_p"] = question.top_p
+    if question.schema:
+        form = {"name": "answer", "strict": True, "schema": json.loads(question.schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    return ask_named(judge, question.model, body)
+
+
+def ask_named(judge: NamedJudge, name: str, arguments: Mapping[str, Any]) -> ModelAnswer:
+    """The answer of a judge to a chat completion with these arguments. Blocks; raises :class:`UserError`."""
     key = os.environ.get(judge.variable, "") if judge.variable else ""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    body = {"model": judge.model, "messages": [dict(message) for message in messages], "temperature": 0}
+    body = {"temperature": 0, **arguments, "model": judge.model}
     url = f"{judge.url}/chat/completions"
     answer = request_json(url, f"judge {name}", body, headers, allowed="*", seconds=SECONDS)
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         raise UserError(f"judge {name}: {short(url)} answers in another form than a chat completion") from None
-    return text if isinstance(text, str) else ""
+    used = answer.get("usage")
+    counts = [used.get(name) if isinstance(used, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
+    read, written = (count if isinstance(count, int) else 0 for count in counts)
+    return ModelAnswer(text if isinstance(text, str) else "", read, written)

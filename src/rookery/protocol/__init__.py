@@ -38,6 +38,7 @@ from rookery.protocol.common import (
 )
 from rookery.protocol.envhost import (
     MOST_POLICIES,
+    AskModel,
     BestConstant,
     ChatMessage,
     CloseEpisode,
@@ -47,6 +48,7 @@ from rookery.protocol.envhost import (
     HostHeartbeat,
     HostHello,
     HostWelcome,
+    ModelReply,
     Observation,
     Prompts,
     Reset,

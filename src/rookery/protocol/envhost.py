@@ -144,11 +144,37 @@ class Observation(EpochMessage, kw_only=True):
     error: ErrorText = ""
 
 
+class AskModel(EpochMessage, kw_only=True):
+    """Of the service's own host: a question of an episode of ``job`` to a model of its tenant, which
+    :class:`ModelReply` answers. A question that is sent again may be answered again."""
+
+    call: Name
+    job: Name
+    model: Line
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MESSAGES)]
+    schema: Text = ""
+    """The JSON schema that the answer follows; empty: any text."""
+    max_tokens: Count = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: Integer = 0
+
+
+class ModelReply(Message, kw_only=True):
+    """Answer to :class:`AskModel`; ``error``, in one line, where the model does not answer."""
+
+    call: str
+    text: str = ""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    error: str = ""
+
+
 class CloseEpisode(Message, kw_only=True):
     """The episode is over; the host deletes its environment."""
 
     episode: str
 
 
-FromHost = HostHello | HostHeartbeat | Prompts | Observation
-ToHost = HostWelcome | HelloRejected | GetPrompts | Reset | StepEpisode | CloseEpisode
+FromHost = HostHello | HostHeartbeat | Prompts | Observation | AskModel
+ToHost = HostWelcome | HelloRejected | GetPrompts | Reset | StepEpisode | CloseEpisode | ModelReply

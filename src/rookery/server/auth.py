@@ -29,6 +29,7 @@ from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import Forbidden, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
 from rookery.server.connections import Connections
+from rookery.server.grader_trials import GraderTrials
 from rookery.server.readiness import Readiness
 from rookery.server.schema_checks import SchemaChecks
 from rookery.server.signin import SignIns
@@ -127,6 +128,7 @@ class ServiceContext:
     keys: Keys
     checks: EnvironmentChecks
     schemas: SchemaChecks
+    graders: GraderTrials
     readiness: Readiness
     signins: SignIns
     refusals: Counter[str]

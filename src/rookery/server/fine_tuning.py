@@ -13,7 +13,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from rookery.bounds import Line, SmallJson
 from rookery.controller.views import JobView, VersionView
-from rookery.environments.verifiers.graders import AnyGrader, Graded, Multi, check_templates
+from rookery.environments.verifiers.graders import (
+    GRADER_TYPES,
+    AnyGrader,
+    Graded,
+    Multi,
+    check_templates,
+    named_models,
+    single,
+)
+from rookery.environments.verifiers.running_graders import GraderTools, ModelGrader
 from rookery.errors import NotFound, UserError
 from rookery.server.openai import UnsupportedField
 from rookery.spec.policy import OptimizerSpec
@@ -127,16 +136,13 @@ class _GraderHolder(BaseModel):
     grader: AnyGrader
 
 
-GRADER_TYPES = ("string_check", "text_similarity", "multi")
-"""Graders that run here."""
-
-
 def read_grader(given: Any, where: str) -> Any:
     """The grader in ``given``. Raises :class:`UnsupportedField` that names ``where``."""
     kind = given.get("type") if isinstance(given, Mapping) else None
     for part, at in ((kind, "type"), *_part_types(given)):
-        if part not in GRADER_TYPES and isinstance(part, str):
-            known = ", ".join(GRADER_TYPES)
+        allowed = GRADER_TYPES if at == "type" else GRADER_TYPES[:-1]  # no multi in another
+        if part not in allowed and isinstance(part, str):
+            known = ", ".join(allowed)
             raise UnsupportedField(f"{where}.{at}: {part[:40]} graders do not run here; give {known}", f"{where}.{at}")
     try:
         grader = _GraderHolder(grader=given).grader
@@ -144,11 +150,16 @@ def read_grader(given: Any, where: str) -> Any:
         return grader
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        steps = [str(step) for step in first["loc"][1:] if step not in GRADER_TYPES]
+        steps = [str(step) for step in first["loc"][1:] if step not in GRADER_TYPES and not _is_alternative(step)]
         path = ".".join([where, *steps])
         raise UnsupportedField(f"{path}: {first['msg'].removeprefix('Value error, ')}", path) from None
     except ValueError as error:
         raise UnsupportedField(f"{where}: {error}", where) from None
+
+
+def _is_alternative(step: int | str) -> bool:
+    """Whether a step of a place is a type that pydantic tried, not a field."""
+    return isinstance(step, str) and (step in ("str", "TextContent") or "[" in step)
 
 
 def _part_types(given: Any) -> Sequence[tuple[Any, str]]:
@@ -336,22 +347,40 @@ ERRORS = (
 )  # fmt: skip
 
 
-def grader_run(grader: Any, graded: Graded, seconds: float, missing: str) -> dict[str, Any]:
-    """The response of a trial of a grader."""
-    errors: dict[str, Any] = dict.fromkeys(ERRORS, False)
+def grader_run(
+    grader: Any, graded: Graded, tools: GraderTools, seconds: float, missing: str, silent: str
+) -> dict[str, Any]:
+    """The response of a trial of a grader: ``missing`` names a field that the item does not have, ``silent`` says why a
+    model did not answer."""
+    kinds = {failure.kind: str(failure) for failure in graded.failures}
+    other = bool(graded.error) and not kinds
+    errors: dict[str, Any] = {name: name in kinds for name in ERRORS}
     errors |= {
-        "model_grader_server_error_details": None, "python_grader_runtime_error_details": None,
-        "python_grader_server_error_type": None, "formula_parse_error": bool(graded.error and graded.parts),
-        "other_error": bool(graded.error and not graded.parts), "invalid_variable_error": bool(missing),
+        "model_grader_server_error": bool(silent), "model_grader_server_error_details": silent or None,
+        "python_grader_runtime_error_details": kinds.get("python_grader_runtime_error"),
+        "python_grader_server_error_type": kinds.get("python_grader_server_error"),
+        "formula_parse_error": bool(other and graded.parts), "other_error": bool(other and not graded.parts),
+        "invalid_variable_error": bool(missing),
     }  # fmt: skip
     scores = graded.parts if isinstance(grader, Multi) else {grader.name: graded.value}
+    models = [part.model for part in single(grader) if isinstance(part, ModelGrader)]
+    usage = {
+        model: {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        for model, (read, written) in tools.usage.items()
+    }
+    total = sum(one["total_tokens"] for one in usage.values())
     return {
-        "reward": graded.value, "sub_rewards": graded.parts, "model_grader_token_usage_per_model": {},
+        "reward": graded.value, "sub_rewards": graded.parts, "model_grader_token_usage_per_model": usage,
         "metadata": {
-            "name": grader.name, "type": grader.type, "execution_time": seconds, "scores": scores, "token_usage": None,
-            "sampled_model_name": None, "errors": errors,
+            "name": grader.name, "type": grader.type, "execution_time": seconds, "scores": scores,
+            "token_usage": total or None, "sampled_model_name": models[0] if models else None, "errors": errors,
         },
     }  # fmt: skip
+
+
+def grader_models(given: Any) -> list[str]:
+    """The models that a grader names."""
+    return named_models({"grader": given})
 
 
 def page_of(rows: Sequence[dict[str, Any]], after: str, limit: int, *, ends: bool = False) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
+from rookery.server.grader_trials import GraderTrials
 from rookery.server.readiness import Readiness
 from rookery.server.schema_checks import SchemaChecks
 from rookery.server.signin import SignIns
@@ -197,6 +198,8 @@ class Service:
         opened.callback(checks.close)  # runs first: a check that runs fails
         schemas = SchemaChecks()
         opened.callback(schemas.close)
+        graders = GraderTrials(settings.server.sandbox, settings.server.judges)
+        opened.callback(graders.close)
         if transfers is not None:
             opened.callback(transfers.close)
         base_models = BaseModels(settings)
@@ -235,6 +238,7 @@ class Service:
             keys=keys,
             checks=checks,
             schemas=schemas,
+            graders=graders,
             signins=SignIns(clock, hmac.digest(self.admin_key.encode(), b"sign in to the page", "sha256")),
             readiness=Readiness(partial(asyncio.to_thread, database.ping), clock),
             refusals=refusals,

@@ -6,22 +6,34 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from rookery.environments.models import ModelAnswer, ModelQuestion
+from rookery.environments.sandbox.sandbox import Sandbox
+from rookery.environments.verifiers import graders, running_graders
+from rookery.environments.verifiers.grader_templates import PLACES
 from rookery.environments.verifiers.graders import (
-    PLACES,
     AnyGrader,
+    Graded,
     calculated,
     check_item,
     check_templates,
-    grade,
+    named_models,
     similarity,
 )
+from rookery.environments.verifiers.running_graders import GraderTools, ModelSilent, check_source
+from rookery.errors import UserError
 
 GRADERS: TypeAdapter[Any] = TypeAdapter(AnyGrader)
+
+
+def grade(grader: Any, text: str, item: dict[str, Any]) -> Graded:
+    """The value of a grader that runs nothing."""
+    return graders.grade(grader, text, item, GraderTools(Sandbox()))
 
 
 def string_check(**changes: Any) -> dict[str, Any]:
@@ -150,3 +162,202 @@ def test_a_template_that_grows_beyond_bounds_earns_nothing() -> None:
     grader = GRADERS.validate_python(string_check(input="{{sample.output_json}}" * 900))
     graded = grade(grader, json.dumps(["x" * 1_000_000]), {"answer": "y"})
     assert graded.value == 0 and "characters with its fields" in graded.error
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+def python(source: str) -> Any:
+    return GRADERS.validate_python({"type": "python", "name": "p", "source": source})
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[GraderTools]:
+    sandbox = Sandbox(confinements=1)
+    yield GraderTools(sandbox)
+    sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("def grade(sample, item):\n return len(sample['output_text']) / item['most']", 0.5),
+        ("def grade(sample, item):\n return sample['choices'][0]['message']['content'] == 'abc'", 1),
+        ("def grade(sample, item):\n return sample['output_json'] is None", 1),
+        ("grade = lambda sample, item: -2", -2),
+        ("from json import dumps as grade\ngrade = lambda *both: 0.25", 0.25),
+    ],
+)
+def test_python_gives_the_value(tools: GraderTools, source: str, value: float) -> None:
+    check_source(source)
+    graded = graders.grade(python(source), "abc", {"most": 6}, tools)
+    assert graded.value == value and not graded.failures
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def grade(sample, item):\n return float('nan')", "returned nan"),
+        ("def grade(sample, item):\n return float('inf')", "returned inf"),
+        ("def grade(sample, item):\n return 10 ** 400", "not a finite number"),
+        ("def grade(sample, item):\n return None", "returned None"),
+        ("def grade(sample, item):\n return '1'", "returned '1'"),
+        ("def grade(sample, item):\n return {1}", "TypeError"),
+        ("def grade(sample, item):\n return item['absent']", "KeyError: 'absent'"),
+        ("def grade(sample, item):\n while True: print('x' * 1000)", "more than the limit"),
+        ("def grade(sample, item):\n while True: pass", "time limit"),
+        ("def grade(sample, item):\n raise SystemExit(0)", "failed"),
+        ("def grade(sample):\n return 1", "TypeError"),
+        ("1 / 0\ndef grade(sample, item):\n return 1", "ZeroDivisionError"),
+        ("x = 1", "no function 'grade'"),
+    ],
+)
+def test_python_without_a_number_earns_nothing(
+    tools: GraderTools, source: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = running_graders.ProgramLimits(seconds=0.3, memory=128 << 20)
+    monkeypatch.setattr(running_graders, "PYTHON_LIMITS", limits)
+    graded = graders.grade(python(source), "abc", {}, tools)
+    assert graded.value == 0 and said in graded.error and "\n" not in graded.error
+    assert [failure.kind for failure in graded.failures] == ["python_grader_runtime_error"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("", "does not define grade"),
+        ("def score(sample, item): return 1", "does not define grade"),
+        ("class grade: pass", "does not define grade"),
+        ("if True:\n x = 1", "does not define grade"),
+        ("async def grade(sample, item): return 1", "as async"),
+        ("def grade(sample): return 1", "two arguments"),
+        ("def grade(a, b, c): return 1", "two arguments"),
+        ("def grade(sample, item, *, more): return 1", "two arguments"),
+        ("def grade(sample, item) return 1", "no Python"),
+        ("def grade(sample, item):\n\treturn 1\n        x", "no Python"),
+        ("-" * 100_000 + "1", "no Python"),
+        ("x = '\0'", "no Python"),
+    ],
+)
+def test_a_source_without_the_function_is_refused(source: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refused:
+        check_source(source)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def grade(sample, item): return 1",
+        "def grade(sample, item, more=1): return 1",
+        "def grade(*both): return 1",
+        "try:\n import x\nexcept ImportError:\n def grade(sample, item): return 1",
+        "from helpers import *",
+        "def grade(sample): return 1\ndef grade(sample, item): return 1",
+    ],
+)
+def test_a_source_with_the_function_is_taken(source: str) -> None:
+    check_source(source)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def score_model(**changes: Any) -> dict[str, Any]:
+    said = [{"role": "developer", "content": "Judge."}, {"role": "user", "content": "{{ sample.output_text }}?"}]
+    return {"type": "score_model", "name": "m", "model": "judge", "input": said, **changes}
+
+
+def label_model(**changes: Any) -> dict[str, Any]:
+    labels = {"labels": ["good", "bad"], "passing_labels": ["good"]}
+    return {**score_model(), "type": "label_model", **labels, **changes}
+
+
+def asked(grader: dict[str, Any], answer: str) -> tuple[Graded, ModelQuestion]:
+    questions = []
+
+    def ask(question: ModelQuestion) -> ModelAnswer:
+        questions.append(question)
+        return ModelAnswer(answer, 7, 3)
+
+    tools = GraderTools(Sandbox(), ask)
+    graded = graders.grade(GRADERS.validate_python(grader), "A reply", {}, tools)
+    assert tools.usage == {"judge": [7, 3]}
+    return graded, questions[0]
+
+
+@pytest.mark.parametrize(
+    ("grader", "answer", "value"),
+    [
+        (score_model(), '{"result": 0.5}', 0.5),
+        (score_model(), 'Well: {"steps": [{"a": 1}], "result": 1} so', 1),
+        (score_model(), '<think>{"result": 0}</think>{"result": 1}', 1),
+        (score_model(), '{"result": 7}', 1),
+        (score_model(range=[-1, 10]), '{"result": 7}', 7),
+        (score_model(range=[-1, 10]), '{"result": -3}', -1),
+        (label_model(), '{"label": "good"}', 1),
+        (label_model(), '{"label": "bad"}', 0),
+    ],
+)
+def test_a_model_gives_the_value(grader: dict[str, Any], answer: str, value: float) -> None:
+    graded, question = asked(grader, answer)
+    assert graded.value == value and not graded.failures
+    assert [one["role"] for one in question.messages] == ["system", "user"]
+    assert question.messages[1]["content"] == "A reply?" and json.loads(question.schema)["required"]
+
+
+@pytest.mark.parametrize(
+    ("grader", "answer"),
+    [
+        (score_model(), "very good"), (score_model(), '{"result": "0.5"}'), (score_model(), '{"result": NaN}'),
+        (score_model(), '{"score": 1}'), (score_model(), ""), (score_model(), '{"result": 1e999}'),
+        (score_model(), "[" * 5000), (score_model(), '{"a":' * 5000), (label_model(), '{"label": "fine"}'),
+        (label_model(), '{"label": ["good"]}'), (label_model(), '{"label": null}'),
+    ],
+)  # fmt: skip
+def test_an_answer_in_another_form_earns_nothing(grader: dict[str, Any], answer: str) -> None:
+    graded, _ = asked(grader, answer)
+    assert graded.value == 0 and "\n" not in graded.error
+    assert [failure.kind for failure in graded.failures] == ["model_grader_parse_error"]
+
+
+def test_a_silent_model_gives_no_value() -> None:
+    def ask(question: ModelQuestion) -> ModelAnswer:
+        raise UserError("judge: it does not answer")
+
+    parts = {"a": string_check(), "b": score_model()}
+    for grader in (score_model(), {"type": "multi", "graders": parts, "calculate_output": "a + b"}):
+        for tools in (GraderTools(Sandbox(), ask), GraderTools(Sandbox())):
+            with pytest.raises(ModelSilent):
+                graders.grade(GRADERS.validate_python(grader), "A reply", {"answer": ""}, tools)
+
+
+@pytest.mark.parametrize(
+    "grader",
+    [
+        score_model(range=[1, 0]), score_model(range=[0]), score_model(range=[0, math.nan]), score_model(model=""),
+        score_model(input=[]), score_model(input=[{"role": "user", "content": []}]),
+        score_model(input=[{"role": "user", "content": {"type": "input_image", "image_url": "x"}}]),
+        score_model(sampling_params={"reasoning_effort": "low"}), label_model(labels=[]),
+        label_model(passing_labels=["other"]), label_model(passing_labels=[]),
+        {"type": "python", "name": "p", "source": "", "image_tag": "2025"},
+    ],
+)  # fmt: skip
+def test_a_grader_that_cannot_run_is_refused(grader: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        GRADERS.validate_python(grader)
+
+
+def test_the_parts_of_a_formula_may_run() -> None:
+    parts = {"near": score_model(), "kind": label_model(model="other"), "same": string_check()}
+    grader = {"type": "multi", "graders": parts, "calculate_output": "near + 2 * kind"}
+    replies = {"judge": '{"result": 0.5}', "other": '{"label": "good"}'}
+    tools = GraderTools(Sandbox(), lambda question: ModelAnswer(replies[question.model]))
+    graded = graders.grade(GRADERS.validate_python(grader), "A reply", {"answer": ""}, tools)
+    assert graded.value == 2.5 and graded.parts == {"near": 0.5, "kind": 1, "same": 0}
+    assert named_models({"name": "grader", "grader": grader}) == ["judge", "other"]
+
+
+@pytest.mark.parametrize("verifier", [None, "math", {"grader": 1}, {"grader": {"graders": [1], "model": 3}}])
+def test_options_of_another_form_name_no_model(verifier: Any) -> None:
+    assert named_models(verifier) == []

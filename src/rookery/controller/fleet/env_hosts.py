@@ -124,13 +124,16 @@ class EnvironmentHosts:
         clock: Clock,
         ids: IdGenerator,
         unfinished: Callable[[str], Awaitable[Collection[str]]],
+        answer: Callable[[protocol.AskModel], Awaitable[protocol.ModelReply]],
     ) -> None:
         """``unfinished(owner)`` returns the owner's jobs that have not ended, including paused ones; those of all
-        tenants for :data:`SERVICE`."""
+        tenants for :data:`SERVICE`. ``answer`` asks a model for a host of the service; it does not raise."""
         self._settings = settings
         self._clock = clock
         self._ids = ids
         self._unfinished = unfinished
+        self._answer = answer
+        self._questions: set[asyncio.Task[None]] = set()
         self.hosts: dict[tuple[str, str], EnvironmentHost] = {}
         """By owner and instance."""
         self._epoch = int(clock.time() * 1000)
@@ -212,6 +215,16 @@ class EnvironmentHosts:
             future = host.calls.get(message.call)
             if future is not None and not future.done():
                 future.set_result(message)
+        elif isinstance(message, protocol.AskModel) and host.owner == SERVICE:  # which names the jobs of all tenants
+            task = asyncio.create_task(self._ask_model(host, message))
+            self._questions.add(task)
+            task.add_done_callback(self._questions.discard)
+
+    async def _ask_model(self, host: EnvironmentHost, question: protocol.AskModel) -> None:
+        outbox = host.outbox
+        reply = await self._answer(question)
+        if host.outbox is outbox and host.connected:  # else the host asks again
+            outbox.post(reply)
 
     async def watch(self) -> None:
         """Close connections of silent hosts and remove those that stay away, until cancelled."""

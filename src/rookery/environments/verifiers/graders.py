@@ -1,4 +1,4 @@
-"""OpenAI's graders: the reward of a reply by a template of its row. Pure.
+"""OpenAI's graders: the reward of a reply by a template of its row.
 
 A text of a grader may hold ``{{ item.path }}``, a field of the row besides its messages, ``{{ sample.output_text }}``
 or ``{{ sample.output_json.path }}``, the reply and the reply read as JSON. A path that the reply does not have gives an
@@ -8,24 +8,25 @@ empty text; one that the row does not have is refused before the run.
 from __future__ import annotations
 
 import ast
-import json
 import math
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, field_validator, model_validator
+from pydantic import Discriminator, Field, field_validator, model_validator
 
-from rookery.bounds import Line, Name
-
-TEMPLATE = 20_000
-"""Characters of a grader's text."""
-
-PLACES = 16
-"""Places of a template: each may become as long as a reply."""
+from rookery.bounds import LINE, Line, Name
+from rookery.environments.verifiers.grader_templates import Sample, Template, found, paths, rendered, sample_of
+from rookery.environments.verifiers.running_graders import (
+    AnyGraderType,
+    GraderFailed,
+    GraderTools,
+    LabelModel,
+    PythonGrader,
+    ScoreModel,
+)
 
 GRADERS = 32
 """Graders in a ``multi``."""
@@ -36,33 +37,8 @@ FORMULA = 1_000
 COMPARED = 10_000
 """Characters at the beginning of two texts whose similarity is computed: its time grows with their product."""
 
-RENDERED = 4 << 20
-"""Characters of a text whose places are filled: a short template can name a long reply a thousand times."""
 
-HELD_BACK = ("messages", "prompt")
-"""Fields of a row that are no ``item``: the policy reads them."""
-
-_PLACE = re.compile(r"\{\{((?:(?!\{\{|\}\}).)*+)\}\}", re.DOTALL)
-"""Linear: no place begins within another, and the repetition gives nothing back."""
-
-_STEP = re.compile(r"\.?([A-Za-z_][A-Za-z0-9_-]*)|\[(\d{1,6})\]")
-
-Sample = Mapping[str, Any]
-
-
-class _Grader(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    name: Name = "grader"
-
-    def templates(self) -> list[str]:
-        return []
-
-
-Template = Annotated[str, Field(max_length=TEMPLATE)]
-
-
-class StringCheck(_Grader):
+class StringCheck(AnyGraderType):
     """1 where two texts compare as ``operation`` says, else 0."""
 
     type: Literal["string_check"]
@@ -74,7 +50,7 @@ class StringCheck(_Grader):
     def templates(self) -> list[str]:
         return [self.input, self.reference]
 
-    def value(self, sample: Sample, item: Mapping[str, Any]) -> float:
+    def value(self, sample: Sample, item: Mapping[str, Any], tools: GraderTools) -> float:
         given, wanted = rendered(self.input, sample, item), rendered(self.reference, sample, item)
         match self.operation:
             case "eq":
@@ -87,7 +63,7 @@ class StringCheck(_Grader):
                 return float(wanted.casefold() in given.casefold())
 
 
-class TextSimilarity(_Grader):
+class TextSimilarity(AnyGraderType):
     """How similar two texts are, from 0 to 1."""
 
     type: Literal["text_similarity"]
@@ -100,15 +76,15 @@ class TextSimilarity(_Grader):
     def templates(self) -> list[str]:
         return [self.input, self.reference]
 
-    def value(self, sample: Sample, item: Mapping[str, Any]) -> float:
+    def value(self, sample: Sample, item: Mapping[str, Any], tools: GraderTools) -> float:
         given, wanted = (rendered(text, sample, item)[:COMPARED] for text in (self.input, self.reference))
         return similarity(self.evaluation_metric, given, wanted)
 
 
-Part = Annotated[StringCheck | TextSimilarity, Discriminator("type")]
+Part = Annotated[StringCheck | TextSimilarity | PythonGrader | ScoreModel | LabelModel, Discriminator("type")]
 
 
-class Multi(_Grader):
+class Multi(AnyGraderType):
     """A formula over the values of other graders."""
 
     type: Literal["multi"]
@@ -133,112 +109,81 @@ class Multi(_Grader):
         return [text for part in self.graders.values() for text in part.templates()]
 
 
-AnyGrader = Annotated[StringCheck | TextSimilarity | Multi, Discriminator("type")]
+OneGrader = StringCheck | TextSimilarity | PythonGrader | ScoreModel | LabelModel | Multi
+AnyGrader = Annotated[OneGrader, Discriminator("type")]
+GRADER_TYPES = ("string_check", "text_similarity", "python", "score_model", "label_model", "multi")
+"""Graders that run here; the last one consists of the others."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """The value of a grader, and those of its parts by name. ``error`` is empty, or why there is no value."""
+    """The value of a grader, and those of its parts by name. ``error`` is empty, or why it, or one of its parts, has no
+    value."""
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    failures: tuple[GraderFailed, ...] = ()
+    """The errors of Python and of models, which count as 0."""
 
 
-def grade(grader: StringCheck | TextSimilarity | Multi, text: str, item: Mapping[str, Any]) -> Graded:
-    """The value of a reply; ``item`` is its row."""
+def grade(grader: OneGrader, text: str, item: Mapping[str, Any], tools: GraderTools) -> Graded:
+    """The value of a reply; ``item`` is its row. Raises
+    :class:`~rookery.environments.verifiers.running_graders.ModelSilent` where a model does not answer."""
     sample = sample_of(text)
     parts: dict[str, float] = {}
+    failures: list[GraderFailed] = []
+
+    def value_of(part: Any) -> float:
+        try:
+            return float(part.value(sample, item, tools))
+        except GraderFailed as failure:
+            failures.append(failure)
+            return 0.0
+
+    error = ""
     try:
-        if not isinstance(grader, Multi):
-            return Graded(grader.value(sample, item))
-        parts = {name: part.value(sample, item) for name, part in grader.graders.items()}
-        return Graded(calculated(grader.calculate_output, parts), parts)
-    except ValueError as error:
-        return Graded(0.0, parts, str(error))
+        if isinstance(grader, Multi):
+            for name, part in grader.graders.items():
+                parts[name] = value_of(part)
+            value = calculated(grader.calculate_output, parts)
+        else:
+            value = value_of(grader)
+    except ValueError as raised:
+        value, error = 0.0, str(raised)
+    return Graded(value, parts, error or "; ".join(map(str, failures)), tuple(failures))
 
 
-def check_item(grader: StringCheck | TextSimilarity | Multi, item: Mapping[str, Any]) -> None:
+def single(grader: OneGrader) -> list[Any]:
+    """The graders of which a grader consists."""
+    return list(grader.graders.values()) if isinstance(grader, Multi) else [grader]
+
+
+def named_models(verifier: Any) -> list[str]:
+    """The models that a verifier's options name, as far as they have the form of a grader."""
+    grader = verifier.get("grader") if isinstance(verifier, Mapping) else None
+    if not isinstance(grader, Mapping):
+        return []
+    parts = grader.get("graders")
+    every = [grader, *(parts.values() if isinstance(parts, Mapping) else ())][: GRADERS + 1]
+    found = [one.get("model") for one in every if isinstance(one, Mapping)]
+    return list(dict.fromkeys(model for model in found if isinstance(model, str) and 0 < len(model) <= LINE))
+
+
+def check_item(grader: OneGrader, item: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` for a row without a field that a template names."""
     for template in grader.templates():
         for path in paths(template):
             root, *steps = path
-            if root == "item" and _found(item, steps) is None:
+            if root == "item" and found(item, steps) is None:
                 shown = "item" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
                 raise ValueError(f"the grader names {shown}, which the row does not have")
 
 
-def check_templates(grader: StringCheck | TextSimilarity | Multi) -> None:
+def check_templates(grader: OneGrader) -> None:
     """Raises ``ValueError`` for a template that names nothing known."""
     for template in grader.templates():
         paths(template)
-
-
-def item_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row that templates see."""
-    return {name: value for name, value in row.items() if name not in HELD_BACK}
-
-
-# --- templates --------------------------------------------------------------------------------------------------------
-
-
-def sample_of(text: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        parsed = None
-    return {"output_text": text, "output_json": parsed}
-
-
-def paths(template: str) -> list[list[str | int]]:
-    """The places of a template. Raises ``ValueError`` for one that names nothing known."""
-    found = []
-    for place in map(str.strip, _PLACE.findall(template)):
-        steps: list[str | int] = []
-        at = 0
-        while at < len(place):
-            step = _STEP.match(place, at)
-            if step is None:
-                break
-            steps.append(step[1] if step[1] is not None else int(step[2]))
-            at = step.end()
-        known = steps[:1] == ["item"] or steps[:2] in (["sample", "output_text"], ["sample", "output_json"])
-        if at < len(place) or not known or len(steps) < 2:
-            raise ValueError(
-                f"the template {{{{ {place[:60]} }}}} names nothing; give item.FIELD, sample.output_text or"
-                " sample.output_json.FIELD"
-            )
-        found.append(steps)
-    if len(found) > PLACES:
-        raise ValueError(f"the template has more than {PLACES} places in braces; give fewer")
-    return found
-
-
-def rendered(template: str, sample: Sample, item: Mapping[str, Any]) -> str:
-    """Raises ``ValueError`` for more than :data:`RENDERED` characters."""
-    parts: list[str] = []
-    end = length = 0
-    for place in _PLACE.finditer(template):
-        [steps] = paths(place[0])
-        value = _found(item if steps[0] == "item" else sample, steps[1:])
-        try:
-            text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        except RecursionError:
-            raise ValueError("a field that the grader names is nested too deeply") from None
-        parts += [template[end : place.start()], text]
-        end, length = place.end(), length + len(text)
-        if length > RENDERED:
-            raise ValueError(f"a text of the grader has more than {RENDERED} characters with its fields")
-    return "".join([*parts, template[end:]])
-
-
-def _found(value: Any, steps: Sequence[str | int]) -> Any:
-    for step in steps:
-        if isinstance(step, int):
-            value = value[step] if isinstance(value, list) and step < len(value) else None
-        else:
-            value = value.get(step) if isinstance(value, Mapping) else None
-    return value
 
 
 # --- formulas ---------------------------------------------------------------------------------------------------------

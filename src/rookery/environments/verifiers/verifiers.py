@@ -27,15 +27,18 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 
 from rookery.bounds import METRICS, NAME, Integer, Name, SmallJson
 from rookery.environments.judges import require_judge
+from rookery.environments.models import Ask
 from rookery.environments.sandbox.rows import code_of, task_of
 from rookery.environments.sandbox.rows import score as code_score
 from rookery.environments.sandbox.sandbox import ProgramLimits, Sandbox
 from rookery.environments.verifiers.constants import LISTED, best_of, densest, example, most_common, shortened, spread
 from rookery.environments.verifiers.expressions import gold_latex
-from rookery.environments.verifiers.graders import AnyGrader, check_item, check_templates, grade, item_of
+from rookery.environments.verifiers.grader_templates import item_of
+from rookery.environments.verifiers.graders import AnyGrader, check_item, check_templates, grade, single
 from rookery.environments.verifiers.numbers import numbers, plain_number
 from rookery.environments.verifiers.parts import ReplyPart
 from rookery.environments.verifiers.pool import VerifierError, VerifierPool, VerifierTimeout
+from rookery.environments.verifiers.running_graders import GraderTools, PythonGrader, check_source
 from rookery.environments.verifiers.texts import decimal_of, described, folded, spaced, text_or_number, visible
 from rookery.errors import UserError, installs
 from rookery.protocol import BestConstant
@@ -85,6 +88,9 @@ class AnyVerifier(ReplyPart):
     @abstractmethod
     def check(self, row: Row) -> None:
         """Raises ValueError, naming the field, if ``row`` lacks an answer that the verifier can compare with."""
+
+    def check_options(self) -> None:
+        """Raises :class:`~rookery.errors.UserError` for options that take much work to check: in a confined process."""
 
     def first_unfit(self, rows: Iterable[Row]) -> tuple[int, str] | None:
         """The index of the first row that :meth:`check` refuses, and the reason; None if all fit."""
@@ -533,21 +539,46 @@ class Judge(AnyVerifier):
 
 
 class Grader(AnyVerifier):
-    """One of OpenAI's graders: `string_check`, `text_similarity`, or `multi` over these, as OpenAI's fine-tuning API
-    has them ([templates](fine-tuning.md#graders)). Metrics: `grader`, and for `multi` one for each of its parts."""
+    """One of OpenAI's graders: `string_check`, `text_similarity`, `python`, `score_model`, `label_model`, or `multi`
+    over these, as OpenAI's fine-tuning API has them ([graders](fine-tuning.md#graders)). Metrics: `grader`, for `multi`
+    one for each of its parts, and `unjudged`, the share of replies for which Python or a model gave no value."""
 
     name: Literal["grader"] = "grader"
     grader: AnyGrader
     """The grader, by its `type`."""
+    _sandbox: Sandbox = PrivateAttr(default_factory=Sandbox)
+    _ask: Ask | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _templates(self) -> Grader:
         check_templates(self.grader)
         return self
 
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self._sources():
+            self._sandbox.require()
+
+    def _sources(self) -> list[str]:
+        return [one.source for one in single(self.grader) if isinstance(one, PythonGrader)]
+
+    def asking(self, ask: Ask | None) -> Grader:
+        """The same verifier, whose models are asked by ``ask``."""
+        verifier = self.model_copy()
+        verifier._ask = ask
+        return verifier
+
+    def check_options(self) -> None:
+        for source in self._sources():
+            try:
+                check_source(source)
+            except ValueError as error:
+                raise UserError(f"environment.verifier.grader: {error}") from None
+
     def judge(self, text: str | None, row: Row) -> Score:
-        graded = grade(self.grader, text or "", item_of(row))
-        return graded.value, {"grader": graded.value, **graded.parts}
+        graded = grade(self.grader, text or "", item_of(row), GraderTools(self._sandbox, self._ask))
+        metrics = {"grader": graded.value, **graded.parts}
+        return graded.value, {**metrics, "unjudged": float(bool(graded.failures))}
 
     def check(self, row: Row) -> None:
         check_item(self.grader, item_of(row))

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -17,8 +18,11 @@ from fastapi.responses import FileResponse
 
 from rookery.controller.validation import DATASET
 from rookery.controller.views import JobView
-from rookery.environments.verifiers.graders import check_item, grade
-from rookery.errors import NotFound, UserError
+from rookery.environments.judges import answer_of
+from rookery.environments.models import ModelAnswer, ModelQuestion
+from rookery.environments.verifiers.graders import Graded, OneGrader, check_item, grade
+from rookery.environments.verifiers.running_graders import GraderTools, ModelSilent
+from rookery.errors import NotFound, RookeryError, Unavailable, UserError
 from rookery.server.auth import Owner, Service, ServiceContext
 from rookery.server.fine_tuning import (
     CHECKPOINT_OF,
@@ -31,6 +35,7 @@ from rookery.server.fine_tuning import (
     dataset_of,
     file_object,
     fine_tuning_job,
+    grader_models,
     grader_run,
     is_fine_tuning,
     job_id,
@@ -49,6 +54,7 @@ from rookery.spec.parsing import SpecError
 from rookery.storage.columns import LONGEST_PAGE, Page
 from rookery.storage.models import UploadRow
 from rookery.storage.repositories import tenants, versions
+from rookery.turns import TENANT
 
 routes = APIRouter(prefix="/v1", route_class=OpenAIRoute, responses=ERRORS, tags=["fine-tuning"])
 
@@ -183,6 +189,9 @@ async def _job(service: ServiceContext, tenant: str, name: str) -> JobView:
 @routes.post("/fine_tuning/jobs", response_model=dict[str, Any])
 async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate) -> Response:
     """Start a fine-tuning job."""
+    asked = given.method.reinforcement if given.method is not None else None
+    if asked is not None:
+        await _checked_grader(service, owner.id, asked.grader, "method.reinforcement.grader")
     try:
         view, _ = await service.controller.submit(owner.id, await service.threads(job_of, given))
     except SpecError as error:
@@ -293,27 +302,67 @@ async def fine_tuning_checkpoints(
 
 @routes.post("/fine_tuning/alpha/graders/validate", response_model=dict[str, Any])
 async def validate_grader(service: Service, owner: Owner, given: GraderValidate) -> Response:
-    await service.threads(read_grader, given.grader, "grader")
+    await _checked_grader(service, owner.id, given.grader, "grader")
     return json_response({"grader": given.grader})
+
+
+async def _checked_grader(service: ServiceContext, tenant: str, given: Any, where: str) -> OneGrader:
+    """The grader in ``given``, whose Python defines its function and whose models can be asked. Raises
+    :class:`UnsupportedField`."""
+    grader: OneGrader = await service.threads(read_grader, given, where)
+    for model in grader_models(given):
+        if model not in service.graders.judges:
+            try:
+                await service.controller.completions.find(tenant, model)
+            except (NotFound, Unavailable) as error:
+                raise UnsupportedField(f"{where}.model: {error}", f"{where}.model") from None
+    try:
+        await service.graders.threads(service.graders.check, grader)
+    except ValueError as error:
+        raise UnsupportedField(f"{where}.source: {error}", f"{where}.source") from None
+    return grader
 
 
 @routes.post("/fine_tuning/alpha/graders/run", response_model=dict[str, Any])
 async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Response:
     """The value of a grader for one reply."""
-    return json_response(await service.threads(_tried, given))
+    grader: OneGrader = await service.threads(read_grader, given.grader, "grader")
+    loop = asyncio.get_running_loop()
+
+    async def asked(question: ModelQuestion) -> ModelAnswer:
+        TENANT.set(owner.id)
+        try:
+            answer = await service.controller.completions.judge(
+                owner.id, question.model, question.messages, schema=question.schema, max_tokens=question.max_tokens,
+                temperature=question.temperature, top_p=question.top_p, seed=question.seed,
+            )  # fmt: skip
+        except RookeryError as error:
+            raise UserError(str(error)) from None
+        return ModelAnswer(answer.text, answer.prompt_tokens, len(answer.tokens))
+
+    def ask(question: ModelQuestion) -> ModelAnswer:
+        judge = service.graders.judges.get(question.model)
+        if judge is not None:
+            return answer_of(judge, question)
+        return asyncio.run_coroutine_threadsafe(asked(question), loop).result()
+
+    return json_response(await service.graders.threads(_tried, grader, given, service.graders.tools(ask)))
 
 
-def _tried(given: GraderRun) -> dict[str, Any]:
-    grader, item = read_grader(given.grader, "grader"), given.item or {}
+def _tried(grader: OneGrader, given: GraderRun, tools: GraderTools) -> dict[str, Any]:
+    item = given.item or {}
     if not isinstance(item, dict):
         raise UnsupportedField("item: give an object", "item")
-    missing, began = "", time.perf_counter()
+    missing, silent, began = "", "", time.perf_counter()
     try:
         check_item(grader, item)
     except ValueError as error:
         missing = str(error)
-    graded = grade(grader, given.model_sample, item)
-    return grader_run(grader, graded, time.perf_counter() - began, missing)
+    try:
+        graded = grade(grader, given.model_sample, item, tools)
+    except ModelSilent as error:
+        graded, silent = Graded(0.0, error=str(error)), str(error)
+    return grader_run(grader, graded, tools, time.perf_counter() - began, missing, silent)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -110,6 +110,11 @@ def get_job(connection: Connection, tenant: str, job: str) -> JobRow:
     return get(connection, JobRow, f"job {job}", id=job, tenant=tenant)
 
 
+def tenant_of(connection: Connection, job: str) -> str:
+    """The tenant of a job. Raises :class:`NotFound`."""
+    return get(connection, JobRow, f"job {job}", id=job).tenant
+
+
 NTH_NAME = re.compile(r"(?P<name>[^~]+)(~(?P<before>[0-9]{1,9}))?")
 """``NAME``, the newest job of that name, or ``NAME~1``, the one before it."""
 
