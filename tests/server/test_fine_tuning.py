@@ -331,5 +331,5 @@ def test_graders_that_run_python_and_models_are_tried_and_train(tmp_path: Path) 
             f"{service.url}/api/v1/jobs/{graded.id.replace('ftjob', 'job')}/metrics",
             headers={"Authorization": f"Bearer {service.key}"},
         ).json()
-        assert {"short", "judge", "label", "grader"} <= set(rows[-1]["metrics"]), rows[-1]
-        assert rows[-1]["metrics"]["unjudged"] == 0
+        assert {f"reward/{name}" for name in ("short", "judge", "label", "grader")} <= set(rows[-1]), rows[-1]
+        assert rows[-1]["reward/unjudged"] == 0

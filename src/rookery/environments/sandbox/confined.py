@@ -302,7 +302,9 @@ class ProgramRun:
 
     def described(self, code: int, usage: resource.struct_rusage, elapsed: float) -> dict[str, Any]:
         passed, value, done = reported(bytes(self.texts["report"]), self.secret.encode())
-        status = self.status or ("time" if code in (-signal.SIGXCPU,) else "signal" if code < 0 else "")
+        seconds = usage.ru_utime + usage.ru_stime
+        spent = code == -signal.SIGKILL and seconds >= self.program["seconds"]  # the kernel was first
+        status = self.status or ("time" if code == -signal.SIGXCPU or spent else "signal" if code < 0 else "")
         status = status or ("error" if code else "ok")
         return {
             "status": status,
@@ -312,7 +314,7 @@ class ProgramRun:
             "passed": passed,
             "done": done,
             "value": value,
-            "seconds": usage.ru_utime + usage.ru_stime,
+            "seconds": seconds,
             "elapsed": elapsed,
         }
 
