@@ -71,7 +71,8 @@ CONTROLLER_FLOORS = [
     {"offload", "usage", "validation"},
     {"context"},
     {"jobs", "sessions", "completions"},
-    {"episodes", "activity"},
+    {"episodes", "stored_spans"},
+    {"activity"},
     {"queries"},
     {"controller"},
 ]

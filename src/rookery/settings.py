@@ -114,6 +114,9 @@ class ServerSettings(Section):
     finished_jobs_keep: int = Field(32, ge=0)
     """Finished jobs of one tenant whose episodes stay readable. Older ones keep metrics, versions, evaluations and
     usage, about 8 kB each."""
+    timeline_bytes: int = Field(32 << 20, ge=0)
+    """Bytes of one tenant's stored timelines, of which a busy hour of a job takes some 20 kB. Beyond it the oldest
+    hours are deleted; those of jobs whose episodes are deleted go with these."""
 
     @field_validator("log_level", mode="before")
     @classmethod

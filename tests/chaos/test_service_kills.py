@@ -16,6 +16,7 @@ from tests.support.faces import ScriptedWorker, job, tokenizer, write_model
 from tests.support.waiting import until
 
 from rookery.client import Client
+from rookery.controller.stored_spans import SAVE_SECONDS
 from rookery.errors import RookeryError
 
 KILLS = 14
@@ -55,6 +56,27 @@ def test_every_job_resumes_by_itself_after_random_kills(seed: int, tmp_path: Pat
                 time.sleep(moments.uniform(0.0, LONGEST_LIFE))
                 continue
             advanced(client, ids, 2, PATIENCE)
+
+
+@pytest.mark.heavy
+def test_killed_service_keeps_the_timeline_of_its_runs(tmp_path: Path) -> None:
+    write_model(tmp_path / "cache")
+
+    def spans(client: Client, id: str, end: float) -> set[tuple[str, float]]:
+        found = client.job(id).timeline(0.0, end).spans
+        return {(span.kind, round(span.start, 3)) for span in found if span.job == id}
+
+    with scripted_service(tmp_path) as (_, client):
+        ended = client.submit(job()).wait()
+        running = client.submit(job(stop={"steps": 1_000_000}))
+        advanced(client, [running.id], 2, PATIENCE)
+        time.sleep(2 * SAVE_SECONDS)
+        end = time.time() - SAVE_SECONDS - 2  # what ended before is stored
+        last = spans(client, ended.id, end)
+        assert {"decode", "train", "commit"} <= {kind for kind, _ in last}
+    with scripted_service(tmp_path) as (_, client):
+        assert spans(client, ended.id, end) == last
+        assert spans(client, running.id, end)
 
 
 FATAL = """

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import select, text, update
+from sqlalchemy import event, select, text, update
 from tests.support.draws import examples
 from tests.support.faces import served
 from tests.support.storing import (
@@ -45,10 +45,10 @@ from rookery.storage import models
 from rookery.storage.columns import Base, rows
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database
-from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, UsageRow
-from rookery.storage.repositories import episodes, jobs, runs, sessions, tenants
+from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, SpanRow, UsageRow
+from rookery.storage.repositories import episodes, jobs, runs, sessions, spans, tenants
 from rookery.storage.repositories import versions as version_rows
-from rookery.storage.repositories.episodes import EpisodeChoice
+from rookery.storage.repositories.episodes import EpisodeChoice, FoundEpisodes
 
 
 @pytest.fixture(scope="module")
@@ -577,7 +577,7 @@ _EMPTY: dict[str, Any] = {
     "uploads": [],
     "kept_versions": [],
     "base_models": {},
-    "episodes_page": [],
+    "episodes_page": FoundEpisodes([], None),
     "failure_counts": [],
     "newest_checkpoints": {},
     "job_usage": {},
@@ -687,6 +687,109 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
         database.read(tenants.get_upload, "bob", "adapter", "d" * 64)
 
 
+# --- reading episodes, timelines --------------------------------------------------------------------------------------
+
+
+def end_episodes(database: Database, texts: Sequence[str], failed: Collection[int] = ()) -> list[str]:
+    """Episodes that ended one after another, two at the same time; returns their ids, newest first."""
+    submit(database)
+    group = new_group(0, len(texts))
+    database.write(jobs.add_groups, "job", [group])
+    for number, (episode, words) in enumerate(zip(group.episodes, texts, strict=True)):
+        time = float(number // 2)
+        if number in failed:
+            database.write(jobs.finish_episode, episode.id, "failed", time, error=words)
+        else:
+            database.write(jobs.finish_episode, episode.id, "done", time, trajectories=words.encode())
+    return [f"job-train-0-{n}" for n in sorted(range(len(texts)), key=lambda n: (-(n // 2), f"job-train-0-{n}"))]
+
+
+@pytest.mark.parametrize("seconds", [10.0, 0.0], ids=["one answer", "an answer for each part"])
+def test_search_of_a_text_finds_each_episode_once(
+    database: Database, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "SEARCH_SECONDS", seconds)
+    monkeypatch.setattr(episodes, "SEARCHED_AT_ONCE", 3)
+    newest = end_episodes(database, [f"{'needle' if n % 4 == 0 else 'hay'} {n}" for n in range(25)], failed={8, 9})
+    wanted = [id for id in newest if int(id.rpartition("-")[2]) % 4 == 0]
+    for limit in (1, 2, 100):
+        found, place, answers = list[str](), None, 0
+        while True:
+            chosen = EpisodeChoice(text="needle", before=place, limit=limit)
+            page = database.read(episodes.episodes_page, "alice", "job", chosen)
+            assert len(page.episodes) <= limit
+            found += [episode.id for _, episode in page.episodes]
+            place, answers = page.next, answers + 1
+            if place is None:
+                break
+        assert found == wanted
+        assert (answers == 1) == (limit == 100 and seconds > 0)
+    none = database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(text="nothing like that"))
+    assert none.episodes == [] and (none.next is None) == (seconds > 0)
+
+
+def test_failed_episodes_are_counted_and_listed_by_their_index(database: Database) -> None:
+    newest = end_episodes(database, [f"error {n % 2}" for n in range(9)], failed={0, 2, 3, 8})
+    assert database.read(episodes.failure_counts, "alice", "job", 5) == [("error 0", 3), ("error 1", 1)]
+    assert database.read(episodes.failure_counts, "alice", "job", 1) == [("error 0", 3)]
+    listed = database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(failed=True)).episodes
+    assert [row.id for _, row in listed] == [id for id in newest if int(id[-1]) in {0, 2, 3, 8}]
+    if database.engine.dialect.name == "sqlite":
+        queries = list[tuple[str, Any]]()
+        with database.reading() as connection:
+            event.listen(connection, "before_cursor_execute", lambda *about: queries.append(about[2:4]))
+            episodes.failure_counts(connection, "alice", "job", 5)
+            [(query, values)] = queries
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values).fetchall()
+        assert any("episodes_by_state" in row[3] for row in plan)
+
+
+def hour(job: str, hour: int, tenant: str = "alice", size: int = 100) -> SpanRow:
+    return SpanRow(tenant=tenant, job=job, hour=hour, begins=3600.0 * hour, count=1, spans=b"x" * size)
+
+
+def test_hours_of_a_timeline_are_deleted_with_their_job_and_their_tenant(database: Database) -> None:
+    submit(database)
+    submit(database, "bob", "other")
+    stored = [hour("job", 1), hour("job", 2), hour("other", 1, "bob"), hour("", 1, ""), hour("", 1, "bob")]
+    gone = [hour("deleted", 1), hour("job", 3, "nobody")]
+    database.write(spans.save_spans, [*stored, *gone], 10**6)
+
+    def names() -> set[tuple[str, str, int]]:
+        return {found.key for found in database.read(spans.hours_between, 0.0, 1e6)}
+
+    assert names() == {(row.tenant, row.job, row.hour) for row in stored}
+    assert database.read(spans.oldest_span, "alice") == 3600.0
+    database.write(jobs.set_job_state, "job", "cancelled", "", 5.0)
+    database.write(jobs.delete_job, "alice", "job")
+    assert names() == {("bob", "other", 1), ("", "", 1), ("bob", "", 1)}
+    database.write(tenants.delete_tenant, "bob", 6.0)
+    database.write(spans.save_spans, [hour("other", 2, "bob")], 10**6)
+    assert names() == {("", "", 1)}
+
+
+def test_hours_of_a_timeline_go_with_the_episodes_of_an_old_job(database: Database) -> None:
+    for number in range(3):
+        submit(database, job=f"job{number}")
+        database.write(jobs.add_groups, f"job{number}", [new_group(0, job=f"job{number}")])
+        database.write(jobs.set_job_state, f"job{number}", "cancelled", "", float(number))
+    database.write(spans.save_spans, [hour(f"job{number}", 1) for number in range(3)], 10**6)
+    database.write(jobs.drop_old_groups, "alice", 1)
+    assert [found.job for found in database.read(spans.hours_between, 0.0, 1e6)] == ["job2"]
+
+
+def test_oldest_hours_of_a_tenant_beyond_its_bytes_are_deleted(database: Database) -> None:
+    submit(database)
+    submit(database, "bob", "other")
+    database.write(spans.save_spans, [hour("other", 1, "bob")], 250)
+    for number in range(1, 6):
+        database.write(spans.save_spans, [hour("job", number)], 250)
+    kept = [found.key for found in database.read(spans.hours_between, 0.0, 1e6, "other")]
+    assert kept == [("bob", "other", 1), ("alice", "job", 5), ("alice", "job", 4)]
+    database.write(spans.save_spans, [hour("job", 5, size=90)], 250)
+    assert [len(row.spans) for row in database.read(spans.span_rows, [("alice", "job", 5)])] == [90]
+
+
 # --- evaluations ------------------------------------------------------------------------------------------------------
 
 
@@ -747,7 +850,7 @@ version_rows.commit_step,
             consumed_by=database.read(episodes.version_of_step, "alice", "job", number),
         )
         assert ({group.id for group in page}, total) == (ids, len(ids))
-        found = database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(step=number))
+        found = database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(step=number)).episodes
         assert ({group.id for group, _ in found}, len(found)) == (ids, 2 * len(ids))
 
 
@@ -755,8 +858,8 @@ def test_a_step_that_is_not_committed_has_no_episodes(database: Database) -> Non
     submit(database)
     database.write(jobs.add_groups, "job", [new_group(0)])
     make_ready(database, new_group(0))
-    assert len(database.read(episodes.episodes_page, "alice", "job", EpisodeChoice())) == 2
-    assert database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(step=1)) == []
+    assert len(database.read(episodes.episodes_page, "alice", "job", EpisodeChoice()).episodes) == 2
+    assert database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(step=1)).episodes == []
 
 
 # --- one service ------------------------------------------------------------------------------------------------------

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
 
 from rookery.controller.context import ControllerContext
+from rookery.controller.stored_spans import StoredSpans
 from rookery.telemetry.spans import TraceSpan, picture, timeline
 from rookery.telemetry.trace import chrome_trace
 
 MOST_SPANS = 5000
 """Of one picture: more than a screen has columns, and less than a megabyte."""
-
-Own = Callable[[TraceSpan], bool]
 
 
 class WorkTimeline(msgspec.Struct):
@@ -29,22 +29,37 @@ class WorkTimeline(msgspec.Struct):
     spans: list[TraceSpan]
 
 
-def of_tenant(tenant: str) -> Own:
-    """Whether a span is the tenant's."""
-    return lambda span: span.tenant == tenant
+@dataclass(frozen=True)
+class Reader:
+    """Whose work a reader sees by name: that of jobs or sessions and policies, of a tenant, or everyone's."""
 
+    tenant: str | None = None
+    """None with no ``jobs``: everyone's."""
+    jobs: Sequence[str] = ()
+    policies: Collection[str] = ()
 
-def of_jobs(jobs: Collection[str], policies: Collection[str] = ()) -> Own:
-    """Whether a span is that of one of the jobs, or of their policies."""
-    return lambda span: span.job in jobs or span.policy in policies
+    @property
+    def first(self) -> str:
+        """The job whose stored spans are read before those of others."""
+        return self.jobs[0] if self.jobs else ""
+
+    @property
+    def own(self) -> Callable[[TraceSpan], bool] | None:
+        """Whether a span is one of those; None for everyone's."""
+        if self.jobs:
+            return lambda span: span.job in self.jobs or span.policy in self.policies
+        if self.tenant is not None:
+            return lambda span: span.tenant == self.tenant
+        return None
 
 
 class ActivityQueries:
-    def __init__(self, context: ControllerContext) -> None:
+    def __init__(self, context: ControllerContext, stored: StoredSpans) -> None:
         self._context = context
+        self._stored = stored
 
-    def _spans(self) -> list[TraceSpan]:
-        """Those that have ended, and those that have not, until now."""
+    def _newest(self) -> list[TraceSpan]:
+        """Those that have ended since the service started, and those that have not, until now."""
         rooms = self._context.rooms
         open_spans = chain(rooms.rollouts.open_spans(), rooms.training.open_spans(), rooms.fleet.open_spans())
         found = self._context.records.spans.snapshot()
@@ -53,21 +68,26 @@ class ActivityQueries:
             found.append(msgspec.structs.replace(span, tenant=span.tenant or tenant, job=job) if tenant else span)
         return found
 
-    async def timeline(self, own: Own | None, start: float, end: float, columns: int) -> bytes:
-        """A :class:`WorkTimeline` as JSON for a picture that is ``columns`` pixels wide, as a reader sees it whose
-        work is what ``own`` holds for; None sees everything."""
-        return await self._context.threads(_timeline, self._spans(), own, start, end, columns)
+    async def timeline(self, reader: Reader, start: float, end: float, columns: int) -> bytes:
+        """A :class:`WorkTimeline` as JSON for a picture that is ``columns`` pixels wide, as ``reader`` sees it."""
+        newest, stored = self._newest(), await self._stored.between(start, end, reader.first)
+        oldest = await self._stored.oldest(reader.tenant, reader.jobs)
+        return await self._context.threads(_timeline, stored + newest, reader, start, end, columns, oldest)
 
-    async def trace(self, own: Own | None, start: float, end: float) -> bytes:
+    async def trace(self, reader: Reader, start: float, end: float) -> bytes:
         """The same with every span, as a JSON file that Perfetto opens."""
-        return await self._context.threads(_trace, self._spans(), own, start, end)
+        newest, stored = self._newest(), await self._stored.between(start, end, reader.first)
+        return await self._context.threads(_trace, stored + newest, reader, start, end)
 
 
-def _timeline(spans: list[TraceSpan], own: Own | None, start: float, end: float, columns: int) -> bytes:
+def _timeline(
+    spans: list[TraceSpan], reader: Reader, start: float, end: float, columns: int, stored: float | None
+) -> bytes:
     oldest = min((span.end for span in spans if span.kind != "connected"), default=end)
-    shown, resolution = picture(timeline(spans, own, start, end), (end - start) / columns, MOST_SPANS)
+    oldest = oldest if stored is None else min(oldest, stored)
+    shown, resolution = picture(timeline(spans, reader.own, start, end), (end - start) / columns, MOST_SPANS)
     return msgspec.json.encode(WorkTimeline(start, end, resolution, oldest, shown))
 
 
-def _trace(spans: list[TraceSpan], own: Own | None, start: float, end: float) -> bytes:
-    return msgspec.json.encode(chrome_trace(timeline(spans, own, start, end)))
+def _trace(spans: list[TraceSpan], reader: Reader, start: float, end: float) -> bytes:
+    return msgspec.json.encode(chrome_trace(timeline(spans, reader.own, start, end)))

@@ -60,6 +60,7 @@ from rookery.controller.rollout.elastic import ElasticPool
 from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
 from rookery.controller.services import Records
 from rookery.controller.sessions.sessions import Sessions
+from rookery.controller.stored_spans import StoredSpans
 from rookery.controller.timeline import WorkerTimeline
 from rookery.controller.training.dispatcher import OperationSent, OperationSucceeded, TrainingDispatcher
 from rookery.controller.training.policy_versions import PolicyVersions
@@ -83,6 +84,7 @@ from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, sessions, tenants
 from rookery.storage.repositories.versions import unnamed
 from rookery.storage.store import Store, Writer, every
+from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
 from rookery.tokenization.chat import Chat
 from rookery.turns import in_thread
@@ -130,7 +132,7 @@ class Controller:
         self.jobs = JobRegistry()
         self.timeline = WorkerTimeline(clock)
         url = settings.server.otlp_url
-        self.records = Records(tracer=EpisodeTracer(url) if url else None)
+        self.records = Records(spans=SpanRing(begun=clock.time()), tracer=EpisodeTracer(url) if url else None)
         self.record = RunRecord(jobs_folder.with_name("running.json"), clock)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, TICKET_SECONDS, random_bytes)
@@ -183,7 +185,8 @@ class Controller:
         self.serve_host = rooms.hosts.serve
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.retries = OutageRetries(settings.limits, clock, quotas)
-        self.queries = JobQueries(self.context, self.jobs, self.admission)
+        self._stored_spans = StoredSpans(self.context)
+        self.queries = JobQueries(self.context, self.jobs, self.admission, self._stored_spans)
         self._validator = JobValidator(self.context, fleet, rooms.hosts, quotas, collector, check_environment, checkers)
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
         self.completions = Completions(self.context, self._validator, self.jobs.pinned)
@@ -207,7 +210,8 @@ class Controller:
         await context.rooms.quotas.start()
         rooms, watch_models = context.rooms, partial(context.rooms.models.watch, self._models_in_use)
         for watch in (rooms.fleet.watch, rooms.rollouts.watch, rooms.seeding.watch, rooms.hosts.watch,
-                      self.sessions.watch, rooms.usage.watch, self._watch_jobs, watch_models):  # fmt: skip
+                      self.sessions.watch, rooms.usage.watch, self._watch_jobs, watch_models,
+                      self._stored_spans.watch):  # fmt: skip
             self._tasks.append(asyncio.create_task(restarting(watch, context.clock)))
         if self.plan is not None:
             self._tasks.append(asyncio.create_task(restarting(self.plan.watch, context.clock)))
@@ -254,6 +258,7 @@ class Controller:
         await self.sessions.stop()
         await self.context.rooms.weights.close()
         await self.context.rooms.usage.stop()
+        await self._stored_spans.save()
         if self.records.tracer is not None:
             await asyncio.to_thread(self.records.tracer.close, self.context.settings.server.stop_seconds)
 

@@ -71,12 +71,11 @@ class EpisodeQueries:
         return await self._context.threads(_whole_group, found, algorithm(row.spec))
 
     async def episodes(self, tenant: str, job: str, chosen: EpisodeChoice) -> dict[str, Any]:
-        """A page of episodes, newest first, and where the next one begins."""
+        """A page of episodes, newest first, and where the next one begins. A search may end before it found a page."""
         await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(episodes_page, tenant, job, chosen)
-        rows = await self._context.threads(lambda: [_line(group, episode) for group, episode in found])
-        last = found[-1][1] if len(found) == chosen.limit else None
-        return {"episodes": rows, "next": (last.finished, last.id) if last is not None else None}
+        rows = await self._context.threads(lambda: [_line(group, episode) for group, episode in found.episodes])
+        return {"episodes": rows, "next": found.next}
 
     async def episode(self, tenant: str, job: str, episode: str) -> dict[str, Any]:
         """One episode whole: conversation, turns, and its tokens where its text is kept."""
@@ -110,7 +109,7 @@ class EpisodeQueries:
     async def recent(self, tenant: str, job: str) -> list[RecentEpisode]:
         """The newest episodes, as alarms read them."""
         found = await self._store.read(episodes_page, tenant, job, EpisodeChoice(limit=EPISODES_READ))
-        return await self._context.threads(lambda: [_recent(episode) for _, episode in found])
+        return await self._context.threads(lambda: [_recent(episode) for _, episode in found.episodes])
 
     async def _chat(self, model: str) -> Chat | None:
         """The tokenizer of a base model; None where it is not on this machine: nothing is fetched to show a text."""

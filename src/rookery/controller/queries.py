@@ -28,6 +28,7 @@ from rookery.controller.jobs.registry import JobRegistry
 from rookery.controller.jobs.runner import COUNTED
 from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.quotas import REFUSED
+from rookery.controller.stored_spans import StoredSpans
 from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
 from rookery.controller.views import (
@@ -75,13 +76,15 @@ EVENTS_SHOWN = 1000
 
 
 class JobQueries:
-    def __init__(self, context: ControllerContext, jobs: JobRegistry, admission: JobAdmission) -> None:
+    def __init__(
+        self, context: ControllerContext, jobs: JobRegistry, admission: JobAdmission, spans: StoredSpans
+    ) -> None:
         self._admission = admission
         self._context = context
         self._store = context.store
         self._jobs = jobs
         self.episodes = EpisodeQueries(context)
-        self.activity = ActivityQueries(context)
+        self.activity = ActivityQueries(context, spans)
         self.feeds = JobFeeds(self.show, self._rows, self._last_step, jobs.signal)
 
     async def _last_step(self, tenant: str, job: str) -> int:

@@ -195,7 +195,11 @@ class EpisodeLine(MemberView):
 
 class EpisodePage(BaseModel):
     episodes: list[EpisodeLine]
-    next: str | None = Field(description="For ``before`` of the next page; null on the last one")
+    next: str | None = Field(
+        description="For ``before`` of the next page; null on the last one. A page of a search may be short, or empty, "
+        "before the last one: it ends after a time"
+    )
+    reached: float | None = Field(description="The end of the oldest episode that was looked at; null on the last page")
 
 
 class TurnView(BaseModel):

@@ -179,7 +179,11 @@ class StepRow(OwnedRow):
 
 class EpisodeRow(OwnedRow, kw_only=True):
     __tablename__ = "episodes"
-    __table_args__ = (UniqueConstraint("group_id", "member"), Index("episodes_by_time", "job", "finished"))
+    __table_args__ = (
+        UniqueConstraint("group_id", "member"),
+        Index("episodes_by_time", "job", "finished"),
+        Index("episodes_by_state", "job", "state", "finished"),
+    )
 
     id: Mapped[Id]
     job: Mapped[OfJob]
@@ -207,7 +211,11 @@ class EpisodeRow(OwnedRow, kw_only=True):
 
 class GroupRow(OwnedRow, kw_only=True):
     __tablename__ = "groups"
-    __table_args__ = (UniqueConstraint("job", "split", "ordinal"), Index("groups_by_state", "job", "state"))
+    __table_args__ = (
+        UniqueConstraint("job", "split", "ordinal"),
+        Index("groups_by_state", "job", "state"),
+        Index("groups_by_version", "job", "consumed_by", "ordinal"),
+    )
 
     id: Mapped[Id]
     job: Mapped[OfJob]
@@ -394,3 +402,21 @@ class UsageRow(Base):
     job: Mapped[Id]
     used: Mapped[dict[str, Any]]
     """Counters by kind of worker, in the controller's encoding."""
+
+
+class SpanRow(Base):
+    """The timeline of an hour of a job, of a client's session, of a tenant's other work (``job`` empty), or of the
+    workers (``tenant`` empty too)."""
+
+    __tablename__ = "spans"
+    __table_args__ = (Index("spans_by_hour", "hour"),)
+
+    tenant: Mapped[Id]
+    job: Mapped[Id]
+    hour: Mapped[Number]
+    """Hours since the epoch, of the ends of its spans."""
+    begins: Mapped[float]
+    """The start of the first span."""
+    count: Mapped[Small]
+    spans: Mapped[bytes]
+    """In the encoding of :func:`rookery.telemetry.spans.packed`."""

@@ -1,14 +1,16 @@
 """Spans: what workers, environments and the trainer did and when, for the timeline and for a trace.
 
-A span has a kind of :data:`KINDS`; one of :data:`MARKS` is a moment. :class:`SpanRing` keeps the newest. The functions
-below it are pure: what a tenant may see (:func:`visible`), when workers were idle (:func:`idle`), and as few spans as a
-picture of some width needs (:func:`merged`). Times are Unix seconds.
+A span has a kind of :data:`KINDS`; one of :data:`MARKS` is a moment. :class:`SpanRing` keeps the newest; those of an
+hour are stored as :func:`packed` bytes. The functions below the ring are pure: what a tenant may see
+(:func:`visible`), when workers were idle (:func:`idle`), and as few spans as a picture of some width needs
+(:func:`merged`). Times are Unix seconds.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import msgspec
@@ -30,6 +32,9 @@ OF_WORKERS = ("idle", "connected", "joined", "preemption")
 
 SPANS_KEPT = 1 << 16
 """Of all tenants: at about 300 bytes each 20 MB, and half an hour of 10 requests per second or hours of a few."""
+
+UNSAVED = SPANS_KEPT >> 2
+"""Spans that wait to be stored; where the database takes none for so long, the oldest are not stored."""
 
 TRIMMED = SPANS_KEPT >> 8
 """Spans that are dropped at once from the tenant with the most, so that it is searched for rarely."""
@@ -59,24 +64,30 @@ class TraceSpan(msgspec.Struct, frozen=True, gc=False):
 
 class SpanRing:
     """The newest spans. Where there are too many, the tenant with the most loses its oldest: a busy tenant does not
-    push out the work of others."""
+    push out the work of others. ``begun``: when the ring was made; spans that ended before are not in it."""
 
-    def __init__(self, kept: int = SPANS_KEPT, trimmed: int = TRIMMED) -> None:
+    def __init__(self, kept: int = SPANS_KEPT, trimmed: int = TRIMMED, begun: float = 0.0) -> None:
         self._kept, self._trimmed = kept, trimmed
         self._spans: defaultdict[str, deque[TraceSpan]] = defaultdict(deque)
         self._count = 0
+        self._begun = begun
+        self._dropped: dict[str, float] = {}
+        """By tenant: the end of the newest span that was dropped."""
+        self.unsaved: deque[TraceSpan] = deque(maxlen=UNSAVED)
+        """Spans that are not stored yet (:mod:`rookery.controller.stored_spans` takes them)."""
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, span: TraceSpan) -> None:
         self._spans[span.tenant].append(span)
+        self.unsaved.append(span)
         self._count += 1
         if self._count > self._kept:
             most = max(self._spans, key=lambda tenant: len(self._spans[tenant]))
             spans = self._spans[most]
             for _ in range(min(self._trimmed, len(spans))):
-                spans.popleft()
+                self._dropped[most] = max(self._dropped.get(most, 0.0), spans.popleft().end)
                 self._count -= 1
             if not spans:
                 del self._spans[most]
@@ -90,6 +101,10 @@ class SpanRing:
 
     def snapshot(self) -> list[TraceSpan]:
         return list(chain.from_iterable(self._spans.values()))
+
+    def since(self, tenant: str) -> float:
+        """The time from which on the ring has all ended spans of a tenant."""
+        return self._dropped.get(tenant, self._begun)
 
 
 def within(spans: Iterable[TraceSpan], start: float, end: float) -> list[TraceSpan]:
@@ -194,3 +209,56 @@ def timeline(
         found = visible(found, own)
     found += idle(found, start, end)  # after it: the times of others' work are not to be read from what is left
     return sorted(found, key=lambda span: (span.start, span.end))
+
+
+class _Columns(msgspec.Struct, array_like=True):
+    """Spans of one tenant and job, column by column, which compresses best. Times are microseconds since ``base``."""
+
+    base: float
+    kinds: list[str]
+    starts: list[int]
+    lengths: list[int]
+    workers: list[str]
+    policies: list[str]
+    texts: list[str]
+    counts: list[int]
+    covered: list[int]
+
+
+_columns_decoder = msgspec.msgpack.Decoder(_Columns)
+
+
+def packed(spans: Sequence[TraceSpan]) -> bytes:
+    """Spans of one tenant and job as bytes, without these two names. Times are kept to the microsecond."""
+    base = min((span.start for span in spans), default=0.0)
+    columns = _Columns(
+        base,
+        [span.kind for span in spans],
+        [round(1e6 * (span.start - base)) for span in spans],
+        [round(1e6 * (span.end - span.start)) for span in spans],
+        [span.worker for span in spans],
+        [span.policy for span in spans],
+        [span.text for span in spans],
+        [span.count for span in spans],
+        [round(1e6 * span.covered) for span in spans],
+    )
+    return zlib.compress(msgspec.msgpack.encode(columns), 1)
+
+
+def unpacked(stored: bytes, tenant: str, job: str) -> list[TraceSpan]:
+    """The spans of :func:`packed` bytes; empty where they are no such bytes."""
+    try:
+        columns = _columns_decoder.decode(zlib.decompress(stored))
+    except (zlib.error, msgspec.DecodeError):
+        return []
+    found = zip(
+        columns.kinds, columns.starts, columns.lengths, columns.workers, columns.policies, columns.texts,
+        columns.counts, columns.covered, strict=True,
+    )  # fmt: skip
+    return [
+        TraceSpan(
+            kind, columns.base + 1e-6 * start, columns.base + 1e-6 * (start + length), worker, tenant, job, policy,
+            text, count, 1e-6 * covered,
+        )
+        for kind, start, length, worker, policy, text, count, covered in found
+    ]  # fmt: skip

@@ -9,23 +9,23 @@ import { shorten } from "./text.js";
 const PAGE = 20;
 
 export function Episodes({ job, query }) {
-  const [text, setText] = useState(query.text ?? ""), [more, setMore] = useState([]), [next, setNext] = useState(null), [problem, setProblem] = useState(null);
+  const [text, setText] = useState(query.text ?? ""), [more, setMore] = useState({ pages: [], of: null }), [goal, setGoal] = useState(PAGE), [problem, setProblem] = useState(null);
   const failed = query.failed === "true";
   const go = (change) => { location.hash = route(["run", job, "episodes"], { ...query, ...change }); };
   const wanted = new URLSearchParams({ limit: PAGE });
   for (const name of ["text", "failed", "min_reward", "max_reward", "version"]) if (query[name]) wanted.set(name, query[name]);
   const { data, error } = useData(`${jobPath(job, "episodes")}?${wanted}`);
   const { data: failures } = useData(failed ? jobPath(job, "failures") : null);
-  useEffect(() => { setMore([]); setNext(data?.next ?? null); }, [data]);
-  const older = async () => {
-    try {
-      wanted.set("before", next);
-      const page = await get(`${jobPath(job, "episodes")}?${wanted}`);
-      setMore([...more, ...page.episodes]);
-      setNext(page.next);
-    } catch (one) { setProblem(one); }
-  };
-  const shown = [...(data?.episodes ?? []), ...more];
+  useEffect(() => { setMore({ pages: [], of: data }); setGoal(PAGE); setProblem(null); }, [data]);
+  const pages = data ? [data, ...(more.of === data ? more.pages : [])] : [], last = pages.at(-1);
+  const shown = pages.flatMap((page) => page.episodes), searching = last?.next && shown.length < goal && !problem;
+  useEffect(() => { // a page of a search ends after a time, with fewer than were asked for
+    if (!searching) return undefined;
+    const stop = new AbortController();
+    wanted.set("before", last.next);
+    get(`${jobPath(job, "episodes")}?${wanted}`, { signal: stop.signal }).then((page) => setMore((now) => ({ pages: [...(now.of === data ? now.pages : []), page], of: data })), (one) => stop.signal.aborted || setProblem(one));
+    return () => stop.abort();
+  }, [last, goal]);
   return html`
     <form class="bar" onSubmit=${(event) => { event.preventDefault(); go({ text }); }}>
       <input type="search" size="34" placeholder="Exact text of an episode or an error" aria-label="Search the texts" value=${text} onInput=${(event) => setText(event.target.value)} />
@@ -36,8 +36,9 @@ export function Episodes({ job, query }) {
     </form>
     <${Problem} error=${error ?? problem} />
     ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${one.episodes}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
-    ${data && shown.length === 0 && html`<${Empty}>No episode is like that.<//>`}
+    ${data && !last.next && shown.length === 0 && html`<${Empty}>No episode is like that.<//>`}
     ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>
       <${Answer} job=${job} one=${one} /></section>`)}
-    ${next && html`<div class="bar"><button onClick=${older}>Older episodes</button></div>`}`;
+    ${searching ? html`<p class="muted" role="status">Searching, so far back to ${ago(last.reached)} ago …</p>`
+      : last?.next && html`<div class="bar"><button onClick=${() => setGoal(shown.length + PAGE)}>Older episodes</button></div>`}`;
 }

@@ -54,11 +54,13 @@ async def episodes(
     before: Annotated[str | None, Query(max_length=300, description="``next`` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 25,
 ) -> Any:
-    """Episodes that have ended, newest first, with their replies while their text is kept."""
+    """Episodes that have ended, newest first, with their replies while their text is kept. A search of a text looks
+    for a tenth of a second; ``next`` continues it."""
     place = decoded(before or "", (float, str), "before", "``next``") or None
     chosen = EpisodeChoice(step, version, group, failed, min_reward, max_reward, text, place, limit)
     page = await service.controller.queries.episodes.episodes(job.tenant, job.id, chosen)
-    return {**page, "next": encoded(page["next"]) if page["next"] is not None else None}
+    place = page["next"]
+    return {**page, "next": encoded(place) if place else None, "reached": place[0] if place else None}
 
 
 @routes.get("/jobs/{job}/episodes/{episode}", response_model=EpisodeReading)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from rookery.controller.activity import Own, of_jobs, of_tenant
+from rookery.controller.activity import Reader
 from rookery.errors import UserError
 from rookery.server.auth import AuthenticatedRoute, Caller, Owner, Service, ServiceContext
 from rookery.server.responses import ERRORS
@@ -37,8 +37,8 @@ def _times(
     return since, until
 
 
-def _own(owner: Caller) -> Own | None:
-    return None if owner.role == "admin" else of_tenant(owner.id)
+def _reader(owner: Caller) -> Reader:
+    return Reader() if owner.role == "admin" else Reader(owner.id)
 
 
 @routes.get("/timeline", response_model=TimelineView)
@@ -48,16 +48,18 @@ async def timeline(
 ) -> Response:  # fmt: skip
     """What workers, environments and the trainer did between two times, the last ten minutes if none is given, and
     what happened to them. A tenant sees its own work, and that of others as ``busy`` without a name; the administrator
-    everything. The newest spans are kept, since the service started."""
+    everything. Spans of a job are kept as long as its episodes; of a busy hour, neighbours are joined."""
     activity = service.controller.queries.activity
-    return _json(await activity.timeline(_own(owner), *_times(service, start, end, seconds), columns))
+    return _json(await activity.timeline(_reader(owner), *_times(service, start, end, seconds), columns))
 
 
 @routes.get("/timeline/trace", response_model=TraceView)
 async def trace(service: Service, owner: Owner, start: Time = 0, end: Time = None) -> Response:
     """The same of all the time that is kept, as a trace in Chrome's JSON format, which
     https://ui.perfetto.dev opens."""
-    return _file(await service.controller.queries.activity.trace(_own(owner), *_times(service, start, end)), "rookery")
+    return _file(
+        await service.controller.queries.activity.trace(_reader(owner), *_times(service, start, end)), "rookery"
+    )
 
 
 @routes.get("/jobs/{job}/timeline", response_model=TimelineView)
@@ -67,14 +69,14 @@ async def job_timeline(
 ) -> Response:  # fmt: skip
     """The timeline of one job; all other work is ``busy``."""
     activity = service.controller.queries.activity
-    return _json(await activity.timeline(of_jobs((job.id,)), *_times(service, start, end, seconds), columns))
+    return _json(await activity.timeline(Reader(job.tenant, (job.id,)), *_times(service, start, end, seconds), columns))
 
 
 @routes.get("/jobs/{job}/trace", response_model=TraceView)
 async def job_trace(service: Service, job: OfJob, start: Time = 0, end: Time = None) -> Response:
     """The trace of one job; all other work is ``busy``."""
     activity = service.controller.queries.activity
-    return _file(await activity.trace(of_jobs((job.id,)), *_times(service, start, end)), job.id)
+    return _file(await activity.trace(Reader(job.tenant, (job.id,)), *_times(service, start, end)), job.id)
 
 
 def _json(content: bytes) -> Response:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from rookery.controller.activity import of_jobs
+from rookery.controller.activity import Reader
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.tickets import TICKET_SECONDS
 from rookery.errors import NotFound, UserError
@@ -155,8 +155,8 @@ async def trace(service: Service, ticket: str, tenant: str, session: str) -> Res
         raise NotFound("no such trace, or its address has expired")
     runs, _ = await service.context.store.read(ids_of_session, tenant, session)
     policies = [(await service.context.store.read(get_model, tenant, run))[0].policy for run in runs]
-    now, own = service.context.clock.time(), of_jobs((session,), policies)
-    return Response(await service.controller.queries.activity.trace(own, 0.0, now), media_type="application/json")
+    now, reader = service.context.clock.time(), Reader(tenant, (session,), policies)
+    return Response(await service.controller.queries.activity.trace(reader, 0.0, now), media_type="application/json")
 
 
 def _trace_of(tenant: str, session: str) -> str:

@@ -5,11 +5,23 @@ Texts are in the stored trajectories and turns, which the encoding keeps as plai
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Text, and_, bindparam, func, literal, or_, select, type_coerce
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Text,
+    and_,
+    bindparam,
+    func,
+    literal,
+    or_,
+    select,
+    type_coerce,
+)
 
 from rookery.storage.columns import fetch_all, get, rows
 from rookery.storage.models import EpisodeRow, GroupRow, GroupState, StepRow
@@ -18,6 +30,15 @@ _BRIEF = [
     column for column in EpisodeRow.__table__.columns if column.name not in ("turns", "trajectories", "train_logprobs")
 ]
 """All but the texts and tokens of an episode, which may be megabytes."""
+
+SEARCH_SECONDS = 0.08
+"""After which a search ends with a place to continue from: it holds up nobody, and a page can show how far it is."""
+
+SEARCHED_AT_ONCE = 1000
+"""Episodes of one query of a search."""
+
+FAILURES_COUNTED = 10_000
+"""Failed episodes whose errors are counted."""
 
 
 @dataclass(frozen=True)
@@ -98,22 +119,27 @@ def get_episode(connection: Connection, tenant: str, job: str, episode: str) -> 
     return group, row
 
 
-def episodes_page(
-    connection: Connection, tenant: str, job: str, chosen: EpisodeChoice
-) -> list[tuple[GroupRow, EpisodeRow]]:
-    """The episodes that ended last, newest first, with their texts, each with its group."""
-    where: list[ColumnElement[bool]] = [
-        EpisodeRow.tenant == tenant,
-        EpisodeRow.job == job,
-        EpisodeRow.state.in_(
-            ("done", "failed") if chosen.failed is None else ("failed",) if chosen.failed else ("done",)
-        ),
-    ]
+@dataclass(frozen=True)
+class FoundEpisodes:
+    episodes: list[tuple[GroupRow, EpisodeRow]]
+    """Each with its group."""
+    next: tuple[float, str] | None
+    """The place of the last episode that was looked at, for :attr:`EpisodeChoice.before`; None at the end of all."""
+
+
+def episodes_page(connection: Connection, tenant: str, job: str, chosen: EpisodeChoice) -> FoundEpisodes:
+    """The episodes that ended last, newest first, with their texts. A search of a text ends after
+    :data:`SEARCH_SECONDS`, with what it found until then."""
+    where: list[ColumnElement[bool]] = [EpisodeRow.tenant == tenant, EpisodeRow.job == job]
+    if chosen.failed is None:
+        where.append(EpisodeRow.state.in_(("done", "failed")))
+    else:
+        where.append(EpisodeRow.state == ("failed" if chosen.failed else "done"))
     version = chosen.version
     if chosen.step is not None:
         consumed = version_of_step(connection, tenant, job, chosen.step)
         if consumed is None:
-            return []
+            return FoundEpisodes([], None)
         of_step = select(GroupRow.id).where(GroupRow.job == job, _consumed_by(*consumed))
         where.append(EpisodeRow.group_id.in_(of_step))
     if version is not None:
@@ -124,24 +150,59 @@ def episodes_page(
         where.append(EpisodeRow.reward >= chosen.min_reward)
     if chosen.max_reward is not None:
         where.append(EpisodeRow.reward <= chosen.max_reward)
-    if chosen.text:
-        contains = [_contains(connection, column) for column in (EpisodeRow.trajectories, EpisodeRow.turns)]
-        where.append(or_(*contains, EpisodeRow.error.contains(chosen.text, autoescape=True)))
-    if chosen.before is not None:
-        end, id = chosen.before
-        where.append(or_(EpisodeRow.finished < end, and_(EpisodeRow.finished == end, EpisodeRow.id > id)))
-    query = select(EpisodeRow).where(*where).order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(chosen.limit)
-    values = {"searched": chosen.text.encode()} if chosen.text else None
-    ended = fetch_all(connection, EpisodeRow, query, values)
-    wanted = select(GroupRow).where(GroupRow.id.in_({episode.group_id for episode in ended}))
+    newest = (EpisodeRow.finished.desc(), EpisodeRow.id)
+    if not chosen.text:
+        query = select(EpisodeRow).where(*where, *_after(chosen.before)).order_by(*newest).limit(chosen.limit)
+        ended = fetch_all(connection, EpisodeRow, query)
+        place = (ended[-1].finished or 0.0, ended[-1].id) if len(ended) == chosen.limit else None
+        return FoundEpisodes(_with_groups(connection, ended), place)
+    contains = [_contains(connection, column) for column in (EpisodeRow.trajectories, EpisodeRow.turns)]
+    found = or_(*contains, EpisodeRow.error.contains(chosen.text, autoescape=True))
+    values, ended, place = {"searched": chosen.text.encode()}, list[EpisodeRow](), chosen.before
+    until = time.monotonic() + SEARCH_SECONDS
+    while True:
+        after = _after(place)
+        looked_at = select(EpisodeRow.finished, EpisodeRow.id).where(*where, *after).order_by(*newest)
+        last = connection.execute(looked_at.offset(SEARCHED_AT_ONCE - 1).limit(1)).one_or_none()
+        part = where + after if last is None else [*where, *after, _up_to(*last)]
+        query = select(EpisodeRow).where(*part, found).order_by(*newest).limit(chosen.limit - len(ended))
+        ended += fetch_all(connection, EpisodeRow, query, values)
+        if len(ended) == chosen.limit:
+            place = (ended[-1].finished or 0.0, ended[-1].id)
+            break
+        place = (last.finished, last.id) if last is not None else None
+        if place is None or time.monotonic() > until:
+            break
+    return FoundEpisodes(_with_groups(connection, ended), place)
+
+
+def _after(place: tuple[float, str] | None) -> list[ColumnElement[bool]]:
+    """Behind a place in the order of episodes, newest first; None is its beginning."""
+    if place is None:
+        return []
+    end, id = place  # the first condition is of an index alone
+    return [EpisodeRow.finished <= end, or_(EpisodeRow.finished < end, EpisodeRow.id > id)]
+
+
+def _up_to(end: float, id: str) -> ColumnElement[bool]:
+    """Up to a place in that order, with it."""
+    return and_(EpisodeRow.finished >= end, or_(EpisodeRow.finished > end, EpisodeRow.id <= id))
+
+
+def _with_groups(connection: Connection, episodes: Sequence[EpisodeRow]) -> list[tuple[GroupRow, EpisodeRow]]:
+    wanted = select(GroupRow).where(GroupRow.id.in_({episode.group_id for episode in episodes}))
     groups = {group.id: group for group in fetch_all(connection, GroupRow, wanted)}
-    return [(groups[episode.group_id], episode) for episode in ended]
+    return [(groups[episode.group_id], episode) for episode in episodes]
 
 
 def failure_counts(connection: Connection, tenant: str, job: str, limit: int) -> Sequence[tuple[str, int]]:
-    """The most frequent errors of failed episodes, with their numbers."""
-    query = select(EpisodeRow.error, func.count()).filter_by(tenant=tenant, job=job, state="failed")
-    query = query.group_by(EpisodeRow.error).order_by(func.count().desc()).limit(limit)
+    """The most frequent errors of the newest :data:`FAILURES_COUNTED` failed episodes, with their numbers."""
+    failed = select(EpisodeRow.error).where(
+        EpisodeRow.tenant == tenant, EpisodeRow.job == job, EpisodeRow.state == "failed"
+    )
+    newest = failed.order_by(EpisodeRow.finished.desc()).limit(FAILURES_COUNTED).subquery()
+    query = select(newest.c.error, func.count()).group_by(newest.c.error)
+    query = query.order_by(func.count().desc(), newest.c.error).limit(limit)
     return [(str(error), int(number)) for error, number in connection.execute(query)]
 
 

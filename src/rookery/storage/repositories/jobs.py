@@ -48,6 +48,7 @@ from rookery.storage.models import (
     JobRow,
     JobState,
     PolicyRow,
+    SpanRow,
     StepRow,
     TenantRow,
     UsageRow,
@@ -395,14 +396,15 @@ def trim_episodes(connection: Connection, job: str, keep: int) -> int:
 
 
 def drop_old_groups(connection: Connection, tenant: str, keep: int) -> None:
-    """Delete the groups and episodes of finished jobs of the tenant, but for the ``keep`` that finished last; of the
-    newest :data:`JOBS_AT_ONCE` others, so that a backlog holds up nobody."""
+    """Delete the groups, episodes and timelines of finished jobs of the tenant, but for the ``keep`` that finished
+    last; of the newest :data:`JOBS_AT_ONCE` others, so that a backlog holds up nobody."""
     full = exists().where(GroupRow.job == JobRow.id)
     ended = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.finished.is_not(None), full)
     old = connection.execute(ended.order_by(JobRow.finished.desc(), JobRow.id).offset(keep).limit(JOBS_AT_ONCE))
     jobs = old.scalars().all()
     for kind in (EpisodeRow, GroupRow):
         connection.execute(delete(kind).where(kind.job.in_(jobs)))
+    connection.execute(delete(SpanRow).where(SpanRow.tenant == tenant, SpanRow.job.in_(jobs)))
 
 
 def delete_job(connection: Connection, tenant: str, job: str) -> list[str]:
@@ -419,6 +421,7 @@ def delete_job(connection: Connection, tenant: str, job: str) -> list[str]:
     connection.execute(delete(VersionRow).where(mine))
     for kind in (EpisodeRow, GroupRow, EvaluationRow, StepRow, EventRow, UsageRow, PolicyRow):
         connection.execute(delete(kind).where(kind.__table__.c.job == job))
+    connection.execute(delete(SpanRow).where(SpanRow.tenant == tenant, SpanRow.job == job))
     connection.execute(delete(JobRow).where(JobRow.id == job))
     return hashes
 

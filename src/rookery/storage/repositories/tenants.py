@@ -27,6 +27,7 @@ from rookery.storage.models import (
     OwnedRow,
     SamplerRow,
     SessionRow,
+    SpanRow,
     TenantRow,
     UploadKind,
     UploadRow,
@@ -77,6 +78,7 @@ def delete_tenant(connection: Connection, id: str, time: float) -> None:
         raise Conflict(f"tenant {id} is the administrator's, which cannot be deleted")
     connection.execute(update(TenantRow).where(TenantRow.id == id).values(deleted=time))
     connection.execute(update(KeyRow).where(KeyRow.tenant == id, KeyRow.revoked.is_(None)).values(revoked=time))
+    connection.execute(delete(SpanRow).where(SpanRow.tenant == id))
 
 
 def half_deleted(connection: Connection) -> set[str]:

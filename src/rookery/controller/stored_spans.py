@@ -1,0 +1,134 @@
+"""Spans in the database: the timeline of a run stays after a restart, as long as its episodes.
+
+* Every few seconds the spans that ended since are added to the row of their job and hour, off the event loop. A row has
+  at most :data:`HOUR_SPANS`: of more, neighbours become one. A killed service forgets those of the last seconds.
+* A picture of earlier times is made of stored spans, one of later times of those in memory (``SpanRing.since``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from rookery.controller.context import ControllerContext
+from rookery.errors import RookeryError
+from rookery.storage.models import SpanRow
+from rookery.storage.repositories.spans import hours_between, oldest_span, save_spans, span_rows
+from rookery.telemetry.spans import TraceSpan, merged, packed, picture, unpacked
+
+log = logging.getLogger("rookery.controller")
+
+SAVE_SECONDS = 5.0
+"""What a killed service forgets of its timeline. Storing a full hour takes some milliseconds of a thread."""
+
+HOUR_SPANS = 1024
+"""Of a job and an hour: one in 3.5 s, some 20 kB. An hour is a picture's width, and shows more than that nowhere."""
+
+READ_SPANS = 1 << 15
+"""Of one picture: half of what the ring holds."""
+
+HOUR = 3600.0
+
+Key = tuple[str, str, int]
+
+
+class StoredSpans:
+    def __init__(self, context: ControllerContext) -> None:
+        self._context = context
+        self._saving = asyncio.Lock()
+        self._saved_at = context.clock.time()
+        self._failed = False
+
+    async def watch(self) -> None:
+        """Store spans every few seconds; until cancelled."""
+        while True:
+            await self._context.clock.sleep(SAVE_SECONDS)
+            await asyncio.shield(self.save())  # else spans that were taken could be lost
+
+    async def save(self) -> None:
+        """Store the spans that ended since the last call, and for how long workers have served. Where the database does
+        not take them, the next call tries again."""
+        ring, store = self._context.records.spans, self._context.store
+        async with self._saving:
+            taken = list(ring.unsaved)
+            ring.unsaved.clear()
+            now = self._context.clock.time()
+            by_key: defaultdict[Key, list[TraceSpan]] = defaultdict(list)
+            for span in [*taken, *(self._served() if taken else ())]:
+                by_key[span.tenant, span.job if span.tenant else "", int(span.end // HOUR)].append(span)
+            if not by_key:
+                return
+            most = self._context.settings.server.timeline_bytes
+            try:
+                found = await store.read(span_rows, list(by_key))
+                rows = await self._context.threads(joined_rows, by_key, found)
+                await store.write(save_spans, rows, most)
+            except Exception as error:  # nothing else depends on it
+                later = list(ring.unsaved)
+                ring.unsaved.clear()
+                ring.unsaved.extend([*taken, *later])
+                if not self._failed:
+                    log.warning(
+                        "the timeline is not stored meanwhile: %s", error, exc_info=not isinstance(error, RookeryError)
+                    )
+                self._failed = True
+            else:
+                self._failed, self._saved_at = False, now
+
+    def _served(self) -> Iterable[TraceSpan]:
+        """For how long workers have served since the last call: after a crash, nothing else says so."""
+        for span in self._context.rooms.fleet.open_spans():
+            if span.end > (start := max(span.start, self._saved_at)):
+                yield msgspec.structs.replace(span, start=start)
+
+    async def between(self, start: float, end: float, first: str = "") -> list[TraceSpan]:
+        """Stored spans between two times that are not in the ring any more, those of the job ``first`` before others:
+        at most :data:`READ_SPANS`, the newest hours."""
+        ring, store = self._context.records.spans, self._context.store
+        chosen, total = list[Key](), 0
+        for hour in await store.read(hours_between, start, end, first):
+            if hour.begins >= ring.since(hour.tenant):
+                continue
+            total += hour.count
+            if total > READ_SPANS:
+                break
+            chosen.append(hour.key)
+        if not chosen:
+            return []
+        rows = await store.read(span_rows, chosen)
+        since = {row.tenant: ring.since(row.tenant) for row in rows}
+        return await self._context.threads(_read, rows, since)
+
+    async def oldest(self, tenant: str | None, jobs: Sequence[str]) -> float | None:
+        """When the first stored span of ``jobs``, of a tenant, or of all tenants began."""
+        return await self._context.store.read(oldest_span, tenant, jobs)
+
+
+def joined_rows(new: dict[Key, list[TraceSpan]], found: Sequence[SpanRow]) -> list[SpanRow]:
+    """The rows of these spans, with those that are stored already."""
+    known = {(row.tenant, row.job, row.hour): row.spans for row in found}
+    rows = []
+    for (tenant, job, hour), spans in new.items():
+        spans = unpacked(known.get((tenant, job, hour), b""), tenant, job) + spans
+        spans = merged(spans, 0.0) if not tenant else spans  # pieces of the time for which a worker serves
+        kept, _ = picture(spans, 0.0, HOUR_SPANS)
+        begins = min(span.start for span in kept)
+        rows.append(SpanRow(tenant=tenant, job=job, hour=hour, begins=begins, count=len(kept), spans=packed(kept)))
+    return rows
+
+
+def _read(rows: Sequence[SpanRow], since: dict[str, float]) -> list[TraceSpan]:
+    """The spans of rows that began before the ring's first; what several stand for ends where the ring begins."""
+    found = []
+    for row in rows:
+        until = since[row.tenant]
+        for span in unpacked(row.spans, row.tenant, row.job):
+            if span.end <= until:
+                found.append(span)
+            elif span.start < until and span.count > 1:
+                found.append(msgspec.structs.replace(span, end=until))
+    return found

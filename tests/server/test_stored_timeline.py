@@ -1,0 +1,71 @@
+"""The timeline of a run is the same after the service has restarted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.faces import ScriptedWorker, job, served
+
+from rookery.client import Client
+from rookery.controller.stored_spans import HOUR_SPANS, joined_rows
+from rookery.storage.models import SpanRow
+from rookery.telemetry.spans import TraceSpan, packed, unpacked
+
+
+def of_run(found: Any, id: str) -> Counter[tuple[str, float]]:
+    """Kind and start of the run's spans."""
+    return Counter((span.kind, round(span.start, 3)) for span in found.spans if span.job == id)
+
+
+def events(path: Path) -> Counter[str]:
+    """The events of a trace by name."""
+    return Counter(one["name"] for one in json.loads(path.read_text())["traceEvents"] if one["ph"] != "M")
+
+
+def test_ended_run_keeps_its_timeline_and_its_trace_over_a_restart(tmp_path: Path) -> None:
+    with served(tmp_path) as service, ScriptedWorker.of(service), Client(service.url, service.key) as client:
+        ended = client.submit(job()).wait()
+        about = client.job(ended.id)
+        whole = (ended.created - 1, ended.finished + 1)
+        before, fleet = about.timeline(*whole), client.timeline(*whole)
+        trace = events(about.trace(tmp_path / "before.json", *whole))
+    assert {"decode", "train", "commit", "environment"} <= {span.kind for span in before.spans}
+    with served(tmp_path) as service, Client(service.url, service.key) as client:
+        about = client.job(ended.id)
+        after, later = about.timeline(*whole), client.timeline(*whole)
+        assert of_run(after, ended.id) == of_run(before, ended.id)
+        assert of_run(later, ended.id) == of_run(fleet, ended.id)
+        assert after.oldest <= ended.started + 1
+        worked = {span.kind for span in later.spans if span.worker == "scripted"}
+        assert {"decode", "train", "connected", "idle"} <= worked
+        found = events(about.trace(tmp_path / "after.json", *whole))
+        assert found - Counter(found.keys() - trace) == trace, "but for what happened to the worker meanwhile"
+        client.job(ended.id).delete()
+        assert not of_run(client.timeline(*whole), ended.id)
+
+
+@pytest.mark.parametrize("count", [1, HOUR_SPANS, 3 * HOUR_SPANS])
+def test_row_of_an_hour_stays_bounded_and_covers_the_same_time(count: int) -> None:
+    spans = [TraceSpan("decode", float(n), n + 0.5, "one", "ada", "job", "p", f"r{n}") for n in range(count)]
+    rows: list[SpanRow] = []
+    for begin in range(0, count, 100):
+        rows = joined_rows({("ada", "job", 0): spans[begin : begin + 100]}, rows)
+    [row] = rows
+    found = unpacked(row.spans, "ada", "job")
+    assert len(found) == row.count <= HOUR_SPANS and sum(span.count for span in found) == count
+    assert row.begins == 0.0 and max(span.end for span in found) == pytest.approx(count - 0.5)
+    if count <= HOUR_SPANS:
+        assert found == spans
+    assert len(row.spans) < 40_000
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_spans_are_no_spans(stored: bytes) -> None:
+    assert unpacked(stored, "ada", "job") == []
+    assert unpacked(packed([])[:-1], "ada", "job") == []
