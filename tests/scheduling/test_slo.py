@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from unittest import mock
 
 import pytest
-from benchmarks.scale.serving_simulation import ARMS, Load, Run, cache, simulate
+from benchmarks.scale.serving_simulation import ARMS, Load, Run, bound, cache, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,17 +107,28 @@ def run(arm: str, load: float, seed: int = 0, **changes: float) -> Run:
 
 
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
-def test_objectives_hold_with_most_of_the_rollouts_that_exact_costs_admit(load: float) -> None:
-    ours, exact, alone = (run(arm, load) for arm in ("gate", "gate that sees one slice ahead", "serving only"))
-    assert ours.within >= alone.within - 0.04 and ours.rollout_tokens >= 0.8 * exact.rollout_tokens
-    assert ours.rollout_tokens > 0.5 * run("no gate", load).rollout_tokens and run("no gate", load).within < 0.5
+def test_objectives_hold_with_most_of_the_useful_work_that_exact_costs_admit(load: float) -> None:
+    arms = ("gate", "gate that sees one slice ahead", "serving only", "no gate")
+    runs = {arm: [run(arm, load, seed) for seed in range(5)] for arm in arms}
+    within = {arm: statistics.median(one.within for one in made) for arm, made in runs.items()}
+    useful = {arm: statistics.median(one.useful for one in made) for arm, made in runs.items()}
+    ours, exact, alone, none = arms
+    assert within[ours] >= within[alone] - 0.04 and useful[ours] >= 0.8 * useful[exact]
+    assert useful[ours] > 0.5 * useful[none] and within[none] < 0.5
 
 
 def test_saturated_serving_admits_nothing_and_idle_serving_costs_nothing() -> None:
     saturated, alone = run("gate", 2.5), run("serving only", 2.5)
-    assert saturated.rollout_tokens < 0.02 * run("rollouts only", 0.0).rollout_tokens
+    assert saturated.useful < 0.02 * run("rollouts only", 0.0).useful
     assert saturated.ttft(0.5) <= 1.05 * alone.ttft(0.5)
-    assert run("gate", 0.0).rollout_tokens == run("rollouts only", 0.0).rollout_tokens
+    assert run("gate", 0.0).useful == run("rollouts only", 0.0).useful
+
+
+@pytest.mark.parametrize("load", [0.0, 0.2, 0.5, 0.8, 1.3])
+@pytest.mark.parametrize("arm", ["no gate", "gate", "gate that sees one slice ahead"])
+def test_no_schedule_does_more_useful_work_than_the_bound(arm: str, load: float) -> None:
+    for seed in range(3):
+        assert run(arm, load, seed).useful / 120 <= bound(Load(load, seconds=120, seed=seed))
 
 
 @pytest.mark.parametrize("error", [0.7, 1.3])
@@ -129,7 +141,7 @@ def test_a_gate_that_forgets_the_candidate_is_noticed() -> None:
         candidates if slack(demand, kind, own, now, costs) >= 0 else 0
     ))  # fmt: skip
     with forgetful:
-        assert run("gate", 0.5).within < run("serving only", 0.5).within - 0.05
+        assert run("gate", 0.8).within < run("serving only", 0.8).within - 0.05
 
 
 def test_the_cut_saves_interactive_requests_and_the_freeze_saves_cuts() -> None:
