@@ -1,6 +1,6 @@
 """A solver and a verifier in one job: the verifier approves or rejects an answer, and a rejected one may be replaced.
 
-The solver picks the word of a kind out of two, the verifier judges the pick, and after a rejection the solver picks
+The solver picks the number word out of two words, the verifier judges the pick, and after a rejection the solver picks
 once more. The verifier earns 1 for a right decision. The solver earns half for a right first and half for a right final
 answer: with the final one alone, a verifier that rejects everything would leave the first without a reward. Held-out
 questions have words that no training question has.
@@ -9,7 +9,6 @@ questions have words that no training question has.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Any
@@ -19,31 +18,28 @@ from rookery.examples import learning
 from rookery.examples.learning import Learned
 from rookery.examples.words import KINDS, assistant, system, user
 
-TRAINING, HELD_OUT = 480, 40
+TRAINING, HELD_OUT = 512, 48
 HELD_OUT_WORDS = 4
 """Of each kind, words that only held-out questions have."""
-CHOICES = 2
+KIND = "number"
 FIRST = 0.5
 """Share of the solver's reward for its first answer."""
+WRONG = 0.25
+"""Cost of a reply of the solver that is neither word. The first word is then judged in its place: from the start the
+verifier sees as many right picks as wrong ones, and neither decision is better for all of them."""
 STEPS = 30
-WARMUP_STEPS = 12
-"""Steps over which the verifier's learning rate rises. At full speed from the start it learns to reject everything
-while the solver is mostly wrong, and samples nothing else by the time the solver is right."""
 
-EXAMPLES = (user("drink: tea, chair"), assistant("tea"), user("tree: six, oak"), assistant("oak"))
 APPROVE, REJECT = "yes", "no"
 
 
 def questions(split: str) -> list[dict[str, Any]]:
-    """Words of different kinds, the kind that is asked for, and its word."""
+    """Two words, of which one is a number."""
     draw = Random(f"solver and verifier: {split}")
-    names = list(KINDS)
+    others = [kind for kind in KINDS if kind != KIND]
     found = []
     for _ in range(HELD_OUT if split == "eval" else TRAINING):
-        kinds = draw.sample(names, CHOICES)
-        words = [draw.choice(part(kind, split)) for kind in kinds]
-        order = draw.sample(range(CHOICES), CHOICES)
-        found.append({"kind": kinds[0], "words": [words[place] for place in order], "answer": words[0]})
+        words = [draw.choice(part(KIND, split)), draw.choice(part(draw.choice(others), split))]
+        found.append({"words": draw.sample(words, len(words)), "answer": words[0]})
     return found
 
 
@@ -61,61 +57,76 @@ class SolverVerifier(rookery.Environment):
         return questions(split)
 
     def reset(self, prompt: Any, seed: int) -> rookery.Step:
-        self.proposal = ""
+        self.cost = 0.0
         self.decided: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         opened = [
-            system("Pick one."),
-            user("drink: tea, chair"),
-            assistant("tea"),
-            user("tree: six, oak"),
-            assistant("oak"),
-        ]
-        asked = f"{prompt['kind']}: {', '.join(prompt['words'])}"
-        return rookery.Step(messages=[*opened, user(asked)], policy="solver")
+            system(f"Pick the {KIND}."), user("hen, one"), assistant("one"), user("zero, oak"), assistant("zero"),
+        ]  # fmt: skip
+        return rookery.Step(messages=[*opened, user(", ".join(prompt["words"]))], policy="solver")
 
     def step(self, reply: rookery.Reply) -> rookery.Step:
-        text = reply.text.strip().strip(".").lower()
-        right = text == self.prompt["answer"]
         if reply.turn == 0:
-            self.proposal = text
-            self.metrics["first right"] = float(right)
-            asked = f"{text or 'nothing'}: {self.prompt['kind']}? {APPROVE} or {REJECT}"
+            self.pick = self.picked(reply)
+            self.metrics["first right"] = float(self.pick == self.prompt["answer"])
+            asked = f"{self.pick}: {KIND}? {APPROVE} or {REJECT}"
             return rookery.Step(messages=[user(asked)], policy="verifier")
         if reply.turn == 1:
-            was_right = self.proposal == self.prompt["answer"]
-            self.decided = {"verifier": float(text == (APPROVE if was_right else REJECT))}
-            self.metrics |= {"decided right": self.decided["verifier"], "rejected": float(text == REJECT)}
-            if text == REJECT:
+            decision = first_word(reply)
+            right = decision == (APPROVE if self.metrics["first right"] else REJECT)
+            self.decided = {"verifier": float(right)}
+            self.metrics |= {"decided right": float(right), "rejected": float(decision == REJECT)}
+            if decision == REJECT:
                 return rookery.Step(messages=[user("Wrong, another one.")], policy="solver")
-            right = was_right
-        return rookery.Step(
-            done=True,
-            rewards={"solver": FIRST * self.metrics["first right"] + (1 - FIRST) * right, **self.decided},
-            metrics={**self.metrics, "right": float(right)},
-        )
+        else:
+            self.pick = self.picked(reply)
+        self.metrics["right"] = float(self.pick == self.prompt["answer"])
+        earned = FIRST * self.metrics["first right"] + (1 - FIRST) * self.metrics["right"] - self.cost
+        return rookery.Step(done=True, rewards={"solver": earned, **self.decided}, metrics=self.metrics)
+
+    def picked(self, reply: rookery.Reply) -> str:
+        """The word of the question that the reply begins with; for another reply the first word, at a cost."""
+        words: list[str] = self.prompt["words"]
+        word = first_word(reply)
+        if word not in words:
+            self.cost += WRONG
+        return word if word in words else words[0]
+
+
+def first_word(reply: rookery.Reply) -> str:
+    return reply.text.split()[0].strip(".,").lower() if reply.text.split() else ""
 
 
 def best_constants(run: Learned) -> dict[str, float]:
-    """The solver's best fixed pick on the held-out questions, and the verifier's best fixed decision on the proposals
-    of the last version."""
-    answers = Counter(result["prompt"]["answer"] for result in run.held_out["solver"])
+    """The solver's best fixed pick on the held-out questions, a word or always the first of the two, and the verifier's
+    best fixed decision on the picks of the last version."""
+    asked = [result["prompt"] for result in run.held_out["solver"]]
+
+    def earned(word: str) -> float:
+        """Of one word as every reply, with the cost of one wrong reply at most."""
+        rewards = [
+            float(word == one["answer"]) if word in one["words"] else (one["words"][0] == one["answer"]) - WRONG
+            for one in asked
+        ]
+        return sum(rewards) / len(asked)
+
+    first_place = sum(one["words"][0] == one["answer"] for one in asked) / len(asked)
+    solver = max(first_place, 1 - first_place, *(earned(word) for one in asked for word in one["words"]))
     first = [result["metrics"]["first right"] for result in run.held_out["verifier"] if not result["error"]]
     share = sum(first) / len(first)
-    return {"solver": max(answers.values()) / answers.total(), "verifier": max(share, 1 - share)}
+    return {"solver": solver, "verifier": max(share, 1 - share)}
 
 
 def job(steps: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
-    slowly = {"lr": 3.0e-4, "schedule": {"name": "warmup", "warmup_steps": WARMUP_STEPS}}
     return {
         "policies": {
-            "solver": {"rank": 8, "optimizer": {"lr": 5.0e-4}},
-            "verifier": {"rank": 8, "seed": 1, "optimizer": slowly, "sampling": {"max_tokens": 2}},
+            "solver": {"rank": 8, "optimizer": {"lr": 3.0e-4}},
+            "verifier": {"rank": 8, "seed": 1, "optimizer": {"lr": 5.0e-4}, "sampling": {"max_tokens": 2}},
         },
-        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 1},
+        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 8, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": 4},
-        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 3)},
+        "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 2)},
         "stop": {"steps": steps},
     }
 
