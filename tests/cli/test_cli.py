@@ -22,6 +22,7 @@ from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
 from tests.support.small_model import save_small_model
 from tests.support.traces import check
 
+import rookery
 from rookery.cli import main
 from rookery.cli.doctor import bf16_finding, kernels_finding
 from rookery.client import Client
@@ -184,6 +185,57 @@ def test_jobs_commands_list_show_and_control(here: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert call("jobs", "show", "nobody") == 2
     assert capsys.readouterr().err == "rookery: no job 'nobody'; rookery jobs list shows yours\n"
+
+
+class Checked(rookery.Environment):
+    """The solver replies, then the verifier; each earns by the length of its reply."""
+
+    deterministic = True
+
+    def prompts(self, split: str) -> list[str]:
+        return ["one", "two", "three"]
+
+    def reset(self, prompt: Any, seed: int) -> rookery.Step:
+        return rookery.Step(messages=[{"role": "user", "content": prompt}], policy="solver")
+
+    def step(self, reply: rookery.Reply) -> rookery.Step:
+        if reply.turn == 0:
+            return rookery.Step(messages=[{"role": "user", "content": "Right?"}], policy="verifier")
+        return rookery.Step(done=True, rewards={"solver": 1.0, "verifier": len(reply.text)})
+
+
+def test_each_of_several_policies_has_its_figures_under_its_name(
+    here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = job(name="pair", stop={"steps": 4}, evaluation={"prompts": 1})
+    fields["policies"] = {"solver": {"rank": 4}, "verifier": {"rank": 2, "stop": {"steps": 3}}}
+    del fields["environment"]
+    with Client(service.url, service.key) as client:
+        made = client.train(environment=Checked(), **fields)
+        assert made.wait(60).state == "completed"
+        rows, view, health = list(made.metrics(follow=False)), made.show(), made.health()
+    last = {row.policy: row for row in rows}
+    assert {policy.name: policy.step for policy in view.policies} == {"solver": 4, "verifier": 3}
+    for policy in view.policies:
+        row = last[policy.name]
+        assert (policy.reward, policy.loss, policy.staleness) == (row.reward, row.loss, row.staleness_mean)
+    assert ("dead reward", "solver") in {(alarm.name, alarm.policy) for alarm in health.alarms}
+    assert call("jobs", "show", made.id) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"policy solver +version 4, rank 4, alpha 8, step 4, reward 1\.000, loss ", said)
+    for name in ("solver", "verifier"):
+        assert f"evaluation of {name} version 0" in said and f"{name} {last[name].reward:.3f}" in said
+    assert call("jobs", "logs", made.id) == 0
+    said = capsys.readouterr().out
+    assert all(re.search(rf"step +{row.step}  {row.policy}  reward {row.reward:.4g}", said) for row in rows)
+    (episode,) = made.episodes(limit=1)
+    assert call("jobs", "episodes", made.id, "--id", episode.episode) == 0
+    said = capsys.readouterr().out
+    assert said.index("assistant (solver):") < said.index("assistant (verifier):")
+    assert call("jobs", "export", made.id, "report.html") == 0
+    page = (here / "report.html").read_text(encoding="utf-8")
+    for name in ("solver", "verifier"):
+        assert f"<b>Reward of {name}</b>" in page and f"<b>Loss of {name}</b>" in page and f"<td>{name}</td>" in page
 
 
 def test_run_waits_while_its_job_is_paused_by_its_owner(here: Path, service: EmbeddedService) -> None:

@@ -112,3 +112,21 @@ def test_missing_metrics_are_dashes() -> None:
     *_, text = StepLines(80).of(bare, {})
     assert set(text.split()[1:]) == {"-"}
     assert list(StepLines(None).of(bare, {})) == ["step     1  "]
+
+
+def test_the_table_of_several_policies_names_the_policy_of_each_step() -> None:
+    spec = {**SPEC, "policies": {"solver": {}, "verifier": {}, "judge": {"train": False}}}
+    lines = StepLines(80)
+    _, head, _, first = lines.of(row(1, policy="solver"), spec)
+    (second,) = lines.of(row(2, policy="verifier"), spec)
+    assert head.split()[:3] == ["step", "policy", "reward"]
+    assert first.split()[:3] == ["1", "solver", "0.250"] and second.split()[:3] == ["2", "verifier", "0.250"]
+    assert all(len(line) <= 80 for line in (head, first, second))
+    _, alone, *_ = StepLines(80).of(row(1), {**SPEC, "policies": {"main": {}}})
+    assert "policy" not in alone
+
+
+def test_a_long_name_of_a_policy_leaves_room_for_metrics() -> None:
+    spec = {**SPEC, "policies": {"a" * 60: {}, "b": {}}}
+    *_, first = StepLines(60).of(row(1, policy="a" * 60), spec)
+    assert len(first) <= 60 and first.split()[1:3] == ["a" * 16, "0.250"]

@@ -28,3 +28,12 @@ test("several runs are compared by the charts of their overviews, on the union o
   assert.deepEqual(charts.find((chart) => chart.title === "KL to the start").lines.map((line) => line.values), [[null, null, null], [null, 0.5, null], [null, null, null]]);
   assert.deepEqual(compared([], []), { steps: [], charts: [] });
 });
+
+test("a compared run with several policies has a line for each", () => {
+  const rows = [{ step: 1, policy: "a", version: 1, reward: 0.1 }, { step: 2, policy: "b", version: 1, reward: 0.7 }, { step: 3, policy: "a", version: 2, reward: 0.2 }];
+  const { steps, charts } = compared([rows, [{ step: 2, version: 2, reward: 0.9 }]], ["both", "one"]);
+  assert.deepEqual(steps, [1, 2, 3]);
+  assert.deepEqual(charts.find((chart) => chart.title === "Reward").lines.map((line) => [line.label, line.values]), [
+    ["both: a", [0.1, null, 0.2]], ["both: b", [null, 0.7, null]], ["one", [null, 0.9, null]],
+  ]);
+});

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from rookery.scheduling.health import (
-    CHECKS,
     EPISODES_READ,
     FEWEST_EPISODES,
+    JOB_CHECKS,
+    POLICY_CHECKS,
     STALL_SECONDS,
     STALL_TIMES,
     JobHealth,
     RecentEpisode,
+    advice_lines,
     alarms,
 )
 
@@ -65,7 +67,7 @@ def test_each_fault_raises_its_own_alarm_and_no_other(name: str) -> None:
 
 
 def test_every_check_has_a_case() -> None:
-    assert len(WRONG) == len(CHECKS)
+    assert len(WRONG) == len(JOB_CHECKS) + len(POLICY_CHECKS)
 
 
 @pytest.mark.parametrize("state", ["queued", "paused", "completed", "failed", "cancelled"])
@@ -88,3 +90,49 @@ def test_few_episodes_and_missing_values_raise_nothing() -> None:
     assert alarms(replace(HEALTHY, rows=nothing * 3, episodes=[], counters={}, evaluations=[])) == []
     unknown = [{"version": 0, "mean": 0.0, "constant": {"reward": 1.0, "reply": "x"}}]
     assert alarms(replace(HEALTHY, evaluations=unknown)) == [], "version 0 has not learned anything yet"
+
+
+# --- several policies -------------------------------------------------------------------------------------------------
+
+NAMES = ("good", "bad")
+
+
+def of_both(name: str) -> dict[str, Any]:
+    """A job of two policies in which ``bad`` alone has the fault of this name."""
+    wrong, stale = {**vars(HEALTHY), **WRONG[name]}, "groups_dropped_stale"
+    parts = {"good": vars(HEALTHY), "bad": wrong}
+    rows = [{**row, "policy": policy} for policy, job in parts.items() for row in job["rows"]]
+    episodes = [
+        RecentEpisode(
+            two.failed, 0.0, [*one.replies, *two.replies], [*one.finishes, *two.finishes], two.error,
+            speakers=NAMES, rewards={"good": one.reward, "bad": two.reward},
+        )
+        for one, two in zip(HEALTHY.episodes, wrong["episodes"], strict=False)
+    ]  # fmt: skip
+    dropped = {policy: job["counters"][stale] for policy, job in parts.items()}
+    return {
+        "now": wrong["now"], "rows": sorted(rows, key=lambda row: row["time"]), "episodes": episodes,
+        "counters": {"episodes": 800, stale: sum(dropped.values()), **{f"{stale}/{p}": n for p, n in dropped.items()}},
+        "evaluations": [{**row, "policy": policy} for policy, job in parts.items() for row in job["evaluations"]],
+        "policies": NAMES,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_fault_of_one_policy_of_several_is_raised_under_its_name(name: str) -> None:
+    (found,) = alarms(replace(HEALTHY, **of_both(name)))
+    whole = name in ("stalled", "failing episodes")
+    assert (found.name, found.policy) == (name, "" if whole else "bad")
+
+
+def test_groups_that_no_policy_got_are_stale_for_each() -> None:
+    job = replace(HEALTHY, policies=NAMES, counters={"episodes": 800, "groups_dropped_stale": 20})
+    assert [(alarm.name, alarm.policy) for alarm in alarms(job)] == [("stale groups", name) for name in NAMES]
+
+
+def test_advice_of_several_policies_is_by_their_own_steps_and_sampling() -> None:
+    rows = [row(step, policy=name, turns_mean=1, length_max=4) for step in STEPS for name in ("solver", "verifier")]
+    policies = {"solver": {}, "verifier": {"sampling": {"max_tokens": 4}}, "judge": {"train": False}}
+    (line,) = advice_lines(rows, {"sampling": {"max_tokens": 8}, "policies": policies})
+    assert line.startswith("verifier: length_max 4")
+    assert advice_lines(rows, {"sampling": {"max_tokens": 4}})[0].startswith("length_max 4")

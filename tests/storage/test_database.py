@@ -594,7 +594,7 @@ _EMPTY: dict[str, Any] = {
     "groups_page": ([], 0),
     "last_step": -1,
     "version_of_step": None,
-    "last_evaluation": None,
+    "last_evaluations": [],
 }
 _NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups".split()
 """The reply of each function that takes a tenant when bob names alice's rows."""
@@ -809,9 +809,10 @@ def test_the_last_evaluation_is_that_of_the_newest_version(database: Database) -
             results={},
             created=0.0,
         )
-        found = database.read(version_rows.last_evaluation, "alice", "job", after=0)
-        assert (found.version if found is not None else None) == last
-    assert database.read(version_rows.last_evaluation, "alice", "other", after=0) is None
+        found = database.read(version_rows.last_evaluations, "alice", "job", after=0)
+        assert [row.version for row in found] == ([] if last is None else [last])
+    assert database.read(version_rows.last_evaluations, "alice", "other", after=0) == []
+    assert database.read(version_rows.last_evaluations, "bob", "job", after=0) == []
 
 
 # --- what a step trained on -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rookery.client.connection import Record
 from rookery.client.report import evaluation_text, outcome, report, reward_text
 from rookery.errors import UserError, short
 from rookery.telemetry.rows import Rows, columns, printable
-from rookery.telemetry.table import job_line, job_list, sparkline
+from rookery.telemetry.table import job_line, job_list, policy_figures, sparkline
 
 app = typer.Typer(help="List, show, follow, control and delete jobs.", no_args_is_help=True)
 uploads = typer.Typer(help="List and delete uploaded datasets and adapters.", no_args_is_help=True)
@@ -51,6 +51,7 @@ def show_job(cli: Cli, job: Name) -> None:
         print_json({**view, "evaluations": evaluations})
         return
     show(job_line(view))
+    several = len(view.spec.policies) > 1
     lines: list[tuple[str, Any]] = [
         ("id", view.id),
         ("base model", view.base_model),
@@ -63,7 +64,8 @@ def show_job(cli: Cli, job: Name) -> None:
         *cost_lines(view.cost),
         *_policy_lines(view),
         *((name.replace("_", " "), count) for name, count in view.counters.items() if count and name != "tokens"),
-        *((f"evaluation of version {e.version}", evaluation_text(e)) for e in evaluations),
+        *((f"evaluation of {e.policy + ' ' if several else ''}version {e.version}", evaluation_text(e))
+          for e in evaluations),
     ]  # fmt: skip
     fields(lines)
 
@@ -80,6 +82,7 @@ def _policy_lines(view: Record) -> list[tuple[str, str]]:
         else:
             size = f"rank {policy.rank}, alpha {policy.alpha:g}" if policy.rank else "all parameters"
             line = f"version {policy.version}, {size}" + ("" if about.get("train", True) else ", frozen")
+            line += "".join(f", {name} {number}" for name, number in policy_figures(policy))
         lines.append((f"policy {name}", line + (f", on {about.base_model}" if about.get("base_model") else "")))
     return lines
 
@@ -197,10 +200,13 @@ def conversation_lines(one: Mapping[str, Any]) -> list[str]:
     if one["error"]:
         lines.append(f"error: {printable(one['error'])}")
     replies = sum(message["role"] == "assistant" for message in one["messages"] or [])
+    several = len({turn.get("policy") for turn in one["turns"]}) > 1
     turns = iter([None] * (replies - len(one["turns"])) + one["turns"])  # environments may begin with examples
     for message in one["messages"] or []:
-        lines += [f"{message['role']}:", *(f"  {printable(line)}" for line in message["content"].splitlines() or [""])]
-        if message["role"] == "assistant" and (turn := next(turns, None)) is not None:
+        turn = next(turns, None) if message["role"] == "assistant" else None
+        role = message["role"] + (f" ({printable(turn['policy'])})" if several and turn is not None else "")
+        lines += [f"{role}:", *(f"  {printable(line)}" for line in message["content"].splitlines() or [""])]
+        if turn is not None:
             seconds = f"{turn['generation_seconds']:.2f} s generation, {turn['environment_seconds']:.2f} s environment"
             earned = reward_text(turn["reward"])
             lines.append(f"  → {earned}, {turn['tokens']} tokens, ended by {turn['finish']}, {seconds}")

@@ -65,4 +65,7 @@ class ServiceReader:
 
     def alarms(self, run: str) -> list[str]:
         """What is wrong with a run, and what to do."""
-        return [f"{one.name}: {one.problem} {one.remedy}" for one in self.client.job(run).health().alarms]
+        return [
+            f"{one.name}{f' ({one.policy})' if one.policy else ''}: {one.problem} {one.remedy}"
+            for one in self.client.job(run).health().alarms
+        ]

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rookery.scheduling.health import ADVICE_STEPS, advice, known
+from rookery.scheduling.health import ADVICE_STEPS, advice, known, several
 
 Row = Mapping[str, Any]
+
+MOST_NAME = 16
+"""Characters of a policy's name in the table; a longer one is cut."""
 
 HEADER_ROWS = 20
 """Lines after which a terminal shows the header again."""
@@ -105,6 +108,8 @@ class StepLines:
         self._width = width
         self._columns: Sequence[StepColumn] | None = None
         """Chosen with the first step."""
+        self._name = 0
+        """Width of the column of policies; 0 in a job with one."""
         self._before: Row | None = None
         self._recent: defaultdict[str, list[Row]] = defaultdict(list)
         """The last steps of each policy."""
@@ -118,7 +123,8 @@ class StepLines:
         recent = self._recent[policy] = [*self._recent[policy], row][-ADVICE_STEPS:]
         every = ROW_COLUMNS if _on_rows(row) else STEP_COLUMNS
         if self._columns is None and self._width is not None:
-            self._columns = fitting(self._width, every)
+            self._name = min(MOST_NAME, max([0, *(max(len("policy"), len(name)) for name in several(spec))]))
+            self._columns = fitting(self._width - self._name - (self._name > 0), every)
         if self._columns is None:
             shown = [(c.metric, values.get(c.metric)) for c in every[1:]]
             yield f"step {row['step']:>5}  {policy}{'  ' * bool(policy)}" + "  ".join(
@@ -129,14 +135,19 @@ class StepLines:
                 yield legend(self._columns)
             if self._count % HEADER_ROWS == 0:
                 for part in (0, 1):
-                    yield _joined([(column.head[part], column.width) for column in self._columns])
+                    yield self._line([(c.head[part], c.width) for c in self._columns], ("policy", "")[part])
             cells = [(c, values.get(c.metric)) for c in self._columns]
-            yield _joined([(c.form(value) if known(value) else "-", c.width) for c, value in cells])
+            yield self._line([(c.form(value) if known(value) else "-", c.width) for c, value in cells], policy)
         self._count += 1
-        for metric, line in advice(recent, spec).items():
+        for metric, line in advice(recent, spec, policy).items():
             if (policy, metric) not in self._advised:
                 self._advised.add((policy, metric))
                 yield f"advice{f' ({policy})' * bool(policy)}: {line}"
+
+    def _line(self, cells: list[tuple[str, int]], policy: str) -> str:
+        """A line of the table: the step, the policy where the job has several, and the metrics."""
+        names = [(policy[: self._name], self._name)] if self._name else []
+        return _joined([*cells[:1], *names, *cells[1:]])
 
 
 def legend(columns: Sequence[StepColumn]) -> str:

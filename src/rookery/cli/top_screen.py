@@ -17,7 +17,7 @@ from rookery.cli.output import time_of
 from rookery.cli.overview import Overview, ServiceReader
 from rookery.errors import RookeryError
 from rookery.telemetry.rows import printable
-from rookery.telemetry.table import WORKER_STYLES, job_cells, rounded, sparkline, waits
+from rookery.telemetry.table import WORKER_STYLES, job_cells, policy_figures, rounded, sparkline, waits
 
 REFRESH_SECONDS = 2.0
 ORDERS = ("created", "name", "state", "step", "reward")
@@ -104,8 +104,12 @@ class RunScreen(Screen[None]):
         ]  # fmt: skip
         for key, value in facts:
             lines.append(f"{key:<15} ", "dim").append(f"{printable(str(value)) or '–'}\n")
+        for policy in view.policies if len(view.spec.policies) > 1 else []:
+            figures = "".join(f", {name} {number}" for name, number in policy_figures(policy))
+            lines.append(f"{printable(policy.name):<15} ", "dim").append(f"version {policy.version}{figures}\n")
         for alarm in health.alarms:
-            lines.append(f"\n{printable(alarm.name)}: ", "bold red").append(
+            whose = f" ({printable(alarm.policy)})" if alarm.policy else ""
+            lines.append(f"\n{printable(alarm.name)}{whose}: ", "bold red").append(
                 printable(f"{alarm.problem} {alarm.remedy}")
             )
         for advice in health.advice:
@@ -124,10 +128,15 @@ def step_table(rows: Sequence[Mapping[str, Any]]) -> Text:
     if not rows:
         return lines
     score = "reward" if any(row.get("reward") is not None for row in rows) else "loss"
-    lines.append(f"\n\n  step {score:>9}  episodes  length  stale  generation  training\n", "dim")
+    name = max([0, *(len(row["policy"]) for row in rows if row.get("policy"))])  # where there are several
+    wide = max(len("policy"), name)
+    whose = f" {'policy':>{wide}}" if name else ""
+    lines.append(f"\n\n  step{whose} {score:>9}  episodes  length  stale  generation  training\n", "dim")
     for row in reversed(rows):
+        mine = f" {printable(row.get('policy') or ''):>{wide}}" if name else ""
         lines.append(
-            f"{row['step']:6d} {rounded(row.get(score), '{:9.3f}'):>9} {rounded(row.get('episodes'), '{:.0f}'):>9}"
+            f"{row['step']:6d}{mine} {rounded(row.get(score), '{:9.3f}'):>9}"
+            f" {rounded(row.get('episodes'), '{:.0f}'):>9}"
             f" {rounded(row.get('length_mean'), '{:.1f}'):>7} {rounded(row.get('staleness_mean'), '{:.1f}'):>6}"
             f" {rounded(row.get('seconds/generation'), '{:.1f} s'):>11}"
             f" {rounded(row.get('seconds/train'), '{:.1f} s'):>9}\n"

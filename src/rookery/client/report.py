@@ -28,6 +28,7 @@ CHARTS = (
     ("entropy", "Entropy", "nats per token"),
     ("logp_diff_mean", "Log-probability gap, engine − trainer", "nats per token"),
     ("zero_variance_share", "Groups without variance", "share"),
+    ("loss", "Loss", "sum of the step"),
     ("staleness_mean", "Staleness", "optimizer steps"),
     ("seconds/generation", "Generation", "seconds per episode"),
     ("seconds/train", "Training", "seconds"),
@@ -77,18 +78,33 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
     yield f"<style>{STYLE}</style><h1>{text(view.name)}</h1>"
     yield f"<p>{text(view.state)}{': ' + text(view.reason) if view.reason else ''} · {text(view.base_model)} ·"
     yield f" step {view.step} · {view.tokens:,} tokens sampled · submitted {_time(view.created)} · {text(view.id)}</p>"
+    several = len(view.spec.policies) > 1
+    names = list(dict.fromkeys(row.get("policy") for row in rows))
+    if several:
+        yield "<h2>Policies</h2>" + _table(
+            ("policy", "version", "step", "reward", "loss", "staleness"),
+            [
+                (one.name, f"{one.version} of {one.follows}" if one.follows else one.version,
+                 *(_figure(one.get(figure)) for figure in ("step", "reward", "loss", "staleness")))
+                for one in view.policies
+            ],
+        )  # fmt: skip
     yield '<div class="charts">'
     for metric, title, unit in CHARTS:
-        values = [row.get(metric) for row in rows]
-        if any(_known(value) for value in values):
-            yield f"<figure><figcaption><b>{title}</b> <span class=muted>{unit}</span></figcaption>"
-            yield chart([row["step"] for row in rows], values) + "</figure>"
+        for name in names:
+            mine = [row for row in rows if row.get("policy") == name]
+            values = [row.get(metric) for row in mine]
+            if any(_known(value) for value in values):
+                whose = f" of {text(name)}" if several else ""
+                yield f"<figure><figcaption><b>{title}{whose}</b> <span class=muted>{unit}</span></figcaption>"
+                yield chart([row["step"] for row in mine], values) + "</figure>"
     yield "</div>"
     if evaluations := job.evaluations():
         yield "<h2>Evaluations</h2>" + _table(
-            ("version", "mean", "± standard error", "prompts", "best constant reply"),
+            (*["policy"] * several, "version", "mean", "± standard error", "prompts", "best constant reply"),
             [
-                (one.version, f"{one.mean:.3f}", f"{one.stderr:.3f}" if one.stderr is not None else "–", one.prompts,
+                (*[one.policy] * several, one.version, f"{one.mean:.3f}",
+                 f"{one.stderr:.3f}" if one.stderr is not None else "–", one.prompts,
                  f"{one.constant.reward:.3f}" if one.get("constant") else "–")
                 for one in evaluations
             ],
@@ -138,6 +154,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _figure(value: float | None) -> str:
+    return f"{value:.4g}" if _known(value) else "–"
 
 
 def _known(value: Any) -> TypeGuard[float]:

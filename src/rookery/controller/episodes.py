@@ -185,7 +185,9 @@ def _recent(episode: EpisodeRow) -> RecentEpisode:
     if not episode.trajectories:
         return RecentEpisode(failed, episode.reward, (), (), episode.error)
     outcome = episode_result_decoder.decode(episode.trajectories)
-    return RecentEpisode(failed, episode.reward, outcome.replies, [step.finish for step in outcome.steps])
+    finishes = [step.finish for step in outcome.steps]
+    rewards = {name: outcome.reward + outcome.rewards.get(name, 0.0) for name in {*outcome.speakers}}
+    return RecentEpisode(failed, episode.reward, outcome.replies, finishes, speakers=outcome.speakers, rewards=rewards)
 
 
 def _whole_episode(stored: bytes, logprobs: bytes, chats: Mapping[str, Chat | None]) -> dict[str, Any]:

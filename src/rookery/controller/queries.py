@@ -47,7 +47,7 @@ from rookery.controller.views import (
     WorkerView,
 )  # fmt: skip
 from rookery.protocol.gauges import over_workers
-from rookery.scheduling.health import JobHealth, advice, alarms
+from rookery.scheduling.health import JobHealth, advice_lines, alarms, several
 from rookery.scheduling.job_rules import followed_version
 from rookery.scheduling.usage import Usage
 from rookery.storage.columns import Page
@@ -69,7 +69,7 @@ from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
 
 HEALTH_STEPS = 50
-"""Newest steps that alarms are computed from."""
+"""Newest steps of each policy that alarms are computed from."""
 
 EVENTS_SHOWN = 1000
 """Largest number of events in one reply."""
@@ -158,7 +158,17 @@ class JobQueries:
                 version = followed_version(_line(of_policy, row.head_version), follows["every"])
             found = _policy_view(row).model_copy(update={"name": name, "version": version or 0, "follows": row.name})
             views.append(found)
-        return views
+        return [await self._with_last_step(job, view) for view in views] if several(job.spec) else views
+
+    async def _with_last_step(self, job: JobRow, view: PolicyView) -> PolicyView:
+        """The view of one of several policies with the figures of its last step, where it trains and has one."""
+        if view.follows or view.version == 0:
+            return view
+        found = await self._store.read(version_rows.steps_of_versions, job.tenant, job.id, view.name, [view.version])
+        row = finite(found.get(view.version, {}))
+        figures = {"step": row.get("policy_step"), "reward": row.get("reward"), "loss": row.get("loss"),
+                   "staleness": row.get("staleness_mean")}  # fmt: skip
+        return view.model_copy(update=figures)
 
     async def metrics(
         self, tenant: str, job: str, after: int = -1, limit: int | None = None
@@ -247,11 +257,11 @@ class JobQueries:
     async def job_health(self, tenant: str, job: str) -> dict[str, Any]:
         """Alarms of a job; advice where there are none."""
         view = await self.show(tenant, job)
-        rows = await self._rows(tenant, job, view.step - HEALTH_STEPS, None)
-        evaluation = await self._store.read(
-            version_rows.last_evaluation, tenant, job, after=0
+        policies = several(view.spec)
+        rows = await self._rows(tenant, job, view.step - HEALTH_STEPS * max(1, len(policies)), None)
+        evaluations = await self._store.read(
+            version_rows.last_evaluations, tenant, job, after=0
         )  # version 0 has not learned anything yet
-        evaluations = [evaluation] if evaluation is not None else []
         known = JobHealth(
             now=view.finished or self._context.clock.time(),
             state=view.state,
@@ -261,9 +271,10 @@ class JobQueries:
             evaluations=[view.model_dump() for view in await self.evaluation_views(tenant, job, evaluations)],
             group_size=view.spec["algorithm"]["group_size"],
             waits_for=view.waits_for,
+            policies=policies,
         )
         found = alarms(known)
-        return {"alarms": found, "advice": [] if found else list(advice(rows, view.spec).values())}
+        return {"alarms": found, "advice": [] if found else advice_lines(rows, view.spec)}
 
     async def evaluation_rows(self, tenant: str, job: str, page: Page | None = None) -> Sequence[EvaluationRow]:
         """The evaluations of a job, by policy and version."""

@@ -35,6 +35,15 @@ class PolicyView(View):
     """The newest durable one; of a policy that follows another, the version of that one with which it replies."""
     follows: str = ""
     """The policy whose versions it uses, if it follows one."""
+    step: int | None = None
+    """Its optimizer steps so far. This figure and those below are the job's where it has one policy: then they are null
+    here, and likewise before its first step and of a policy that does not train."""
+    reward: float | None = None
+    """Mean training reward of its last step."""
+    loss: float | None = None
+    """Loss of its last step, summed over the batch as its algorithm weighs tokens."""
+    staleness: float | None = None
+    """Mean staleness of the groups of its last step, in optimizer steps."""
 
 
 class CostView(View):

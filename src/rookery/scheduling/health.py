@@ -1,7 +1,8 @@
 """Whether a job is healthy: alarms about what is wrong, and advice where nothing is. Pure functions over stored series.
 
 An alarm says what is wrong, why that is so, and what to do. Advice is about speed and settings; it is given only where
-no alarm is, since tuning a broken run is wasted.
+no alarm is, since tuning a broken run is wasted. In a job with several policies, each is judged by its own steps,
+replies and evaluations.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -65,6 +66,10 @@ class RecentEpisode:
     finishes: Sequence[str]
     """Why each reply ended."""
     error: str = ""
+    speakers: Sequence[str] = ()
+    """The policy of each reply, where there are several."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """The reward of each policy that replied, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +83,11 @@ class JobHealth:
     counters: Mapping[str, int]
     evaluations: Sequence[Row] = ()
     """``mean``, ``version`` and ``constant`` (the best constant reply's ``reward`` and ``reply``) of each."""
+    """With several policies each has its own ``groups_dropped_stale/POLICY``."""
     group_size: int = 1
     waits_for: str = ""
+    policies: Sequence[str] = ()
+    """The policies that train, where there are several in the job."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +97,41 @@ class Alarm:
     """What is wrong, with its figures."""
     remedy: str
     """What to do."""
+    policy: str = ""
+    """Whose it is, where the job has several policies; empty where it is the whole job's."""
 
 
 def alarms(job: JobHealth) -> list[Alarm]:
-    """Everything that is wrong with the job."""
-    return [alarm for check in CHECKS for alarm in check(job)]
+    """Everything that is wrong with the job and its policies."""
+    found = [alarm for check in JOB_CHECKS for alarm in check(job)]
+    for name in job.policies or ("",):
+        part = of_policy(job, name) if name else job
+        found += [replace(alarm, policy=name) for check in POLICY_CHECKS for alarm in check(part)]
+    return found
+
+
+def of_policy(job: JobHealth, policy: str) -> JobHealth:
+    """The job as one of its several policies sees it: its steps, evaluations, replies and rewards."""
+    stale = "groups_dropped_stale"
+    by_policy = {name: count for name, count in job.counters.items() if name.startswith(f"{stale}/")}
+    whole = job.counters.get(stale, 0) - sum(by_policy.values())  # dropped before any policy had its part
+    return replace(
+        job,
+        rows=[row for row in job.rows if row.get("policy") == policy],
+        evaluations=[row for row in job.evaluations if row.get("policy") == policy],
+        episodes=[_episode_of(episode, policy) for episode in job.episodes if policy in episode.speakers],
+        counters={**job.counters, stale: whole + by_policy.get(f"{stale}/{policy}", 0)},
+    )
+
+
+def _episode_of(episode: RecentEpisode, policy: str) -> RecentEpisode:
+    mine = [place for place, speaker in enumerate(episode.speakers) if speaker == policy]
+    return replace(
+        episode,
+        reward=episode.rewards.get(policy),
+        replies=[episode.replies[place] for place in mine],
+        finishes=[episode.finishes[place] for place in mine if place < len(episode.finishes)],
+    )
 
 
 def stalled(job: JobHealth) -> Iterator[Alarm]:
@@ -195,9 +233,13 @@ def constant_answer(job: JobHealth) -> Iterator[Alarm]:
         )
 
 
-CHECKS: tuple[Callable[[JobHealth], Iterator[Alarm]], ...] = (
-    stalled, failing_environment, dead_reward, truncated, stale_groups, empty_successes, logprob_gap, constant_answer,
+JOB_CHECKS: tuple[Callable[[JobHealth], Iterator[Alarm]], ...] = (stalled, failing_environment)
+"""Checks of the job as a whole."""
+
+POLICY_CHECKS: tuple[Callable[[JobHealth], Iterator[Alarm]], ...] = (
+    dead_reward, truncated, stale_groups, empty_successes, logprob_gap, constant_answer,
 )  # fmt: skip
+"""Checks of each policy."""
 
 
 def _share(values: Sequence[Any], test: Callable[[Any], bool]) -> float:
@@ -209,8 +251,24 @@ def known(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def advice(rows: Sequence[Row], spec: Mapping[str, Any]) -> dict[str, str]:
-    """What needs attention in the newest steps of a job, by metric: the table of ``docs/quickstart.md``."""
+def several(spec: Mapping[str, Any]) -> list[str]:
+    """The policies of a stored job that train, where it has more than one policy; of a job with one, none."""
+    policies = spec.get("policies") or {}
+    return [name for name, about in policies.items() if about.get("train", True)] if len(policies) > 1 else []
+
+
+def advice_lines(rows: Sequence[Row], spec: Mapping[str, Any]) -> list[str]:
+    """The advice about each policy of a job, under its name where there are several."""
+    names = several(spec)
+    if not names:
+        return list(advice(rows, spec).values())
+    by_policy = {name: [row for row in rows if row.get("policy") == name] for name in names}
+    return [f"{name}: {line}" for name, mine in by_policy.items() for line in advice(mine, spec, name).values()]
+
+
+def advice(rows: Sequence[Row], spec: Mapping[str, Any], policy: str = "") -> dict[str, str]:
+    """What needs attention in the newest steps of a job, or of one of its policies, by metric: the table of
+    ``docs/quickstart.md``."""
     last, found = rows[-1:], rows[-ADVICE_STEPS:]
     given: dict[str, str] = {}
     if last and last[0].get("skipped"):
@@ -221,7 +279,8 @@ def advice(rows: Sequence[Row], spec: Mapping[str, Any]) -> dict[str, str]:
     def all_of(metric: str, test: Callable[[float], bool]) -> bool:
         return all(known(row.get(metric)) and test(row[metric]) for row in found)
 
-    most = spec.get("sampling", {}).get("max_tokens")
+    own = ((spec.get("policies") or {}).get(policy) or {}).get("sampling") or {}
+    most = own.get("max_tokens") or spec.get("sampling", {}).get("max_tokens")
     if most is not None and all(row.get("turns_mean") == 1 and row.get("length_max", 0) >= most for row in found):
         given["length_max"] = (
             f"length_max {most}: replies are cut at sampling.max_tokens; raise it or ask for shorter replies"

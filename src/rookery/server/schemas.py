@@ -258,6 +258,7 @@ class AlarmView(BaseModel):
     name: str
     problem: str = Field(description="What is wrong, with its figures")
     remedy: str = Field(description="What to do")
+    policy: str = Field(description="Whose it is, in a job with several policies; empty where it is the whole job's")
 
 
 class JobHealthView(BaseModel):

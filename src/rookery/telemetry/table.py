@@ -80,13 +80,22 @@ def job_line(job: Mapping[str, Any]) -> Text:
     """One job's present state on one line, or several where the terminal is narrow."""
     name, state, step, reward = job_cells(job)
     running = job["state"] == "running"
-    parts: list[str | Text | tuple[str, str]] = [name, " ", state, f"  step {step}  reward {reward} "]
+    each = [one for one in job.get("policies") or [] if one.get("reward") is not None]  # where there are several
+    rewards = "  ".join(f"{printable(one['name'])} {rounded(one['reward'], '{:.3f}')}" for one in each) or reward
+    parts: list[str | Text | tuple[str, str]] = [name, " ", state, f"  step {step}  reward {rewards} "]
     parts.append((sparkline(job.get("rewards") or []), "green"))
     if running:
         parts.append(f"  {rounded(job.get('tokens_per_second'), '{:.0f}')} tokens/s")
     if waited := waits(job):
         parts.append((f"  waits for {waited}" if running else f"  {waited}", "dim"))
     return Text.assemble(*parts, overflow="fold")
+
+
+def policy_figures(policy: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures of the last step of one of several policies; none where the job has one policy."""
+    shown = {"step": "{:d}", "reward": "{:.3f}", "loss": "{:.4g}", "staleness": "{:.2g}"}
+    values = [(name, policy.get(name), form) for name, form in shown.items()]
+    return [(name, form.format(value)) for name, value, form in values if value is not None]
 
 
 def job_list(jobs: Sequence[Mapping[str, Any]]) -> Rows:

@@ -106,6 +106,8 @@ class GroupBuffer:
 
     async def _drop(self, groups: Sequence[CompleteGroup], reason: str) -> None:
         self._job.progress.counters["groups_dropped_stale"] += len(groups)
+        if len(self._job.policies) > 1:
+            self._job.progress.counters[f"groups_dropped_stale/{self.policy.name}"] += len(groups)
         await self._remove(groups, reason)
 
     async def _remove(self, groups: Sequence[CompleteGroup], reason: str) -> None:

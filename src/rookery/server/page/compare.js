@@ -23,7 +23,8 @@ export function Compare({ path }) {
   const names = Object.fromEntries((data?.runs ?? []).map((run) => [run.id, run.name]));
   const label = (id) => (ids.filter((one) => names[one] === names[id]).length > 1 ? `${names[id]} (${id.slice(-4)})` : names[id] ?? id);
   const { steps, charts } = compared(ids.map((id) => rows[id] ?? []), ids.map(label));
-  return html`<div class="bar"><h1>Compare</h1>${ids.map((id, at) => html`<span><i class=${`swatch s${at}`}></i><a href=${route(["run", id])}>${label(id)}</a></span>`)}
+  const parted = charts.some((chart) => chart.lines.length > ids.length); // lines have the colours of policies, not of runs
+  return html`<div class="bar"><h1>Compare</h1>${ids.map((id, at) => html`<span>${!parted && html`<i class=${`swatch s${at}`}></i>`}<a href=${route(["run", id])}>${label(id)}</a></span>`)}
       <label class="right" for="smooth">Smoothing</label><input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />
       ${zoom && html`<button onClick=${() => setZoom(null)}>Show all steps</button>`}</div>
     <${Problem} error=${error ?? problem} />

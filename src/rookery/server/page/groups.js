@@ -46,7 +46,7 @@ export function Steps({ job, path, rows }) {
       ${step !== null && html`${other(-1, "← earlier step")}${other(1, "later step →")}`}
       ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance</label>`}
       <span class="muted right">${data.total} ${data.total === 1 ? "group" : "groups"}</span></div>
-    ${row && html`<${Facts} facts=${[["reward", `${number(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", `${number(row.staleness_mean, 2)} steps`], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
+    ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${number(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", `${number(row.staleness_mean, 2)} steps`], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
     ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
     <${Histogram} rewards=${rewards} bin=${bin} onBin=${setBin} />
     <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards</th><th class="number">Mean</th><th>Variance</th><th class="number">Oldest version</th><th>Ended</th></tr></thead>

@@ -30,8 +30,9 @@ export function chartsOf(rows, evaluations = []) {
     .filter((chart) => chart.lines.length > 0 && (chart.title !== "KL to the start" || chart.lines.some((one) => one.values.some((value) => value))));
 }
 
-/** The charts of several runs on the same steps, those of a run's overview: [{title, unit, digits, show, lines}] with the first line of each run. Pure. */
-export function compared(runs, labels) {
+/** The charts of several runs on the same steps, those of a run's overview: [{title, unit, digits, show, lines}] with the first line of each policy of each run. Pure. */
+export function compared(all, names) {
+  const { runs, labels } = byPolicy(all, names);
   const steps = [...new Set(runs.flatMap((rows) => rows.map((row) => row.step)))].sort((a, b) => a - b), found = new Map();
   runs.forEach((rows, at) => {
     const places = new Map(rows.map((row, place) => [row.step, place]));
@@ -41,6 +42,15 @@ export function compared(runs, labels) {
     }
   });
   return { steps, charts: [...found.values()] };
+}
+
+/** A run with several policies as one run for each of them, labelled with its name. */
+function byPolicy(all, names) {
+  const parts = all.flatMap((rows, at) => {
+    const policies = [...new Set(rows.map((row) => row.policy))];
+    return policies.length < 2 ? [{ rows, label: names[at] }] : policies.map((policy) => ({ rows: rows.filter((row) => row.policy === policy), label: `${names[at]}: ${policy}` }));
+  });
+  return { runs: parts.map((one) => one.rows), labels: parts.map((one) => one.label) };
 }
 
 function evaluationLines(rows, evaluations, several) {

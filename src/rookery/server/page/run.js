@@ -22,7 +22,9 @@ function policiesOf(view) {
   return names.map((name) => {
     const one = known[name];
     if (!one) return `${name}: the base model`;
-    return one.follows ? `${name}: version ${one.version} of ${one.follows}` : `${name}: version ${one.version}${view.spec.policies[name].train === false ? ", frozen" : ""}`;
+    if (one.follows) return `${name}: version ${one.version} of ${one.follows}`;
+    const figures = [["reward", number(one.reward)], ["loss", number(one.loss)], ["staleness", number(one.staleness, 2)]].filter(([figure]) => one[figure] !== null);
+    return [`${name}: version ${one.version}${view.spec.policies[name].train === false ? ", frozen" : ""}`, ...figures.map((pair) => pair.join(" "))].join(", ");
   }).join(" · ");
 }
 
@@ -74,7 +76,7 @@ function Overview({ job, view, stream }) {
   const charts = chartsOf(rows, evaluations ?? []);
   const open = (step) => { if (step !== undefined) location.hash = route(["run", job, "step", String(step)]); };
   const draw = (chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} onStep=${open} />`;
-  const environment = charts.filter((chart) => chart.environment);
+  const environment = charts.filter((chart) => chart.environment), several = Object.keys(view.spec.policies).length > 1;
   return html`
     <${Problem} error=${stream.error} />
     <${Health} job=${job} view=${view} />
@@ -86,10 +88,10 @@ function Overview({ job, view, stream }) {
     <div class="charts">${charts.filter((chart) => !chart.environment).map(draw)}</div>
     ${environment.length > 0 && html`<h2>Metrics of the environment</h2><div class="charts">${environment.map(draw)}</div>`}
     <h2>Newest steps</h2>
-    <${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th><th class="number">Version</th><th class="number">Reward</th><th class="number">Spread</th>
+    <${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th>${several && html`<th>Policy</th>`}<th class="number">Version</th><th class="number">Reward</th><th class="number">Spread</th>
       <th class="number">Episodes</th><th class="number">No variance</th><th class="number">Length, tokens</th><th class="number">Staleness</th><th class="number">Generation</th><th class="number">Training</th><th>Committed</th></tr></thead>
       <tbody>${rows.slice(-STEPS_SHOWN).reverse().map((row) => html`<tr key=${row.step}>
-        <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td><td class="number">${row.version}</td><td class="number">${number(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
+        <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${number(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
         <td class="number">${row.episodes}</td><td class="number">${percent(row.zero_variance_share)}</td><td class="number">${number(row.length_mean, 1)}</td><td class="number">${number(row.staleness_mean, 2)}</td>
         <td class="number">${duration(row["seconds/generation"])}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>`;
 }

@@ -269,13 +269,14 @@ def evaluations(connection: Connection, tenant: str, job: str, page: Page | None
     return page_of(connection, EvaluationRow, order, page, tenant=tenant, job=job)
 
 
-def last_evaluation(connection: Connection, tenant: str, job: str, after: int = -1) -> EvaluationRow | None:
-    """The last of :func:`evaluations` of a version later than ``after``."""
-    order = (EvaluationRow.policy, EvaluationRow.version)
-    later, page = EvaluationRow.version > after, Page(limit=1)
-    return next(
-        iter(page_of(connection, EvaluationRow, order, page, later, descending=True, tenant=tenant, job=job)), None
-    )
+def last_evaluations(connection: Connection, tenant: str, job: str, after: int = -1) -> list[EvaluationRow]:
+    """Of each policy the last of :func:`evaluations`, of a version later than ``after``."""
+    of_job = (EvaluationRow.tenant == tenant, EvaluationRow.job == job)
+    newest = select(EvaluationRow.policy, func.max(EvaluationRow.version).label("version"))
+    last = newest.where(*of_job, EvaluationRow.version > after).group_by(EvaluationRow.policy).subquery()
+    same = (EvaluationRow.policy == last.c.policy) & (EvaluationRow.version == last.c.version)
+    query = select(EvaluationRow).join(last, same).where(*of_job)
+    return fetch_all(connection, EvaluationRow, query.order_by(EvaluationRow.policy))
 
 
 _NAMING = (
