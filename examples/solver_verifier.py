@@ -1,9 +1,11 @@
 """A solver and a verifier in one job: the verifier approves or rejects an answer, and a rejected one may be replaced.
 
-The solver picks the number word out of two words, the verifier judges the pick, and after a rejection the solver picks
-once more. The verifier earns 1 for a right decision. The solver earns half for a right first and half for a right final
-answer: with the final one alone, a verifier that rejects everything would leave the first without a reward. Held-out
-questions have words that no training question has.
+The solver picks the number word out of two words. Its first pick passes a noisy channel, which replaces it with the
+other word in half of the questions. The verifier judges what arrives, and after a rejection the solver picks once more,
+without the channel. The verifier earns 1 for a right decision. The solver earns half for a right first pick and half
+for a right final answer. Held-out questions have words that no training question has.
+
+Without the channel a verifier has nothing to learn from a good solver: it comes to approve everything, and is right.
 """
 
 from __future__ import annotations
@@ -23,23 +25,26 @@ HELD_OUT_WORDS = 4
 """Of each kind, words that only held-out questions have."""
 KIND = "number"
 FIRST = 0.5
-"""Share of the solver's reward for its first answer."""
+"""Share of the solver's reward for its first pick. With the final answer alone, a verifier that rejects everything would
+leave the first pick without a reward."""
 WRONG = 0.25
-"""Cost of a reply of the solver that is neither word. The first word is then judged in its place: from the start the
-verifier sees as many right picks as wrong ones, and neither decision is better for all of them."""
-STEPS = 30
+"""Cost of a reply of the solver that is neither word. The first word is then taken in its place, so that the verifier
+learns from every episode."""
+STEPS = 24
 
 APPROVE, REJECT = "yes", "no"
 
 
 def questions(split: str) -> list[dict[str, Any]]:
-    """Two words, of which one is a number."""
+    """Two words, of which one is a number. In every second question the channel is noisy: a step has as many of these
+    as of the others, so that neither decision of the verifier is better for all."""
     draw = Random(f"solver and verifier: {split}")
     others = [kind for kind in KINDS if kind != KIND]
     found = []
-    for _ in range(HELD_OUT if split == "eval" else TRAINING):
+    for number in range(HELD_OUT if split == "eval" else TRAINING):
         words = [draw.choice(part(KIND, split)), draw.choice(part(draw.choice(others), split))]
-        found.append({"words": draw.sample(words, len(words)), "answer": words[0]})
+        shown = draw.sample(words, len(words))
+        found.append({"words": shown, "answer": words[0], "noisy": number % 2 == 1})
     return found
 
 
@@ -69,15 +74,18 @@ class SolverVerifier(rookery.Environment):
         if reply.turn == 0:
             self.pick = self.picked(reply)
             self.metrics["first right"] = float(self.pick == self.prompt["answer"])
+            if self.prompt["noisy"]:
+                (self.pick,) = {*self.prompt["words"]} - {self.pick}
+            self.metrics["arrived right"] = float(self.pick == self.prompt["answer"])
             asked = f"{self.pick}: {KIND}? {APPROVE} or {REJECT}"
             return rookery.Step(messages=[user(asked)], policy="verifier")
         if reply.turn == 1:
             decision = first_word(reply)
-            right = decision == (APPROVE if self.metrics["first right"] else REJECT)
+            right = decision == (APPROVE if self.metrics["arrived right"] else REJECT)
             self.decided = {"verifier": float(right)}
             self.metrics |= {"decided right": float(right), "rejected": float(decision == REJECT)}
             if decision == REJECT:
-                return rookery.Step(messages=[user("Wrong, another one.")], policy="solver")
+                return rookery.Step(messages=[user(", ".join(self.prompt["words"]))], policy="solver")
         else:
             self.pick = self.picked(reply)
         self.metrics["right"] = float(self.pick == self.prompt["answer"])
@@ -99,7 +107,7 @@ def first_word(reply: rookery.Reply) -> str:
 
 def best_constants(run: Learned) -> dict[str, float]:
     """The solver's best fixed pick on the held-out questions, a word or always the first of the two, and the verifier's
-    best fixed decision on the picks of the last version."""
+    best fixed decision on what arrived of the last version."""
     asked = [result["prompt"] for result in run.held_out["solver"]]
 
     def earned(word: str) -> float:
@@ -112,7 +120,7 @@ def best_constants(run: Learned) -> dict[str, float]:
 
     first_place = sum(one["words"][0] == one["answer"] for one in asked) / len(asked)
     solver = max(first_place, 1 - first_place, *(earned(word) for one in asked for word in one["words"]))
-    first = [result["metrics"]["first right"] for result in run.held_out["verifier"] if not result["error"]]
+    first = [result["metrics"]["arrived right"] for result in run.held_out["verifier"] if not result["error"]]
     share = sum(first) / len(first)
     return {"solver": solver, "verifier": max(share, 1 - share)}
 
@@ -122,10 +130,11 @@ def job(steps: int) -> dict[str, Any]:
     return {
         "policies": {
             "solver": {"rank": 8, "optimizer": {"lr": 3.0e-4}},
-            "verifier": {"rank": 8, "seed": 1, "optimizer": {"lr": 5.0e-4}, "sampling": {"max_tokens": 2}},
+            "verifier": {"rank": 8, "seed": 1, "optimizer": {"lr": 3.0e-4}, "sampling": {"max_tokens": 2}},
         },
         "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 8, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": 4},
+        "shuffle": False,
         "evaluation": {"prompts": HELD_OUT, "every": max(1, steps // 2)},
         "stop": {"steps": steps},
     }
