@@ -25,8 +25,8 @@ HELD_OUT_WORDS = 4
 """Of each kind, words that only held-out questions have."""
 KIND = "number"
 FIRST = 0.5
-"""Share of the solver's reward for its first pick. With the final answer alone, a verifier that rejects everything would
-leave the first pick without a reward."""
+"""Share of the solver's reward for its first pick. With the final answer alone, a verifier that rejects everything
+would leave the first pick without a reward."""
 WRONG = 0.25
 """Cost of a reply of the solver that is neither word. The first word is then taken in its place, so that the verifier
 learns from every episode."""
