@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from tests.support.draws import examples
 
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.worker_time import WorkerTime
-from rookery.worker.compute import TimeSlice, next_slice
+from rookery.worker.compute import TimeSlice, next_slice, within_slice
 
 ROWS = 64
 SLICE = 0.1
@@ -116,6 +117,13 @@ def test_the_favoured_part_works_for_the_tenant_with_the_least_time(turns: list[
             assert part - other, "some tenant has work only there"
         for shares in (engine, trainer) if number is None else ((engine, trainer)[number],):
             time.charge(1.0, dict.fromkeys(shares, 1.0))
+
+
+def test_operations_within_a_slice_do_not_overtake_what_changes_states() -> None:
+    names = ["queue", "engine", "states", "queue", "engine", "states"]
+    calls = [(Future(), lambda core: None, touches) for touches in names]  # type: ignore[var-annotated]
+    taken, left = within_slice(calls)  # type: ignore[arg-type]
+    assert taken == [calls[0], calls[1], calls[4]] and left == [calls[2], calls[3], calls[5]]
 
 
 def test_no_tenant_is_passed_over_for_ever() -> None:

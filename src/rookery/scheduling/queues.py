@@ -36,7 +36,7 @@ class TokenCounters:
     """The counter of every tenant. ``weights`` may change at any time; a tenant without one has weight 1."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
+        self.weights = weights
         self._counters: dict[str, float] = {}
         self._floor = 0.0
         """The least counter of a waiting tenant at the last choice."""
@@ -50,7 +50,7 @@ class TokenCounters:
 
     def charge(self, tenant: str, tokens: float) -> None:
         """The tenant was served these tokens; negative ones were charged before and not served."""
-        self._counters[tenant] = self[tenant] + tokens / self._weights.get(tenant, 1.0)
+        self._counters[tenant] = self[tenant] + tokens / self.weights.get(tenant, 1.0)
 
     def reach(self, counter: float) -> None:
         """An item was begun that was put in at this counter: nobody is lifted to less from now on."""

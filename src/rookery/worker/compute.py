@@ -3,12 +3,12 @@
 Promises:
 
 * Only this thread touches engine, trainer, adapters and tensors. :meth:`Compute.call` runs a function in it, between
-  two slices, or, if it needs the engine only, between two layers of a training slice.
+  two slices, or, if it changes no training state, between two layers of a training slice.
 * Engine and trainer alternate in bounded slices and get equal time while both have work; time spent idle gives no
   credit. Where the tenant with the least time has work in one of them only, that one is next
   (:mod:`rookery.scheduling.worker_time`). Time of interactive requests counts for neither. A training slice that would
   break one's objective waits, as does its rest between two layers, where the trainer allows it; rollouts wait with it,
-  for as long as equal shares allow.
+  for as long as equal shares allow. So does the rest of one while the tenant with the least time only decodes.
 * Without work the thread sleeps until the next call.
 * Tokens and results wait in an outbox; ``on_output`` is called, in this thread, when the outbox stops being empty.
 * An exception in a call is raised to its caller. An exception in a slice ends the thread: ``failure`` holds it, and the
@@ -25,13 +25,13 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 from rookery import protocol
-from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
 from rookery.worker.core import WorkerCore, load_core
 from rookery.worker.trainer.base import TrainerResult
@@ -78,8 +78,12 @@ class TimeSlice:
         self.idle = True
 
 
-Call = tuple[Future[Any], Callable[[WorkerCore], Any], bool]
-"""A function that waits to be run in the thread, and whether it needs the engine only."""
+Touches = Literal["engine", "queue", "states"]
+"""What a call needs: the engine only; or it reads training states, and adds operations to the trainer's queue; or it
+creates, replaces or deletes training states or operations, which a training slice may be using."""
+
+Call = tuple[Future[Any], Callable[[WorkerCore], Any], Touches]
+"""A function that waits to be run in the thread."""
 
 
 class Compute:
@@ -103,7 +107,6 @@ class Compute:
         self._calls: list[Call] = []
         self._slices: list[TimeSlice] = []
         """The engine's and the trainer's."""
-        self._time = WorkerTime({})
         self._favoured = False
         """Whether the present slice was chosen for a tenant: it costs its engine or trainer nothing."""
         self._charged = 0.0
@@ -128,22 +131,22 @@ class Compute:
             self._stopping = True
             self._changed.notify()
 
-    def call(self, function: Callable[[WorkerCore], T], *, engine_only: bool = False) -> Future[T]:
-        """Run ``function`` between two slices; calls keep their order, but those that need the ``engine_only`` may
-        come before others. Calls after the thread's end are cancelled."""
+    def call(self, function: Callable[[WorkerCore], T], *, touches: Touches = "states") -> Future[T]:
+        """Run ``function`` between two slices, or within one where what it ``touches`` allows that. Calls keep their
+        order, but those of the engine may come before others. Calls after the thread's end are cancelled."""
         future: Future[T] = Future()
         with self._changed:
             if self.ended.done():
                 future.cancel()
             else:
-                self._calls.append((future, function, engine_only))
+                self._calls.append((future, function, touches))
                 self._changed.notify()
         return future
 
     async def describe(self, seconds: float) -> str:
         """What the thread's work waits for; where it does not answer within these ``seconds``, the lines of code in
         which its slice is."""
-        answer = asyncio.wrap_future(self.call(_describe, engine_only=True))
+        answer = asyncio.wrap_future(self.call(_describe, touches="engine"))
         await asyncio.wait({answer}, timeout=seconds)
         if answer.done() and not answer.cancelled():
             return answer.result()
@@ -166,7 +169,6 @@ class Compute:
             if self._settings.worker.threads:
                 torch.set_num_threads(self._settings.worker.threads)
             core = load_core(self._prepare(), self._settings, self._between_layers, trains=self._trains)
-            self._time = WorkerTime(core.trainer.weights)
             self.ready.set_result(core)
             try:
                 self._run(core)
@@ -212,7 +214,7 @@ class Compute:
 
     def _choose(self, core: WorkerCore) -> TimeSlice | None:
         """The next slice's."""
-        number = self._time.favoured([core.engine.tenants(), core.trainer.tenants()])
+        number = core.time.favoured([core.engine.tenants(), core.trainer.tenants()])
         favoured = self._slices[number] if number is not None else None
         chosen = next_slice(self._slices, core.gate.allows_training, favoured)
         self._favoured = chosen is favoured
@@ -237,27 +239,31 @@ class Compute:
         else:
             own = spent * (core.gate.rollout_share if used is engine else 1)
             used.clock += 0.0 if self._favoured else own
-            rows = core.engine.tenants() if used is engine else core.trainer.tenant_tokens()
-            self._time.charge(own, rows)
+            part = core.engine if used is engine else core.trainer
+            core.time.charge(own, part.tenant_tokens())
         used.seconds += spent
         used.present += spent
 
     def _between_layers(self) -> None:
-        """Within a training slice: answer what needs the engine only, and let it step while a request's objective does
-        not allow the rest of the slice."""
-        core, (engine, trainer) = self.ready.result(), self._slices
+        """Within a training slice: answer what may run there, and let the engine step while a request's
+        objective does not allow the rest of the slice, or the tenant with the least time has work only there."""
+        core, (engine, trainer), chosen = self.ready.result(), self._slices, self._favoured
         self._charge(core, trainer)
         stepped = True
         while stepped and not self._stopping:
             with self._changed:
-                calls = [call for call in self._calls if call[2]]
-                self._calls = [call for call in self._calls if not call[2]]
+                calls, self._calls = within_slice(self._calls)
             self._answer(core, calls)
-            if not engine.busy() or core.gate.allows_training(trainer.present):
+            if not engine.busy():
                 break
-            core.gate.training_waits = next_slice(self._slices) is trainer
+            if not core.gate.allows_training(trainer.present):
+                core.gate.training_waits = next_slice(self._slices) is trainer
+            elif core.time.favoured([core.engine.tenants(), core.trainer.tenants()]) == 0:
+                self._favoured = True
+            else:
+                break
             stepped = self._step(core, engine)
-        core.gate.training_waits = False
+        core.gate.training_waits, self._favoured = False, chosen
         self._charged = time.perf_counter()
 
     def _publish(self, core: WorkerCore, *, stepped: bool) -> None:
@@ -289,6 +295,14 @@ class Compute:
 
 def _describe(core: WorkerCore) -> str:
     return f"{core.engine.describe()}; {core.trainer.pending} training operations are queued"
+
+
+def within_slice(calls: list[Call]) -> tuple[list[Call], list[Call]]:
+    """Those that may run within a training slice, and the others: operations and commits do not overtake what may
+    change the states that they name."""
+    first = next((at for at, (*_, touches) in enumerate(calls) if touches == "states"), len(calls))
+    able = [touches == "engine" or at < first for at, (*_, touches) in enumerate(calls)]
+    return list(compress(calls, able)), list(compress(calls, (not one for one in able)))
 
 
 def next_slice(

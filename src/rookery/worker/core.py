@@ -12,6 +12,7 @@ import torch
 
 from rookery import protocol
 from rookery.errors import UserError
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import WEIGHTS, BaseReference, base_reference, choose_backends, inspect
@@ -64,6 +65,8 @@ class WorkerCore:
         self.trainer = trainer
         self.budget = budget
         self.gate = gate or SloGate(enabled=False)
+        self.time = WorkerTime(trainer.weights)
+        engine.share_time(self.time)
         self.engine_name = engine_name
         self.device_name = device_name
         self.dtype = dtype

@@ -181,7 +181,7 @@ class GenerationManager:
         if held is not None and not abort.resume:
             self._drop(held)
         elif held is not None and held.submitted and not held.finish:
-            self._compute.call(lambda core: core.engine.abort(held.key), engine_only=True)
+            self._compute.call(lambda core: core.engine.abort(held.key), touches="engine")
 
     def _find(self, message: protocol.Abort | protocol.SwitchAdapter) -> HeldRequest | None:
         """The request that the message concerns, if it is held under the same assignment."""
@@ -195,7 +195,7 @@ class GenerationManager:
             if task is not None:
                 task.cancel()
         if not held.finish:
-            self._compute.call(lambda core: core.engine.abort(held.key), engine_only=True)
+            self._compute.call(lambda core: core.engine.abort(held.key), touches="engine")
 
     def _resume(self, held: HeldRequest, claim: protocol.Generate) -> None:
         held.generate = msgspec.structs.replace(held.generate, assignment=claim.assignment)
@@ -264,7 +264,7 @@ class GenerationManager:
         room, later ones wait behind it, even those whose adapter is in memory: they could keep it there for ever."""
 
         async def call(folder: Path | None) -> bool:
-            return await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder), engine_only=True))
+            return await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder), touches="engine"))
 
         if ref is None:
             await call(None)

@@ -99,7 +99,8 @@ class TrainingOps:
         running.task.add_done_callback(finished)
 
     def mark_committed(self, commit: protocol.VersionCommitted) -> None:
-        self._compute.call(lambda core: core.trainer.mark_committed(commit.policy, commit.lease, commit.ref))
+        mark = lambda core: core.trainer.mark_committed(commit.policy, commit.lease, commit.ref)  # noqa: E731
+        self._compute.call(mark, touches="queue")
 
     def cancel(self, op: str) -> None:
         """Abandon an operation; it is not answered."""
@@ -219,7 +220,7 @@ class TrainingOps:
 
     async def _ensure_held(self, op: TrainerOperation) -> None:
         """Have the trainer hold the version and steps that ``op`` names. Raises :class:`StaleState`."""
-        if await self._call(lambda core: core.trainer.holds(op.policy, op.lease, op.parent.hash, op.steps)):
+        if await self._call_soon(lambda core: core.trainer.holds(op.policy, op.lease, op.parent.hash, op.steps)):
             return
         if op.steps or op.operations:
             raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
@@ -231,7 +232,7 @@ class TrainingOps:
 
     async def _ensure_reference(self, policy: str, reference: protocol.AdapterRef) -> None:
         """Have the trainer keep the version that the policy's KL penalties compare with."""
-        if await self._call(lambda core: core.trainer.has_reference(policy, reference.hash)):
+        if await self._call_soon(lambda core: core.trainer.has_reference(policy, reference.hash)):
             return
         async with self._transfers.pulled(reference) as folder:
             await self._room.run(
@@ -242,7 +243,7 @@ class TrainingOps:
         self, op: TrainerOperation, enqueue: Callable[[WorkerCore], None]
     ) -> asyncio.Future[TrainerResult]:
         result = self._running[op.op].result = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._call(enqueue))  # its cancellation is passed on to the trainer
+        await asyncio.shield(self._call_soon(enqueue))  # its cancellation is passed on to the trainer
         return result
 
     async def _commit(self, op: str, ticket: str, export: Export, metrics: dict[str, float]) -> None:
@@ -253,6 +254,10 @@ class TrainingOps:
         self.failed += 1
         extra = {} if isinstance(op, protocol.InitAdapter) else {"tenant": op.tenant, "version": op.parent.version}
         log.warning("operation %s of policy %s failed: %s", op.op, op.policy, error, exc_info=traceback, extra=extra)
+
+    async def _call_soon(self, function: Callable[[WorkerCore], T]) -> T:
+        """:meth:`_call` of what need not wait for the end of a training slice."""
+        return await asyncio.wrap_future(self._compute.call(function, touches="queue"))
 
     async def _call(self, function: Callable[[WorkerCore], T]) -> T:
         return await asyncio.wrap_future(self._compute.call(function))

@@ -23,12 +23,15 @@ from tests.support.peers import settle
 from tests.support.tiny import reference, small, trained_adapter
 
 from rookery import protocol
+from rookery.worker.compute import Touches
 from rookery.worker.core import WorkerCore
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.generation import GenerationManager
 from rookery.worker.model.adapter import PARTS, Adapter, write_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
+from rookery.worker.trainer.operation_queue import OperationQueue
+from rookery.worker.trainer.trainers import Trainers
 from rookery.worker.transfer.http import TransferFailed
 
 VERSIONS = ["v0", "v1", "v2", "v3"]
@@ -378,7 +381,7 @@ class Bench:
         self.decoder = small("llama")
         loras = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
         engine = NativeEngine(self.decoder, loras, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
-        self.core = WorkerCore(engine, None)  # type: ignore[arg-type]
+        self.core = WorkerCore(engine, Trainers(OperationQueue()))
         self.arrived = {key: asyncio.Event() for key in VERSIONS}
         self.arrive(*arrived)
         self.refused: set[str] = set()
@@ -391,7 +394,7 @@ class Bench:
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(adapters=frozenset(self.core.engine.adapters()))
 
-    def call(self, function: Callable[[WorkerCore], Any], *, engine_only: bool) -> Future[Any]:
+    def call(self, function: Callable[[WorkerCore], Any], *, touches: Touches) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(function(self.core))

@@ -43,6 +43,7 @@ class Group:
     episode: bool = False
     """Each member is followed by a second turn of its episode."""
     in_flight: str = "finish"
+    tenant: str = "a"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ groups = st.builds(
     order=st.sampled_from([0.0, 1.0]),
     episode=st.booleans(),
     in_flight=st.sampled_from(["finish", "switch", "recompute"]),
+    tenant=st.sampled_from("abc"),
 )
 mixes = st.builds(
     Mix,
@@ -120,7 +122,7 @@ def generate(number: int, group: Group, member: int, turn: int = 0, before: tupl
         "adapter": adapter(group.adapter), "prompt": [*prompt, *before], "max_tokens": group.tokens,
         "shared_prefix": int(group.shared * len(prompt)), "seed": member, "interactive": group.interactive,
         "ttft_ms": group.ttft_ms, "tpot_ms": group.tpot_ms, "order": group.order, "in_flight": group.in_flight,
-        "episode": f"e{number}.{member}" if group.episode else "",
+        "episode": f"e{number}.{member}" if group.episode else "", "tenant": group.tenant,
     }  # fmt: skip
     return order(f"{number}.{member}.{turn}", **changes)
 

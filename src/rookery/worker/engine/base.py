@@ -19,11 +19,13 @@ Engines are not thread-safe: the thread that calls ``step`` makes all other call
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rookery import protocol
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.memory import MemoryUse
 
 
@@ -63,6 +65,15 @@ class Engine(Protocol):
     def tenants(self) -> dict[str, int]:
         """The rows that rollouts of each tenant have, 0 if all of its rollouts wait. Empty while requests of clients
         are there."""
+        ...
+
+    def tenant_tokens(self) -> Mapping[str, float]:
+        """Tokens of rollouts in the present slice, or the last one, by tenant. Empty while requests of clients are
+        there."""
+        ...
+
+    def share_time(self, time: WorkerTime) -> None:
+        """The worker's time among its tenants, by which an engine may choose what a slice computes."""
         ...
 
     def describe(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from rookery import protocol
 from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.errors import UserError
+from rookery.scheduling.fair_slices import fair_amount
 from rookery.tokenization.registry import UNNAMED, BaseReference
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers
@@ -189,11 +191,16 @@ class PackedTrainer(OperationTrainer):
     def _select(self, ready: list[QueuedBatch]) -> list[PassItem]:
         """Take groups for one pass from ``ready``, in order. The first batch fills the pass. Another one joins while
         the pass is less than half full, or if the rest of it fits: every policy in a pass costs separate products, so
-        a nearly full pass takes no fraction of a batch."""
+        a nearly full pass takes no fraction of a batch. Where batches of several tenants are ready, the pass takes as
+        long as leaves each its fair share: as many groups as if a tenant's time were its tokens."""
         items: list[PassItem] = []
-        share, tokens, memory = self._limits.copied_key_share, self.slice_tokens, float(self._limits.max_tokens)
+        left: Counter[str] = Counter()
         for batch in ready:
-            if 2 * tokens <= self.slice_tokens and sum(group.tokens for group in batch.groups) > tokens:
+            left[batch.op.tenant] += sum(group.tokens for group in batch.groups)
+        slice_tokens = fair_amount(left, self.queue.weights, float, self.slice_tokens)
+        share, tokens, memory = self._limits.copied_key_share, slice_tokens, float(self._limits.max_tokens)
+        for batch in ready:
+            if 2 * tokens <= slice_tokens and sum(group.tokens for group in batch.groups) > tokens:
                 continue
             chosen: list[PackedGroup] = []
             while batch.groups:

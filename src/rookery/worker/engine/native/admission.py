@@ -16,14 +16,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from rookery.scheduling.fair_slices import fair_amount, in_turns
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVSlot, SegmentStore
-from rookery.worker.engine.native.slo_gate import SloGate
+from rookery.worker.engine.native.slo_gate import LEAST_PREFILL, SloGate
 from rookery.worker.engine.request import EngineRequest, SharedPrefix
 from rookery.worker.model.lora import LoraManager
 
@@ -35,6 +37,8 @@ class PrefillSlice:
     max_tokens: int
     max_keys: int
     work: list[tuple[EngineRequest | SharedPrefix, SequenceChunk]] = field(default_factory=list)
+    tenants: Counter[str] = field(default_factory=Counter)
+    """Its tokens by tenant."""
     _widest: int = 0
     _keys: int = 0
 
@@ -48,8 +52,9 @@ class PrefillSlice:
         padded = max(self._widest, count) * (len(self.work) + 1)
         return padded <= self.max_tokens and self._keys + before + count <= self.max_keys
 
-    def add(self, target: EngineRequest | SharedPrefix, chunk: SequenceChunk) -> None:
+    def add(self, target: EngineRequest | SharedPrefix, chunk: SequenceChunk, tenant: str) -> None:
         count = len(chunk.tokens)
+        self.tenants[tenant] += count
         self._widest = max(self._widest, count)
         self._keys += chunk.prefix_length + chunk.start + count
         self.work.append((target, chunk))
@@ -227,9 +232,9 @@ class Admission:
             self.waiting.remove(request)
         self._free(request)
 
-    def waiting_prefixes(self, fits: Callable[[int], bool]) -> Iterator[SharedPrefix]:
-        """Shared prompts that waiting requests need first, each with a slot: for a caller that computes each one whole
-        and passes it to :meth:`retain_prefix`. Those of adapters with other weights are left out.
+    def waiting_prefixes(self, fits: Callable[[int], bool]) -> Iterator[tuple[SharedPrefix, str]]:
+        """Shared prompts that waiting requests need first, each with a slot and its tenant: for a caller that computes
+        each one whole and passes it to :meth:`retain_prefix`. Those of adapters with other weights are left out.
         Ends at the first that does not fit, or for which there is no room."""
         known = set(self._prefixes)
         for request in self.waiting:
@@ -240,33 +245,42 @@ class Admission:
             if slot is None:
                 return
             known.add(key)
-            yield SharedPrefix(key, slot)
+            yield SharedPrefix(key, slot), request.params.tenant
 
-    def plan_prefill(self, max_tokens: int, max_keys: int) -> PrefillSlice:
+    def plan_prefill(self, max_tokens: int, max_keys: int, weights: Mapping[str, float]) -> PrefillSlice:
         """Requests of clients, then the oldest, then others of its adapter, since every adapter in a slice costs
         separate products, then the remaining ones. Then the prefixes of waiting requests: rows become free one by one,
         and a slice for each one's prompt costs twice as much as its share of one slice for several. With ``max_tokens``
-        it is empty only if no served row needs a prefill."""
-        plan, lora = PrefillSlice(max_tokens, max_keys), self._loras.lora_key
-        if not max_tokens:
-            return plan
-        started = set()
+        it is empty only if no served row needs a prefill. Rollouts of several tenants, of these ``weights``, take turns
+        in as many tokens as leave each its fair share."""
+        lora, is_client = self._loras.lora_key, self._gate.is_client
         rows = [row for row in self.served if not row.prefilled]
-        rows.sort(key=lambda row: not self._gate.is_client(row))
-        for row in sorted(rows, key=lambda row: (not self._gate.is_client(row), row.key != rows[0].key)):
+        rows.sort(key=lambda row: not is_client(row))
+        first: dict[int, EngineRequest] = {}
+        for row in sorted(rows, key=lambda row: (not is_client(row), row.key != rows[0].key)):
+            first.setdefault(id(row.prefill_target), row)
+        rows = list(first.values())
+        if rows and max_tokens and not is_client(rows[0]):
+            missing = Counter[str]()
+            for row in rows:
+                missing[row.params.tenant] += row.prefill_target.missing
+            cost = partial(self._gate.costs.predict, "prefill")
+            max_tokens = min(max_tokens, max(LEAST_PREFILL, fair_amount(missing, weights, cost, max_tokens)))
+            rows = [rows[at] for at in in_turns([row.params.tenant for row in rows], weights)]
+        plan = PrefillSlice(max_tokens, max_keys)
+        for row in rows if max_tokens else ():
             target = row.prefill_target
-            if id(target) in started:
-                continue
-            started.add(id(target))
             tokens, prefix = (row.tail, row.prefix) if isinstance(target, EngineRequest) else (target.tokens, None)
             start, count = target.filled, min(target.missing, max_tokens)
             before = start + (len(prefix.tokens) if prefix is not None else 0)
             if plan.work and not plan.fits(count, before):
                 break
-            plan.add(target, sequence_chunk(lora(row.key), tokens[start : start + count], start, target.slot, prefix))
+            chunk = sequence_chunk(lora(row.key), tokens[start : start + count], start, target.slot, prefix)
+            plan.add(target, chunk, row.params.tenant)
         if plan.work:
-            for prefix in self.waiting_prefixes(plan.fits):
-                plan.add(prefix, sequence_chunk(lora(prefix.key[0]), prefix.tokens, 0, prefix.slot, None))
+            for prefix, tenant in self.waiting_prefixes(plan.fits):
+                chunk = sequence_chunk(lora(prefix.key[0]), prefix.tokens, 0, prefix.slot, None)
+                plan.add(prefix, chunk, tenant)
         return plan
 
     def retain_prefix(self, prefix: SharedPrefix) -> None:

@@ -9,6 +9,9 @@ Beyond what every engine promises (``engine.base``):
 * ``interactive`` requests wait ahead of the others and preempt them, the youngest first.
 * One ``step`` computes at most ``prefill_tokens`` prompt tokens that attend to at most ``prefill_keys`` keys (or those
   of one request), or one token of every running request, with drafts some more.
+* Where rollouts of several tenants run, a step takes as many of them, in turns, as leave each tenant its fair share
+  of its speed alone (:mod:`rookery.scheduling.fair_slices`). The tenant with the least time of the worker decides
+  between prompts and decoding.
 * Logits that are not finite numbers end their own request only.
 * With a ``Speculator``, a decode step on a CPU also computes draft tokens after a row's last one. Each is kept if it is
   the token that is sampled in its place, so that texts and log-probabilities are the same bits as without drafts. A GPU
@@ -24,8 +27,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, islice
 from math import isnan, nan
 from pathlib import Path
@@ -36,6 +40,8 @@ from torch import Tensor
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.scheduling.costs import Kind
+from rookery.scheduling.fair_slices import fair_items
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
@@ -113,6 +119,8 @@ class NativeEngine:
         """Requests with tokens, or an end, that ``drain`` has not returned."""
         self._prefills = 0
         """Prefill slices since the last decode step."""
+        self._time = WorkerTime({})
+        self._computed: Counter[str] = Counter()
 
     # --- the engine protocol ----------------------------------------------------------------------------------------
 
@@ -138,6 +146,12 @@ class NativeEngine:
         for row in self.admission.running:
             rows[row.params.tenant] += 1
         return rows
+
+    def tenant_tokens(self) -> Mapping[str, float]:
+        return self._computed if self.tenants() else {}
+
+    def share_time(self, time: WorkerTime) -> None:
+        self._time = time
 
     def adapters(self) -> list[str]:
         return self.loras.keys()
@@ -286,12 +300,32 @@ class NativeEngine:
     def _must_decode(self) -> bool:
         """Prefill and decoding alternate, so that neither a stream of long prompts nor running requests starve. Several
         prefill slices follow each other while a decode step would leave most rows out."""
+        rows = self.admission.served
+        needs = self._tenants_by_need(rows)
+        if (least := self._time.part_of_least(needs)) is not None:
+            return least == 0
         if not self._prefills:
             return False
-        rows = self.admission.served
         decoding = sum(row.decodes for row in rows)
         few = 2 * decoding < len(rows)
         return bool(decoding) and self._prefills >= (CONSECUTIVE_PREFILLS if few else 1)
+
+    def _tenants_by_need(self, rows: Sequence[EngineRequest]) -> list[set[str]]:
+        """The tenants with rollouts among ``rows`` that decode, and those with ones that need their prompt. Empty for
+        one tenant, and while requests of clients are there: those go first."""
+        if len(self.tenants()) < 2:
+            return []
+        decoding = {row.params.tenant for row in rows if row.decodes}
+        return [decoding, {row.params.tenant for row in rows if not row.prefilled}]
+
+    def _fair(self, rows: list[EngineRequest]) -> list[EngineRequest]:
+        """Of ``rows`` those that a decode step computes, in turns of their tenants. All while requests of clients are
+        there: the gate puts those first."""
+        if any(map(self.gate.is_client, rows)):
+            return rows
+        tenants = [row.params.tenant for row in rows]
+        cost = partial(self.gate.costs.predict, "decode")
+        return [rows[at] for at in fair_items(tenants, self._time.weights, cost)]
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
@@ -313,10 +347,11 @@ class NativeEngine:
     def _prefill(self) -> int:
         """One slice of prompt tokens, prefixes and tails of several requests together. Returns its padded tokens."""
         limit = self.gate.prefill_tokens(self.admission.served, self._prefill_tokens)
-        plan = self.admission.plan_prefill(limit, self._prefill_keys)
+        plan = self.admission.plan_prefill(limit, self._prefill_keys, self._time.weights)
         work = plan.work
         if not work:
             return 0
+        self._computed = plan.tenants
         self.runner.prepare_adapters(chunk.key for _, chunk in work)
         work.sort(key=lambda item: (self.loras.slot_order(item[1].key), item[1].key))
         hidden, last = self.runner.prefill([chunk for _, chunk in work])
@@ -362,9 +397,10 @@ class NativeEngine:
     def _decode_step(self) -> int:
         """One token of every request that the gate admits, and those of its draft that are right. Returns positions."""
         self.admission.grow_running()
-        rows = self.gate.decode_rows([row for row in self.admission.served if row.decodes])
+        rows = self.gate.decode_rows(self._fair([row for row in self.admission.served if row.decodes]))
         if not rows:
             return 0
+        self._computed = Counter(row.params.tenant for row in rows)
         self.runner.prepare_adapters(self.loras.lora_key(row.key) for row in rows)
         rows.sort(key=lambda row: (self.loras.slot_order(row.key), row.key))
         drafts = self._drafts(rows)

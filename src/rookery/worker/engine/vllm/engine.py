@@ -23,7 +23,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from math import isnan
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from rookery import protocol
 from rookery.errors import Unavailable, UserError
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.request import EngineRequest, validate
 from rookery.worker.engine.vllm.backend import Backend, LoadedAdapter, SampledPart, SamplingTask, TaskFailed
@@ -115,6 +116,12 @@ class VllmEngine:
         if any(request.params.interactive for request in self._requests.values()):
             return {}
         return Counter(request.params.tenant for request in self._requests.values())
+
+    def tenant_tokens(self) -> Mapping[str, float]:
+        return self.tenants()
+
+    def share_time(self, time: WorkerTime) -> None:
+        """vLLM chooses what its steps compute."""
 
     def describe(self) -> str:
         return f"{len(self._requests)} requests wait for vLLM's next tokens"
