@@ -69,7 +69,7 @@ CONTROLLER_FLOORS = [
     {"weights", "timeline", "planned"},
     {"rollout", "training"},
     {"offload", "usage", "validation"},
-    {"context"},
+    {"context", "prompts"},
     {"jobs", "sessions", "completions"},
     {"episodes", "stored_spans"},
     {"activity"},

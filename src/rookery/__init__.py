@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from rookery.client import JobTimeout as JobTimeout
     from rookery.client import Record as Record
     from rookery.client import RequestRefused as RequestRefused
+    from rookery.environments.agent import LLM as LLM
+    from rookery.environments.agent import Agent as Agent
+    from rookery.environments.agent import Outcome as Outcome
     from rookery.environments.base import Environment as Environment
     from rookery.environments.base import Reply as Reply
     from rookery.environments.base import Step as Step
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "client": ("Client", "Job", "JobTimeout", "Record", "RequestRefused"),
+    "environments.agent": ("LLM", "Agent", "Outcome"),
     "environments.base": ("Environment", "Reply", "Step"),
     "errors": ("RookeryError",),
     "settings": ("Settings",),

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from rookery.clock import RandomIds, SystemClock
-from rookery.controller.completions import PreparedPrompt
+from rookery.controller.prompts import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.server.completion_formats import Choice
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest

@@ -8,59 +8,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
+from rookery.controller.prompts import Message, PreparedPrompt, check_logits, prepare_prompt, schema_problem
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
 from rookery.errors import RookeryError, UserError, short
 from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import jobs, sessions, tenants, versions
-from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
-from rookery.tokenization.grammar import NOT_FOLLOWED, REPLY_FAILED
-
-Message = Mapping[str, Any]
-
-UNCHANGED_LOGITS = {"vllm"}
-"""Engines that draw from the model's own distribution only."""
+from rookery.tokenization.chat import Chat
 
 SEED_BITS = 48
 """Size of a seed that is drawn here."""
-
-
-def _texts(value: object) -> Iterator[str]:
-    """The texts in JSON-like data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for part in [*value.keys(), *value.values()] if isinstance(value, Mapping) else value:
-            yield from _texts(part)
-
-
-def _default(name: str) -> object:
-    """Of a field of :class:`~rookery.protocol.LogitsParams`."""
-    return getattr(protocol.LogitsParams(), name)
-
-
-class PromptTooLong(UserError):
-    """The prompt leaves no room for a completion in the model's context. The message begins as OpenAI's does, by
-    which litellm and crewAI recognise it."""
-
-
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A tokenized prompt that fits its target's context."""
-
-    target: Target
-    chat: Chat
-    prompt: list[int]
 
 
 class Completions:
@@ -95,48 +61,19 @@ class Completions:
         *,
         opening: str = "",
     ) -> PreparedPrompt:
-        """``source`` is a conversation (with ``tools``, and the ``opening`` of its reply), a text to complete, or its
-        token ids. Raises :class:`UserError`, for a text
-        that is far too long before it is tokenized."""
-        texts = [source] if isinstance(source, str) else [part for m in source for part in _texts(m)]
-        letters, most = sum(map(len, texts)), chat.context * CHARACTERS_PER_TOKEN
-        letters += sum(len(part) for tool in tools for part in _texts(tool))
-        if letters > most:
-            raise PromptTooLong(
-                f"this model's maximum context length is {chat.context} tokens, at most {most} characters; the prompt"
-                f" has {letters}: shorten it"
-            )
-        if isinstance(source, str):
-            prompt = chat.encode(source)
-        elif source and isinstance(source[0], int):
-            prompt = [token for token in source if isinstance(token, int)]
-            unknown = next((token for token in prompt if not chat.token_bytes.known(token)), None)
-            if unknown is not None:
-                raise UserError(f"the prompt has the token id {unknown}, which {target.model} does not have")
-        else:
-            messages = [dict(message) for message in source if isinstance(message, Mapping)]
-            prompt = chat.conversation(messages, tools, opening=opening)
-        if not prompt:
-            raise UserError("the prompt is empty: an answer needs at least one token to follow")
-        if len(prompt) >= chat.context:
-            raise PromptTooLong(
-                f"this model's maximum context length is {chat.context} tokens; the prompt has {len(prompt)}:"
-                " shorten it"
-            )
-        return PreparedPrompt(target, chat, prompt)
+        """:func:`prepare_prompt`."""
+        return prepare_prompt(target, chat, source, tools, opening=opening)
+
+    def trainable(self, target: Target, temperature: float | None, logits: protocol.LogitsParams | None) -> bool:
+        """Whether tokens that are sampled so could be trained on."""
+        return logits is None
+
+    def delivered(self, prepared: PreparedPrompt) -> None:
+        """The response to a prompt was sent."""
 
     def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None:
-        """Whether the engines of the target's model change logits as asked. Raises :class:`UserError`."""
-        if logits is None:
-            return
-        workers = [worker for worker in self._context.rooms.fleet.all() if worker.has_role("rollout", target.model)]
-        unable = {worker.hello.engine for worker in workers} & UNCHANGED_LOGITS
-        if unable:
-            asked = ", ".join(name for name in logits.__struct_fields__ if getattr(logits, name) != _default(name))
-            raise UserError(
-                f"{asked}: a worker of {target.model} runs the engine {min(unable)}, which does not support it; leave"
-                " it out, or use native or transformers engines"
-            )
+        """:func:`check_logits`."""
+        check_logits(self._context.rooms.fleet, target, logits)
 
     async def generate(
         self,
@@ -144,7 +81,7 @@ class Completions:
         prepared: PreparedPrompt,
         *,
         max_tokens: int | None,
-        temperature: float,
+        temperature: float | None,
         seed: int | None,
         stop: Sequence[str],
         stop_tokens: Sequence[int] = (),
@@ -169,7 +106,7 @@ class Completions:
             prompt=prepared.prompt,
             shared_prefix=0 if score_prompt else len(prepared.prompt),
             max_tokens=min(most, chat.context - len(prepared.prompt)),
-            temperature=temperature,
+            temperature=1.0 if temperature is None else temperature,
             seed=seed if seed is not None else self.draw_seed(),
             stop_tokens=[*chat.stop_tokens, *(token for token in stop_tokens if token not in chat.stop_tokens)],
             stop=list(stop),
@@ -191,9 +128,7 @@ class Completions:
                         SamplingRequest(tenant, job or name, target.model, generate, bool(job)), on_tokens
                     )
                 except GenerationFailed as error:
-                    if any(text in str(error) for text in (NOT_FOLLOWED, REPLY_FAILED)):
-                        raise UserError(f"{error}; make the schema simpler") from None
-                    raise
+                    raise schema_problem(error) or error from None
 
     async def sample(
         self, tenant: str, target: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]

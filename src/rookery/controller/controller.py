@@ -28,6 +28,7 @@ from rookery.aio import cancel_all, restarting
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.completions import Completions
 from rookery.controller.context import ControllerContext, Rooms
+from rookery.controller.fleet.agents import Agents
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.events import (
     AdaptersChanged,
@@ -158,6 +159,7 @@ class Controller:
                 ids,
                 lambda owner: store.read(jobs.unfinished_job_ids, owner),
                 lambda question: self.completions.answer_host(question),
+                Agents(clock, random_bytes, lambda episode: store.read(jobs.find_episode, episode)),
             ),
             usage=UsageMeter(settings, clock, store, quotas),
             models=ModelUse(

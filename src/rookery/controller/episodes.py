@@ -6,6 +6,7 @@ The source is the database alone, so a job that has ended, or whose process was 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import sys
 from array import array
@@ -244,12 +245,12 @@ def _workers(outcome: EpisodeResult) -> list[list[tuple[int, str]]]:
     actions = _actions(outcome)
     begin, last = 0, ""
     for step in outcome.steps:
-        for offset, worker in step.workers:
+        for offset, worker in step.workers if step.trained else ():
             if worker != last and begin + offset < len(actions):
                 number, at = actions[begin + offset]
                 found[number].append((at, worker))
                 last = worker
-        begin += step.tokens
+        begin += step.tokens if step.trained else 0
     return found
 
 
@@ -261,7 +262,8 @@ def _actions(outcome: EpisodeResult) -> list[tuple[int, int]]:
         for reply in trajectory.replies:
             spans[reply.policy].append((number, reply))
     found: list[tuple[int, int]] = []
-    for speaker in outcome.speakers:
+    trained = [step.trained for step in outcome.steps] or [True] * len(outcome.speakers)
+    for speaker in itertools.compress(outcome.speakers, trained):
         number, reply = spans[speaker].popleft()
         found += [(number, at) for at in range(reply.start, reply.stop)]
     if found:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rookery.environments.agent_tasks import AgentTasks, AgentTasksOptions
 from rookery.environments.base import Environment, SplitSizes
 from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.checks import EnvironmentChecks
@@ -92,6 +93,7 @@ BUILTINS: dict[str, Builtin] = {
     built.id: built
     for built in (
         Builtin("jsonl", Jsonl, JsonlOptions),
+        Builtin("agent", AgentTasks, AgentTasksOptions),
         Builtin("calculator", Calculator, CalculatorOptions),
         Builtin("xrouter", XRouter, XRouterOptions),
         Builtin("openenv", OpenEnv, OpenEnvOptions),

@@ -27,6 +27,7 @@ from typing import Any
 
 from rookery import protocol
 from rookery.aio import cancel_all
+from rookery.environments.agent import LLM, Agent, Outcome
 from rookery.environments.base import Environment, Message, Reply, Step
 from rookery.environments.failures import FailureLog
 from rookery.environments.messages import MessageRefused, conversation
@@ -75,10 +76,12 @@ class Episodes:
         calls: UserCodeExecutor,
         prototype: Callable[[str, dict[str, Any]], Awaitable[Environment]],
         ask: Callable[[str, ModelQuestion], ModelAnswer],
+        llm: Callable[[protocol.Reset], LLM],
     ) -> None:
         """``prototype(name, options)`` returns the environment that episodes are copied from; ``ask(job, question)``
-        blocks until a model has answered."""
+        blocks until a model has answered; ``llm(reset)`` is the model of an agent's episode."""
         self._calls = calls
+        self._llm = llm
         self._prototype = prototype
         self._ask = ask
         self.failures = FailureLog(log)
@@ -163,10 +166,24 @@ class Episodes:
         if isinstance(environment, AsksModels):
             environment.ask = partial(self._ask, message.job)
         episode.environment = environment
+        if isinstance(environment, Agent):
+            return await self._work(episode, environment, prompt, self._llm(message))
         messages = await self._run(episode, environment.reset, prompt, message.seed)
         if isinstance(messages, Step):
             return Step(messages=_checked(messages.messages, "reset"), policy=_policy_name(messages.policy, "reset"))
         return Step(messages=_checked(messages, "reset"))
+
+    async def _work(self, episode: _Episode, agent: Agent, task: Any, llm: LLM) -> Step:
+        """Run an agent to its end."""
+        try:
+            outcome = await self._run(episode, agent.run, task, llm)
+        finally:
+            with suppress(Exception):  # the clients may be the user's own by now
+                await self._calls(episode.threads, llm.aclose)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"run returned {type(outcome).__name__}, not a rookery.Outcome")
+        step = Step(reward=outcome.reward, done=True, metrics=outcome.metrics, rewards=outcome.rewards)
+        return _checked_step(step, agent, "run")
 
     async def _advance(self, episode: _Episode, message: protocol.StepEpisode) -> Step:
         environment = episode.environment
@@ -300,14 +317,14 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def _checked_step(step: Step, environment: Environment) -> Step:
-    """``step`` with its values as they are sent. Raises :class:`TypeError` or :class:`ValueError` that names the value,
-    the class of the environment and the place of its method."""
+def _checked_step(step: Step, environment: Environment, method: str = "step") -> Step:
+    """``step``, which ``method`` gave, with its values as they are sent. Raises :class:`TypeError` or
+    :class:`ValueError` that names the value, the class of the environment and the place of its method."""
 
     def refusal(kind: type[Exception], name: str, value: object, expected: str) -> Exception:
-        cls, code = type(environment), getattr(inspect.unwrap(environment.step), "__code__", None)
+        cls, code = type(environment), getattr(inspect.unwrap(getattr(environment, method)), "__code__", None)
         place = f" ({code.co_filename}:{code.co_firstlineno} in {code.co_name})" if code is not None else ""
-        return kind(f"{cls.__name__}.step gave the {name} {_shown(value)}, expected {expected}{place}")
+        return kind(f"{cls.__name__}.{method} gave the {name} {_shown(value)}, expected {expected}{place}")
 
     def number(name: str, value: object, *, finite: bool) -> float:
         if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):  # of any library, and no text
@@ -332,11 +349,11 @@ def _checked_step(step: Step, environment: Environment) -> Step:
     if len(step.rewards) > protocol.MOST_POLICIES:
         raise refusal(ValueError, "rewards", step.rewards, f"at most {protocol.MOST_POLICIES} policies")
     rewards = {
-        _policy_name(name, "step"): number(f"reward of {_shown(name)}", value, finite=True)
+        _policy_name(name, method): number(f"reward of {_shown(name)}", value, finite=True)
         for name, value in step.rewards.items()
     }
-    messages = _checked(step.messages, "step", before_reply=not step.done)
-    return Step(messages, reward, bool(step.done), metrics, _policy_name(step.policy, "step"), rewards)
+    messages = _checked(step.messages, method, before_reply=not step.done)
+    return Step(messages, reward, bool(step.done), metrics, _policy_name(step.policy, method), rewards)
 
 
 def _policy_name(name: object, method: str) -> str:

@@ -26,12 +26,14 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
 from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.children import die_with_parent
+from rookery.environments.agent import LLM, Agent
 from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
@@ -102,7 +104,7 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
-        self._episodes = Episodes(self._calls, self._environment, self._ask)
+        self._episodes = Episodes(self._calls, self._environment, self._ask, self._llm)
         self._questions: dict[str, asyncio.Future[protocol.ModelReply | None]] = {}
         """Unanswered questions. The result None means that the connection ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -134,11 +136,9 @@ class Host:
 
     def _hello(self) -> protocol.HostHello:
         offers = [
-            protocol.HostedEnvironment(
-                name=name,
-                deterministic=(offer.environment if isinstance(offer, Builtin) else offer).deterministic,
-            )
+            protocol.HostedEnvironment(name=name, deterministic=made.deterministic, agent=_is_agent(made))
             for name, offer in self._offers.items()
+            for made in [offer.environment if isinstance(offer, Builtin) else offer]
         ]
         return protocol.HostHello(
             protocol=protocol.PROTOCOL,
@@ -255,6 +255,11 @@ class Host:
     async def _environment(self, name: str, options: dict[str, Any]) -> Environment:
         return (await self._prototype(name, options)).environment
 
+    def _llm(self, reset: protocol.Reset) -> LLM:
+        """The model of an agent's episode."""
+        base_url = f"{self._url.rstrip('/')}/agents/{quote(reset.episode, safe='')}/v1"
+        return LLM(base_url, reset.agent_key, reset.policies, self._ca_file)
+
     async def _build(self, name: str, options: dict[str, Any]) -> _Prototype:
         offer = self._offers.get(name)
         if offer is None:
@@ -295,6 +300,10 @@ class Host:
         await cancel_all(*self._tasks, *self._prototypes.values())
         self._calls.close()
         self._checks.close()
+
+
+def _is_agent(environment: Environment | type[Environment]) -> bool:
+    return issubclass(environment if isinstance(environment, type) else type(environment), Agent)
 
 
 def _problem(frame: bytes, most: int) -> str:

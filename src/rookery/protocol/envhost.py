@@ -23,6 +23,8 @@ class HostedEnvironment(Struct, kw_only=True):
 
     name: Name
     deterministic: bool = False
+    agent: bool = False
+    """Its episodes are run whole, by an agent that calls its model: :attr:`Reset.agent_key`."""
 
 
 class HostHello(Message, kw_only=True):
@@ -107,10 +109,15 @@ class Prompts(EpochMessage, kw_only=True):
 
 
 class Reset(EnvironmentCall, kw_only=True):
-    """Begins an episode; answers :class:`Observation` of turn 0."""
+    """Begins an episode; answers :class:`Observation` of turn 0. An agent's episode runs to its end: the observation is
+    ``done`` and has the whole reward."""
 
     episode: str
     prompt: bytes
+    agent_key: str = ""
+    """The key with which an agent calls; a repeated call may bring another one, while the first stays valid."""
+    policies: list[str] = msgspec.field(default_factory=list)
+    """The models that an agent may name, the default one first."""
 
 
 class StepEpisode(Message, kw_only=True):

@@ -16,7 +16,7 @@ from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders, TimeKeeper
 from rookery.server.connections import Connections
 from rookery.server.methods import RequestMethods
-from rookery.server.routes import admin, episodes, fine_tuning, gateway, jobs, openai, page, timeline, usage
+from rookery.server.routes import admin, agents, episodes, fine_tuning, gateway, jobs, openai, page, timeline, usage
 from rookery.spec.job import JobSpec
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
 
@@ -40,12 +40,14 @@ def build(context: ServiceContext) -> FastAPI:
     app.add_middleware(SecurityHeaders, page=page.page_policy(page.FILES["index.html"]))
     app.add_middleware(TimeKeeper)
     routers = [
+        agents.routes,  # before the actions of jobs
         jobs.routes,
         episodes.routes,
         admin.routes,
         fine_tuning.routes,
         openai.routes,
         openai.token_routes,
+        agents.agent_routes,
         gateway.routes,
         usage.routes,
         timeline.routes,

@@ -25,6 +25,7 @@ from starlette.requests import HTTPConnection
 from rookery.clock import Clock
 from rookery.controller.context import ControllerContext
 from rookery.controller.controller import Controller
+from rookery.controller.fleet.agents import KEY_PREFIX, AgentSession
 from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import Forbidden, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
@@ -183,16 +184,13 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
         row = await service.keys.find(key)
         service.failed_keys.record(address, key, valid=row is not None)
         service.refusals["keys_failed"] += row is None
+        if row is None and _key_text(connection).startswith(KEY_PREFIX):
+            raise Unauthorized(
+                f"this is an agent's key ({KEY_PREFIX}…): it opens its own episode's base_url, and no other address"
+            )
         if row is None:
             raise Unauthorized(refusal_of(await service.keys.stored(key)))
-        caller = connection.state.caller = Caller(row.tenant, row.role, key)
-        TENANT.set(row.tenant)
-        if row.role in API:
-            quotas = service.context.rooms.quotas
-            quotas.count_request(row.tenant)
-            if connection.scope["type"] == "http":
-                _open_request(service, connection, row.tenant)
-            connection.state.account = await quotas.service_time.begin(row.tenant)
+        caller = await admit(service, connection, Caller(row.tenant, row.role, key))
     if caller is None:
         raise Unauthorized("no API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     if caller.role not in roles:
@@ -200,6 +198,40 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
             raise Forbidden("this needs the administrator's key (admin.key in the service's data folder)")
         raise Forbidden(f"this is a key of the role {caller.role}; this needs one of the role {' or '.join(roles)}")
     return caller
+
+
+async def admit(service: ServiceContext, connection: HTTPConnection, caller: Caller) -> Caller:
+    """Count a request of a caller whose key is valid. Raises :class:`TooManyRequests`."""
+    connection.state.caller = caller
+    TENANT.set(caller.id)
+    if caller.role in API:
+        quotas = service.context.rooms.quotas
+        quotas.count_request(caller.id)
+        if connection.scope["type"] == "http":
+            _open_request(service, connection, caller.id)
+        connection.state.account = await quotas.service_time.begin(caller.id)
+    return caller
+
+
+async def authenticate_agent(connection: HTTPConnection) -> AgentSession:
+    """The session of the episode in a request's path, which its key opens; its tenant is the caller. Raises
+    :class:`Unauthorized`, :class:`TooManyRequests`, :class:`~rookery.errors.Unavailable`, and
+    :class:`~rookery.controller.fleet.agents.EpisodeEnded`."""
+    service, key = await service_context(connection), _key_hash(connection)
+    if not key:
+        raise Unauthorized("no API key; send 'Authorization: Bearer tml-ep-…', the key of the episode")
+    address = connection.client.host if connection.client is not None else ""
+    service.failed_keys.check(address, key)
+    try:
+        session = await service.context.rooms.hosts.agents.find(str(connection.path_params["episode"]), key)
+    except Unauthorized:
+        service.failed_keys.record(address, key, valid=False)
+        service.refusals["keys_failed"] += 1
+        raise
+    service.failed_keys.record(address, key, valid=True)
+    await admit(service, connection, Caller(session.tenant, "tenant", key))
+    connection.state.session = session
+    return session
 
 
 def refusal_of(row: KeyRow | None) -> str:
@@ -223,10 +255,15 @@ def _open_request(service: ServiceContext, connection: HTTPConnection, tenant: s
     connection.state.open = True
 
 
+def _key_text(connection: HTTPConnection) -> str:
+    """The key in a request's headers; empty without one."""
+    scheme, _, key = connection.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else connection.headers.get("X-API-Key", "")
+
+
 def _key_hash(connection: HTTPConnection) -> str:
     """The hash of the key in a request's headers; empty without one."""
-    scheme, _, key = connection.headers.get("Authorization", "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else connection.headers.get("X-API-Key", "")
+    key = _key_text(connection)
     return hash_key(key) if key else ""
 
 
@@ -234,11 +271,15 @@ class AuthenticatedRoute(APIRoute):
     """A route that needs an API key and checks it before it reads the body. FastAPI alone would read and parse a JSON
     body before any dependency, so a client without a key could make the service do that work."""
 
+    @staticmethod
+    async def authenticate(request: Request) -> object:
+        return await authenticate(request)
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            await authenticate(request)
+            await self.authenticate(request)
             return await handle(BoundedRequest(request.scope, request.receive))
 
         return handler

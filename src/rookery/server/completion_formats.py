@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
-from rookery.controller.completions import PreparedPrompt
+from rookery.controller.prompts import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.server.auth import ServiceContext
 from rookery.server.openai import TOOLS, CompletionOptions, CompletionRequest
@@ -110,13 +110,22 @@ class ResponseFormat:
     chunk_type = ""
     id_prefix = ""
 
-    def __init__(self, service: ServiceContext, options: CompletionOptions, model: str, *, logprobs: bool) -> None:
+    def __init__(
+        self,
+        service: ServiceContext,
+        options: CompletionOptions,
+        model: str,
+        *,
+        logprobs: bool,
+        trainable: bool | None = None,
+    ) -> None:
+        """``trainable``: whether its tokens can be trained on; None: unless the request changes how they are drawn."""
         self.options = options
         self.id = service.context.ids.new(self.id_prefix)
         self._head: dict[str, Any] = {
             "id": self.id, "created": int(service.context.clock.time()), "model": model,
         }  # fmt: skip
-        if options.logits is not None:
+        if not (options.logits is None if trainable is None else trainable):
             self._head["trainable"] = False
         self._logprobs = logprobs
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from rookery.bounds import ENTRIES, STOP_TEXTS, Line, StopText, Text
+from rookery.bounds import ENTRIES, METRICS, STOP_TEXTS, Line, Name, StopText, Text
 from rookery.controller.views import BestConstantView, CostView, RunView
+from rookery.protocol import MOST_POLICIES
 from rookery.spec.parsing import MAX_PROBLEMS
 from rookery.spec.policy import Temperature
 from rookery.storage.models import KeyRole
@@ -323,6 +324,43 @@ class RequestModel(BaseModel):
         if isinstance(data, dict) and len(data) > MAX_PROBLEMS:
             raise ValueError(f"{len(data)} fields are given, most of them unknown")
         return data
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class EpisodeOpening(RequestModel):
+    wait: float = Field(30.0, ge=0, le=60, description="Seconds to wait for an episode that wants an agent")
+
+
+class EpisodeOpened(BaseModel):
+    """An episode for an agent. Without one, ``episode`` is null and the other fields are absent."""
+
+    episode: str | None
+    task: Any = Field(None, description="The row")
+    seed: int | None = Field(None, description="The same for all episodes of its group")
+    split: Literal["train", "eval"] | None = None
+    base_url: str | None = Field(None, description="For clients of OpenAI's API")
+    token_url: str | None = Field(None, description="The token face")
+    key: str | None = Field(None, description="Opens these addresses until the episode ends")
+    models: list[str] | None = Field(None, description="The job's policies, as names for ``model``")
+
+
+class EpisodeEnd(RequestModel):
+    reward: Number = Field(description="Every policy that replied gets it")
+    metrics: dict[Name, Number] = Field(default_factory=dict, max_length=METRICS)
+    rewards: dict[Name, Number] = Field(
+        default_factory=dict, max_length=MOST_POLICIES, description="By policy, in addition to ``reward``"
+    )
+
+
+class EpisodeFailure(RequestModel):
+    reason: Line = Field(min_length=1, description="Why the agent failed")
+
+
+class EpisodeState(BaseModel):
+    episode: str
+    state: Literal["done", "failed"] = Field(description="As its agent ended it; the job may count it as failed")
 
 
 class SampleMessage(RequestModel):

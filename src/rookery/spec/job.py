@@ -25,7 +25,10 @@ TOOL_CALLS = 4
 ROW_ENVIRONMENTS = {"sft": "demonstrations", "dpo": "preferences"}
 """The built-in environment whose rows each algorithm trains on."""
 
-FILE_ENVIRONMENTS = ("jsonl", *ROW_ENVIRONMENTS.values())
+AGENT = "agent"
+"""The built-in environment whose episodes are driven by the processes that open them."""
+
+FILE_ENVIRONMENTS = ("jsonl", AGENT, *ROW_ENVIRONMENTS.values())
 """Built-in environments whose options name files of rows."""
 
 
@@ -37,18 +40,19 @@ class EnvironmentSpec(SpecModel):
     model_config = ConfigDict(extra="allow")
 
     id: Name | None = None
-    """A built-in environment: `jsonl`, `calculator`, `xrouter`, `reasoning-gym`, `openenv`; `demonstrations` for the
-    algorithm `sft`, `preferences` for `dpo`."""
+    """A built-in environment: `jsonl`, `agent`, `calculator`, `xrouter`, `reasoning-gym`, `openenv`; `demonstrations`
+    for the algorithm `sft`, `preferences` for `dpo`."""
     hosted: Name | None = None
     """A name that an environment host of yours offers. `Client.train` fills it in."""
     max_turns: int = Field(8, ge=1, le=1000)
-    """An episode that has not ended after this many replies is closed with the reward it has."""
+    """An episode that has not ended after this many replies is closed with the reward it has. An agent gets no further
+    reply."""
     step_timeout: Seconds = 60.0
-    """Time limit of `prompts`, `reset` and `step`. A late `reset` or `step` fails its episode; late `prompts` pause the
-    job."""
+    """Time limit of `prompts`, `reset` and `step`, and of an agent's time between two calls. A late `reset`, `step` or
+    call fails its episode; late `prompts` pause the job."""
     return_timeout: Seconds = 60.0
     """Time to wait for an environment host that is away, before its episodes fail or, if no host is left, the job
-    pauses."""
+    pauses; of `agent`, for a process that opens episodes."""
 
     @model_validator(mode="after")
     def _one_source(self) -> EnvironmentSpec:

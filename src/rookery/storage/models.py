@@ -205,6 +205,8 @@ class EpisodeRow(OwnedRow, kw_only=True):
     metrics: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
     host_instance: Mapped[str] = mapped_column(default="")
     """The environment host process that holds it."""
+    agent_keys: Mapped[str] = mapped_column(default="")
+    """The hashes of the keys with which its agent calls, separated by spaces; empty without an agent."""
     error: Mapped[str] = mapped_column(default="")
     finished: Mapped[float | None] = mapped_column(default=None)
 

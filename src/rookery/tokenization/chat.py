@@ -28,10 +28,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from rookery.errors import UserError
-from rookery.tokenization.detokenizer import TokenBytes
+from rookery.tokenization.detokenizer import StreamingText, TokenBytes
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
-from rookery.tokenization.tool_calls import ToolSupport, support_of
+from rookery.tokenization.tool_calls import READERS, ToolSupport, called, message_key, read_whole, support_of
 
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``, with calls of tools also ``tool_calls``."""
@@ -204,14 +204,51 @@ class Chat:
         not matter: the sampled tokens stay. None means that the template drops or rewrites earlier text (such as the
         reasoning of past turns), or that the reply ended with a token that the template does not write there.
         """
-        before = self.render(messages)
-        reply = {"role": "assistant", "content": reply_text}
-        after = self.render([*messages, reply, *new_messages])
-        _, found, rest = self.render([*messages, {**reply, "content": _SENTINEL}, *new_messages]).rpartition(_SENTINEL)
+        written = [*messages, {"role": "assistant", "content": reply_text}, *new_messages]
+        return self._extended(
+            tokens, reply_tokens, written, len(messages), {}, lambda text: text.strip() == reply_text.strip()
+        )
+
+    def continuation(
+        self,
+        tokens: Sequence[int],
+        reply_tokens: Sequence[int],
+        messages: Sequence[Message],
+        place: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int] | None:
+        """As :meth:`extend`, of a client's conversation with ``tools``, in which the reply is the message at ``place``:
+        calls count as written where the template writes the same calls, in whatever form."""
+        written, arguments = self.tools.adapt(messages, tools)
+        reply, names = messages[place], [tool["function"]["name"] for tool in tools]
+        content, calls = reply.get("content") or "", reply.get("tool_calls")
+
+        def same(text: str) -> bool:
+            if not calls:
+                return text.strip() == content.strip()
+            found = read_whole(READERS[self.tools.style](names), text)
+            return message_key(*found) == message_key(content, [called(call) for call in calls])
+
+        return self._extended(tokens, reply_tokens, written, place + len(written) - len(messages), arguments, same)
+
+    def _extended(
+        self,
+        tokens: Sequence[int],
+        reply_tokens: Sequence[int],
+        messages: Sequence[Message],
+        place: int,
+        arguments: Mapping[str, Any],
+        same: Callable[[str], bool],
+    ) -> list[int] | None:
+        """``tokens`` and what follows the reply, the message at ``place``, where the template writes before it what it
+        wrote, and in its place a text that is the ``same``; else None."""
+        before = self.render(messages[:place], **arguments)
+        after = self.render(messages, **arguments)
+        marked = [*messages[:place], {"role": "assistant", "content": _SENTINEL}, *messages[place + 1 :]]
+        _, found, rest = self.render(marked, **arguments).rpartition(_SENTINEL)
         if not found or not rest or not (after.startswith(before) and after.endswith(rest)):
             return None
-        written = after[len(before) : len(after) - len(rest)]
-        if len(before) + len(rest) > len(after) or written.strip() != reply_text.strip():
+        if len(before) + len(rest) > len(after) or not same(after[len(before) : len(after) - len(rest)]):
             return None
         tail = self._encode_tail(after, len(after) - len(rest))
         if reply_tokens and reply_tokens[-1] in self.stop_tokens:
@@ -219,6 +256,22 @@ class Chat:
                 return None
             tail = tail[1:]
         return [*tokens, *tail]
+
+    def read_reply(
+        self, tokens: Sequence[int], stops: Sequence[str], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, Any]]]:
+        """The text of a whole reply up to a stop string, and its calls of ``tools``, name and arguments, as a client
+        gets them."""
+        names = [tool["function"]["name"] for tool in tools]
+        reads = bool(names) or self.tools.style == "harmony"
+        text = StreamingText(self.token_bytes, stops, special=reads)
+        if not reads:
+            return text.take(tokens, last=True), []
+        if tokens and tokens[-1] in self.stop_tokens:
+            tokens = tokens[:-1]
+        parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        content, calls = read_whole(READERS[self.tools.style](names, parameters), text.take(tokens, last=True))
+        return self.without_special(content), calls
 
     def pieces(self, text: str, edges: Sequence[int]) -> list[list[int]]:
         """Token ids of ``text`` cut at the rising offsets ``edges``, one list more than there are edges; a piece is

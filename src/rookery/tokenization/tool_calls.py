@@ -381,6 +381,25 @@ def _overlap(text: str, mark: str) -> int:
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
+def read_whole(reader: CallReader, text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The text of a whole reply without its calls, and these: name and arguments."""
+    pieces = reader.feed(text, last=True)
+    calls = [(piece.name, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
+    return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+
+
+def called(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """Name and arguments of a call in a message."""
+    return call["function"]["name"], call["function"]["arguments"]
+
+
+def message_key(content: str, calls: Sequence[tuple[str, Any]]) -> str:
+    """A text that two assistant's messages share where they say the same: white space around the text, and the way in
+    which arguments are written, do not count."""
+    known = [(name, read_json(given) or given if isinstance(given, str) else given) for name, given in calls]
+    return json.dumps([content.strip(), known], sort_keys=True, default=str)
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 INSTRUCTIONS = (

@@ -26,6 +26,7 @@ import msgspec
 from rookery import protocol
 from rookery.aio import Signal
 from rookery.clock import Clock, IdGenerator
+from rookery.controller.fleet.agents import Agents
 from rookery.errors import RookeryError, Unavailable, short
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
@@ -110,6 +111,10 @@ class EnvironmentHost:
     def deterministic(self, environment: str) -> bool:
         return any(offer.name == environment and offer.deterministic for offer in self.hello.environments)
 
+    def runs_agent(self, environment: str) -> bool:
+        """Whether its episodes are driven by an agent."""
+        return any(offer.name == environment and offer.agent for offer in self.hello.environments)
+
     def interrupt(self) -> None:
         """The connection ended: its calls must be sent again."""
         for future in self.calls.values():
@@ -125,6 +130,7 @@ class EnvironmentHosts:
         ids: IdGenerator,
         unfinished: Callable[[str], Awaitable[Collection[str]]],
         answer: Callable[[protocol.AskModel], Awaitable[protocol.ModelReply]],
+        agents: Agents,
     ) -> None:
         """``unfinished(owner)`` returns the owner's jobs that have not ended, including paused ones; those of all
         tenants for :data:`SERVICE`. ``answer`` asks a model for a host of the service; it does not raise."""
@@ -134,6 +140,8 @@ class EnvironmentHosts:
         self._unfinished = unfinished
         self._answer = answer
         self._questions: set[asyncio.Task[None]] = set()
+        self.agents = agents
+        """Those that drive episodes, in hosts or elsewhere."""
         self.hosts: dict[tuple[str, str], EnvironmentHost] = {}
         """By owner and instance."""
         self._epoch = int(clock.time() * 1000)
@@ -336,11 +344,13 @@ class EnvironmentHosts:
             return host, answer
 
     async def observe(
-        self, host: EnvironmentHost, environment: EnvironmentRef, message: protocol.Reset | protocol.StepEpisode
-    ) -> protocol.Observation:
-        """The answer of the episode's environment. Raises :class:`EnvironmentFailed` or :class:`HostLost`."""
+        self, host: EnvironmentHost, environment: EnvironmentRef, message: protocol.Reset | protocol.StepEpisode,
+        *, limited: bool = True,
+    ) -> protocol.Observation:  # fmt: skip
+        """The answer of the episode's environment, within its ``step_timeout`` if ``limited``. Raises
+        :class:`EnvironmentFailed` or :class:`HostLost`."""
         host.episodes.add(message.episode)
-        answer = await self._call(host, environment, message, protocol.Observation)
+        answer = await self._call(host, environment, message, protocol.Observation, limited=limited)
         if answer.error:
             raise EnvironmentFailed(answer.error[:LONGEST_ERROR])
         return answer
@@ -362,10 +372,12 @@ class EnvironmentHosts:
         environment: EnvironmentRef,
         message: protocol.GetPrompts | protocol.Reset | protocol.StepEpisode,
         expected: type[A],
+        *,
+        limited: bool = True,
     ) -> A:
         message = msgspec.structs.replace(message, call=self._ids.new("call"))
         kind = type(message).__name__.removesuffix("Episode").lower()
-        frame, timeout = protocol.encode(message), environment.spec.step_timeout
+        frame, timeout = protocol.encode(message), environment.spec.step_timeout if limited else None
         if len(frame) > protocol.MAX_FRAME:  # the host would close the connection, which carries all calls
             limit = f"at most {protocol.MAX_FRAME >> 20} MB can be sent to a host; make prompts and messages shorter"
             raise EnvironmentFailed(f"{kind} has {len(frame)} bytes, {limit}")
@@ -378,7 +390,7 @@ class EnvironmentHosts:
                     async with asyncio.timeout(timeout):
                         answer = await future
                 except TimeoutError:
-                    raise EnvironmentFailed(f"{kind} was not answered within {timeout:g} s") from None
+                    raise EnvironmentFailed(f"{kind} was not answered within {timeout or 0:g} s") from None
                 if isinstance(answer, expected):
                     return answer
                 if answer is not None:

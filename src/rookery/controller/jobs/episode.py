@@ -22,8 +22,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from rookery import protocol
+from rookery.aio import first_of
 from rookery.bounds import METRICS
+from rookery.controller.fleet.agents import AgentFailed, AgentOutcome, AgentSession
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
+from rookery.controller.jobs.agent_calls import AgentCalls
+from rookery.controller.jobs.agent_turns import AgentTurn, agent_turns_decoder
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import (
     AssistantTurn,
@@ -33,8 +37,9 @@ from rookery.controller.jobs.trajectory import (
     decode_turns,
     derive_seed,
 )
-from rookery.controller.rollout.request import SamplingRequest
+from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.errors import RookeryError, short
+from rookery.spec.job import AGENT
 from rookery.spec.policy import InFlight
 from rookery.storage.models import EpisodeRow
 from rookery.storage.repositories import jobs
@@ -85,13 +90,17 @@ class Episode:
     """Times that the chat template did not extend the sequence."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _host: EnvironmentHost | None = None
+    _agent: AgentCalls | None = None
+    _session: AgentSession | None = None
     _calls: list[TracedCall] = field(default_factory=list)
     """Its requests and the calls of its environment, where they are traced."""
 
     def __post_init__(self) -> None:
-        self.turns = decode_turns(self.row.turns) if self.row is not None else []
+        self.turns: list[Any] = decode_turns(self.row.turns) if self.row is not None else []
         self._instance = self.row.host_instance if self.row is not None else ""
         """The host instance that ran the turns."""
+        self._keys = self.row.agent_keys.split() if self.row is not None else []
+        """Hashes of the keys of the agent that drives it."""
 
     async def run(self) -> EpisodeResult:
         """:meth:`_run`, and send its trace where a collector is set; a cancelled episode has none yet."""
@@ -116,32 +125,123 @@ class Episode:
         """Play to the end. Raises :class:`EpisodeFailed`, or :class:`~rookery.errors.Unavailable` without a host or a
         worker."""
         environment, hosts = self.job.environment, self.job.controller.rooms.hosts
+        if environment.spec.id == AGENT:
+            return await self._attend(None)
         for _ in range(REPLAY_LIMIT):
-            if self.turns and self._instance:
+            if self._instance and (self.turns or self._keys):
                 host = await hosts.holder(environment, self._instance)
-                if host.hello.instance != self._instance and not host.deterministic(environment.name):
-                    raise EpisodeFailed("its environment host is gone, and the environment is not deterministic")
+                if host.hello.instance != self._instance:
+                    if self.turns and not host.deterministic(environment.name):
+                        raise EpisodeFailed("its environment host is gone, and the environment is not deterministic")
+                    self._keys = []
             else:
                 host = await hosts.host_for(environment)
             self._instance, self._host = host.hello.instance, host
             if self.row is None:
                 hosts.close_episode(host, self.id)  # of an earlier attempt, whose replies are unknown
             try:
-                return await self._play(host)
+                return await (self._attend(host) if host.runs_agent(environment.name) else self._play(host))
             except HostLost as lost:
                 if self.turns and not lost.deterministic:
                     raise EpisodeFailed(f"{lost}, and the environment is not deterministic") from None
                 self.close()
-                self._instance = ""
+                self._instance, self._keys = "", []
             except EnvironmentFailed as error:
                 raise EpisodeFailed(str(error)) from None
         raise EpisodeFailed(f"its environment host was lost {REPLAY_LIMIT} times")
 
     def close(self) -> None:
-        """Close the environment."""
+        """Close the environment; where an agent's process waits for the end to be stored, it is told so."""
+        if self._session is not None:
+            self._session.stored.set()
         if self._host is not None:
             self.job.controller.rooms.hosts.close_episode(self._host, self.id)
             self._host = None
+
+    async def _attend(self, host: EnvironmentHost | None) -> EpisodeResult:
+        """Let an agent drive: one in ``host``, or in the process that opens the episode. What the same agent sampled
+        before stays."""
+        job, agents = self.job, self.job.controller.rooms.hosts.agents
+        known = agent_turns_decoder.decode(self.row.turns) if self.row is not None and self.row.turns else []
+        turns = known if self._agent is None else self._agent.tree.turns
+        if not self._keys:  # it begins, or another process repeats its calls
+            turns = [msgspec.structs.replace(turn, delivered=False) for turn in turns]
+        calls = AgentCalls(job, self.id, self.seed, turns, self.sample, self._store_calls)
+        self._agent, self.turns = calls, calls.tree.turns
+        session = self._session = AgentSession(
+            self.id, job.row.id, job.row.tenant, "eval" if self.row is None else "train", self.prompt,
+            self.environment_seed, list(job.policies), calls, self._store_keys, job.controller.clock, self._keys,
+            hosted=host is not None,
+        )  # fmt: skip
+        calls.session = session
+        began = job.controller.clock.monotonic()
+        with agents.present(session), job.progress.waiting_for("environment"):
+            if host is None:
+                await self._watch(session, lambda: False)
+            else:
+                await self._observe_agent(host, session)
+        called = self.seconds["queue"] + self.seconds["generation"]
+        self.seconds["environment"] = max(0.0, job.controller.clock.monotonic() - began - called)
+        result = session.result
+        assert result is not None
+        if isinstance(result, str):
+            raise EpisodeFailed(f"its agent failed: {result}")
+        self._check_rewards([result.reward, *(result.reward + more for more in result.rewards.values())], "")
+        try:
+            made = calls.result(result, self.seconds)
+        except ValueError as error:
+            raise EpisodeFailed(str(error)) from None
+        self.splits = len(made.trajectories) - 1
+        return made
+
+    async def _watch(self, session: AgentSession, away: Callable[[], bool]) -> None:
+        """Return when the agent has ended its session."""
+        spec = self.job.spec.environment
+        try:
+            await self.job.controller.rooms.hosts.agents.attend(session, spec.step_timeout, spec.return_timeout, away)
+        except AgentFailed as error:
+            raise EpisodeFailed(str(error)) from None
+
+    async def _observe_agent(self, host: EnvironmentHost, session: AgentSession) -> None:
+        """Run the agent in its host, until it ends the session there. Raises :class:`EnvironmentFailed` for an
+        exception of its, :class:`HostLost`."""
+        job, rooms = self.job, self.job.controller.rooms
+        reset = job.environment.reset(self.id, self.prompt, self.environment_seed)
+        reset.agent_key = await rooms.hosts.agents.give(session)
+        reset.policies = list(job.policies)
+        observing = rooms.hosts.observe(host, job.environment, reset, limited=False)
+        async with first_of(observing, self._watch(session, lambda: not host.connected)) as (observed, watching):
+            if not observed.done():
+                watching.result()
+                raise EpisodeFailed("its agent ended twice")
+            found = observed.result()
+        session.end(AgentOutcome(found.reward, found.metrics, found.rewards))
+
+    async def _store_calls(self, turns: list[AgentTurn]) -> None:
+        """Make the replies to an agent's calls durable."""
+        if self.row is not None:
+            await self._save(turns)
+
+    async def _store_keys(self, keys: str) -> None:
+        self._keys = keys.split()
+        if self.row is not None:
+            await self.job.progress.store(
+                jobs.save_turns, self.id, msgspec.msgpack.encode(self.turns), host_instance=self._instance,
+                agent_keys=keys,
+            )  # fmt: skip
+
+    def _check_rewards(self, totals: Sequence[float], where: str) -> None:
+        """Raises :class:`EpisodeFailed` for a reward that no gradient can be computed of."""
+        for total in totals:
+            if not math.isfinite(total):
+                raise EpisodeFailed(
+                    f"the reward of {self.job.environment.name}{where} is {total}, expected a finite number"
+                )
+            if abs(total) > LARGEST_REWARD:
+                raise EpisodeFailed(
+                    f"the rewards of {self.job.environment.name} add up to {total:g}{where}, allowed:"
+                    f" ±{LARGEST_REWARD:g}"
+                )
 
     async def _play(self, host: EnvironmentHost) -> EpisodeResult:
         job = self.job
@@ -178,20 +278,12 @@ class Episode:
                     speaker.name, dict(observation.rewards),
                 )
             )  # fmt: skip
-            for given in (observation.reward, *observation.rewards.values()):
-                if not math.isfinite(given):
-                    raise EpisodeFailed(
-                        f"the reward of {job.environment.name} in turn {turn} is {given}, expected a finite number"
-                    )
+            self._check_rewards([observation.reward, *observation.rewards.values()], f" in turn {turn}")
             reward += observation.reward
             for name, value in observation.rewards.items():
                 rewards[self._policy(name, turn).name] = rewards.get(name, 0.0) + value
-            for total in (reward, *(reward + of_policy for of_policy in rewards.values())):
-                if not abs(total) <= LARGEST_REWARD:
-                    raise EpisodeFailed(
-                        f"the rewards of {job.environment.name} add up to {total:g} in turn {turn}, allowed:"
-                        f" ±{LARGEST_REWARD:g}"
-                    )
+            totals = [reward, *(reward + of_policy for of_policy in rewards.values())]
+            self._check_rewards(totals, f" in turn {turn}")
             metrics.update(observation.metrics)
             if len(metrics) > METRICS:
                 raise EpisodeFailed(f"the environment gave {len(metrics)} different metrics, allowed: {METRICS}")
@@ -275,30 +367,29 @@ class Episode:
         assert policy.newest is not None
         return policy.versions.pinned(policy.newest.version)
 
-    async def _sample(self, trajectory: Trajectory, turn: int, policy: JobPolicy) -> AssistantTurn:
-        job, sequence, chat = self.job, trajectory.sequence, policy.chat
-        sampling, clock = policy.spec.sampling, job.controller.clock
-        first = policy is job.first
+    async def sample(
+        self,
+        policy: JobPolicy,
+        generate: protocol.Generate,
+        *,
+        continues: bool,
+        on_tokens: Callable[[SamplingResult], None] | None = None,
+    ) -> tuple[AssistantTurn, SamplingResult]:
+        """One reply of ``policy``: with the version, the group and the queue of this episode. ``continues`` as in
+        :class:`SamplingRequest`."""
+        job, chat, clock = self.job, policy.chat, self.job.controller.clock
         began = clock.monotonic()
         with job.progress.waiting_for("engine"), self._version(policy) as ref:
-            generate = protocol.Generate(
-                request=f"{self.id}.{turn}",
+            generate = msgspec.structs.replace(
+                generate,
                 adapter=ref,
-                prompt=sequence,
-                shared_prefix=len(trajectory.prompt),
-                max_tokens=min(sampling.max_tokens, chat.context - len(sequence)),
-                temperature=sampling.temperature,
-                seed=derive_seed(self.seed, turn),
-                stop_tokens=chat.stop_tokens,
-                stop=sampling.stop,
-                episode=self.id if first else f"{self.id}.{policy.name}",  # each keeps a cache of its own
                 group=self.row.group_id if self.row is not None else "",
                 in_flight=self.in_flight if policy.about.train else "finish",  # a follower is no later version
             )
             algorithm, owner = policy.spec.algorithm, (job.row.tenant, job.row.id)
             waits = not (algorithm.max_staleness or algorithm.micro_batch)
-            request = SamplingRequest(*owner, policy.model, generate, turn > 0, synchronous=waits)
-            result = await job.controller.rooms.rollouts.sample(request)
+            request = SamplingRequest(*owner, policy.model, generate, continues, synchronous=waits)
+            result = await job.controller.rooms.rollouts.sample(request, on_tokens)
         generation_seconds = max(0.0, clock.monotonic() - began - result.queue_seconds)
         self.seconds["queue"] += result.queue_seconds
         self.seconds["generation"] += generation_seconds
@@ -310,8 +401,28 @@ class Episode:
             reply.policy = policy.name
         if job.controller.records.tracer is not None:
             self._trace_request(reply, policy, generate)
+        return reply, result
+
+    async def _sample(self, trajectory: Trajectory, turn: int, policy: JobPolicy) -> AssistantTurn:
+        sequence, chat, sampling = trajectory.sequence, policy.chat, policy.spec.sampling
+        first = policy is self.job.first
+        generate = protocol.Generate(
+            request=f"{self.id}.{turn}",
+            adapter=None,
+            prompt=sequence,
+            shared_prefix=len(trajectory.prompt),
+            max_tokens=min(sampling.max_tokens, chat.context - len(sequence)),
+            temperature=sampling.temperature,
+            seed=derive_seed(self.seed, turn),
+            stop_tokens=chat.stop_tokens,
+            stop=sampling.stop,
+            episode=self.id if first else f"{self.id}.{policy.name}",  # each keeps a cache of its own
+        )
+        reply, _ = await self.sample(policy, generate, continues=turn > 0)
         self.turns.append(reply)
-        await self._store_turns()
+        self.job.progress.add_sampled(len(reply.tokens))
+        if self.row is not None:
+            await self._save(self.turns)
         return reply
 
     def _trace_request(self, reply: AssistantTurn, policy: JobPolicy, generate: protocol.Generate) -> None:
@@ -331,17 +442,14 @@ class Episode:
         }  # fmt: skip
         self._calls.append(TracedCall("request", start, end, about, worked))
 
-    async def _store_turns(self) -> None:
-        """Count the newest turn, and make all turns durable where the episode is stored."""
-        progress = self.job.progress
-        progress.add_sampled(len(self.turns[-1].tokens))
-        if self.row is not None:
-            turns = msgspec.msgpack.encode(self.turns)
-            first = self.job.first.name
-            of_first = [version for turn in self.turns if turn.policy in ("", first) for version in turn.versions]
-            ref = self.refs[first]
-            version = of_first[0] if of_first else ref.version if ref is not None else 0
-            await progress.store(jobs.save_turns, self.id, turns, version=version, host_instance=self._instance)
+    async def _save(self, replies: Sequence[AssistantTurn]) -> None:
+        """Make the replies durable, and the version of the first one."""
+        turns = msgspec.msgpack.encode(replies)
+        first = self.job.first.name
+        of_first = [version for turn in replies if turn.policy in ("", first) for version in turn.versions]
+        ref = self.refs[first]
+        version = of_first[0] if of_first else ref.version if ref is not None else 0
+        await self.job.progress.store(jobs.save_turns, self.id, turns, version=version, host_instance=self._instance)
 
     async def _observe(
         self, host: EnvironmentHost, message: protocol.Reset | protocol.StepEpisode

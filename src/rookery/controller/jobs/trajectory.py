@@ -101,6 +101,8 @@ class TurnRecord(msgspec.Struct, array_like=True):
     """The policy that replied."""
     rewards: dict[str, float] = {}
     """By policy, in addition to ``reward``."""
+    trained: bool = True
+    """False for a call of an agent whose tokens are read and not trained on."""
 
 
 class EpisodeResult(msgspec.Struct):

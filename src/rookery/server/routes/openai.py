@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rookery.aio import cancel_all, unless
-from rookery.controller.completions import PreparedPrompt, PromptTooLong
+from rookery.controller.prompts import PreparedPrompt, PromptTooLong, Sampling
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, UserError, shortage
@@ -125,17 +125,26 @@ token_routes = APIRouter(prefix="/inference/v1", route_class=OpenAIRoute, respon
 @routes.post("/chat/completions", response_model=dict[str, Any])
 async def chat_completions(service: Service, owner: Owner, request: Request, options: ChatRequest) -> Response:
     """Complete a conversation with a base model or a policy."""
+    return await complete_chat(service, service.controller.completions, owner.id, request, options)
+
+
+async def complete_chat(
+    service: ServiceContext, source: Sampling, owner: str, request: Request, options: ChatRequest
+) -> Response:
+    """A chat of ``source``."""
     refuse_unsupported(options.model_extra)
     messages = [message.for_template(f"messages.{number}") for number, message in enumerate(options.messages)]
-    target, chat = await service.controller.completions.open(owner.id, options.model)
+    target, chat = await source.open(owner, options.model)
     if options.top_logprobs and not options.logprobs:
         raise UnsupportedField("top_logprobs needs logprobs: give logprobs=true too", "top_logprobs")
     limits = [limit for limit in (options.max_tokens, options.max_completion_tokens) if limit is not None]
-    form = ChatFormat(service, options, target.name, logprobs=bool(options.logprobs))
+    form = ChatFormat(
+        service, options, target.name, logprobs=bool(options.logprobs), trainable=_trainable(source, target, options)
+    )
     _limit_choices(options, 1)
     await _check_schemas(service, options)
-    prompt = await service.threads(_prepare_chat, service, target, chat, options, messages)
-    return await _respond(service, owner.id, request, form, [prompt], min(limits, default=None))
+    prompt = await service.threads(_prepare_chat, source, target, chat, options, messages)
+    return await _respond(service, source, owner, request, form, [prompt], min(limits, default=None))
 
 
 async def _check_schemas(service: ServiceContext, options: ChatRequest) -> None:
@@ -145,8 +154,12 @@ async def _check_schemas(service: ServiceContext, options: ChatRequest) -> None:
     await service.schemas.check(offered, followed)
 
 
+def _trainable(source: Sampling, target: Target, options: CompletionOptions) -> bool:
+    return source.trainable(target, options.temperature, options.logits)
+
+
 def _prepare_chat(
-    service: ServiceContext, target: Target, chat: Chat, options: ChatRequest, messages: list[dict[str, Any]]
+    source: Sampling, target: Target, chat: Chat, options: ChatRequest, messages: list[dict[str, Any]]
 ) -> PreparedPrompt:
     """Raises :class:`UserError`."""
     forced, tools = options.forced, [tool.for_template() for tool in options.offered]
@@ -163,7 +176,7 @@ def _prepare_chat(
             "messages: a reply that is continued cannot call tools: end with another message, or leave tools out",
             "messages",
         )
-    return service.controller.completions.prepare(target, chat, messages, tools, opening=opening)
+    return source.prepare(target, chat, messages, tools, opening=opening)
 
 
 def _reader(options: CompletionOptions, chat: Chat) -> CallReader | None:
@@ -196,28 +209,35 @@ async def completions(service: Service, owner: Owner, request: Request, options:
     prepare = partial(service.controller.completions.prepare, target, chat)
     prompts = await service.threads(lambda: [prepare(prompt) for prompt in options.prompts])
     limit = COMPLETION_TOKENS if options.max_tokens is None else options.max_tokens
-    return await _respond(service, owner.id, request, form, prompts, limit)
+    return await _respond(service, service.controller.completions, owner.id, request, form, prompts, limit)
 
 
 @routes.post("/responses", response_model=dict[str, Any])
 async def responses(service: Service, owner: Owner, request: Request, asked: ResponsesRequest) -> Response:
     """Continue a conversation, in the form of OpenAI's Responses API. Nothing is stored."""
+    return await respond(service, service.controller.completions, owner.id, request, asked)
+
+
+async def respond(
+    service: ServiceContext, source: Sampling, owner: str, request: Request, asked: ResponsesRequest
+) -> Response:
+    """A response of ``source``."""
     options = asked.as_chat()
     messages = [message.for_template(f"input.{number}") for number, message in enumerate(options.messages)]
-    target, chat = await service.controller.completions.open(owner.id, options.model)
-    form = ResponsesFormat(service, asked, target.name, trainable=options.logits is None)
+    target, chat = await source.open(owner, options.model)
+    form = ResponsesFormat(service, asked, target.name, trainable=_trainable(source, target, options))
     await _check_schemas(service, options)
-    prompt = await service.threads(_prepare_chat, service, target, chat, options, messages)
-    choices = _choices(service, options, [prompt])
+    prompt = await service.threads(_prepare_chat, source, target, chat, options, messages)
+    choices = _choices(source, options, [prompt])
     limit = options.max_completion_tokens
     _limit_logprobs(service, options, choices, limit)
-    await service.threads(_check_logits, service, options, prompt)
-    growth = _generate(service, owner.id, options, choices, limit)
+    await service.threads(_check_logits, source, options, prompt)
+    growth = _generate(service, source, owner, options, choices, limit)
     headers = {"x-request-id": form.id}
     if asked.stream:
         events = _response_events(form, choices[0], growth, request)
         return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
-    if not await unless(_disconnected(request), _exhaust(growth)):
+    if not await unless(disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
     response = json_response(form.body(choices[0], _usage(choices)))
     response.headers.update(headers)
@@ -228,14 +248,21 @@ async def responses(service: Service, owner: Owner, request: Request, asked: Res
 async def generate(service: Service, owner: Owner, request: Request, asked: TokenRequest) -> Response:
     """Continue token ids as they are, as vLLM's ``/inference/v1/generate`` does: token ids and log-probabilities come
     back, each with the version that sampled it."""
+    return await complete_tokens(service, service.controller.completions, owner.id, request, asked)
+
+
+async def complete_tokens(
+    service: ServiceContext, source: Sampling, owner: str, request: Request, asked: TokenRequest
+) -> Response:
+    """Token ids of ``source``."""
     refuse_unsupported(asked.model_extra)
     refuse_unsupported(asked.sampling_params.model_extra)
     options = asked.sampling_params.model_copy(update={"return_token_ids": asked.return_token_ids})
-    target, chat = await service.controller.completions.open(owner.id, asked.model)
-    form = TokenFormat(service, options, target.name, logprobs=True)
+    target, chat = await source.open(owner, asked.model)
+    form = TokenFormat(service, options, target.name, logprobs=True, trainable=_trainable(source, target, options))
     _limit_choices(options, 1)
-    prompt = await service.threads(service.controller.completions.prepare, target, chat, asked.token_ids)
-    return await _respond(service, owner.id, request, form, [prompt], options.max_tokens)
+    prompt = await service.threads(source.prepare, target, chat, asked.token_ids)
+    return await _respond(service, source, owner, request, form, [prompt], options.max_tokens)
 
 
 @routes.get("/models", response_model=dict[str, Any], name="openai_models")
@@ -279,6 +306,7 @@ def _model(name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 async def _respond(
     service: ServiceContext,
+    source: Sampling,
     owner: str,
     request: Request,
     form: ResponseFormat,
@@ -287,24 +315,24 @@ async def _respond(
 ) -> Response:
     """``n`` completions of each prompt, streamed or whole."""
     options = form.options
-    choices = _choices(service, options, prompts)
+    choices = _choices(source, options, prompts)
     _limit_logprobs(service, options, choices, limit)
-    await service.threads(_check_logits, service, options, prompts[0])
-    growth = _generate(service, owner, options, choices, limit)
+    await service.threads(_check_logits, source, options, prompts[0])
+    growth = _generate(service, source, owner, options, choices, limit)
     headers = {"x-request-id": form.id}
     if options.stream:
         events = _events(form, choices, growth, request)
         return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
-    if not await unless(_disconnected(request), _exhaust(growth)):
+    if not await unless(disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
     response = json_response(form.body(choices, _usage(choices)))
     response.headers.update(headers)
     return response
 
 
-def _choices(service: ServiceContext, options: CompletionOptions, prompts: Sequence[PreparedPrompt]) -> list[Choice]:
+def _choices(source: Sampling, options: CompletionOptions, prompts: Sequence[PreparedPrompt]) -> list[Choice]:
     stops = options.stops
-    seed = options.seed if options.seed is not None else service.controller.completions.draw_seed()
+    seed = options.seed if options.seed is not None else source.draw_seed()
     count = options.n or 1
     most_calls = 1 if isinstance(options, ChatRequest) and options.parallel_tool_calls is False else TOOLS
     return [
@@ -342,7 +370,7 @@ def _limit_logprobs(
             )
 
 
-def _check_logits(service: ServiceContext, options: CompletionOptions, prompt: PreparedPrompt) -> None:
+def _check_logits(source: Sampling, options: CompletionOptions, prompt: PreparedPrompt) -> None:
     """Raises :class:`UserError` for changes of the logits that the target's model or its engines do not know."""
     logits = options.logits
     if logits is not None:
@@ -351,7 +379,7 @@ def _check_logits(service: ServiceContext, options: CompletionOptions, prompt: P
             model = prompt.target.model
             raise UnsupportedField(f"logit_bias has the token id {unknown}, which {model} does not have", "logit_bias")
         try:
-            service.controller.completions.check_logits(prompt.target, logits)
+            source.check_logits(prompt.target, logits)
         except UserError as error:
             forced = isinstance(options, ChatRequest) and options.forced
             param = ("tools" if forced else "response_format") if logits.schema else None
@@ -378,7 +406,12 @@ def _usage(choices: Sequence[Choice]) -> dict[str, int]:
 
 
 async def _generate(
-    service: ServiceContext, owner: str, options: CompletionOptions, choices: Sequence[Choice], limit: int | None
+    service: ServiceContext,
+    source: Sampling,
+    owner: str,
+    options: CompletionOptions,
+    choices: Sequence[Choice],
+    limit: int | None,
 ) -> AsyncGenerator[tuple[Choice, str, str | None] | None]:
     """Samples all choices. Yields (choice, further text, finish reason or None) as tokens arrive, and None after a
     heartbeat without tokens. Closing it early ends the generation. Raises the first error of any choice."""
@@ -393,12 +426,12 @@ async def _generate(
 
     tasks = {
         choice.index: asyncio.create_task(
-            service.controller.completions.generate(
+            source.generate(
                 owner,
                 choice.prompt,
                 max_tokens=limit if limit is None else max(1, limit),
-                temperature=1.0 if options.temperature is None else options.temperature,
-                seed=choice.seed,
+                temperature=options.temperature,
+                seed=choice.seed if options.seed is not None else None,
                 stop=options.stops,
                 stop_tokens=options.stop_tokens,
                 kind="chat" if isinstance(options, ChatRequest) else "completion",
@@ -435,6 +468,8 @@ async def _generate(
                         await changed.wait()
                 except TimeoutError:
                     yield None
+        for prompt in {id(choice.prompt): choice.prompt for choice in choices}.values():
+            source.delivered(prompt)
     finally:
         await cancel_all(*tasks.values(), closing)
 
@@ -503,7 +538,7 @@ class ClosingStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _disconnected(request: Request) -> None:
+async def disconnected(request: Request) -> None:
     """Returns when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

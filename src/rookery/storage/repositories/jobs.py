@@ -265,15 +265,19 @@ def save_turns(
     *,
     version: int | None = None,
     host_instance: str | None = None,
+    agent_keys: str | None = None,
     counters: Counters = None,
 ) -> bool:
     """Make the completed turns durable (all of them: they replace those stored before), and, where given, the version
-    that the episode runs on and the host that holds it. False if the episode is closed: it changes no more."""
+    that the episode runs on, the host that holds it, and the hashes of its agent's keys. False if the episode is
+    closed: it changes no more."""
     values: dict[str, Any] = {"turns": turns}
     if version is not None:
         values["version"] = version
     if host_instance is not None:
         values["host_instance"] = host_instance
+    if agent_keys is not None:
+        values["agent_keys"] = agent_keys
     return _change_open_episode(connection, episode, values, counters)
 
 
@@ -302,6 +306,12 @@ def finish_episode(
     if version is not None:
         values["version"] = version
     return _change_open_episode(connection, episode, values, counters)
+
+
+def find_episode(connection: Connection, episode: str) -> tuple[EpisodeRow, JobRow] | None:
+    """An episode of any tenant, and its job; the caller knows whether it may be named."""
+    found = rows(connection, EpisodeRow, id=episode)
+    return (found[0], get(connection, JobRow, f"job {found[0].job}", id=found[0].job)) if found else None
 
 
 def save_train_logprobs(connection: Connection, logprobs: Mapping[str, bytes]) -> None:

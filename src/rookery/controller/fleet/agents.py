@@ -1,0 +1,311 @@
+"""The agents at work: processes that drive an episode by calling its model, each with a key for that episode alone.
+
+* A session exists while its episode runs. ``waiting``: a process with the tenant's key is to open it; ``running``: an
+  agent has its key; ``ended``: nothing more of it counts.
+* A key opens its session's addresses and nothing else. It is known by its hash, and stored with the episode: an agent
+  continues with it when the service has restarted.
+* Nothing waits without end: an agent that makes no call for the time of a step, and a job whose episodes no process
+  opens, end with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cachetools import TTLCache
+
+from rookery.aio import Signal, wait_event
+from rookery.clock import Clock
+from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable
+from rookery.storage.data_dir import hash_key
+
+KEY_PREFIX = "tml-ep-"
+"""Beginning of an agent's key."""
+
+KEY_BYTES = 24
+
+KEYS_KEPT = 4
+"""Keys of one episode that are valid: one for each restart of the service that an agent lived through."""
+
+ENDED_SECONDS = 3600.0
+"""Time for which a late call to an evaluation's episode, which is not stored, learns that it has ended."""
+
+ENDED_SESSIONS = 20_000
+
+State = Literal["waiting", "running", "ended"]
+Event = Literal["opened", "called", "finished", "failed", "closed"]
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    ("waiting", "opened"): "running",
+    ("waiting", "closed"): "ended",
+    ("running", "opened"): "running",  # its host is given it again
+    ("running", "called"): "running",
+    ("running", "finished"): "ended",
+    ("running", "failed"): "ended",
+    ("running", "closed"): "ended",
+    ("ended", "closed"): "ended",
+}
+"""The state that follows each event. There are no others: an event that has none is refused with the session's end."""
+
+
+class EpisodeEnded(RookeryError):
+    """The agent's episode is over: no call of it counts any more, and repeating it does not help."""
+
+    status = 410
+
+
+class AgentFailed(RookeryError):
+    """The agent did not bring its episode to an end; one line with the reason."""
+
+
+@dataclass(frozen=True)
+class AgentOutcome:
+    """What an agent's work is worth."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """By policy, in addition."""
+
+
+@dataclass(eq=False)
+class AgentSession:
+    """One attempt of an agent at an episode."""
+
+    id: str
+    """The episode's."""
+    job: str
+    tenant: str
+    split: Literal["train", "eval"]
+    prompt: bytes
+    """The task, as JSON."""
+    seed: int
+    policies: Sequence[str]
+    sampler: Any
+    """Samples its calls: :class:`~rookery.controller.jobs.agent_calls.AgentCalls`."""
+    save: Callable[[str], Awaitable[object]]
+    """Stores the hashes of its keys."""
+    clock: Clock
+    keys: list[str] = field(default_factory=list)
+    """Hashes."""
+    hosted: bool = False
+    """Its agent runs in an environment host, which reports its end."""
+    state: State = "waiting"
+    reason: str = ""
+    """Why it ended."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: Signal = field(default_factory=Signal)
+    """Notified when its state changes."""
+    stored: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the end of the episode is durable."""
+    result: AgentOutcome | str | None = None
+    """How its agent ended it: a text is the reason why it failed."""
+    since: float = 0.0
+    """When its last call ended (monotonic seconds)."""
+    calls: int = 0
+    """Calls that run."""
+    calls_refused: Counter[str] = field(default_factory=Counter)
+    """Refused calls by their reason."""
+
+    def __post_init__(self) -> None:
+        self.since = self.clock.monotonic()
+        if self.keys:
+            self.state = "running"
+
+    def advance(self, event: Event, reason: str = "") -> None:
+        """Raises :class:`EpisodeEnded` for an event that its state does not have."""
+        state = TRANSITIONS.get((self.state, event))
+        if state is None:
+            raise self.refusal() if self.state == "ended" else Conflict(f"episode {self.id} is {self.state}: open it")
+        if state == "ended" and self.state != "ended":
+            self.reason = reason or event
+            self.ended.set()
+        if state != self.state:
+            self.state = state
+            self.changed.notify()
+
+    def refusal(self) -> RookeryError:
+        """The error of a call after the end."""
+        if self.reason == "closed":
+            return Unavailable(f"episode {self.id} does not run now: its job pauses or restarts; try again later")
+        return EpisodeEnded(f"episode {self.id} has ended ({self.reason}): its key opens nothing any more")
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """A call runs within. Raises :class:`EpisodeEnded`."""
+        self.advance("called")
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self.since = self.clock.monotonic()
+
+    def end(self, result: AgentOutcome | str) -> None:
+        """The agent finished, or failed with a reason. Raises :class:`EpisodeEnded` for all but the first end."""
+        failed = isinstance(result, str)
+        self.advance("failed" if failed else "finished", "failed" if failed else "finished")
+        self.result = result
+
+
+class Agents:
+    """The sessions of this process."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        random_bytes: Callable[[int], bytes],
+        stored: Callable[[str], Awaitable[tuple[Any, Any] | None]],
+    ) -> None:
+        """``stored(episode)`` returns the row of an episode and of its job."""
+        self._clock = clock
+        self._random = random_bytes
+        self._stored = stored
+        self._live: dict[str, AgentSession] = {}
+        self._waiting: dict[str, dict[str, AgentSession]] = {}
+        """By job and episode, in order."""
+        self._asked: dict[str, float] = {}
+        """By job, when a process asked for an episode last."""
+        self._asking: Counter[str] = Counter()
+        self._ended: TTLCache[str, AgentSession] = TTLCache(ENDED_SESSIONS, ENDED_SECONDS, clock.monotonic)
+        self._changed = Signal()
+
+    @property
+    def count(self) -> int:
+        return len(self._live)
+
+    def waiting(self, job: str) -> int:
+        """Episodes of a job that a process is to open."""
+        return len(self._waiting.get(job, {}))
+
+    @contextlib.contextmanager
+    def present(self, session: AgentSession) -> Iterator[None]:
+        """The session exists within."""
+        self._live[session.id] = session
+        if session.state == "waiting" and not session.hosted:
+            self._waiting.setdefault(session.job, {})[session.id] = session
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            session.advance("closed", "closed")
+            self._forget_waiting(session)
+            if self._live.get(session.id) is session:
+                del self._live[session.id]
+            if session.split == "eval":
+                self._ended[session.id] = session
+
+    def _forget_waiting(self, session: AgentSession) -> None:
+        waiting = self._waiting.get(session.job, {})
+        waiting.pop(session.id, None)
+        if not waiting:
+            self._waiting.pop(session.job, None)
+
+    async def give(self, session: AgentSession) -> str:
+        """A new key of the session, which an agent is to have; durable before it is returned."""
+        session.advance("opened")
+        self._forget_waiting(session)
+        key = KEY_PREFIX + self._random(KEY_BYTES).hex()
+        session.keys = [*session.keys, hash_key(key)][-KEYS_KEPT:]
+        session.since = self._clock.monotonic()
+        await session.save(" ".join(session.keys))
+        return key
+
+    async def open(self, job: str, seconds: float) -> tuple[AgentSession, str] | None:
+        """The next episode of a job that waits for an agent, with its key; None where there is none within
+        ``seconds``."""
+        deadline = self._clock.monotonic() + seconds
+        self._asking[job] += 1
+        try:
+            while True:
+                changed = self._changed.next
+                if waiting := self._waiting.get(job):
+                    session = next(iter(waiting.values()))
+                    return session, await self.give(session)
+                left = deadline - self._clock.monotonic()
+                if left <= 0 or not await wait_event(changed, left):
+                    return None
+        finally:
+            self._asking[job] -= 1
+            self._asked[job] = self._clock.monotonic()
+            if not self._asking[job]:
+                del self._asking[job]
+
+    async def find(self, episode: str, key_hash: str) -> AgentSession:
+        """The running session that a key opens. Raises :class:`Unauthorized`, :class:`EpisodeEnded`, or
+        :class:`Unavailable` where the episode will run again."""
+        for known in (self._live.get(episode), self._ended.get(episode)):
+            if known is not None and key_hash in known.keys:
+                if known.state == "ended":
+                    raise (
+                        known.refusal()
+                        if known.split == "train"
+                        else EpisodeEnded(f"episode {episode} has ended: its key opens nothing any more")
+                    )
+                return known
+        found = await self._stored(episode)
+        if found is None or key_hash not in found[0].agent_keys.split():
+            raise Unauthorized(
+                f"the key does not open the episode {episode[:80]}: an agent's key ({KEY_PREFIX}…) opens its own"
+                " episode's base_url, and no other"
+            )
+        row, job = found
+        if row.state == "open" and job.finished is None:
+            raise Unavailable(f"episode {episode} does not run now: its job is {job.state}; try again later")
+        raise EpisodeEnded(f"episode {episode} has ended ({row.state}): its key opens nothing any more")
+
+    async def session(self, tenant: str, job: str, episode: str) -> AgentSession:
+        """A session of a job by the episode's id, to be ended by the process that opened it. Raises :class:`NotFound`,
+        :class:`EpisodeEnded`, :class:`Unavailable`, :class:`Conflict` for one that a host runs."""
+        session = self._live.get(episode)
+        if session is not None and (session.tenant, session.job) == (tenant, job):
+            if session.hosted:
+                raise Conflict(f"episode {episode} runs in an environment host, which ends it")
+            return session
+        found = await self._stored(episode)
+        if found is None or (found[0].tenant, found[0].job) != (tenant, job):
+            raise NotFound(f"no episode {episode[:80]} of this job runs")
+        row, about = found
+        if row.state == "open" and about.finished is None:
+            raise Unavailable(f"episode {episode} does not run now: its job is {about.state}; try again later")
+        raise EpisodeEnded(f"episode {episode} has ended: it is {row.state}{f' ({row.error})' if row.error else ''}")
+
+    async def attend(
+        self, session: AgentSession, step_timeout: float, return_timeout: float, away: Callable[[], bool]
+    ) -> None:
+        """Return when the agent has ended its session. Raises :class:`AgentFailed` when it makes no call for
+        ``step_timeout``, unless it is ``away()``; :class:`Unavailable` when no process opens episodes of the job for
+        ``return_timeout``."""
+        while changed := session.changed.next:
+            if session.state == "ended":
+                return
+            now = self._clock.monotonic()
+            if session.state == "waiting":
+                limit, since = return_timeout, max(session.since, self._asked.get(session.job, 0.0))
+                if self._asking[session.job] or self._attended(session.job):
+                    since = now
+            else:
+                if session.calls or away():
+                    session.since = now
+                limit, since = step_timeout, session.since
+            if now - since < limit:
+                await wait_event(changed, limit - (now - since))
+                continue
+            if session.state == "waiting":
+                raise Unavailable(
+                    f"no process opens the job's episodes (POST /api/v1/jobs/{session.job}/episodes): waited"
+                    f" {return_timeout:g} s for one"
+                )
+            made = len(session.sampler.tree.turns)
+            raise AgentFailed(
+                f"its agent made no call for {step_timeout:g} s (environment.step_timeout), after {made} replies"
+            )
+
+    def _attended(self, job: str) -> bool:
+        """Whether an agent works at an episode of the job."""
+        return any(one.job == job and one.state == "running" for one in self._live.values())

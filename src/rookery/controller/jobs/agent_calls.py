@@ -1,0 +1,372 @@
+"""The calls of an agent in an episode: each is sampled as a reply of the job, and recorded.
+
+* A call is sampled from the version that the job prescribes, in the job's queue, with the episode's randomness. Only
+  what is sampled as the trainer computes it, at the job's temperature from all tokens, is trained on; other calls are
+  recorded, and are read as the environment's text.
+* The tokens of a reply are never encoded again: a conversation that repeats one gets the tokens that were sampled.
+* A reply is durable before it is sent. A call that is repeated because its response was lost gets the same reply; a
+  call that its client gave up before the reply was complete leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import msgspec
+
+from rookery import protocol
+from rookery.aio import unless
+from rookery.bounds import METRICS
+from rookery.controller.fleet.agents import AgentOutcome, AgentSession
+from rookery.controller.jobs.agent_turns import NONE, AgentTurn, TurnTree, assemble
+from rookery.controller.jobs.job_context import JobContext, JobPolicy
+from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, TurnRecord, derive_seed
+from rookery.controller.prompts import (
+    Message,
+    PreparedPrompt,
+    PromptTooLong,
+    check_letters,
+    check_logits,
+    prepare_prompt,
+    schema_problem,
+)
+from rookery.controller.rollout.request import GenerationFailed, SamplingResult
+from rookery.controller.validation import Target
+from rookery.errors import NotFound, UserError, short
+from rookery.tokenization.chat import Chat
+from rookery.tokenization.tool_calls import called, message_key
+
+DIGEST_BYTES = 16
+
+SHOWN_ROLES = 64
+"""Characters of a role that are stored."""
+
+
+class CallLimit(UserError):
+    """The episode has had as many replies as it may have."""
+
+
+class SampleReply(Protocol):
+    """:meth:`rookery.controller.jobs.episode.Episode.sample`."""
+
+    async def __call__(
+        self,
+        policy: JobPolicy,
+        generate: protocol.Generate,
+        *,
+        continues: bool,
+        on_tokens: Callable[[SamplingResult], None] | None = None,
+    ) -> tuple[AssistantTurn, SamplingResult]: ...
+
+
+@dataclass(frozen=True)
+class PreparedCall(PreparedPrompt):
+    """A call, tokenized."""
+
+    said: list[protocol.ChatMessage]
+    """What it says in addition to the reply that it follows."""
+    history: bytes
+    """The digest of its conversation; empty for token ids."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    places: list[int] = field(default_factory=list)
+    """Of its replies."""
+
+
+class AgentCalls:
+    """Samples for one attempt at an episode, as :class:`~rookery.controller.completions.Completions` does elsewhere."""
+
+    session: AgentSession
+    """Set by the episode."""
+
+    def __init__(
+        self,
+        job: JobContext,
+        episode: str,
+        seed: int,
+        turns: Sequence[AgentTurn],
+        sample: SampleReply,
+        store: Callable[[list[AgentTurn]], Awaitable[None]],
+    ) -> None:
+        """``turns``: the replies of the attempt so far; ``store`` makes all of them durable."""
+        self.tree = TurnTree(list(turns))
+        self._job = job
+        self._episode = episode
+        self._seed = seed
+        self._sample = sample
+        self._store = store
+        self._histories = {turn.history: place for place, turn in enumerate(self.tree.turns) if turn.history}
+        self._numbers: set[int] = {turn.call for turn in self.tree.turns}
+        self._repeated: set[int] = set()
+        """Places of undelivered replies that a repeated call is about to get."""
+
+    # --- as Completions -----------------------------------------------------------------------------------------------
+
+    async def open(self, tenant: str, target: str) -> tuple[Target, Chat]:
+        """The policy that a call names, by default the first one of the job. Raises :class:`NotFound`."""
+        del tenant
+        policy = self._job.policies.get(target or self._job.first.name)
+        if policy is None:
+            self.session.calls_refused[f"model {short(target)}"] += 1
+            raise NotFound(
+                f"no model {short(repr(target))} in an agent's episode: it samples from the job's policies alone; give"
+                f" {' or '.join(self._job.policies)}"
+            )
+        return Target(policy.name, policy.model, None), policy.chat
+
+    def draw_seed(self) -> int:
+        """For the names of a reply's calls of tools; what is sampled depends on the call's number alone."""
+        return derive_seed(self._seed, "call", len(self.tree.turns), len(self._numbers))
+
+    def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None:
+        """As :func:`~rookery.controller.prompts.check_logits`."""
+        check_logits(self._job.controller.rooms.fleet, target, logits)
+
+    def trainable(self, target: Target, temperature: float | None, logits: protocol.LogitsParams | None) -> bool:
+        """Whether a call is sampled as the trainer computes it."""
+        sampling = self._job.policies[target.name].spec.sampling
+        plain = logits is None or msgspec.structs.replace(logits, top_logprobs=0) == protocol.LogitsParams()
+        return plain and temperature in (None, sampling.temperature)
+
+    def prepare(
+        self,
+        target: Target,
+        chat: Chat,
+        source: Sequence[Message] | str | Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opening: str = "",
+    ) -> PreparedCall:
+        """As :func:`~rookery.controller.prompts.prepare_prompt`, with the sampled tokens of the replies that the
+        conversation repeats."""
+        if isinstance(source, str) or (source and isinstance(source[0], int)):
+            plain = prepare_prompt(target, chat, source, tools, opening=opening)
+            said = [protocol.ChatMessage(role="prompt", content=chat.decode(plain.prompt))]
+            return PreparedCall(target, chat, plain.prompt, said, b"")
+        check_letters(chat, source, tools)
+        messages = [dict(message) for message in source if isinstance(message, Mapping)]
+        digests = _digests(target.model, messages, tools)
+        known = next((n for n in range(len(messages), 0, -1) if digests[n] in self._histories), 0)
+        prompt = None
+        if known:
+            place = self._histories[digests[known]]
+            tokens, reply = self.tree.sequence(place), self.tree.turns[place]
+            if known < len(messages):
+                prompt = chat.continuation(tokens, reply.tokens, messages, known - 1, tools)
+            elif reply.finish == "length":  # the client asks for the rest of the reply
+                prompt = tokens
+        if prompt is None:
+            known = 0
+            prompt = prepare_prompt(target, chat, messages, tools, opening=opening).prompt
+        elif opening:
+            prompt = [*prompt, *chat.encode(opening)]
+        if len(prompt) >= chat.context:
+            raise PromptTooLong.of(chat.context, len(prompt))
+        return PreparedCall(target, chat, prompt, [_shown(one) for one in messages[known:]], digests[-1], tools)
+
+    async def generate(
+        self,
+        tenant: str,
+        prepared: PreparedPrompt,
+        *,
+        max_tokens: int | None,
+        temperature: float | None,
+        seed: int | None,
+        stop: Sequence[str],
+        stop_tokens: Sequence[int] = (),
+        kind: str = "chat",
+        logits: protocol.LogitsParams | None = None,
+        score_prompt: bool = False,
+        on_tokens: Callable[[SamplingResult], None] | None = None,
+    ) -> SamplingResult:
+        """One reply, recorded. Raises :class:`CallLimit`, :class:`~rookery.controller.fleet.agents.EpisodeEnded`, and
+        :class:`~rookery.errors.Unavailable` while the job does not run."""
+        del tenant, kind, score_prompt
+        assert isinstance(prepared, PreparedCall)
+        policy, session = self._job.policies[prepared.target.name], self.session
+        given = (policy.name, max_tokens, temperature, seed, [*stop], [*stop_tokens], logits)
+        options = _digest(array("q", prepared.prompt).tobytes(), msgspec.msgpack.encode(given))
+        with session.calling():
+            if (place := self._undelivered(options)) is not None:
+                self._repeated.add(place)
+                prepared.places.append(place)
+                reply = self.tree.turns[place]
+                return SamplingResult(reply.tokens, reply.logprobs, reply.versions, finish=reply.finish)
+            number = self._take_number()
+            try:
+                made = await unless(
+                    session.ended.wait(),
+                    self._reply(
+                        policy, prepared, number, options, max_tokens, temperature, seed, stop, stop_tokens, logits,
+                        on_tokens,
+                    ),
+                )  # fmt: skip
+            except GenerationFailed as error:
+                raise schema_problem(error) or error from None
+            finally:
+                if not any(turn.call == number for turn in self.tree.turns):
+                    self._numbers.discard(number)  # a repetition of this call resumes its text
+            if made is None:
+                raise session.refusal()
+            return made
+
+    def delivered(self, prepared: PreparedPrompt) -> None:
+        """The response to a call was sent."""
+        assert isinstance(prepared, PreparedCall)
+        for place in prepared.places:
+            self.tree.turns[place].delivered = True
+            self._repeated.discard(place)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    def _undelivered(self, options: bytes) -> int | None:
+        """The place of a reply to the same call whose response was lost."""
+        for place, turn in enumerate(self.tree.turns):
+            if turn.options == options and not turn.delivered and place not in self._repeated:
+                return place
+        return None
+
+    def _take_number(self) -> int:
+        """The least number that no call has. Raises :class:`CallLimit`."""
+        most = self._job.spec.environment.max_turns
+        if len(self._numbers) >= most:
+            self.session.calls_refused["max_turns"] += 1
+            raise CallLimit(
+                f"the episode has had its {most} replies (environment.max_turns): end it with the reward it has"
+            )
+        number = next(number for number in range(len(self._numbers) + 1) if number not in self._numbers)
+        self._numbers.add(number)
+        return number
+
+    async def _reply(
+        self,
+        policy: JobPolicy,
+        prepared: PreparedCall,
+        number: int,
+        options: bytes,
+        max_tokens: int | None,
+        temperature: float | None,
+        seed: int | None,
+        stop: Sequence[str],
+        stop_tokens: Sequence[int],
+        logits: protocol.LogitsParams | None,
+        on_tokens: Callable[[SamplingResult], None] | None,
+    ) -> SamplingResult:
+        chat, sampling, tree, prompt = prepared.chat, policy.spec.sampling, self.tree, prepared.prompt
+        models = [self._job.policies[turn.policy or self._job.first.name].model == policy.model for turn in tree.turns]
+        parent, length = tree.parent_of(prompt, models)
+        root = tree.turns[tree.path(parent)[0]].added if parent != NONE else prompt
+        most = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
+        line = tree.line_of(parent, number)
+        if policy is not self._job.first:
+            line += f".{policy.name}"
+        generate = protocol.Generate(
+            request=f"{self._episode}.{number}",
+            adapter=None,
+            prompt=prompt,
+            shared_prefix=len(root),
+            max_tokens=min(most, chat.context - len(prompt)),
+            temperature=sampling.temperature if temperature is None else temperature,
+            seed=derive_seed(self._seed, number) if seed is None else derive_seed(self._seed, "given", seed),
+            stop_tokens=[*chat.stop_tokens, *(token for token in stop_tokens if token not in chat.stop_tokens)],
+            stop=[*sampling.stop, *(text for text in stop if text not in sampling.stop)],
+            logits=logits,
+            episode=f"{self._episode}{line}",
+        )
+        continues = parent != NONE or bool(tree.turns)
+        reply, result = await self._sample(policy, generate, continues=continues, on_tokens=on_tokens)
+        history = b""
+        if prepared.history:
+            shown = chat.read_reply(reply.tokens, stop, prepared.tools)
+            history = _digest(prepared.history, b"assistant", message_key(*shown).encode())
+        # others may have ended meanwhile, and this call may extend them now
+        parent, length = tree.parent_of(prompt, [*models, *(True for _ in tree.turns[len(models) :])])
+        turn = AgentTurn(
+            reply.tokens, reply.logprobs, reply.versions, finish=reply.finish, text=reply.text, workers=reply.workers,
+            queue_seconds=reply.queue_seconds, generation_seconds=reply.generation_seconds, policy=reply.policy,
+            call=number, parent=parent, added=prompt[length:], messages=prepared.said, history=history,
+            options=options, trained=self.trainable(prepared.target, temperature, logits),
+        )  # fmt: skip
+        place = tree.add(turn)
+        prepared.places.append(place)
+        self._repeated.add(place)  # its own response is on its way
+        if history:
+            self._histories[history] = place
+        self._job.progress.add_sampled(len(turn.tokens))
+        await self._store(tree.turns)
+        return result
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def result(self, outcome: AgentOutcome, seconds: Mapping[str, float]) -> EpisodeResult:
+        """The finished episode. Raises ``ValueError`` with the line why it cannot count."""
+        turns, first = self.tree.turns, self._job.first.name
+        if not turns:
+            refused = self.session.calls_refused
+            tried = f": {refused.total()} calls were refused ({refused.most_common(1)[0][0]})" if refused else ""
+            raise ValueError(f"its agent ended without a reply of a policy{tried}")
+        if not any(turn.trained for turn in turns):
+            raise ValueError(
+                f"none of its agent's {len(turns)} calls can be trained on: they change how tokens are sampled; leave"
+                " out temperature, top_p, penalties and response_format in some"
+            )
+        if len(outcome.metrics) > METRICS:
+            raise ValueError(f"its agent gave {len(outcome.metrics)} different metrics, allowed: {METRICS}")
+        spoke = [turn.policy or first for turn in turns]
+        for name in outcome.rewards:
+            if name not in spoke:
+                raise ValueError(
+                    f"its agent rewards the policy {short(repr(name))}, which has no reply in the episode; reward"
+                    f" those that replied: {', '.join(dict.fromkeys(spoke))}"
+                )
+        made = assemble(self.tree, first)
+        conversation: list[protocol.ChatMessage] = []
+        steps: list[TurnRecord] = []
+        for place in made.order:
+            turn = turns[place]
+            conversation += turn.messages
+            conversation.append(protocol.ChatMessage(role="assistant", content=turn.text))
+            steps.append(
+                TurnRecord(
+                    0.0, {}, turn.finish, len(turn.tokens), turn.queue_seconds, turn.generation_seconds, 0.0,
+                    turn.workers, turn.policy or first, trained=turn.trained,
+                )
+            )  # fmt: skip
+        last = steps[-1]
+        last.reward, last.metrics, last.rewards = outcome.reward, dict(outcome.metrics), dict(outcome.rewards)
+        return EpisodeResult(
+            made.trajectories, conversation, [turns[place].text for place in made.order], outcome.reward,
+            dict(outcome.metrics), "done", dict(seconds), steps, dict(outcome.rewards),
+            [spoke[place] for place in made.order] if len(self._job.policies) > 1 else [],
+        )  # fmt: skip
+
+
+def _digest(*parts: bytes) -> bytes:
+    found = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.digest()
+
+
+def _digests(model: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """The digests of a conversation's beginnings, from the empty one to the whole."""
+    found = [_digest(model.encode(), json.dumps(list(tools), sort_keys=True, default=str).encode())]
+    for message in messages:
+        calls = [called(call) for call in message.get("tool_calls") or ()]
+        content = message.get("content") or ""
+        text = message_key(content, calls) if message["role"] == "assistant" else content
+        found.append(_digest(found[-1], message["role"].encode(), text.encode(errors="surrogatepass")))
+    return found
+
+
+def _shown(message: Message) -> protocol.ChatMessage:
+    """A message for readers: calls of tools as JSON."""
+    text = message.get("content") or ""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    content = "\n".join([*([text] if text else []), *calls])
+    return protocol.ChatMessage(role=message["role"][:SHOWN_ROLES], content=content)

@@ -1,0 +1,157 @@
+"""Prompts of calls to the OpenAI API: tokenized, checked against a model's context and its engines; and what such calls
+are sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rookery import protocol
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.rollout.request import GenerationFailed, SamplingResult
+from rookery.controller.validation import Target
+from rookery.errors import UserError
+from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
+from rookery.tokenization.grammar import NOT_FOLLOWED, REPLY_FAILED
+
+Message = Mapping[str, Any]
+
+UNCHANGED_LOGITS = {"vllm"}
+"""Engines that draw from the model's own distribution only."""
+
+def _texts(value: object) -> Iterator[str]:
+    """The texts in JSON-like data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in [*value.keys(), *value.values()] if isinstance(value, Mapping) else value:
+            yield from _texts(part)
+
+
+def _default(name: str) -> object:
+    """Of a field of :class:`~rookery.protocol.LogitsParams`."""
+    return getattr(protocol.LogitsParams(), name)
+
+
+class PromptTooLong(UserError):
+    """The prompt leaves no room for a completion in the model's context. The message begins as OpenAI's does, by
+    which litellm and crewAI recognise it."""
+
+    @classmethod
+    def of(cls, context: int, tokens: int) -> PromptTooLong:
+        """For a prompt of so many tokens."""
+        return cls(f"this model's maximum context length is {context} tokens; the prompt has {tokens}: shorten it")
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A tokenized prompt that fits its target's context."""
+
+    target: Target
+    chat: Chat
+    prompt: list[int]
+
+
+def check_letters(
+    chat: Chat, source: Sequence[Message] | str | Sequence[int], tools: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises :class:`PromptTooLong` for a text that is far too long, before it is tokenized."""
+    texts = [source] if isinstance(source, str) else [part for m in source for part in _texts(m)]
+    letters, most = sum(map(len, texts)), chat.context * CHARACTERS_PER_TOKEN
+    letters += sum(len(part) for tool in tools for part in _texts(tool))
+    if letters > most:
+        raise PromptTooLong(
+            f"this model's maximum context length is {chat.context} tokens, at most {most} characters; the prompt"
+            f" has {letters}: shorten it"
+        )
+
+
+def prepare_prompt(
+    target: Target,
+    chat: Chat,
+    source: Sequence[Message] | str | Sequence[int],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    opening: str = "",
+) -> PreparedPrompt:
+    """``source`` is a conversation (with ``tools``, and the ``opening`` of its reply), a text to complete, or its
+    token ids. Raises :class:`UserError`."""
+    check_letters(chat, source, tools)
+    if isinstance(source, str):
+        prompt = chat.encode(source)
+    elif source and isinstance(source[0], int):
+        prompt = [token for token in source if isinstance(token, int)]
+        unknown = next((token for token in prompt if not chat.token_bytes.known(token)), None)
+        if unknown is not None:
+            raise UserError(f"the prompt has the token id {unknown}, which {target.model} does not have")
+    else:
+        messages = [dict(message) for message in source if isinstance(message, Mapping)]
+        prompt = chat.conversation(messages, tools, opening=opening)
+    if not prompt:
+        raise UserError("the prompt is empty: an answer needs at least one token to follow")
+    if len(prompt) >= chat.context:
+        raise PromptTooLong.of(chat.context, len(prompt))
+    return PreparedPrompt(target, chat, prompt)
+
+
+def check_logits(fleet: Fleet, target: Target, logits: protocol.LogitsParams | None) -> None:
+    """Whether the engines of the target's model change logits as asked. Raises :class:`UserError`."""
+    if logits is None:
+        return
+    workers = [worker for worker in fleet.all() if worker.has_role("rollout", target.model)]
+    unable = {worker.hello.engine for worker in workers} & UNCHANGED_LOGITS
+    if unable:
+        asked = ", ".join(name for name in logits.__struct_fields__ if getattr(logits, name) != _default(name))
+        raise UserError(
+            f"{asked}: a worker of {target.model} runs the engine {min(unable)}, which does not support it; leave"
+            " it out, or use native or transformers engines"
+        )
+
+
+class Sampling(Protocol):
+    """What the OpenAI API samples from: base models and versions
+    (:class:`~rookery.controller.completions.Completions`), or the policies of an agent's episode."""
+
+    async def open(self, tenant: str, target: str) -> tuple[Target, Chat]: ...
+
+    def prepare(
+        self,
+        target: Target,
+        chat: Chat,
+        source: Sequence[Message] | str | Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opening: str = "",
+    ) -> PreparedPrompt: ...
+
+    def trainable(self, target: Target, temperature: float | None, logits: protocol.LogitsParams | None) -> bool: ...
+
+    def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None: ...
+
+    def draw_seed(self) -> int: ...
+
+    async def generate(
+        self,
+        tenant: str,
+        prepared: PreparedPrompt,
+        *,
+        max_tokens: int | None,
+        temperature: float | None,
+        seed: int | None,
+        stop: Sequence[str],
+        stop_tokens: Sequence[int] = (),
+        kind: str = "chat",
+        logits: protocol.LogitsParams | None = None,
+        score_prompt: bool = False,
+        on_tokens: Callable[[SamplingResult], None] | None = None,
+    ) -> SamplingResult: ...
+
+    def delivered(self, prepared: PreparedPrompt) -> None: ...
+
+
+def schema_problem(error: GenerationFailed) -> UserError | None:
+    """The client's error where a schema made a generation fail."""
+    if any(text in str(error) for text in (NOT_FOLLOWED, REPLY_FAILED)):
+        return UserError(f"{error}; make the schema simpler")
+    return None

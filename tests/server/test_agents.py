@@ -1,0 +1,508 @@
+"""Agents that drive their episodes by the real ``openai`` client: hosted ones, and programs that open episodes over
+HTTP, on a worker that replies with one of two texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.waiting import until
+
+import rookery
+from rookery import protocol
+from rookery.client.connection import Record, record
+from rookery.server.launcher import EmbeddedService
+from rookery.tokenization.registry import CONFIG, model_folder
+
+ENDED = ("completed", "failed", "paused", "cancelled")
+QUESTION = "What is 2 + 2?"
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+CALL = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a":1}}\n</tool_call>'
+JOB: dict[str, Any] = {
+    "base_model": MODEL,
+    "policies": {"main": {"rank": 4, "targets": ["q"]}},
+    "algorithm": {"group_size": 4, "groups_per_step": 1, "max_staleness": 0},
+    "sampling": {"max_tokens": 8},
+    "stop": {"steps": 2},
+}
+
+
+class Recording(ScriptedWorker):
+    """It keeps the training batches, and what it was asked to generate."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.batches: list[bytes] = []
+        self.asked: list[protocol.Generate] = []
+
+    async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient, epoch: int) -> protocol.Message | None:
+        if isinstance(message, protocol.ForwardBackward):
+            self.batches.append((await http.get(f"/wire/batches/{message.batch_ticket}")).content)
+        if isinstance(message, protocol.Generate):
+            self.asked.append(message)
+        return await super()._reply(message, http, epoch)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
+    with served(tmp_path_factory.mktemp("agents"), failure_rate_limit=1.0) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def worker(service: EmbeddedService) -> Iterator[Recording]:
+    with Recording.of(service) as worker:
+        yield worker
+
+
+class Keyed(rookery.Client):
+    """It can send any request."""
+
+    def __init__(self, service: EmbeddedService) -> None:
+        super().__init__(service.url, service.key)
+        self.http = httpx.Client(
+            base_url=f"{service.url}/api/v1", headers={"Authorization": f"Bearer {service.key}"}, timeout=70
+        )
+
+    def read(self, path: str, **params: Any) -> Record:
+        found: Record = record(self.http.get(path, params=params).raise_for_status().json())
+        return found
+
+
+@pytest.fixture
+def client(service: EmbeddedService, worker: Recording) -> Iterator[Keyed]:
+    with Keyed(service) as client:
+        yield client
+
+
+class Twice(rookery.Agent):
+    """Asks, and asks again."""
+
+    def prompts(self, split: str) -> list[dict[str, Any]]:
+        return [{"number": number} for number in range(4 if split == "train" else 2)]
+
+    async def run(self, task: Any, llm: rookery.LLM) -> rookery.Outcome:
+        messages: list[Any] = [{"role": "user", "content": f"{QUESTION} {task['number']}"}]
+        for _ in range(2):
+            reply = (await llm.client.chat.completions.create(model=llm.model, messages=messages)).choices[0].message
+            messages += [reply.to_dict(), {"role": "user", "content": "Sure?"}]
+        texts = [message["content"] for message in messages if message["role"] == "assistant"]
+        return rookery.Outcome(reward=texts.count("4") + 0.5 * (texts[0] == "4"), metrics={"right": texts.count("4")})
+
+
+class TwiceInSteps(rookery.Environment):
+    """The same as an environment."""
+
+    def prompts(self, split: str) -> list[dict[str, Any]]:
+        return Twice().prompts(split)
+
+    def reset(self, prompt: Any, seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{QUESTION} {prompt['number']}"}]
+
+    def step(self, reply: rookery.Reply) -> rookery.Step:
+        if reply.turn == 0:
+            return rookery.Step(messages=[{"role": "user", "content": "Sure?"}], reward=1.5 * (reply.text == "4"))
+        right = sum(message["content"] == "4" for message in reply.messages)
+        return rookery.Step(reward=float(reply.text == "4"), done=True, metrics={"right": right})
+
+
+def ends(job: rookery.Job) -> Record:
+    until(lambda: job.show().state in ENDED)
+    return job.show()
+
+
+def episodes(client: Keyed, job: str, **chosen: Any) -> list[Record]:
+    return [*client.read(f"/jobs/{job}/episodes", **chosen).episodes]
+
+
+def reading(client: Keyed, job: str, episode: Record) -> Record:
+    return client.read(f"/jobs/{job}/episodes/{episode.episode}")
+
+
+# --- hosted agents ----------------------------------------------------------------------------------------------------
+
+
+def test_gradient_of_an_agent_is_that_of_the_same_environment(client: Keyed, worker: Recording) -> None:
+    found: list[list[bytes]] = []
+    for environment in (TwiceInSteps(), Twice()):
+        worker.batches.clear()
+        job = client.train(environment=environment, new=True, evaluation={"prompts": 2}, **JOB)
+        view = ends(job)
+        assert view.state == "completed", view.reason
+        assert view.counters.trajectory_splits == 0 and view.counters.get("episodes_failed", 0) == 0
+        assert [row.prompts for row in job.evaluations()] == [2, 2]
+        found.append(list(worker.batches))
+    assert found[0] == found[1] and len(found[0]) >= 1, "bit for bit"
+
+
+def test_episode_of_an_agent_is_read_as_any_other(client: Keyed) -> None:
+    job = client.train(environment=Twice(), new=True, **JOB)
+    ends(job)
+    for episode in episodes(client, job.id):
+        whole = reading(client, job.id, episode)
+        assert [message.role for message in whole.messages] == ["user", "assistant"] * 2
+        assert [turn.finish for turn in whole.turns] == ["stop", "stop"]
+        (strip,) = whole.trajectories
+        assert sum(strip.mask) == episode.tokens and episode.metrics == {"right": episode.replies.count("4")}
+        assert "".join(strip.texts).count("<|im_end|>") == 3
+        assert whole.seconds.generation > 0
+
+
+class Faulty(Twice):
+    """Each task fails in another way, or not at all."""
+
+    how: ClassVar[list[str]] = []
+
+    def prompts(self, split: str) -> list[dict[str, Any]]:
+        return [{"number": number} for number in range(len(self.how))]
+
+    async def run(self, task: Any, llm: rookery.LLM) -> Any:
+        message: Any = {"role": "user", "content": QUESTION}
+        chat = llm.client.chat.completions.create
+        match self.how[task["number"]]:
+            case "no call":
+                return rookery.Outcome(1.0)
+            case "raises":
+                await chat(model=llm.model, messages=[message])
+                raise ValueError("the tool broke\nbadly")
+            case "other model":
+                await chat(model="gpt-4o", messages=[message])
+            case "other model, caught":
+                with contextlib.suppress(openai.NotFoundError):
+                    await chat(model="gpt-4o", messages=[message])
+                return rookery.Outcome(1.0)
+            case "no outcome":
+                await chat(model=llm.model, messages=[message])
+                return 1.0
+            case "no number":
+                await chat(model=llm.model, messages=[message])
+                return rookery.Outcome(reward=float("nan"))
+            case "stuck":
+                await chat(model=llm.model, messages=[message])
+                await asyncio.sleep(1000)
+            case "not sampled plainly":
+                await chat(model=llm.model, messages=[message], top_p=0.5)
+                return rookery.Outcome(1.0)
+            case "too many calls":
+                for _ in range(4):
+                    await chat(model=llm.model, messages=[message])
+        return rookery.Outcome(1.0)
+
+
+FAILURES = {
+    "no call": "its agent ended without a reply of a policy",
+    "raises": "ValueError: the tool broke badly (",
+    "other model": "no model 'gpt-4o' in an agent's episode: it samples from the job's policies alone; give main",
+    "other model, caught": "its agent ended without a reply of a policy: 1 calls were refused (model gpt-4o)",
+    "no outcome": "run returned float, not a rookery.Outcome",
+    "no number": "Faulty.run gave the reward nan (float), expected a finite number (",
+    "stuck": "its agent made no call for 1 s (environment.step_timeout), after 1 replies",
+    "not sampled plainly": "none of its agent's 1 calls can be trained on: they change how tokens are sampled",
+    "too many calls": "the episode has had its 3 replies (environment.max_turns)",
+}
+
+
+def test_each_failure_of_an_agent_is_counted_with_one_line(client: Keyed) -> None:
+    Faulty.how = list(FAILURES)
+    job = client.train(
+        environment={"hosted": Faulty(), "step_timeout": "1s", "max_turns": 3}, new=True, shuffle=False,
+        **{**JOB, "algorithm": {"group_size": 2, "groups_per_step": len(FAILURES)}},
+    )  # fmt: skip
+
+    def lines() -> dict[int, str]:
+        return {row.prompt["number"]: row.error for row in episodes(client, job.id, failed=True, limit=100)}
+
+    until(lambda: len(lines()) == len(FAILURES))
+    job.cancel()
+    found = lines()
+    for number, (how, line) in enumerate(FAILURES.items()):
+        assert line in found[number], how
+        assert "\n" not in found[number]
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """A job whose episodes this process opens."""
+
+    def __init__(self, client: Keyed, **changes: Any) -> None:
+        environment = {"id": "agent", "rows": [{"prompt": f"{n}?", "n": n} for n in range(4)], "eval_last": 1}
+        environment |= changes.pop("environment", {})
+        self.client = client
+        self.job = client.submit({"name": "driven", "environment": environment, **JOB, **changes})
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.http.post(f"/jobs/{self.job.id}/episodes{path}", json=body)
+
+    def open(self) -> Any:
+        until(lambda: self.job.show().state == "running")
+        opened = self.post("", wait=20)
+        assert opened.status_code == 200, opened.text
+        return Record(opened.json())
+
+    def finish(self, episode: Any, reward: float = 1.0, **more: Any) -> httpx.Response:
+        return self.post(f"/{episode.episode}/finish", reward=reward, **more)
+
+    def read(self, episode: Any) -> Record:
+        return reading(self.client, self.job.id, episode)
+
+
+@contextlib.contextmanager
+def opened(driver: Driver) -> Iterator[tuple[Any, OpenAI]]:
+    episode = driver.open()
+    with OpenAI(base_url=episode.base_url, api_key=episode.key, max_retries=0) as llm:
+        yield episode, llm
+
+
+def ask(llm: OpenAI, *messages: Any, **options: Any) -> Any:
+    asked = [{"role": "user", "content": text} if isinstance(text, str) else text for text in messages]
+    return llm.chat.completions.create(**{"model": "main", "messages": asked, **options})
+
+
+@pytest.fixture
+def driver(client: Keyed) -> Iterator[Driver]:
+    driver = Driver(client)
+    yield driver
+    with contextlib.suppress(rookery.RookeryError):
+        driver.job.cancel()
+
+
+def test_a_program_opens_drives_and_finishes_every_episode(client: Keyed) -> None:
+    driver = Driver(client, evaluation={"prompts": 1})
+    splits = set()
+    while True:
+        answer = driver.post("", wait=1)
+        if answer.status_code == 410 or driver.job.show().state in ENDED:
+            break
+        if answer.status_code != 200 or not (episode := Record(answer.json())).episode:
+            continue
+        assert episode.task["prompt"] == f"{episode.task['n']}?" and episode.models == ["main"]
+        splits.add(episode.split)
+        with OpenAI(base_url=episode.base_url, api_key=episode.key) as llm:
+            text = ask(llm, episode.task["prompt"]).choices[0].message.content
+        assert driver.finish(episode, float(text == "4"), metrics={"length": len(text)}).json()["state"] == "done"
+    view = driver.job.show()
+    assert view.state == "completed", view.reason
+    assert splits == {"train", "eval"} and view.counters.episodes >= 8
+    assert driver.post("", wait=0).status_code == 410
+    rows = list(driver.job.metrics())
+    assert [row["reward/length"] for row in rows] and len(rows) == 2
+
+
+def test_branches_share_their_prefix_and_each_token_is_trained_on_once(driver: Driver, worker: Recording) -> None:
+    with opened(driver) as (episode, llm):
+        assert ask(llm, "a?").choices[0].finish_reason == "stop"
+        first = ask(llm, "b?").choices[0].message.to_dict()
+        second = ask(llm, "b?", first, "c?").choices[0].message.to_dict()
+        ask(llm, "b?", first, "d?")
+        ask(llm, "b?", first, "c?", second, "e?")
+        changed = {**first, "content": "something else"}
+        ask(llm, "b?", changed, "c?")
+        assert driver.finish(episode).status_code == 200
+        read = driver.read(episode)
+    assert len(read.trajectories) == 4
+    whole = [[*strip.prompt, *strip.tokens] for strip in read.trajectories]
+    trained = sum(sum(strip.mask) for strip in read.trajectories)
+    assert trained == sum(turn.tokens for turn in read.turns) and len(read.turns) == 6
+    texts = ["".join([*strip.prompt_texts, *strip.texts]) for strip in read.trajectories]
+    assert ["c?" in text and "e?" in text for text in texts] == [False, True, False, False]
+    assert whole[1][: len(read.trajectories[2].prompt)] == read.trajectories[2].prompt
+    caches = {request.episode for request in worker.asked if request.request.startswith(episode.episode)}
+    assert len(caches) == 4
+    assert not any(read.trajectories[2].mask[: len(first["content"]) + 1]), "the branch does not train it again"
+
+
+def test_calls_at_once_are_all_recorded_with_different_randomness(driver: Driver, worker: Recording) -> None:
+    with opened(driver) as (episode, llm), ThreadPoolExecutor(12) as pool:
+        until(lambda: llm.models.list().data)
+        for future in [pool.submit(ask, llm, f"{number % 2}?", max_tokens=8) for number in range(8)]:
+            future.result()
+        driver.finish(episode)
+    requests = [request for request in worker.asked if request.request.startswith(f"{episode.episode}.")]
+    assert sorted(request.request for request in requests) == [f"{episode.episode}.{n}" for n in range(8)]
+    assert len({request.seed for request in requests}) == 8
+    assert len(driver.read(episode).turns) == 8
+
+
+def test_every_face_is_recorded_token_by_token(driver: Driver, service: EmbeddedService) -> None:
+    words = tokenizer(service.settings.cache.parent)
+    with opened(driver) as (episode, llm):
+        streamed = "".join(
+            chunk.choices[0].delta.content or "" for chunk in ask(llm, "a?", stream=True) if chunk.choices
+        )
+        answer = llm.responses.create(model="main", input="b?")
+        again = llm.responses.create(
+            model="main", input=[{"role": "user", "content": "b?"}, *answer.output, {"role": "user", "content": "c?"}]
+        )
+        prompt = words.encode("xyz").ids
+        body = {"token_ids": prompt, "sampling_params": {"max_tokens": 8}}
+        headers = {"Authorization": f"Bearer {episode.key}"}
+        face = httpx.post(f"{episode.token_url}/generate", json=body, headers=headers).json()["choices"][0]
+        more = {"token_ids": [*prompt, *face["token_ids"], *prompt]}
+        assert httpx.post(f"{episode.token_url}/generate", json=more, headers=headers).status_code == 200
+        assert [model.id for model in llm.models.list()] == ["main"]
+        driver.finish(episode)
+    read = driver.read(episode)
+    assert [turn.finish for turn in read.turns] == ["stop"] * 5
+    assert len(read.trajectories) == 3
+    replies = [message.content for message in read.messages if message.role == "assistant"]
+    assert replies[:3] == [streamed, answer.output_text, again.output_text]
+    assert read.trajectories[2].prompt == prompt
+    assert read.trajectories[2].tokens[: len(face["token_ids"])] == face["token_ids"]
+
+
+def test_calls_that_change_the_sampling_are_read_and_not_trained_on(driver: Driver) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    changes: list[dict[str, Any]] = [
+        {"top_p": 0.9}, {"temperature": 0.5}, {"frequency_penalty": 1.0}, {"response_format": schema},
+        {"logit_bias": {"5": 1}}, {"extra_body": {"top_k": 5}},
+    ]  # fmt: skip
+    same: list[dict[str, Any]] = [
+        {}, {"temperature": 1.0}, {"top_p": 1.0}, {"logprobs": True}, {"stop": ["never"]}, {"max_tokens": 7},
+        {"seed": 5},
+    ]  # fmt: skip
+    driver.job.cancel()
+    driver = Driver(driver.client, environment={"max_turns": 20})
+    with opened(driver) as (episode, llm):
+        for number, options in enumerate([*changes, *same]):
+            reply = ask(llm, f"{number}?", **options).to_dict()
+            assert reply.get("trainable", True) is (number >= len(changes)), options
+        driver.finish(episode)
+    read = driver.read(episode)
+    assert [any(strip.mask) for strip in read.trajectories] == [False] * len(changes) + [True] * len(same)
+    trained = sum(sum(strip.mask) for strip in read.trajectories)
+    assert trained == sum(turn.tokens for turn in read.turns[len(changes) :])
+    driver.job.cancel()
+
+
+def test_calls_of_tools_keep_the_tokens_that_were_sampled(tmp_path: Path) -> None:
+    """Which are not those that the template writes: it puts a space after each colon."""
+    with served(tmp_path) as service:
+        config = model_folder(service.settings.cache, MODEL) / CONFIG
+        config.write_text(config.read_text().replace("512", "4096"))
+        words = tokenizer(service.settings.cache.parent)
+        token = (service.settings.data / "worker.token").read_text().strip()
+        with Recording(service.url, token, words, (CALL, CALL)), Keyed(service) as client:
+            driver = Driver(client, sampling={"max_tokens": 200})
+            with opened(driver) as (episode, llm):
+                reply = ask(llm, "a?", tools=[ADD]).choices[0].message
+                result = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "3"}
+                ask(llm, "a?", reply.to_dict(), result, tools=[ADD])
+                plain = ask(llm, "b?").choices[0].message
+                assert not plain.tool_calls
+                ask(llm, "b?", plain.to_dict(), "go on")
+                assert driver.finish(episode).status_code == 200
+            strips = driver.read(episode).trajectories
+            sampled = words.encode(CALL).ids
+            assert len(strips) == 2
+            for strip in strips:
+                assert strip.tokens[: len(sampled)] == sampled and all(strip.mask[: len(sampled) + 1])
+
+
+# --- keys, ends, faults -----------------------------------------------------------------------------------------------
+
+
+def refused(llm: OpenAI, kind: type[openai.APIStatusError], line: str, **options: Any) -> None:
+    with pytest.raises(kind) as found:
+        ask(llm, "a?", **options)
+    assert line in found.value.message and "\n" not in found.value.message
+
+
+def test_a_key_opens_its_own_episode_while_it_runs_and_nothing_else(driver: Driver, service: EmbeddedService) -> None:
+    with opened(driver) as (episode, llm):
+        refused(llm, openai.NotFoundError, "no model 'gpt-4o'", model="gpt-4o")
+        other = driver.open()
+        strange = OpenAI(base_url=other.base_url, api_key=episode.key, max_retries=0)
+        refused(strange, openai.AuthenticationError, "does not open the episode")
+        strange = OpenAI(base_url=episode.base_url, api_key=service.key, max_retries=0)
+        refused(strange, openai.AuthenticationError, "does not open the episode")
+        refused(OpenAI(base_url=f"{service.url}/v1", api_key=episode.key, max_retries=0), openai.AuthenticationError,
+                "this is an agent's key", model=MODEL)  # fmt: skip
+        headers = {"Authorization": f"Bearer {episode.key}"}
+        for path in ("", f"/{episode.episode}/finish", f"/{other.episode}/finish"):  # an agent that would train itself
+            url = f"{service.url}/api/v1/jobs/{driver.job.id}/episodes{path}"
+            assert httpx.post(url, json={"reward": 1}, headers=headers).status_code == 401
+        with pytest.raises(openai.NotFoundError, match="nothing at /v1/embeddings"):
+            llm.embeddings.create(model="main", input="x")
+        ask(llm, "a?", model="")
+        assert driver.finish(episode, 1.0).status_code == 200
+        refused(llm, openai.APIStatusError, "has ended (done): its key opens nothing any more")
+        again = driver.finish(episode, 0.0)
+        assert again.status_code == 410 and "it is done" in again.text
+        assert driver.read(episode).reward == 1.0
+
+
+def test_another_tenant_finds_no_episode(driver: Driver, service: EmbeddedService) -> None:
+    episode = driver.open()
+    tenant = driver.client.add_tenant("stranger")
+    key = driver.client.http.post(f"/tenants/{tenant.id}/keys", json={"role": "tenant"}).json()["key"]
+    for path in ("", f"/{episode.episode}/finish", f"/{episode.episode}/fail"):
+        url = f"{service.url}/api/v1/jobs/{driver.job.id}/episodes{path}"
+        answer = httpx.post(url, json={"reward": 1, "reason": "x"}, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code in (404, 422), answer.text
+    answer = driver.post(f"/{driver.job.id}-g0-99/finish", reward=1)
+    assert answer.status_code == 404 and "no episode" in answer.text
+
+
+def test_failed_and_abandoned_episodes_are_counted(driver: Driver) -> None:
+    driver.job.cancel()
+    driver = Driver(driver.client, environment={"step_timeout": "1s"})
+    with opened(driver) as (episode, llm):
+        ask(llm, "a?")
+        assert driver.post(f"/{episode.episode}/fail", reason="the\ntool broke").json()["state"] == "failed"
+    gone = driver.open()  # opened, and nothing more
+    until(lambda: len(episodes(driver.client, driver.job.id, failed=True)) >= 2)
+    lines = {row.episode: row.error for row in episodes(driver.client, driver.job.id, failed=True)}
+    assert lines[episode.episode] == "its agent failed: the tool broke"
+    assert "made no call for 1 s (environment.step_timeout), after 0 replies" in lines[gone.episode]
+    driver.job.cancel()
+
+
+def test_a_job_that_no_program_attends_pauses_with_the_reason(client: Keyed) -> None:
+    driver = Driver(client, environment={"return_timeout": "1s"})
+    until(lambda: driver.job.show().state == "paused")
+    assert "no process opens the job's episodes" in driver.job.show().reason
+    driver.job.cancel()
+
+
+def test_running_calls_end_with_their_episode(driver: Driver, worker: Recording) -> None:
+    with opened(driver) as (episode, llm), ThreadPoolExecutor(2) as pool:
+        ask(llm, "a?")
+        running = pool.submit(ask, llm, "b?", stream=True)
+        with contextlib.suppress(openai.APIError):
+            running.result()
+        assert driver.finish(episode).status_code == 200
+        refused(llm, openai.APIStatusError, "has ended")
+
+
+def test_malformed_ends_are_refused(driver: Driver) -> None:
+    with opened(driver) as (episode, llm):
+        ask(llm, "a?")
+        for body in ({}, {"reward": "x"}, {"reward": 1, "other": 1}, {"reward": 1, "metrics": {"a" * 300: 1}}):
+            answer = driver.post(f"/{episode.episode}/finish", **body)
+            assert answer.status_code == 422, body
+        assert driver.post(f"/{episode.episode}/fail", reason=" ").status_code == 400
+        assert driver.finish(episode, 1.0, rewards={"nobody": 1.0}).status_code == 200
+    until(lambda: episodes(driver.client, driver.job.id, failed=True))
+    assert "rewards the policy 'nobody'" in episodes(driver.client, driver.job.id, failed=True)[0].error
+
+
+def test_environments_of_other_kinds_have_no_episodes_to_open(client: Keyed) -> None:
+    rows = [{"prompt": "a", "answer": "4"}]
+    job = client.submit({"name": "rows", "environment": {"id": "jsonl", "rows": rows, "verifier": "exact"}, **JOB})
+    answer = client.http.post(f"/jobs/{job.id}/episodes", json={})
+    assert answer.status_code == 409 and "is not {id: agent}" in answer.text
+    job.cancel()
