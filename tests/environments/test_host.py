@@ -24,6 +24,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 
 from rookery import protocol
 from rookery.aio import cancel_all
+from rookery.environments.agent import LLM
 from rookery.environments.base import Environment, Step
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
@@ -375,7 +376,7 @@ async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    episodes = Episodes(UserCodeExecutor(), prototype, asks_nobody)
+    episodes = Episodes(UserCodeExecutor(), prototype, asks_nobody, lambda reset: LLM("", "", []))
     names = [f"e{number}" for number in range(10_001)]
     turns = [episodes.reset(reset(name)) for name in names]
     await asyncio.sleep(0)
