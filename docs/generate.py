@@ -121,6 +121,7 @@ with rookery.Client() as client:                # the service on this machine, o
         if kind == "metrics":
             print(data.step, data.reward)
     job.adapter().download("sums-adapter/")     # rookery adapters download sums sums-adapter/
+    job.adapter().push("org/sums")              # rookery adapters push sums org/sums: to the Hugging Face Hub
 ```
 
 The fields of jobs, metrics and evaluations are those of the HTTP API, which `/openapi.json` describes."""

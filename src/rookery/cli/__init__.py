@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli import admin, demo, doctor, jobs, models, page, plan, run, serve, simulate, top, trace
+from rookery.cli import adapters, admin, demo, doctor, jobs, models, page, plan, run, serve, simulate, top, trace
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.cli.output import flush_output, prepare_streams, show
 from rookery.errors import RookeryError
@@ -29,7 +29,7 @@ app.command("top")(top.top)
 app.command("trace")(trace.trace)
 app.command("run", epilog=EXIT_CODES)(run.run)
 app.add_typer(jobs.app, name="jobs")
-app.add_typer(jobs.adapters, name="adapters")
+app.add_typer(adapters.app, name="adapters")
 app.add_typer(jobs.uploads, name="uploads")
 app.command("chat")(models.chat)
 app.command("models")(models.models)

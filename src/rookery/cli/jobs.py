@@ -14,14 +14,12 @@ from rookery.cli.output import console, fields, is_terminal, print_json, show, t
 from rookery.cli.steps import StepLines
 from rookery.client.connection import Record
 from rookery.client.report import evaluation_text, outcome, report, reward_text
-from rookery.errors import UserError, short
 from rookery.telemetry.rows import Rows, columns, printable
 from rookery.telemetry.table import job_line, job_list, policy_figures, sparkline
 
 app = typer.Typer(help="List, show, follow, control and delete jobs.", no_args_is_help=True)
 uploads = typer.Typer(help="List and delete uploaded datasets and adapters.", no_args_is_help=True)
 
-adapters = typer.Typer(help="Download adapters.", no_args_is_help=True)
 
 Name = Annotated[
     str, typer.Argument(metavar="JOB", help="A job's id or name: the newest of that name; NAME~1 is the one before.")
@@ -229,28 +227,6 @@ def export(
         written = report(found, limit)
     file.write_text(written, encoding="utf-8")
     cli.show({"job": found.id, "file": str(file)}, f"{file} has {found.name} ({len(written.encode()):,} bytes)")
-
-
-@adapters.command("download")
-@with_options
-def download(
-    cli: Cli,
-    job: Annotated[str, typer.Argument(metavar="JOB[@VERSION]", help="A job, its newest version or this one.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files of the PEFT folder are written.")],
-    policy: Annotated[str | None, typer.Option(help="The policy; by default the first that trains.")] = None,
-) -> None:
-    """Download a version's PEFT folder: transformers, PEFT and vLLM load it."""
-    name, at, version = job.partition("@")
-    if at and version != "latest" and not (version.isascii() and version.isdecimal()):
-        raise UserError(f"{short(job)}: after the @ comes a version's number, or latest")
-    number = int(version) if version.isdecimal() else None
-    with cli.client() as client:
-        found = client.job(name.removesuffix(":latest"))
-        written = found.adapter(number, policy).download(folder)
-    shown = sorted(path.name for path in written.iterdir())
-    cli.show(
-        {"job": found.id, "version": number, "folder": str(written), "files": shown}, f"{written}: {', '.join(shown)}"
-    )
 
 
 @uploads.command("list")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import tarfile
@@ -10,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import httpx
 
 from rookery.client.connection import WORK_SECONDS, ConnectionBroken, HttpConnection, Record
+from rookery.client.hub import model_card, push_folder
 from rookery.errors import RookeryError, StorageFull
 
 log = logging.getLogger("rookery.client")
@@ -207,7 +209,7 @@ class Job:
         """The PEFT folder of a version, the newest by default, of a policy, by default of the job's first that trains;
         ``download`` fetches it."""
         number = "latest" if version is None else str(version)
-        return AdapterFolder(self._connection, f"{self._policy_path(policy)}/versions/{number}/adapter")
+        return AdapterFolder(self._connection, f"{self._policy_path(policy)}/versions/{number}/adapter", self)
 
     def _policy_path(self, policy: str | None) -> str:
         if policy is None:
@@ -225,9 +227,26 @@ class Job:
 class AdapterFolder:
     """A version's adapter, not yet downloaded."""
 
-    def __init__(self, connection: HttpConnection, path: str) -> None:
+    def __init__(self, connection: HttpConnection, path: str, job: Job) -> None:
         self._connection = connection
         self._path = path
+        self._job = job
+
+    def push(self, repo: str, *, license: str | None = None, private: bool = True, token: str | None = None) -> str:
+        """Uploads the PEFT folder with a model card to the Hugging Face Hub as the model ``repo``, such as
+        ``org/name``, and returns its address. ``token`` is by default that of ``hf auth login`` or ``HF_TOKEN``;
+        ``HF_ENDPOINT`` names another Hub. This process uploads: the service gets no token."""
+        policy, number = unquote(self._path.rsplit("/", 4)[1]), self._path.rsplit("/", 2)[1]
+        version = None if number == "latest" else int(number)
+        with tempfile.TemporaryDirectory(prefix="rookery-push-") as folder:
+            files = self.download(folder)
+            config = json.loads((files / "adapter_config.json").read_text(encoding="utf-8"))
+            view, rows = self._job.show(), list(self._job.metrics(follow=False))
+            evaluations = [one for one in self._job.evaluations() if one.get("policy") in (None, "", policy)]
+            card = model_card(repo, view, policy, version, rows, evaluations, config, license)
+            (files / "README.md").write_text(card, encoding="utf-8")
+            message = f"{view.name}, {'newest version' if version is None else f'version {version}'}"
+            return push_folder(files, repo, token=token, private=private, message=message)
 
     def download(self, folder: str | Path) -> Path:
         """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it."""
