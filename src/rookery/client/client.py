@@ -44,6 +44,9 @@ _DATASETS = {"path": "dataset", "eval_path": "eval_dataset"}
 _ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
 """Options that are rows, with the option that names them as an upload."""
 
+HASH = re.compile("[0-9a-f]{64}")
+"""An uploaded corpus of a tool, which is no path."""
+
 ROWS_BYTES = 256 << 10
 """Rows that are sent within a job, of each option: the body of a request is bounded, that of an upload far higher."""
 
@@ -443,6 +446,10 @@ def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: P
             if isinstance(environment.get(given), str):
                 path = folder / Path(environment.pop(given)).expanduser()
                 environment[sent_as] = _add_dataset_file(connection, path)
+        tools = environment.get("tools")
+        for tool in tools if isinstance(tools, list) else ():
+            if isinstance(tool, dict) and isinstance(tool.get("index"), str) and not HASH.fullmatch(tool["index"]):
+                tool["index"] = _add_dataset_file(connection, folder / Path(tool["index"]).expanduser())
         for given, sent_as in _ROWS.items():
             content = _large_rows(given, environment.get(given))
             if content is not None and sent_as not in environment:

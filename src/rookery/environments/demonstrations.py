@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rookery.environments.base import Message, Reply, Step
-from rookery.environments.jsonl import UNREAD, FileOptions, RowFiles, check_row, scan
+from rookery.environments.jsonl import UNREAD, FileOptions, RowFiles, check_row
+from rookery.environments.jsonl_rows import scan
 from rookery.environments.messages import MessageRefused, conversation, shown
+from rookery.environments.search import check_text
 from rookery.errors import UserError
 
 
@@ -120,6 +122,8 @@ def check_any(row: Any, where: str) -> None:
         check_preference(row, where)
     elif fields.get("completion") is not None or (isinstance(last, Mapping) and last.get("role") == "assistant"):
         check_demonstration(row, where)
+    elif fields.get("text") is not None and fields.get("prompt") is None and messages is None:
+        check_text(row, where)
     else:
         check_row(row, where)
 

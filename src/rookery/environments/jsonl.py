@@ -11,16 +11,16 @@ from __future__ import annotations
 import copy
 import io
 from array import array
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal, overload
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
+from rookery.environments.jsonl_rows import CheckRow, scan
 from rookery.environments.judges import ask_judge
 from rookery.environments.messages import MessageRefused, conversation, shown
 from rookery.environments.models import AsksModels
@@ -46,15 +46,8 @@ MOST_TOOLS = 8
 FORMS = 100
 """Sequences of roles that are noted for a check against the chat template: data of one task has a few."""
 
-ROW_BYTES, ROWS = 1 << 30, 1 << 40
-"""Limits of a file that is read where the service's limits do not apply: an environment on a user's own machine."""
-
-
 INLINE_ROW_BYTES = 1 << 20
 """Limit of a row in the job itself."""
-
-CheckRow = Callable[[Any, str], None]
-"""``check(row, where)`` raises :class:`~rookery.errors.UserError` for a row that is not one of its environment's."""
 
 Rows = Annotated[list[Annotated[dict[str, Any], JsonSize(INLINE_ROW_BYTES)]], Field(max_length=ENTRIES)]
 
@@ -103,7 +96,8 @@ class JsonlOptions(FileOptions):
     verifier: Annotated[Verifier, Discriminator("name"), BeforeValidator(_named)]
     """Judges the reply: a name, or a mapping with `name` and the options of that [verifier](#verifiers)."""
     tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
-    """Tools that the policy may use before it answers, such as `{tool: python}`: [tools](environments.md#tools)."""
+    """Tools that the policy may use before it answers: `{tool: python}`, `{tool: search, index: corpus.jsonl}`, each at
+    most once: [tools](environments.md#tools)."""
     calls: int = Field(TOOL_CALLS, ge=1, le=100)
     """Most calls of tools in an episode. The reply after them is judged, whatever it calls."""
     tool_role: Literal["user", "tool"] = "user"
@@ -180,6 +174,8 @@ class Jsonl(RowFiles, AsksModels):
         """The judge of this episode was asked."""
         if indexed is None:
             self._verifier.check_options()
+            for tool in options.tools:
+                tool.check()
             self._check(self._verifier.first_unfit)
 
     def check_answers(self) -> None:
@@ -295,38 +291,6 @@ class IndexedRows(Sequence[dict[str, Any]]):
             for offset in self.offsets:
                 file.seek(offset)
                 yield values.decode(file.readline())
-
-
-def scan(
-    file: IO[bytes], where: str = "dataset", row_bytes: int = ROW_BYTES, rows: int = ROWS, *, check: CheckRow
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The offset and the content of each row of a JSONL file; blank lines are skipped. One line is in memory.
-
-    Raises :class:`UserError` with one line: ``where``, the line's number, the mistake, and what to do."""
-    number = offset = count = 0
-    while line := file.readline(row_bytes + 1):  # only \n ends a line: other separators may stand inside a string
-        number, start, offset = number + 1, offset, offset + len(line)
-        if len(line) > row_bytes:
-            raise UserError(f"{where}: line {number} has more than {row_bytes} bytes; make the row shorter")
-        if number == 1 and line.startswith(BOM_UTF8):
-            line, start = line.removeprefix(BOM_UTF8), len(BOM_UTF8)
-        if not line.strip():
-            continue
-        try:
-            row = values.decode(line)
-        except values.ValueRefused as error:
-            raise UserError(f"{where}: line {number}: {error}") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{where}: line {number} is not UTF-8; save the file as UTF-8") from None
-        except ValueError as error:
-            raise UserError(f"{where}: line {number} is not JSON ({error}); write one JSON object per line") from None
-        check(row, f"{where}: line {number}")
-        count += 1
-        if count > rows:
-            raise UserError(f"{where}: it has more than {rows} rows; give fewer")
-        yield start, row
-    if not count:
-        raise UserError(f'{where}: no rows; write one JSON object per line, like {{"prompt": "2+2?", "answer": "4"}}')
 
 
 def read_jsonl(content: bytes, where: str = "dataset") -> list[dict[str, Any]]:

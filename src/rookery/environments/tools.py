@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr
 
+from rookery.bounds import Line
 from rookery.environments.sandbox.rows import code_of
 from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox
+from rookery.environments.search import SearchIndex, require_search, texts_of
 from rookery.environments.verifiers.parts import THINKING_END
 
 LONGEST_RESULT = 100_000
@@ -48,6 +51,9 @@ class PythonTool(BaseModel):
             " back as <result>output</result>."
         )
 
+    def check(self) -> None:
+        """Nothing but its options can be wrong."""
+
     def call(self, text: str) -> str:
         """The result of a call. Raises :class:`~rookery.environments.sandbox.sandbox.SandboxError`."""
         limits = ProgramLimits(self.seconds, self.memory_mb << 20, 4 * self.result_chars)
@@ -58,13 +64,56 @@ class PythonTool(BaseModel):
         return cut("\n".join(lines) or "(no output)", self.result_chars)
 
 
-Tool = PythonTool
+class SearchTool(BaseModel):
+    """The tool `search`: the texts of a corpus that fit the query in `<search>…</search>` best, by BM25."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    tool: Literal["search"]
+    """Which tool."""
+    index: Line
+    """The corpus: a JSONL file on your machine, which the Python client and `rookery run` upload, or the hash of an
+    uploaded one. A row has `text`, and a `title` where wanted."""
+    results: int = Field(3, ge=1, le=20)
+    """Most texts of one call."""
+    result_chars: int = Field(2000, ge=10, le=LONGEST_RESULT)
+    """Characters of a result; the rest is cut."""
+    _index: SearchIndex = PrivateAttr()
+
+    def model_post_init(self, context: object) -> None:
+        super().model_post_init(context)
+        require_search()
+        self._index = SearchIndex(self.index)
+
+    @property
+    def instruction(self) -> str:
+        """How the policy calls it."""
+        return (
+            "You can search: write <search>words</search> and end your reply there. The texts that fit best come back"
+            " as <result>texts</result>."
+        )
+
+    def check(self) -> None:
+        """Raises :class:`~rookery.errors.UserError` for a corpus that cannot be searched."""
+        for _ in texts_of(Path(self.index)):
+            pass
+
+    def call(self, text: str) -> str:
+        """The result of a call. Raises RuntimeError where the search failed."""
+        each = self.result_chars // self.results
+        found = [cut(one, each) for one in self._index.find(text, self.results)]
+        return cut("\n\n".join(found) or "(nothing found)", self.result_chars)
 
 
-def called(tools: Sequence[Tool], reply: str) -> tuple[Tool, str] | None:
+AnyTool = PythonTool | SearchTool
+TOOLS = ("python", "search")
+Tool = Annotated[AnyTool, Discriminator("tool")]
+
+
+def called(tools: Sequence[AnyTool], reply: str) -> tuple[AnyTool, str] | None:
     """The last call in a reply, after its thinking: the tool and the text of the tag; None without one."""
     text = reply.rpartition(THINKING_END)[2]
-    found: tuple[int, Tool, str] | None = None
+    found: tuple[int, AnyTool, str] | None = None
     for tool in tools:
         start = text.rfind(f"<{tool.tool}>")
         if start >= 0 and (found is None or start > found[0]):

@@ -71,12 +71,19 @@ MODULE = "rookery.environments.verifiers.pool"
 
 class VerifierPool:
     """Children that run ``module``, by default this one, which calls :func:`serve`, with ``scorer`` and its
-    ``arguments``. Thread-safe; :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor time."""
+    ``arguments``. Thread-safe; ``children`` scores at a time, each with ``limit`` seconds of processor time."""
 
-    def __init__(self, scorer: str, *arguments: str, limit: float = LIMIT_SECONDS, module: str = MODULE) -> None:
+    def __init__(
+        self,
+        scorer: str,
+        *arguments: str,
+        limit: float = LIMIT_SECONDS,
+        module: str = MODULE,
+        children: int = MAX_CHILDREN,
+    ) -> None:
         self._limit = limit
         command = interpreter(module, str(limit), scorer, *arguments)
-        self._children = WarmProcesses(lambda: _Child(scorer, command), MAX_CHILDREN)
+        self._children = WarmProcesses(lambda: _Child(scorer, command), children)
 
     def score(self, question: Mapping[str, Any], limit: float | None = None, memory: int | None = None) -> Any:
         """The scorer's answer. ``limit``: processor time for this question, if not the pool's; ``memory``: bytes that

@@ -1,0 +1,48 @@
+"""Files of rows, one JSON object a line, read a line at a time."""
+
+from __future__ import annotations
+
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+from rookery.errors import UserError
+from rookery.spec import values
+
+ROW_BYTES, ROWS = 1 << 30, 1 << 40
+"""Limits of a file that is read where the service's limits do not apply: an environment on a user's own machine."""
+
+CheckRow = Callable[[Any, str], None]
+"""``check(row, where)`` raises :class:`~rookery.errors.UserError` for a row that is not one of its environment's."""
+
+
+def scan(
+    file: IO[bytes], where: str = "dataset", row_bytes: int = ROW_BYTES, rows: int = ROWS, *, check: CheckRow
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The offset and the content of each row of a JSONL file; blank lines are skipped. One line is in memory.
+
+    Raises :class:`UserError` with one line: ``where``, the line's number, the mistake, and what to do."""
+    number = offset = count = 0
+    while line := file.readline(row_bytes + 1):  # only \n ends a line: other separators may stand inside a string
+        number, start, offset = number + 1, offset, offset + len(line)
+        if len(line) > row_bytes:
+            raise UserError(f"{where}: line {number} has more than {row_bytes} bytes; make the row shorter")
+        if number == 1 and line.startswith(BOM_UTF8):
+            line, start = line.removeprefix(BOM_UTF8), len(BOM_UTF8)
+        if not line.strip():
+            continue
+        try:
+            row = values.decode(line)
+        except values.ValueRefused as error:
+            raise UserError(f"{where}: line {number}: {error}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{where}: line {number} is not UTF-8; save the file as UTF-8") from None
+        except ValueError as error:
+            raise UserError(f"{where}: line {number} is not JSON ({error}); write one JSON object per line") from None
+        check(row, f"{where}: line {number}")
+        count += 1
+        if count > rows:
+            raise UserError(f"{where}: it has more than {rows} rows; give fewer")
+        yield start, row
+    if not count:
+        raise UserError(f'{where}: no rows; write one JSON object per line, like {{"prompt": "2+2?", "answer": "4"}}')
