@@ -69,7 +69,7 @@ test-s3: $(VENV)/.tests .bench/moto/.installed
 
 # Environments of others, the real packages in environments of their own, and the sandboxes for code (apt-get install
 # bubblewrap runsc): four minutes.
-test-environments: $(VENV)/.tests .bench/verifiers/.installed .bench/openenv/.installed
+test-environments: $(VENV)/.tests .bench/verifiers/.installed .bench/verifiers-0.1/.installed .bench/openenv/.installed
 	@$(BIN)/python -m pytest -m heavy tests/environments
 
 # The clients of docs/clients.md, unmodified, in environments of their own: three minutes.
@@ -238,7 +238,12 @@ controller-scaling: $(VENV)/.tests
 
 .bench/verifiers/.installed:
 	@$(PYTHON) -m venv .bench/verifiers
-	@.bench/verifiers/bin/pip install --quiet 'verifiers==0.4.0'
+	@.bench/verifiers/bin/pip install --quiet 'verifiers==0.4.0' uv
+	@touch $@
+
+.bench/verifiers-0.1/.installed:
+	@$(PYTHON) -m venv .bench/verifiers-0.1
+	@.bench/verifiers-0.1/bin/pip install --quiet 'verifiers==0.1.14'
 	@touch $@
 
 .bench/openenv/.installed:

@@ -94,6 +94,10 @@ class ServerSettings(Section):
     """Models that the verifier `judge` may ask in addition to policies: `NAME=URL MODEL [VARIABLE]`, comma-separated.
     URL is that of OpenAI's API with its `/v1`, this service's too; VARIABLE is the environment variable of the service
     with the key."""
+    verifiers: str = ""
+    """Environments of the library verifiers that jobs may name: `PYTHON PACKAGE [PACKAGE …]`, the path of the
+    interpreter of a virtual environment that has verifiers 0.4 and uv, and installed environment packages. They run on
+    the service's machine with the rights of its user: name those that you trust."""
     reachable_hosts: str = ""
     """Hosts that are not of the public internet and that tenants' jobs may name all the same, as servers of OpenEnv:
     names (each with its sub-domains), addresses and networks, each with an optional port, comma-separated; `*` is
@@ -536,7 +540,7 @@ CLIENT_SETTINGS = ("data", "cache", "host", "port", "url", "key", "tls_cert", "c
 WORKER_SETTINGS = ("cache", "worker", "engine", "training", "log_level", "tls_cert", "ca_file")
 """Fields and sections that a worker uses."""
 
-HOST_SETTINGS = ("log_level", "tls_cert", "ca_file", "sandbox", "reachable_hosts", "judges")
+HOST_SETTINGS = ("log_level", "tls_cert", "ca_file", "sandbox", "reachable_hosts", "judges", "verifiers")
 """Fields that the host of the built-in environments uses."""
 
 STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
@@ -545,6 +549,7 @@ STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
 MAY_BE_EMPTY = (
     "reachable_hosts",
     "judges",
+    "verifiers",
     "models",
     "allocator",
     "allowed_models",

@@ -20,6 +20,7 @@ Message = Mapping[str, Any]
 UNCHANGED_LOGITS = {"vllm"}
 """Engines that draw from the model's own distribution only."""
 
+
 def _texts(value: object) -> Iterator[str]:
     """The texts in JSON-like data."""
     if isinstance(value, str):

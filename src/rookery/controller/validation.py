@@ -36,7 +36,7 @@ from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.repositories import jobs, tenants, versions
 from rookery.storage.store import Store, Writer
-from rookery.tokenization.registry import CATALOGUE, is_other_base, projections, resolve, status, usable
+from rookery.tokenization.registry import CATALOGUE, is_other_base, model_folder, projections, resolve, status, usable
 
 DATASET = "rows.jsonl"
 """The only file of a stored dataset."""
@@ -245,6 +245,12 @@ class JobValidator:
         """The environment's options as its host gets them: uploads replaced by the paths of their files."""
         services = self._services
         options = spec.environment.options
+        if spec.environment.id == "verifiers":
+            if "tokenizer" in options:
+                raise UserError("environment.tokenizer: the service fills it in; leave it out")
+            if len(set(spec.base_models)) > 1:
+                raise UserError("environment.id: verifiers renders for one base model; give every policy the same")
+            return {**options, "tokenizer": str(model_folder(services.settings.cache, spec.base_models[0]))}
         if spec.environment.id not in FILE_ENVIRONMENTS:
             return options
         for field, path in (("dataset", "path"), ("eval_dataset", "eval_path")):
@@ -260,7 +266,20 @@ class JobValidator:
                 except NotFound:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
                 options[path] = str(await self._stored(field, digest, DATASET))
+        if isinstance(options.get("tools"), list):
+            options["tools"] = [await self._with_corpus(tenant, tool) for tool in options["tools"]]
         return options
+
+    async def _with_corpus(self, tenant: str, tool: Any) -> Any:
+        """The options of a tool with the path of its uploaded corpus."""
+        if not isinstance(tool, Mapping) or tool.get("tool") != "search" or "index" not in tool:
+            return tool
+        digest = str(tool["index"])
+        try:
+            await self._services.store.read(tenants.get_upload, tenant, "dataset", digest)
+        except NotFound:
+            raise UserError(f"environment.tools.index: no corpus {short(digest)!r} of yours; upload it first") from None
+        return {**tool, "index": str(await self._stored("environment.tools.index", digest, DATASET))}
 
     async def warm_start(self, tenant: str, spec: JobSpec, policy: PolicyRow) -> protocol.AdapterRef | None:
         """The reference to the weights to start from, None for a new adapter. Raises :class:`SpecError`."""

@@ -40,6 +40,10 @@ class Reply:
     """The text with its special tokens, but the one that ended the reply; empty where ``special`` is."""
     special: Sequence[str] = ()
     """The different special tokens in ``raw``, such as ``</think>`` where the tokenizer declares it special."""
+    logprobs: Sequence[float] = ()
+    """The tokens' log-probabilities, where the policy continued ``Step.tokens``."""
+    finish: str = ""
+    """Why the reply ended: ``stop`` or ``length``."""
 
 
 @dataclass
@@ -59,6 +63,9 @@ class Step:
     """In a job with several policies, the name of the one that replies next; without it, the first of the job."""
     rewards: dict[str, float] = field(default_factory=dict)
     """By policy, numbers that are added to ``reward`` for that policy alone. Each must have a reply in the episode."""
+    tokens: Sequence[int] = ()
+    """Instead of ``messages``, of an environment that renders conversations itself: the whole token sequence that the
+    policy continues. Where an earlier sequence of the episode is its beginning, it is the same trajectory."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rookery.environments.demonstrations import (
     Preferences,
     PreferencesOptions,
 )
+from rookery.environments.foreign.verifiers import Verifiers, VerifiersOptions, require_verifiers
 from rookery.environments.jsonl import Jsonl, JsonlOptions, RowFiles
 from rookery.environments.openenv import OpenEnv, OpenEnvOptions
 from rookery.environments.reasoning_gym import (
@@ -34,6 +35,7 @@ from rookery.environments.reasoning_gym import (
 )
 from rookery.environments.sandbox.sandbox import find as find_sandbox
 from rookery.environments.sandbox.sandbox import isolation
+from rookery.environments.tools import TOOLS
 from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.environments.xrouter import XRouter, XRouterOptions
 from rookery.errors import UserError, nearest, short
@@ -58,13 +60,15 @@ class Builtin:
         except ValidationError as error:
             raise UserError("; ".join(_problem(detail, self.options) for detail in error.errors())) from None
 
-    def validate_options(self, options: Mapping[str, Any]) -> SplitSizes:
+    def validate_options(self, options: Mapping[str, Any]) -> SplitSizes | None:
         """Validates the options in the service's process, without building another library's environment: the host
-        reports what only building it shows. Returns the sizes of its splits. Raises :class:`UserError`; reads files
-        that options name."""
+        reports what only building it shows. Returns the sizes of its splits, as far as they are known. Raises
+        :class:`UserError`; reads files that options name."""
         if self.require is not None:
             checked = self.check(options)
             self.require()
+            if isinstance(checked, VerifiersOptions):
+                return None
             assert isinstance(checked, ReasoningGymOptions)
             if checked.task in REPLIES_ARE_CODE:
                 find_sandbox(isolation())
@@ -89,6 +93,11 @@ class Builtin:
         return build(self.check(options))
 
 
+def require_installed() -> None:
+    """Raises :class:`UserError` where the administrator has not set up verifiers."""
+    require_verifiers()
+
+
 BUILTINS: dict[str, Builtin] = {
     built.id: built
     for built in (
@@ -97,6 +106,7 @@ BUILTINS: dict[str, Builtin] = {
         Builtin("calculator", Calculator, CalculatorOptions),
         Builtin("xrouter", XRouter, XRouterOptions),
         Builtin("openenv", OpenEnv, OpenEnvOptions),
+        Builtin("verifiers", Verifiers, VerifiersOptions, require_installed),
         Builtin("reasoning-gym", ReasoningGym, ReasoningGymOptions, require_library),
         Builtin("demonstrations", Demonstrations, DemonstrationsOptions),
         Builtin("preferences", Preferences, PreferencesOptions),
@@ -116,9 +126,13 @@ def _problem(error: ErrorDetails, model: type[BaseModel]) -> str:
     where = list(error["loc"])
     if where[:1] == ["verifier"] and len(where) > 1:
         model = VERIFIERS[str(where.pop(1))]  # pydantic names the chosen alternative; the job's path does not have it
+    if where[:1] == ["tools"] and len(where) > 2:
+        where.pop(2)
     path = ".".join(["environment", *map(str, where)])
     if error["type"].startswith("union_tag"):
-        given = short(json.dumps(error["input"].get("name"), default=str, ensure_ascii=False))
-        return f"{path}.name: given {given}, allowed: one of {', '.join(VERIFIERS)}"
-    known = list(model.model_fields) if len(where) < 2 or where[0] == "verifier" else []
-    return problem_line(error, path, known)
+        field, known = ("tool", TOOLS) if where[:1] == ["tools"] else ("name", VERIFIERS)
+        chosen = error["input"].get(field) if isinstance(error["input"], Mapping) else error["input"]
+        given = short(json.dumps(chosen, default=str, ensure_ascii=False))
+        return f"{path}.{field}: given {given}, allowed: one of {', '.join(known)}"
+    fields = list(model.model_fields) if len(where) < 2 or where[0] == "verifier" else []
+    return problem_line(error, path, fields)

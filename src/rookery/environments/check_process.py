@@ -12,6 +12,7 @@ from typing import Any, cast
 from rookery.children import lower_priority
 from rookery.environments.builtins import find
 from rookery.environments.demonstrations import count_rows
+from rookery.environments.foreign.verifiers import set_verifiers
 from rookery.environments.jsonl import IndexedRows, RowFiles
 from rookery.environments.judges import set_judges
 from rookery.environments.outbound import set_reachable_hosts
@@ -28,6 +29,7 @@ def prepare() -> Callable[..., dict[str, Any]]:
     set_isolation(cast(Isolation, sys.argv[3]))
     set_reachable_hosts(sys.argv[4])
     set_judges(sys.argv[5])
+    set_verifiers(sys.argv[6])
 
     def work(what: str, id: str, options: dict[str, Any]) -> Any:
         match what:
@@ -36,7 +38,8 @@ def prepare() -> Callable[..., dict[str, Any]]:
             case "options":
                 find(id).check({name: value for name, value in options.items() if value is not None})
             case "rows":
-                return asdict(find(id).validate_options(options))
+                sizes = find(id).validate_options(options)
+                return asdict(sizes) if sizes is not None else None
             case "index":
                 built = find(id)(options)
                 assert isinstance(built, RowFiles)

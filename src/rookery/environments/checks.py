@@ -43,18 +43,20 @@ MEMORY = "MemoryError"
 class EnvironmentChecks:
     """Thread-safe; every method blocks."""
 
-    def __init__(self, sandbox: Isolation = "bubblewrap", reachable_hosts: str = "", judges: str = "") -> None:
+    def __init__(
+        self, sandbox: Isolation = "bubblewrap", reachable_hosts: str = "", judges: str = "", verifiers: str = ""
+    ) -> None:
         """``sandbox`` is the isolation in which code of replies will run; the others are the settings."""
         self._pool = VerifierPool(
-            "check", sandbox, reachable_hosts, judges, module="rookery.environments.check_process"
+            "check", sandbox, reachable_hosts, judges, verifiers, module="rookery.environments.check_process"
         )
         self._lock = threading.Lock()
-        self._fitting: LRUCache[str, SplitSizes] = LRUCache(RESULTS)
+        self._fitting: LRUCache[str, SplitSizes | None] = LRUCache(RESULTS)
         """Hashes of options, with the names of their files, that were found right."""
         self._refused: TTLCache[str, str] = TTLCache(RESULTS, REFUSED_SECONDS)
         """Why others were refused."""
 
-    def validate(self, id: str, options: Mapping[str, Any]) -> SplitSizes:
+    def validate(self, id: str, options: Mapping[str, Any]) -> SplitSizes | None:
         """The sizes of a built-in environment's splits. Raises :class:`UserError` for one that cannot be made with
         these options; reads the files that they name. :class:`Unavailable` where the check itself failed."""
         question = json.dumps({"id": id, "options": options}, default=str)
@@ -73,7 +75,7 @@ class EnvironmentChecks:
                 self._refused[digest] = str(error)
             raise
         with self._lock:
-            sizes = self._fitting[digest] = SplitSizes(**found)
+            sizes = self._fitting[digest] = SplitSizes(**found) if found is not None else None
         return sizes
 
     def index(self, id: str, options: Mapping[str, Any]) -> dict[str, array[int]]:

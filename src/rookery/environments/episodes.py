@@ -151,6 +151,7 @@ class Episodes:
                 ]
                 observed.reward, observed.done, observed.metrics = step.reward, step.done, step.metrics
                 observed.rewards, observed.policy = step.rewards, step.policy
+                observed.tokens = list(step.tokens)
             except Exception as error:  # user code raised: the error is this call's answer
                 self.failures.report(f"episode {name}", episode.job, error)
                 observed.error = describe_error(error)
@@ -169,6 +170,8 @@ class Episodes:
         if isinstance(environment, Agent):
             return await self._work(episode, environment, prompt, self._llm(message))
         messages = await self._run(episode, environment.reset, prompt, message.seed)
+        if isinstance(messages, Step) and len(messages.tokens):
+            return Step(tokens=_tokens(messages, "reset"), policy=_policy_name(messages.policy, "reset"))
         if isinstance(messages, Step):
             return Step(messages=_checked(messages.messages, "reset"), policy=_policy_name(messages.policy, "reset"))
         return Step(messages=_checked(messages, "reset"))
@@ -196,6 +199,8 @@ class Episodes:
             turn=message.turn,
             raw=message.raw,
             special=message.special,
+            logprobs=message.logprobs,
+            finish=message.finish,
         )
         step = await self._run(episode, environment.step, reply)
         if not isinstance(step, Step):
@@ -353,7 +358,18 @@ def _checked_step(step: Step, environment: Environment, method: str = "step") ->
         for name, value in step.rewards.items()
     }
     messages = _checked(step.messages, method, before_reply=not step.done)
-    return Step(messages, reward, bool(step.done), metrics, _policy_name(step.policy, method), rewards)
+    policy = _policy_name(step.policy, method)
+    return Step(messages, reward, bool(step.done), metrics, policy, rewards, _tokens(step, method))
+
+
+def _tokens(step: Step, method: str) -> list[int]:
+    """The token sequence of a step as it is sent."""
+    given = list(step.tokens)
+    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31 for token in given):
+        raise TypeError(f"{method} gave tokens that are no token ids")
+    if given and len(step.messages):
+        raise TypeError(f"{method} gave both messages and tokens, expected one of them")
+    return given
 
 
 def _policy_name(name: object, method: str) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from rookery.bounds import ENTRIES, MAX_FRAME, MESSAGES, METRICS, Count, ErrorText, Integer, Line, Name, Text
+from rookery.bounds import ENTRIES, MAX_FRAME, MESSAGES, METRICS, Count, ErrorText, Integer, Line, Name, Text, Token
 from rookery.protocol.common import EpochMessage, HelloRejected, Message, Struct
 
 MOST_ENVIRONMENTS, ROLE, MOST_POLICIES = 1000, 64, 16
@@ -133,6 +133,10 @@ class StepEpisode(Message, kw_only=True):
     """The reply's text with special tokens, without the one that ended it; empty where there is none."""
     special: list[str] = msgspec.field(default_factory=list)
     """The different special tokens in ``raw``."""
+    logprobs: list[float] = msgspec.field(default_factory=list)
+    """Of the tokens, where the reply continues :attr:`Observation.tokens`."""
+    finish: str = ""
+    """Why the reply ended."""
 
 
 class Observation(EpochMessage, kw_only=True):
@@ -146,6 +150,8 @@ class Observation(EpochMessage, kw_only=True):
     """By policy, in addition to ``reward``, which every policy of the episode gets."""
     policy: Name = ""
     """The policy that replies next; empty: the job's first one."""
+    tokens: Annotated[list[Token], msgspec.Meta(max_length=ENTRIES)] = msgspec.field(default_factory=list)
+    """Instead of ``messages``: the whole sequence that the policy continues."""
     done: bool = False
     metrics: Annotated[dict[Name, float], msgspec.Meta(max_length=METRICS)] = msgspec.field(default_factory=dict)
     error: ErrorText = ""

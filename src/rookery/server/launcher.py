@@ -38,6 +38,7 @@ from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.environments.checks import EnvironmentChecks
+from rookery.environments.foreign.verifiers import parse_verifiers
 from rookery.environments.judges import parse_judges
 from rookery.environments.sandbox.sandbox import find as find_sandbox
 from rookery.errors import Unavailable, UserError, shortages
@@ -180,6 +181,7 @@ class Service:
         if settings.server.sandbox == "gvisor":
             find_sandbox(settings.server.sandbox)
         parse_judges(settings.server.judges)
+        parse_verifiers(settings.server.verifiers)
         await asyncio.to_thread(_check_place, database, place, folder)
         await self._claim(database, connections, listening)
         await asyncio.to_thread(database.create)
@@ -192,7 +194,8 @@ class Service:
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.callback(readers.close)
         opened.callback(threads.close)
-        checks = EnvironmentChecks(settings.server.sandbox, settings.server.reachable_hosts, settings.server.judges)
+        server = settings.server
+        checks = EnvironmentChecks(server.sandbox, server.reachable_hosts, server.judges, server.verifiers)
         checkers = TenantThreads(CHECKERS, "check")
         opened.callback(checkers.close)
         opened.callback(checks.close)  # runs first: a check that runs fails

@@ -255,7 +255,11 @@ class Episode:
         conversation = list(observation.messages)
         for turn in range(job.spec.environment.max_turns):
             speaker = self._policy(observation.policy or job.first.name, turn)
-            sequence = await self._extend(sequences, conversation, speaker, turn)
+            continued = observation.tokens
+            if continued:
+                sequence = self._continue(sequences, continued, conversation, speaker, turn)
+            else:
+                sequence = await self._extend(sequences, conversation, speaker, turn)
             if sequence is None:
                 finish = "context"
                 break
@@ -267,7 +271,7 @@ class Episode:
             raw, special = speaker.chat.decode_special(reply.tokens)
             step = protocol.StepEpisode(
                 call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=conversation,
-                raw=raw, special=special,
+                raw=raw, special=special, logprobs=reply.logprobs if continued else [], finish=reply.finish,
             )  # fmt: skip
             before = self.seconds["environment"]
             observation = await self._observe(host, step)
@@ -291,7 +295,7 @@ class Episode:
             if observation.done:
                 finish = "done"
                 break
-            if not observation.messages:
+            if not observation.messages and not observation.tokens:
                 raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
         for name in rewards:
             if name not in speakers:
@@ -353,6 +357,37 @@ class Episode:
         self.splits += last is not None
         sequences.append(_Sequence(speaker.model, Trajectory(prompt=tokens)))
         return sequences[-1]
+
+    def _continue(
+        self, sequences: list[_Sequence], tokens: list[int], conversation: list[protocol.ChatMessage],
+        speaker: JobPolicy, turn: int,
+    ) -> _Sequence | None:  # fmt: skip
+        """The sequence of the speaker's base model that is the beginning of the environment's ``tokens``, extended to
+        them, or a new one; the text of the tokens joins the ``conversation``. None when the context has no room for a
+        reply."""
+        chat = speaker.chat
+        unknown = next((token for token in tokens if not chat.token_bytes.known(token)), None)
+        if unknown is not None:
+            raise EpisodeFailed(
+                f"{self.job.environment.name} gave the token id {unknown}, which the model does not have"
+            )
+        if len(tokens) >= chat.context:
+            if turn == 0:
+                raise EpisodeFailed(f"the prompt has {len(tokens)} tokens, the model's context is {chat.context}")
+            return None
+        of_model = [one for one in sequences if one.model == speaker.model]
+        begun = [one for one in of_model if tokens[: len(one.tokens.sequence)] == one.tokens.sequence]
+        found = max(begun, key=lambda one: len(one.tokens.sequence), default=None)
+        if found is None:
+            added = tokens
+            self.splits += bool(of_model)
+            found = _Sequence(speaker.model, Trajectory(prompt=tokens))
+            sequences.append(found)
+        else:
+            added = tokens[len(found.tokens.sequence) :]
+            found.tokens.append_observation(added)
+        conversation.append(protocol.ChatMessage(role="user", content=chat.decode(added)))
+        return found
 
     async def _tokenize(self, messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
         """``work(*arguments)``, in a thread where the messages are long."""

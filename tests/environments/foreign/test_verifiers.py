@@ -1,0 +1,167 @@
+"""``{id: verifiers}`` with the real library, which has an environment of its own: ``make test-environments``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.waiting import until
+
+from rookery import protocol
+from rookery.client import Client
+from rookery.environments.base import Environment, Reply, Split, Step
+from rookery.environments.builtins import find
+from rookery.environments.episodes import Episodes, UserCodeExecutor
+from rookery.environments.foreign.verifiers import parse_verifiers, set_verifiers
+from rookery.environments.models import ModelAnswer, ModelQuestion
+from rookery.errors import RookeryError, UserError
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".bench" / "verifiers" / "bin" / "python"
+OLD = ROOT / ".bench" / "verifiers-0.1" / "bin" / "python"
+PACKAGES = ROOT / ".bench" / "verifiers" / "lib"
+
+SECONDS = 300.0
+
+real = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="verifiers is not here: make test-environments"),
+]
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """The package of these tests among those of the library."""
+    [site] = PACKAGES.glob("python*/site-packages")
+    shutil.copy(Path(__file__).with_name("sums_v1.py"), site)
+    yield
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    environment = {
+        "id": "verifiers", "package": "sums-v1", "config": {"taskset": {"most": 6}}, "max_turns": 2, "eval_last": 2,
+        "step_timeout": "5m", **changes,
+    }  # fmt: skip
+    return job(environment=environment, sampling={"max_tokens": 40}, evaluation={"prompts": 2})
+
+
+class TestReal:
+    pytestmark = real
+
+    def test_a_job_trains_on_the_tokens_of_traces(self, tmp_path: Path) -> None:
+        settings = {"verifiers": f"{PYTHON} sums-v1"}
+        with installed(), served(tmp_path, **settings) as service, Client(service.url, service.key) as client:
+            token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
+            for changes, said in (
+                ({"package": "others"}, "one of the administrator's: sums-v1"),
+                ({"tokenizer": "/etc"}, "the service fills it in"),
+            ):
+                with pytest.raises(RookeryError, match=said):
+                    client.submit(asked(**changes))
+            with ScriptedWorker(service.url, token, tokenizer(tmp_path), ("1 2 3 4 5 6 7", "no")):
+                made = client.submit(asked())
+                until(lambda: made.show().state in ("completed", "paused", "failed"), patience=SECONDS)
+                assert made.show().state == "completed", made.show()
+                rows = list(made.metrics(follow=False))
+                refused = client.submit(asked(config={"agent": {"harness": {"id": "bash"}}}))
+                until(lambda: refused.show().state == "paused", patience=SECONDS)
+                assert "runs a model's programs" in refused.show().reason
+        assert rows and all(0 < row.reward < 1 for row in rows), rows
+        assert {"reward/length", "reward/reward_right"} <= set(rows[0]), rows[0]
+
+    @pytest.mark.skipif(not OLD.exists(), reason="verifiers 0.1 is not here: make test-environments")
+    def test_classes_of_the_old_library_need_the_lines_of_the_docs(self) -> None:
+        script, page = Path(__file__).with_name("old_classes.py"), ROOT / "docs" / "environments.md"
+        folders = [str(ROOT / "src"), *(path for path in sys.path if path.endswith("site-packages"))]
+        ran = subprocess.run([str(OLD), str(script), str(page), *folders], capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        found = json.loads(ran.stdout.splitlines()[-1])
+        assert [one["role"] for one in found["first"]] == ["system", "user"]
+        assert found["done"] and found["reward"] == 1.25 and found["metrics"]["right"] == 1
+
+
+class Tokens(Environment):
+    """Renders itself: each reply is continued once."""
+
+    deterministic = True
+
+    def prompts(self, split: Split) -> list[Any]:
+        return [{"number": number} for number in range(8)]
+
+    def reset(self, prompt: Any, seed: int) -> Step:
+        self.tokens = [65, 66, 67 + prompt["number"]]
+        return Step(tokens=self.tokens)
+
+    def step(self, reply: Reply) -> Step:
+        assert len(reply.logprobs) == len(reply.tokens) > 0 and reply.finish == "stop"
+        if reply.turn == 1:
+            return Step(reward=float(len(reply.tokens) > 2), done=True)
+        self.tokens = [*self.tokens, *reply.tokens, 68]
+        return Step(tokens=self.tokens, metrics={"again": 1.0})
+
+
+def test_an_environment_may_render_itself(tmp_path: Path) -> None:
+    with served(tmp_path) as service, Client(service.url, service.key) as client, ScriptedWorker.of(service):
+        made = client.train(**{**job(), "environment": {"hosted": Tokens(), "max_turns": 2}, "evaluation": {}})
+        assert made.wait(timeout=100).state == "completed"
+        rows = list(made.metrics(follow=False))
+        shown = [made.episode(row.episode) for row in made.episodes()]
+    assert all(row["turns_mean"] == 2 and row["reward/again"] == 1 for row in rows), rows
+    assert all(len(one.trajectories) == 1 for one in shown), "the second turn continues the first"
+
+
+@pytest.mark.parametrize("tokens", [[True], [1.5], [-1], ["a"]])
+def test_tokens_that_are_no_ids_fail_the_episode(tokens: list[Any], tmp_path: Path) -> None:
+    class Wrong(Tokens):
+        def reset(self, prompt: Any, seed: int) -> Step:
+            return Step(tokens=tokens)
+
+    async def reset() -> protocol.Observation:
+        async def prototype(name: str, options: dict[str, Any]) -> Environment:
+            return Wrong()
+
+        def ask(job: str, question: ModelQuestion) -> ModelAnswer:
+            raise AssertionError
+
+        message = protocol.Reset(call="", episode="e", job="j", environment="n", options={}, prompt=b"{}", seed=0)
+        return await Episodes(UserCodeExecutor(), prototype, ask).reset(message)
+
+    assert "no token ids" in asyncio.run(reset()).error
+
+
+def test_a_job_without_the_setting_is_refused() -> None:
+    set_verifiers("")
+    with pytest.raises(UserError, match="ROOKERY_VERIFIERS"):
+        find("verifiers").check({"package": "sums-v1"})
+
+
+@pytest.mark.parametrize("text", ["python sums", "/usr/bin/python3", "sums-v1"])
+def test_a_setting_in_another_form_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="PYTHON PACKAGE"):
+        parse_verifiers(text)
+
+
+def test_options_are_checked_before_anything_starts() -> None:
+    set_verifiers("/usr/bin/python3 sums-v1")
+    try:
+        find("verifiers").check({"package": "sums-v1"})
+        for options in (
+            {},
+            {"package": "other"},
+            {"package": "sums-v1", "more": 1},
+            {"package": "sums-v1", "config": 1},
+        ):
+            with pytest.raises(UserError, match=r"environment\."):
+                find("verifiers").check(options)
+    finally:
+        set_verifiers("")
