@@ -22,7 +22,6 @@ from rookery.environments.base import Environment, Reply, Split, Step
 from rookery.environments.builtins import find
 from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.foreign.verifiers import parse_verifiers, set_verifiers
-from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.errors import RookeryError, UserError
 
 ROOT = Path(__file__).parents[3]
@@ -130,11 +129,11 @@ def test_tokens_that_are_no_ids_fail_the_episode(tokens: list[Any], tmp_path: Pa
         async def prototype(name: str, options: dict[str, Any]) -> Environment:
             return Wrong()
 
-        def ask(job: str, question: ModelQuestion) -> ModelAnswer:
+        def nobody(*asked: Any) -> Any:
             raise AssertionError
 
         message = protocol.Reset(call="", episode="e", job="j", environment="n", options={}, prompt=b"{}", seed=0)
-        return await Episodes(UserCodeExecutor(), prototype, ask).reset(message)
+        return await Episodes(UserCodeExecutor(), prototype, nobody, nobody).reset(message)
 
     assert "no token ids" in asyncio.run(reset()).error
 
