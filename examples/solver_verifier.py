@@ -1,9 +1,10 @@
 """A solver and a verifier in one job: the verifier approves or rejects an answer, and a rejected one may be replaced.
 
 The solver picks the number word out of two words. Its first pick passes a noisy channel, which replaces it with the
-other word in half of the questions. The verifier judges what arrives, and after a rejection the solver picks once more,
-without the channel. The verifier earns 1 for a right decision. The solver earns half for a right first pick and half
-for a right final answer. Held-out questions have words that no training question has.
+other word in half of the questions. The verifier says what arrived, a number or a thing: a number approves it, and
+after any other reply the solver picks once more, without the channel. The verifier earns 1 for a right decision. The
+solver earns half for a right first pick and half for a right final answer. Held-out questions have words that no
+training question has.
 
 Without the channel a verifier has nothing to learn from a good solver: it comes to approve everything, and is right.
 """
@@ -32,7 +33,9 @@ WRONG = 0.25
 learns from every episode."""
 STEPS = 24
 
-APPROVE, REJECT = "yes", "no"
+APPROVE, REJECT = KIND, "thing"
+"""Every reply other than the first one rejects. The untrained model tells numbers from things a little by these words,
+and not at all by yes and no."""
 
 
 def questions(split: str) -> list[dict[str, Any]]:
@@ -66,7 +69,9 @@ class SolverVerifier(rookery.Environment):
         self.decided: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         opened = [
-            system(f"Pick the {KIND}."), user("hen, one"), assistant("one"), user("zero, oak"), assistant("zero"),
+            system(f"Pick the {KIND}."),
+            user("zero, oak"), assistant("oak"), user("oak is a"), assistant(REJECT),
+            user("hen, one"), assistant("one"), user("one is a"), assistant(APPROVE),
         ]  # fmt: skip
         return rookery.Step(messages=[*opened, user(", ".join(prompt["words"]))], policy="solver")
 
@@ -77,14 +82,13 @@ class SolverVerifier(rookery.Environment):
             if self.prompt["noisy"]:
                 (self.pick,) = {*self.prompt["words"]} - {self.pick}
             self.metrics["arrived right"] = float(self.pick == self.prompt["answer"])
-            asked = f"{self.pick}: {KIND}? {APPROVE} or {REJECT}"
-            return rookery.Step(messages=[user(asked)], policy="verifier")
+            return rookery.Step(messages=[user(f"{self.pick} is a")], policy="verifier")
         if reply.turn == 1:
-            decision = first_word(reply)
-            right = decision == (APPROVE if self.metrics["arrived right"] else REJECT)
+            approved = first_word(reply) == APPROVE
+            right = approved == bool(self.metrics["arrived right"])
             self.decided = {"verifier": float(right)}
-            self.metrics |= {"decided right": float(right), "rejected": float(decision == REJECT)}
-            if decision == REJECT:
+            self.metrics |= {"decided right": float(right), "rejected": float(not approved)}
+            if not approved:
                 return rookery.Step(messages=[user(", ".join(self.prompt["words"]))], policy="solver")
         else:
             self.pick = self.picked(reply)
