@@ -33,7 +33,7 @@ MAX_TOKENS = 1
 WRONG = 0.2
 """Cost of a reply that is no move. Losing the game for it instead would let any legal move beat an untrained rival."""
 SWAP_STEPS = 4
-STEPS = 14
+STEPS = 24
 
 
 class WordGame(rookery.Environment):
@@ -95,19 +95,27 @@ def constant(move: str, number: int = 0) -> Replier:
     return lambda messages, turn: str(min(int(move), letters_left(messages)))
 
 
+def always(move: str, number: int = 0) -> Replier:
+    """The same reply in every game."""
+    return lambda messages, turn: move
+
+
 def best_constant(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
-    """The constant move that wins most of the held-out games against the base model, whose replies are those of the
-    untrained version. Where fewer letters are left it takes all, which no constant reply does: an upper bound."""
+    """The reply that earns most in the held-out games against the base model, whose replies are those of the untrained
+    version; and the same for rules that take all letters where fewer are left, which no constant reply does."""
     environment = WordGame()
     prompts = list(environment.prompts("eval"))
 
     rival = learning.sampled(client, learning.MODEL, MAX_TOKENS)
-    won: dict[str, float] = {}
-    for move in MOVES:
-        games = learning.play_all(environment, prompts, {"player": partial(constant, move), "rival": rival})
-        won[move] = statistics.fmean(game.metrics["won"] for game in games)
-    best = max(won, key=won.__getitem__)
-    return {"best constant": [best, round(won[best], 4)], "constants": {m: round(v, 4) for m, v in won.items()}}
+    found: dict[str, Any] = {}
+    for name, kind in (("constant", always), ("constant or all letters", constant)):
+        earned = {}
+        for move in MOVES:
+            games = learning.play_all(environment, prompts, {"player": partial(kind, move), "rival": rival})
+            earned[move] = round(statistics.fmean(game.rewards["player"] for game in games), 4)
+        best = max(earned, key=earned.__getitem__)
+        found |= {f"best {name}": [best, earned[best]], f"each {name}": earned}
+    return found
 
 
 def job(steps: int, swap: int) -> dict[str, Any]:
@@ -135,6 +143,8 @@ def report(folder: Any, run: Learned, facts: dict[str, Any]) -> bool:
     for title, value in facts.items():
         print(f"{title}: {value}")
     levels = {"best constant": level, "perfect player": 1.0}
+    if (rule := facts.get("best constant or all letters")) is not None:
+        levels |= {"constant or all letters": rule[1]}
     learning.write_curves(
         folder, "Self-play, measured against the untrained version", run, levels, "reward in held-out games"
     )

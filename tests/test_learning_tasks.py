@@ -121,7 +121,7 @@ def test_reports_have_figures_and_charts_and_say_whether_policies_learned(
         run.curves = {g: [Point(0, first, 0.02, {"score": first}), points[-1]] for g, points in run.curves.items()}
         passed = memory_controller.report(tmp_path, run, {})
     elif name == "solver-verifier":
-        metrics = {"first right": 0.5, "right": last, "rejected": 0.5}
+        metrics = {"first right": 0.9, "arrived right": 0.5, "right": last, "rejected": 0.5}
         passed = solver_verifier.report(tmp_path, made(["solver", "verifier"], metrics, prompts, first, last))
     else:
         facts = {"best constant": ["2", 0.5]}
@@ -275,49 +275,64 @@ def kind_of(word: str) -> str:
     return next((kind for kind, words in KINDS.items() if word in words), "")
 
 
+NUMBERS_ALONE = {*KINDS[solver_verifier.KIND]}
+
+
 def oracle(messages: Sequence[dict[str, str]], turn: int) -> str:
-    kind, words = messages[5]["content"].split(": ")
-    return next(word for word in words.split(", ") if kind_of(word) == kind)
+    return next(word for word in messages[9]["content"].split(", ") if word in NUMBERS_ALONE)
 
 
 def wrong(messages: Sequence[dict[str, str]], turn: int) -> str:
-    kind, words = messages[5]["content"].split(": ")
-    return next(word for word in words.split(", ") if kind_of(word) != kind)
+    return next(word for word in messages[9]["content"].split(", ") if word not in NUMBERS_ALONE)
 
 
 def judge(messages: Sequence[dict[str, str]], turn: int) -> str:
-    proposal, rest = messages[-1]["content"].split(": ", 1)
-    return "yes" if kind_of(proposal) == rest.split("?")[0] else "no"
+    return "number" if messages[-1]["content"].removesuffix(" is a") in NUMBERS_ALONE else "thing"
 
 
 @pytest.mark.parametrize(
-    ("solver", "verifier", "rewards", "replies"),
+    ("solver", "verifier", "noisy", "rewards", "replies"),
     [
-        (oracle, judge, {"solver": 1, "verifier": 1}, 2),
-        (oracle, always("no"), {"solver": 1, "verifier": 0}, 3),  # a retry that is right again
-        (wrong, always("yes"), {"solver": 0, "verifier": 0}, 2),
-        (wrong, judge, {"solver": 0, "verifier": 1}, 3),  # one retry, not two
-        (lambda m, t: (wrong if t == 0 else oracle)(m, t), judge, {"solver": 0.5, "verifier": 1}, 3),
-        (lambda m, t: (oracle if t == 0 else wrong)(m, t), always("no"), {"solver": 0.5, "verifier": 0}, 3),
-        (oracle, always("perhaps"), {"solver": 1, "verifier": 0}, 2),  # approved by no word, decided by none
-        (always(""), judge, {"solver": 0, "verifier": 1}, 3),
+        (oracle, judge, False, {"solver": 1, "verifier": 1}, 2),
+        (oracle, judge, True, {"solver": 1, "verifier": 1}, 3),  # the wrong word arrives, and is picked again
+        (oracle, always("thing"), False, {"solver": 1, "verifier": 0}, 3),  # a retry that is right again
+        (oracle, always("number"), True, {"solver": 0.5, "verifier": 0}, 2),  # what arrived stays
+        (oracle, always("perhaps"), True, {"solver": 1, "verifier": 1}, 3),  # another reply rejects, too
+        (wrong, always("number"), False, {"solver": 0, "verifier": 0}, 2),
+        (wrong, judge, False, {"solver": 0, "verifier": 1}, 3),  # one retry, not two
+        (wrong, judge, True, {"solver": 0.5, "verifier": 1}, 2),  # the channel replaced a wrong pick
+        (lambda m, t: (wrong if t == 0 else oracle)(m, t), judge, False, {"solver": 0.5, "verifier": 1}, 3),
+        (lambda m, t: (oracle if t == 0 else wrong)(m, t), judge, True, {"solver": 0.5, "verifier": 1}, 3),
     ],
 )
 def test_the_verifier_approves_or_rejects_and_the_solver_has_one_retry(
-    solver: Any, verifier: Any, rewards: dict[str, float], replies: int
+    solver: Any, verifier: Any, noisy: bool, rewards: dict[str, float], replies: int
 ) -> None:
-    for prompt in solver_verifier.questions("eval")[:12]:
+    for prompt in [one for one in solver_verifier.questions("eval") if one["noisy"] == noisy][:12]:
         game = play(SolverVerifier(), prompt, 0, {"solver": solver, "verifier": verifier})
         assert game.rewards == rewards
-        assert sum(message["role"] == "assistant" for message in game.messages) == 2 + replies  # two are examples
+        assert sum(message["role"] == "assistant" for message in game.messages) == 4 + replies  # four are examples
+
+
+@pytest.mark.parametrize("reply", ["", "perhaps", "numbers"])
+def test_a_reply_that_is_neither_word_counts_as_the_first_and_costs(reply: str) -> None:
+    prompt = {"words": ["nine", "oak"], "answer": "nine", "noisy": False}
+    game = play(SolverVerifier(), prompt, 0, {"solver": always(reply), "verifier": judge})
+    assert game.rewards == {"solver": 1 - solver_verifier.WRONG, "verifier": 1}
+
+
+def test_a_step_of_questions_has_as_many_noisy_ones_as_others() -> None:
+    found = solver_verifier.questions("train")
+    assert all(sum(one["noisy"] for one in found[at : at + 8]) == 4 for at in range(0, len(found), 8))
+    assert not solver_verifier.job(1)["shuffle"]
 
 
 def test_held_out_questions_have_words_of_their_own() -> None:
     words = {split: {w for q in solver_verifier.questions(split) for w in q["words"]} for split in ("train", "eval")}
     assert not words["train"] & words["eval"]
     for question in solver_verifier.questions("train"):
-        assert [kind_of(word) == question["kind"] for word in question["words"]].count(True) == 1
-        assert kind_of(question["answer"]) == question["kind"]
+        assert [kind_of(word) == solver_verifier.KIND for word in question["words"]].count(True) == 1
+        assert kind_of(question["answer"]) == solver_verifier.KIND
 
 
 # --- word game ------------------------------------------------------------------------------------------------------
