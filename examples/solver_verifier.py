@@ -31,7 +31,7 @@ would leave the first pick without a reward."""
 WRONG = 0.25
 """Cost of a reply of the solver that is neither word. The first word is then taken in its place, so that the verifier
 learns from every episode."""
-STEPS = 24
+STEPS = 20
 
 APPROVE, REJECT = KIND, "thing"
 """Every reply other than the first one rejects. The untrained model tells numbers from things a little by these words,
