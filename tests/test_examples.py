@@ -49,6 +49,11 @@ def test_own_task_learns(client: Client) -> None:
     check_learned(client, best_constant=0.16)
 
 
+def test_agent_on_the_openai_client_learns(client: Client) -> None:
+    runpy.run_path(str(ROOT / "examples" / "agent_phone_book.py"), run_name="__main__")
+    check_learned(client, best_constant=0.1)
+
+
 def test_sums_learns(client: Client) -> None:
     file = ROOT / "examples" / "sums.yaml"
     client.submit(read_job(file), folder=file.parent).wait()

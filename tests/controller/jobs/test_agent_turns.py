@@ -53,12 +53,7 @@ def test_every_sampled_token_is_trained_on_at_most_once(calls: Calls) -> None:
         for token, logprob, action in zip(trajectory.tokens, trajectory.logprobs, trajectory.mask, strict=True)
         if action
     ]
-    wanted = [
-        (token, -0.001 * (place + 1))
-        for place in found.order
-        if calls[place][3]
-        for token in calls[place][2]
-    ]
+    wanted = [(token, -0.001 * (place + 1)) for place in found.order if calls[place][3] for token in calls[place][2]]
     assert actions == wanted, "in the order of the replies, each once"
     for trajectory in found.trajectories:
         hidden = [version for version, action in zip(trajectory.versions, trajectory.mask, strict=True) if not action]
