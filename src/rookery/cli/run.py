@@ -29,6 +29,7 @@ from rookery.settings import Settings
 from rookery.spec.files import read_job
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
+from rookery.spec.prime import read_prime
 from rookery.telemetry.table import job_line
 
 RUNS = Path("runs")
@@ -38,14 +39,16 @@ RUNS = Path("runs")
 @with_options
 def run(
     cli: Cli,
-    job_file: Annotated[Path, typer.Argument(help="The job: YAML or JSON.")],
+    job_file: Annotated[Path, typer.Argument(help="The job: YAML or JSON, or TOML of Prime's hosted training.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, show the whole job and three prompts.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Submit to the running service and exit.")] = False,
     adapter: Annotated[Path | None, typer.Option(help="Write the final PEFT adapter into this folder.")] = None,
     new: Annotated[bool, typer.Option("--new", help="Without a service: do not resume an interrupted run.")] = False,
 ) -> None:
     """Run one job to its end, on a running service if there is one, else on a service for this run alone."""
-    raw = read_job(job_file)
+    raw, notes = read_prime(job_file) if job_file.suffix == ".toml" else (read_job(job_file), [])
+    for note in notes:
+        typer.echo(note, err=True)
     spec = parse_job(raw)
     folder = job_file.parent
     with _sigterm_as_ctrl_c():
