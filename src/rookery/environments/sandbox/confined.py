@@ -46,6 +46,10 @@ BOX = "/box"
 BEAT, SHORT_BEAT = 0.02, 0.001
 """Seconds between two looks at a running program, and at one that has closed its output."""
 
+SLACK = 2
+"""The kernel's limit of processor time, in multiples of the program's: this process measures and kills; the kernel's
+counts whole ticks, of which a busy machine gives more than the program has used."""
+
 WALL = 5.0
 """Time by the clock that a program may take, in multiples of its processor time, plus a second."""
 
@@ -372,7 +376,7 @@ def child(
         resource.RLIMIT_FSIZE: job["files_bytes"],
         resource.RLIMIT_NOFILE: DESCRIPTORS,
         resource.RLIMIT_NPROC: PROCESSES,
-        resource.RLIMIT_CPU: math.ceil(job["seconds"]) + 1,
+        resource.RLIMIT_CPU: SLACK * math.ceil(job["seconds"]) + 1,
         resource.RLIMIT_CORE: 0,
     }
     for limit, most in limits.items():
