@@ -164,7 +164,7 @@ def episodes_page(connection: Connection, tenant: str, job: str, chosen: Episode
         after = _after(place)
         looked_at = select(EpisodeRow.finished, EpisodeRow.id).where(*where, *after).order_by(*newest)
         last = connection.execute(looked_at.offset(SEARCHED_AT_ONCE - 1).limit(1)).one_or_none()
-        part = where + after if last is None else [*where, *after, _up_to(*last)]
+        part = where + after if last is None else [*where, *after, _up_to(last.finished, last.id)]
         query = select(EpisodeRow).where(*part, found).order_by(*newest).limit(chosen.limit - len(ended))
         ended += fetch_all(connection, EpisodeRow, query, values)
         if len(ended) == chosen.limit:

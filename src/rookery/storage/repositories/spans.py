@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from sqlalchemy import Connection, case, delete, func, select, tuple_
 
@@ -14,7 +14,8 @@ NEWEST_ROWS = 5000
 """Of which a picture is chosen: an hour of as many jobs."""
 
 
-class SpanHour(NamedTuple):
+@dataclass(frozen=True)
+class SpanHour:
     """The name of a row, when its first span began, and the number of its spans."""
 
     tenant: str

@@ -26,6 +26,7 @@ from rookery.spec.peft_folder import (
     PARTS,
     WEIGHTS_FILE,
     Projections,
+    ProjectionShapes,
     part_of,
     read_lora,
     target_of,
@@ -87,7 +88,7 @@ def adapter_numbers(model: Projections, rank: int, targets: Sequence[str]) -> in
     return rank * sum(sum(model.shapes[key]) for key in targeted(model, targets))
 
 
-def read_adapter(folder: Path, model: Projections) -> Adapter:
+def read_adapter(folder: Path, model: ProjectionShapes) -> Adapter:
     """The adapter in a PEFT folder. Raises ``UserError``, without the folder's path, for what is no LoRA of this
     model."""
     try:
