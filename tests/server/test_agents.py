@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -506,3 +508,58 @@ def test_environments_of_other_kinds_have_no_episodes_to_open(client: Keyed) -> 
     answer = client.http.post(f"/jobs/{job.id}/episodes", json={})
     assert answer.status_code == 409 and "is not {id: agent}" in answer.text
     job.cancel()
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+MOST_SECONDS = 0.005
+"""By which a call within an episode may be slower than a plain chat."""
+
+
+@pytest.mark.heavy
+def test_call_of_an_agent_costs_little_more_than_a_plain_chat(client: Keyed, service: EmbeddedService) -> None:
+    driver = Driver(client, environment={"max_turns": 1000})
+    with opened(driver) as (_, llm), OpenAI(base_url=f"{service.url}/v1", api_key=service.key) as plain:
+        found: dict[str, list[float]] = {"plain": [], "agent": []}
+        for _ in range(150):
+            for name, face, model in (("plain", plain, MODEL), ("agent", llm, "main")):
+                began = time.perf_counter()
+                ask(face, QUESTION, model=model)
+                found[name].append(time.perf_counter() - began)
+        said: list[Any] = ["a?"]
+        conversation = []
+        for _ in range(8):
+            began = time.perf_counter()
+            said += [ask(llm, *said).choices[0].message.to_dict(), "b?"]
+            conversation.append(time.perf_counter() - began)
+    driver.job.cancel()
+    chat, call = (statistics.median(found[name]) for name in ("plain", "agent"))
+    print(f"plain {1000 * chat:.2f} ms, agent {1000 * call:.2f} ms, ratio {call / chat:.2f},"
+          f" in a conversation {1000 * statistics.median(conversation):.2f} ms")  # fmt: skip
+    assert call - chat < MOST_SECONDS
+
+
+@pytest.mark.heavy
+def test_two_hundred_episodes_at_once_hold(client: Keyed) -> None:
+    driver = Driver(
+        client, algorithm={"group_size": 100, "groups_per_step": 2, "max_staleness": 0}, stop={"steps": 1}
+    )  # fmt: skip
+    until(lambda: driver.job.show().state == "running")
+    with ThreadPoolExecutor(200) as pool:
+        found = list(pool.map(lambda number: driver.post("", wait=60).json(), range(200)))
+        assert len({episode["episode"] for episode in found}) == 200
+
+        def work(episode: dict[str, Any]) -> int:
+            with OpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=5) as llm:
+                first = ask(llm, "a?").choices[0].message.to_dict()
+                text = ask(llm, "a?", first, "b?").choices[0].message.content
+            body = {"reward": float(text == "4")}
+            return driver.post(f"/{episode['episode']}/finish", **body).status_code
+
+        began = time.perf_counter()
+        assert set(pool.map(work, found)) == {200}
+        print(f"200 episodes of two calls in {time.perf_counter() - began:.1f} s")
+    view = ends(driver.job)
+    assert view.state == "completed", view.reason
+    assert view.counters.episodes == 200 and view.counters.get("episodes_failed", 0) == 0
+    assert view.counters.trajectory_splits == 0
