@@ -91,3 +91,14 @@ async def test_other_tenants_are_active_for_a_while_after_a_request() -> None:
     before = clock.now
     await request(times, "a", 1.0)
     assert clock.now == before
+
+
+async def test_a_long_check_delays_the_next_one_by_a_bounded_pause() -> None:
+    clock = Manual()
+    times = ServiceTime(clock, lambda tenant: 0.25, TooManyRequests, lambda: {"b"}, burst=2.0, longest_pause=5.0)
+    await request(times, "a", 1.5)
+    await request(times, "a", 300.0)
+    assert clock.now == 1000.0, "the first ones are within the burst"
+    await request(times, "a", 0.1)
+    assert clock.now == pytest.approx(1005.0, abs=0.1)
+    assert times.seconds["a"] == pytest.approx(301.6)

@@ -66,10 +66,14 @@ from rookery.storage.repositories import tenants as tenant_rows
 from rookery.storage.repositories import versions as version_rows
 from rookery.storage.repositories.runs import RunChoice, chosen_jobs, rewards_of, state_times, usage_of
 from rookery.telemetry.metrics import finite
-from rookery.tokenization.registry import CATALOGUE, status
+from rookery.tokenization.registry import CATALOGUE, Status, status
+from rookery.turns import in_thread
 
 HEALTH_STEPS = 50
 """Newest steps of each policy that alarms are computed from."""
+
+MODEL_SECONDS = 1.0
+"""Between two looks at the files of base models: each asks the disk some fifty times."""
 
 EVENTS_SHOWN = 1000
 """Largest number of events in one reply."""
@@ -83,6 +87,8 @@ class JobQueries:
         self._context = context
         self._store = context.store
         self._jobs = jobs
+        self._models: tuple[float, dict[str, Status]] = (0.0, {})
+        """When the states of base models were read, and what they were."""
         self.episodes = EpisodeQueries(context)
         self.activity = ActivityQueries(context, spans)
         self.feeds = JobFeeds(self.show, self._rows, self._last_step, jobs.signal)
@@ -345,14 +351,13 @@ class JobQueries:
 
     # --- the service itself -------------------------------------------------------------------------------------------
 
-    def models(self) -> Sequence[BaseModelView]:
+    async def models(self) -> Sequence[BaseModelView]:
         """Base models: loaded, known (can be prepared), or refused and why."""
         fleet = self._context.rooms.fleet
         loaded = Counter(w.hello.model for w in fleet.all() if w.working)
         rows = []
         settings = self._context.settings
-        for name in sorted({*CATALOGUE, *loaded, *fleet.failures}):
-            state = status(settings.cache, name)
+        for name, state in (await self._model_states({*CATALOGUE, *loaded, *fleet.failures})).items():
             reason = "" if loaded[name] else state.reason or fleet.failure(name)
             shown: Any = "loaded" if loaded[name] else "refused" if reason else state.state
             backends = state.backends(settings.engine.inference_engine, settings.training.trainer)
@@ -362,6 +367,15 @@ class JobQueries:
                 )
             )
         return rows
+
+    async def _model_states(self, names: set[str]) -> dict[str, Status]:
+        """By name, in order of the names; read from files, at most every :data:`MODEL_SECONDS`."""
+        since, found = self._models
+        if found.keys() != names or self._context.clock.monotonic() - since > MODEL_SECONDS:
+            cache = self._context.settings.cache
+            found = await in_thread(lambda: {name: status(cache, name) for name in sorted(names)})
+            self._models = self._context.clock.monotonic(), found
+        return found
 
     def workers(self) -> Sequence[WorkerView]:
         """Every connected worker, with its last heartbeat."""
@@ -387,10 +401,10 @@ class JobQueries:
         """The cost of each tenant, of deleted ones where they caused any, and of the workers."""
         tenants = await self._store.read(tenant_rows.list_tenants, deleted=True)
         usage = self._context.rooms.usage
-        seconds = self._context.rooms.quotas.service_time.seconds
+        seconds = self._context.rooms.quotas.service_seconds
         bills = [
             TenantCost(
-                tenant=row.id, name=row.name, deleted=row.deleted, cost=cost, service_seconds=seconds.get(row.id, 0.0)
+                tenant=row.id, name=row.name, deleted=row.deleted, cost=cost, service_seconds=seconds(row.id)
             )
             for row in tenants
             if (cost := usage.tenant_view(row.id)).seconds or row.deleted is None

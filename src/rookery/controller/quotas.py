@@ -24,7 +24,7 @@ from itertools import islice
 from typing import Any
 
 from rookery.clock import Clock
-from rookery.controller.service_time import ServiceTime
+from rookery.controller.service_time import CHECK_BURST, LONGEST_PAUSE, ServiceTime
 from rookery.errors import TooManyRequests
 from rookery.settings import LimitSettings
 from rookery.spec import values
@@ -104,9 +104,10 @@ class Quotas:
         """By tenant: bytes of operations that wait, or belong to a step that is not committed."""
         self._metadata: dict[str, tuple[int, float]] = {}
         """By tenant: the bytes of its rows, and when they were read."""
-        self.service_time = ServiceTime(
-            clock, lambda tenant: self.limit(tenant, "service_share"), partial(self._refuse, "service_share"), working
-        )
+        share, refuse = partial(self.limit, name="service_share"), partial(self._refuse, "service_share")
+        self.service_time = ServiceTime(clock, share, refuse, working)
+        self.check_time = ServiceTime(clock, share, refuse, working, burst=CHECK_BURST, longest_pause=LONGEST_PAUSE)
+        """Of checks of jobs and datasets, with that of the processes in which they run."""
         self._day = 0
         self._tokens: Counter[str] = Counter()
         """Tokens of the day ``_day`` by tenant."""
@@ -139,8 +140,12 @@ class Quotas:
             "overrides": self.overrides.get(tenant, {}),
             "tokens_today": self.day()[1].get(tenant, 0),
             "requests": self._requests[tenant].total(),
-            "service_seconds": self.service_time.seconds.get(tenant, 0.0),
+            "service_seconds": self.service_seconds(tenant),
         }
+
+    def service_seconds(self, tenant: str) -> float:
+        """Processor time of the service for the tenant's requests and checks since the start."""
+        return self.service_time.seconds.get(tenant, 0.0) + self.check_time.seconds.get(tenant, 0.0)
 
     def _refuse(self, name: str, reason: str, retry_after: float | None = None) -> TooManyRequests:
         self._refused[f"tenant_{name}"] += 1

@@ -6,11 +6,15 @@ after another, and are refused with status 429 after :data:`LONGEST_WAIT`.
 
 A request's time is known when it ends. It is charged the mean of the tenant's earlier requests when it begins, and the
 rest as it runs, so that a hundred requests in one moment do not all begin.
+
+Checks of jobs and datasets are counted in the same way, apart from requests: their processes' time can be minutes, and
+a tenant that checked a large dataset goes on with its other work.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from weakref import WeakValueDictionary
@@ -20,6 +24,9 @@ from rookery.errors import TooManyRequests
 
 BURST = 0.25
 """Seconds of service time that a tenant may take at once after a pause: some fifty small requests."""
+
+CHECK_BURST, LONGEST_PAUSE = 2.0, 5.0
+"""The same of checks, some forty of small jobs; and the seconds that the longest check may delay the tenant's next."""
 
 LONGEST_WAIT = 10.0
 """Seconds that a request waits for its turn: less than clients' timeouts."""
@@ -52,8 +59,13 @@ class ServiceTime:
         share: Callable[[str], float],
         refuse: Callable[[str, float], TooManyRequests],
         working: Callable[[], set[str]] = set,
+        *,
+        burst: float = BURST,
+        longest_pause: float = math.inf,
     ) -> None:
-        """``refuse(reason, seconds)`` makes the error of a request that has waited too long."""
+        """``refuse(reason, seconds)`` makes the error of a request that has waited too long. What is beyond ``burst``
+        delays the next request by ``longest_pause`` seconds at most."""
+        self._burst, self._longest_pause = burst, longest_pause
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """By tenant, since the service started."""
         self._working = working
@@ -77,7 +89,8 @@ class ServiceTime:
                 prepaid = min(account.charged, seconds)
                 account.charged -= prepaid
                 seconds -= prepaid
-            self._debts[tenant] = (self._clock.monotonic(), self.debt(tenant) + seconds)
+            most = self._burst + self._longest_pause * self._share(tenant)
+            self._debts[tenant] = (self._clock.monotonic(), min(most, self.debt(tenant) + seconds))
 
     def debt(self, tenant: str) -> float:
         """The seconds that the tenant took beyond its share; they are forgotten as time passes."""
@@ -88,9 +101,9 @@ class ServiceTime:
         """Returns when it is the turn of a request of the tenant. Raises :class:`TooManyRequests`."""
         began = self._seen[tenant] = self._clock.monotonic()
         lock = self._turns.setdefault(tenant, asyncio.Lock())
-        if lock.locked() or (self.debt(tenant) > BURST and self._others_work(tenant)):
+        if lock.locked() or (self.debt(tenant) > self._burst and self._others_work(tenant)):
             async with lock:
-                while (late := self.debt(tenant) - BURST) > 0 and self._others_work(tenant):
+                while (late := self.debt(tenant) - self._burst) > 0 and self._others_work(tenant):
                     pause = late / self._share(tenant)
                     if self._clock.monotonic() + pause - began > LONGEST_WAIT:
                         raise self._refuse(

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, 
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentHosts, EnvironmentRef
@@ -37,6 +37,8 @@ from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.repositories import jobs, tenants, versions
 from rookery.storage.store import Store, Writer
 from rookery.tokenization.registry import CATALOGUE, is_other_base, model_folder, projections, resolve, status, usable
+
+T = TypeVar("T")
 
 DATASET = "rows.jsonl"
 """The only file of a stored dataset."""
@@ -141,7 +143,7 @@ class JobValidator:
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
-                sizes = await self._checkers(self._check_environment, spec.environment.id, options)
+                sizes = await self._checked(tenant, self._check_environment, spec.environment.id, options)
             problems += split_problems(spec, sizes)
             spec = _with_steps(spec, sizes, problems)
             if sizes is not None and not problems:
@@ -456,8 +458,17 @@ class JobValidator:
         ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
         await self._quotas.check_stored(tenant)
         async with self._received(DATASET, chunks) as staging:
-            rows = await self._checkers(count, staging.path(DATASET))
+            rows = await self._checked(tenant, count, staging.path(DATASET))
             return await self._keep(tenant, "dataset", staging), rows
+
+    async def _checked(self, tenant: str, check: Callable[..., T], *arguments: Any) -> T:
+        """The result of a check, when it is the tenant's turn for one. Raises :class:`TooManyRequests`."""
+        times = self._quotas.check_time
+        account = await times.begin(tenant)
+        try:
+            return await self._checkers(check, *arguments)
+        finally:
+            times.end(tenant, account)
 
     async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:
         """Store the files of an archive that arrives in pieces, never held whole; returns their hash. Raises what

@@ -227,7 +227,9 @@ class Service:
             checkers=checkers,
             plan=plan,
         )
-        readers.spent = threads.spent = controller.context.rooms.quotas.service_time.spend
+        quotas = controller.context.rooms.quotas
+        readers.spent = threads.spent = schemas.spent = quotas.service_time.spend
+        checkers.spent = quotas.check_time.spend
         opened.enter_context(controller.record.sampled())
         opened.push_async_callback(controller.stop)
         await controller.start()

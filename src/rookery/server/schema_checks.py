@@ -11,7 +11,7 @@ import hashlib
 import json
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from cachetools import LRUCache
 
@@ -43,6 +43,15 @@ class SchemaChecks:
         self._lock = threading.Lock()
         self._known: LRUCache[str, tuple[str, str]] = LRUCache(RESULTS)
         """By the hash of the question: why it was refused, and the name of what; empty for a right one."""
+
+    @property
+    def spent(self) -> Callable[[str, float], None]:
+        """Called with a tenant and the processor time of a check."""
+        return self._threads.spent
+
+    @spent.setter
+    def spent(self, spent: Callable[[str, float], None]) -> None:
+        self._threads.spent = spent
 
     async def check(self, offered: Mapping[str, str], followed: Mapping[str, str]) -> None:
         """Checks schemas, each by the name of what gave it: ``offered`` ones are only shown to the model, ``followed``

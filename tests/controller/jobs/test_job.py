@@ -889,7 +889,7 @@ async def test_jobs_of_a_model_whose_worker_does_not_work_are_paused_with_the_re
     view = await service.ends(job, "paused")
     assert "KeyError: 'q'" in view.reason and MODEL in view.reason
     assert (await service.controller.queries.show("alice", other)).state == "running"
-    [row] = [row for row in service.controller.queries.models() if row.name == MODEL]
+    [row] = [row for row in await service.controller.queries.models() if row.name == MODEL]
     assert row.state == "refused" and "KeyError: 'q'" in row.reason
     await service.controller.resume("alice", job)
     assert "KeyError" in (await service.ends(job, "paused")).reason
@@ -1025,7 +1025,7 @@ async def test_waits_for_names_the_bottleneck(service: Service) -> None:
     worker.training.set()
     await service.ends(job)
     assert service.controller.queries.workers()[0].state == "serving"
-    assert {row.name: row.state for row in service.controller.queries.models()}[MODEL] == "loaded"
+    assert {row.name: row.state for row in await service.controller.queries.models()}[MODEL] == "loaded"
 
 
 async def test_no_worker_in_time_pauses_the_job_with_its_reason(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from rookery.children import interpreter
 from rookery.environments.verifiers.expressions import reply_latex, significant_digits
 from rookery.environments.warm_processes import WarmProcesses
 from rookery.errors import short
+from rookery.turns import spent_elsewhere
 
 LIMIT_SECONDS = 5.0
 """Processor time for one score: honest ones take milliseconds, an integral with a closed form up to five seconds on a
@@ -52,6 +53,9 @@ USUAL_DECIMALS, USUAL_DIGITS = 6, 15
 WALL, WALL_SECONDS = 5.0, 120.0
 """Time by the clock for an answer: this many times the processor time, and more for the start of a child on a busy
 machine. A child that waits uses no processor time."""
+
+LONG_SECONDS, LOWEST_PRIORITY = 0.5, 19
+"""Processor time of a score after which its process has this niceness: a long one must not slow the others' work."""
 
 NEXT_FORK = 75
 """Exit code of a fork that has answered its only question."""
@@ -92,6 +96,7 @@ class VerifierPool:
         with self._children.borrow() as child:
             asked = {"question": question, "limit": limit, "memory": memory}
             answer = child.ask(asked, WALL * (limit or self._limit) + WALL_SECONDS)
+        spent_elsewhere(answer["seconds"])
         if "timeout" in answer:
             seconds = answer["timeout"] if limit is None else limit
             raise VerifierTimeout(f"not done within {seconds:g} s of processor time")
@@ -194,17 +199,20 @@ def serve(
         os.dup2(nowhere.fileno(), 1)  # a library's output is no answer
     scorer = prepare()
     while forked := os.fork():
-        _, status = os.waitpid(forked, 0)
+        status, used = _ended(forked)
         code = os.waitstatus_to_exitcode(status)
         if code == NEXT_FORK:
             continue
         if code >= 0:
             sys.exit(f"the scoring process ended with {code}" if code else 0)
         ended = {"timeout": limit} if code == -signal.SIGPROF else {"error": signal.strsignal(-code) or str(code)}
+        ended["seconds"] = used
         print(json.dumps(ended), file=answers, flush=True)
     _confine(opens_nothing)
+    signal.signal(signal.SIGVTALRM, _yield_processor)
     while line := sys.stdin.readline():
-        asked = json.loads(line)
+        began, asked = time.process_time(), json.loads(line)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LONG_SECONDS)
         signal.setitimer(
             signal.ITIMER_PROF, asked["limit"] or limit
         )  # no handler: the signal ends this process at once
@@ -214,9 +222,22 @@ def serve(
         except BaseException as error:  # includes a library's exit()
             answer = {"error": short(" ".join(f"{type(error).__name__}: {error}".split()))}
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        answer["seconds"] = time.process_time() - began
         print(json.dumps(answer), file=answers, flush=True)
-        if one_question:
+        if one_question or answer["seconds"] > LONG_SECONDS:
             os._exit(NEXT_FORK)
+
+
+def _ended(forked: int) -> tuple[int, float]:
+    """The status with which the process ended, and its processor time."""
+    _, status, usage = os.wait4(forked, 0)
+    return status, usage.ru_utime + usage.ru_stime
+
+
+def _yield_processor(*_: object) -> None:
+    """Handler: what this process computes takes long, so it yields to everybody else's work."""
+    os.nice(LOWEST_PRIORITY)
 
 
 @contextlib.contextmanager

@@ -283,7 +283,7 @@ async def delete_upload(service: Service, owner: Owner, upload: str) -> None:
 @routes.get("/models", tags=["models"])
 async def models(service: Service, owner: Owner) -> Sequence[BaseModelView]:
     """Base models: loaded (a worker has it), known (can be prepared), or refused with the reason."""
-    return service.controller.queries.models()
+    return await service.controller.queries.models()
 
 
 @routes.get("/health", tags=["service"])
