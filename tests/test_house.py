@@ -28,7 +28,7 @@ MAX_FILE = 500
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "bounds": set(),
-    "turns": set(),
+    "turns": {"children"},
     "clock": set(),
     "children": set(),
     "lines": set(),

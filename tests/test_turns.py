@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from rookery.children import add_child_seconds
 from rookery.turns import TENANT, TenantThreads, metered
 
 
@@ -118,3 +119,14 @@ async def test_a_metered_coroutine_is_cancelled_and_cleans_up() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == ["cleaned"]
+
+
+async def test_the_time_of_a_process_that_a_call_waited_for_is_its_tenants() -> None:
+    spent: list[float] = []
+    threads = TenantThreads(2, "test", lambda tenant, seconds: spent.append(seconds))
+    try:
+        await threads(add_child_seconds, 7.0)
+        await threads(lambda: None)
+    finally:
+        threads.close()
+    assert 7.0 <= spent[0] < 7.5 and spent[1] < 0.5

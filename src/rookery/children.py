@@ -1,4 +1,4 @@
-"""Child processes in Python: the command that starts one, and its end with its parent."""
+"""Child processes in Python: the command that starts one, their processor time, their end with the parent."""
 
 from __future__ import annotations
 
@@ -21,6 +21,20 @@ def lower_priority(niceness: int) -> None:
     os.nice(niceness)
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
         group.write(str(niceness))
+
+
+_waited_for = threading.local()
+
+
+def add_child_seconds(seconds: float) -> None:
+    """A child process took so much processor time for what this thread waits for."""
+    _waited_for.seconds = getattr(_waited_for, "seconds", 0.0) + seconds
+
+
+def take_child_seconds() -> float:
+    """The seconds that were added in this thread since the last call."""
+    seconds, _waited_for.seconds = getattr(_waited_for, "seconds", 0.0), 0.0
+    return seconds
 
 
 def die_with_parent(end: Callable[[], None]) -> None:

@@ -4,14 +4,12 @@
   the job that runs. It is empty for the service's own work. Tasks inherit it.
 * :class:`TenantThreads` runs blocking calls, one at a time for each tenant, and the tenants take turns. A tenant with
   a thousand slow calls delays another one by a single call, and the service's own calls by none.
-* :func:`spent_elsewhere` adds the processor time of a child process that such a call waited for.
 * :func:`metered` measures the processor time that a coroutine takes of the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import types
 from collections import deque
@@ -23,18 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from rookery.children import take_child_seconds
+
 T = TypeVar("T")
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """The id of the tenant whose work this is; empty for the service's own."""
-
-
-_elsewhere = threading.local()
-
-
-def spent_elsewhere(seconds: float) -> None:
-    """Another process took so much processor time for the call that runs in this thread."""
-    _elsewhere.seconds = getattr(_elsewhere, "seconds", 0.0) + seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +82,12 @@ class TenantThreads:
 
     def _run(self, tenant: str, call: _ThreadCall) -> None:
         began, result, error = time.thread_time(), None, None
-        _elsewhere.seconds = 0.0
+        take_child_seconds()
         try:
             result = call.run()
         except BaseException as raised:  # the caller handles it, not this thread
             error = raised
-        seconds = time.thread_time() - began + _elsewhere.seconds
+        seconds = time.thread_time() - began + take_child_seconds()
         with suppress(RuntimeError):  # the loop is closed: nobody waits for it
             call.loop.call_soon_threadsafe(self._end, tenant, call, result, error, seconds)
 

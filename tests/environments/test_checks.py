@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rookery.children import take_child_seconds
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.jsonl import Jsonl, JsonlOptions
@@ -45,12 +46,14 @@ HOSTILE = {
 def test_hostile_pattern_is_checked_within_the_limits(checks: EnvironmentChecks, name: str) -> None:
     """Refused in one line, or compiled with little; this process takes no part in it."""
     before, began = psutil.Process().memory_info().rss, time.process_time()
+    take_child_seconds()
     try:
         checks.validate("jsonl", regex(HOSTILE[name]))
     except UserError as refused:
         assert len(str(refused)) < 300 and "\n" not in str(refused)
         assert "pattern" in str(refused)
     assert psutil.Process().memory_info().rss - before < 50 << 20 and time.process_time() - began < 1
+    assert 0 < take_child_seconds() < 4, "the processes' time is known to the caller, who charges it"
 
 
 def test_patterns_of_people_compile_within_the_limits(checks: EnvironmentChecks) -> None:

@@ -47,6 +47,11 @@ from rookery.worker.transfer.peers import listen
 
 log = logging.getLogger("rookery.worker")
 
+SWITCH_SECONDS = 0.001
+"""The I/O thread waits so long at most for the compute thread to let go of Python's lock. At Python's own five
+milliseconds, the upload of a small version, which takes the lock some forty times, waited 0.2 s beside a busy compute
+thread."""
+
 FAILED = 1
 """Exit code: a fault after which a restart may succeed."""
 
@@ -149,6 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.die_with_parent:
         die_with_parent(lambda: os._exit(FAILED))  # no process is left to send output to
+    sys.setswitchinterval(SWITCH_SECONDS)
     settings: Settings | None = None
     try:
         settings = Settings.load(

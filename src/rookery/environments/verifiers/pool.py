@@ -33,11 +33,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rookery.children import interpreter
+from rookery.children import add_child_seconds, interpreter
 from rookery.environments.verifiers.expressions import reply_latex, significant_digits
 from rookery.environments.warm_processes import WarmProcesses
 from rookery.errors import short
-from rookery.turns import spent_elsewhere
 
 LIMIT_SECONDS = 5.0
 """Processor time for one score: honest ones take milliseconds, an integral with a closed form up to five seconds on a
@@ -96,7 +95,7 @@ class VerifierPool:
         with self._children.borrow() as child:
             asked = {"question": question, "limit": limit, "memory": memory}
             answer = child.ask(asked, WALL * (limit or self._limit) + WALL_SECONDS)
-        spent_elsewhere(answer["seconds"])
+        add_child_seconds(answer["seconds"])
         if "timeout" in answer:
             seconds = answer["timeout"] if limit is None else limit
             raise VerifierTimeout(f"not done within {seconds:g} s of processor time")
