@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+import pytest
 from tests.scheduling.test_plan import machine
 
 from rookery.scheduling.plan.predict import devices_of
@@ -60,3 +61,21 @@ def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves
                 assert any("train" in roles for name, roles in shown.items() if name != "a-0")
 
     run(play())
+
+
+def test_workers_of_the_plan_that_are_not_there_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = FleetSpec(machines=[machine("a")])
+    absent = planned(FleetSpec(machines=[machine("z"), machine("y")]), z_0=["rollout"], y_0=["train"])
+
+    async def play() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with planned_service(Path(folder), devices_of(fleet), [DEMAND], ["both"], 3, plan=absent) as service:
+                site, ((tenant, id),) = service.site, service.jobs
+                await site.controller.queries.wait(tenant, id)
+                assert site.controller.plan is not None
+                await site.controller.plan.review()
+                await site.controller.plan.review()
+
+    run(play())
+    (line,) = [record.message for record in caplog.records if "not there" in record.message]
+    assert "z-0, y-0" in line and "\n" not in line

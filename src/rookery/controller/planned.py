@@ -26,6 +26,10 @@ SETTLE_SECONDS = 5.0
 """Between a worker's coming or leaving and the next plan: machines tend to come and leave together."""
 
 
+NAMES_SHOWN = 8
+"""Missing workers that a line names."""
+
+
 class PlanFollower:
     def __init__(self, plan: Plan, fleet: Fleet, clock: Clock, threads: Writer, steps_left: Callable[[], int]) -> None:
         """``steps_left()``: the most optimizer steps that a running job has still to do."""
@@ -38,6 +42,8 @@ class PlanFollower:
         self._planned = {worker.name: _role(frozenset(worker.roles)) for worker in plan.workers}
         self._roles: dict[str, Role] = {name: self._planned.get(name, "off") for name in self._devices}
         self._changed = Signal()
+        self._missing: list[str] = []
+        """Workers of the plan that were not there at the last review."""
         self.moves = 0
         """Roles that were changed since the start."""
 
@@ -65,6 +71,13 @@ class PlanFollower:
         there = [worker for worker in self._fleet.all() if worker.state not in ("draining", "gone")]
         workers = {worker.name: worker for worker in there if worker.name in self._devices}
         names = [name for name in self._devices if name in workers]
+        missing = [name for name in self._planned if name not in workers]
+        if missing and missing != self._missing:
+            log.warning(
+                "the plan names workers that are not there: %s; start workers of these names, or plan again",
+                short_list(missing),
+            )
+        self._missing = missing
         if not names:
             return
         if self._planned.keys() <= workers.keys():
@@ -87,6 +100,12 @@ class PlanFollower:
             self._roles[name] = role
             if (worker := self._fleet.get(name)) is not None:
                 self._fleet.set_roles(worker, frozenset(PLAYS[role]))
+
+
+def short_list(names: list[str]) -> str:
+    """The first of the names, and how many more there are."""
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _role(roles: frozenset[str]) -> Role:
