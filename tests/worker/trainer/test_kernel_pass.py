@@ -124,6 +124,26 @@ def test_logprobs_of_training_are_those_of_sampling(tmp_path: Path, family: str)
             break
 
 
+@pytest.mark.skipif(torch.bfloat16 != COMPUTED, reason="float32 products depend on the number of threads")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_thread_and_two_compute_the_same_bits(tmp_path: Path, family: str) -> None:
+    decoder, threads = small(family), torch.get_num_threads()
+    made = adapters(decoder, 0.1)
+    folders, found = written(made, tmp_path), []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            groups = sample(decoder, made, 20)
+            found.append((groups, *train(decoder, groups, folders)[:2]))
+    finally:
+        torch.set_num_threads(threads)
+    one, two = found
+    assert repr(one[0]) == repr(two[0])
+    for policy in made:
+        assert torch.equal(one[1][policy], two[1][policy])
+        assert torch.equal(one[2][policy], two[2][policy])
+
+
 @pytest.mark.parametrize("family", ["llama biased", "mistral window", "qwen3", "smollm3"])
 def test_gradient_is_that_of_the_plain_pass(tmp_path: Path, family: str) -> None:
     decoder = small(family, torch.float32)

@@ -117,7 +117,8 @@ class Decoder:
         self._frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
         # A GPU's recorded steps know the table by its address, and asking for the last position would wait for it.
         first = config.context if self.device.type == "cuda" else min(_FIRST_TABLE, config.context)
-        self._cos, self._sin = self._rotations(first)
+        self._tables = self._rotations(first)
+        """Cosines and sines of the first positions. One assignment replaces both: two threads may compute."""
 
     @classmethod
     def load(
@@ -201,14 +202,15 @@ class Decoder:
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [tokens, 1, head_dim]; the sine's first half is negated, so that rotating is
         x·cos + roll(x)·sin (RoFormer, arXiv:2104.09864, in the half-split layout of the published checkpoints)."""
-        if len(self._cos) < self.config.context:
+        cos, sin = self._tables
+        if len(cos) < self.config.context:
             needed = int(positions.max()) + 1
-            size = len(self._cos)
+            size = len(cos)
             while size < needed:
                 size *= 2
-            if size > len(self._cos):
-                self._cos, self._sin = self._rotations(size)
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+            if size > len(cos):
+                cos, sin = self._tables = self._rotations(size)
+        return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
 
     def _rotations(self, size: int) -> tuple[Tensor, Tensor]:
         # The angle is rounded to float32 as in the published code; its functions are taken in float64, where a

@@ -26,6 +26,11 @@ class PolicyRows:
     policy: PolicyState
 
 
+SUMMED_ROWS = 1024
+"""Rows that a weight's gradient sums in one product. In bfloat16 the sums of up to so many are the same bits by one to
+eight threads; of 2,048 oneDNN gives each thread a part, so that the sum depends on their number."""
+
+
 class _AddLora(torch.autograd.Function):
     """y + B A x, in place, at the projection ``key`` (layer, site). ``anchor`` is any tensor that requires a gradient:
     the first layer's x does not. ``y`` may be a view, so it is the first input, where autograd looks for the view that
@@ -59,11 +64,14 @@ def add_gradients(site: LoraSite, scale: float, x: Tensor, h: Tensor, d_y: Tenso
     """Adds the gradients of one policy's rows of y = B h with h = A x: by its weights to its vectors, and by x to
     ``d_x``. ``scale`` is its adapter's."""
     d_h = torch.empty_like(h)
+    pieces = [slice(begin, begin + SUMMED_ROWS) for begin in range(0, len(x), SUMMED_ROWS)]
     for part in site.parts:
         d_part = d_y[:, part.outputs]
         torch.mm(d_part, part.b, out=d_h[:, part.ranks])
-        part.d_b.add_(d_part.t() @ h[:, part.ranks], alpha=scale)
-    site.d_a.add_(d_h.t() @ x)
+        for rows in pieces:
+            part.d_b.add_(d_part[rows].t() @ h[rows, part.ranks], alpha=scale)
+    for rows in pieces:
+        site.d_a.add_(d_h[rows].t() @ x[rows])
     if d_x is not None:
         d_x.addmm_(d_h, site.a)
 

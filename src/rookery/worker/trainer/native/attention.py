@@ -208,7 +208,8 @@ class _Plans:
                     p = plan.probabilities(part_q.to(wide), part_k.to(wide), part, start, window)
                     sum_v.add(p.to(q.dtype).transpose(1, 2), d_part)
                     d_p = torch.bmm(d_part, values[part, :seen].transpose(1, 2)).to(wide)
-                    d_s = torch.ops.aten._softmax_backward_data(d_p, p, -1, wide).to(q.dtype)
+                    # PyTorch's backward pass of a softmax adds a row up in an order that depends on the threads.
+                    d_s = d_p.sub_(torch.linalg.vecdot(d_p, p).unsqueeze(-1)).mul_(p).to(q.dtype)
                     _product(d_queries[part, rows], d_s, part_k)
                     sum_k.add(d_s.transpose(1, 2), part_q)
                 sum_k.finish()
