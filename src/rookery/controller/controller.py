@@ -333,6 +333,10 @@ class Controller:
                 rooms.weights.on_cached(worker, message)
             case protocol.AdaptersEvicted():
                 rooms.weights.on_evicted(worker, message)
+            case protocol.VersionStaged():
+                rooms.training.on_staged(worker, message)
+            case protocol.HandedOver():
+                rooms.weights.on_handed_over(worker, message)
             case protocol.SourcesRequest():
                 rooms.weights.on_sources_request(worker, message)
             case protocol.PullFailed():

@@ -67,6 +67,8 @@ from rookery.protocol.worker import (
     ForwardBackward,
     FromWorker,
     Generate,
+    HandedOver,
+    HandOver,
     Heartbeat,
     Hello,
     InitAdapter,
@@ -83,7 +85,9 @@ from rookery.protocol.worker import (
     SwitchAdapter,
     ToWorker,
     VersionCommitted,
+    VersionStaged,
     Welcome,
+    Withdraw,
     WorkMessage,
 )
 

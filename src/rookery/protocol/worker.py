@@ -54,7 +54,12 @@ class Hello(Message, kw_only=True):
     dtype: Name
     pid: Count = 0
     host: Name = ""
+    cache: Name = ""
+    """Names its cache of artifacts: workers of one host with the same one share the files."""
     adapters: Names = msgspec.field(default_factory=list)
+    """Hashes of the adapters in its cache, which it can serve."""
+    loaded: Names = msgspec.field(default_factory=list)
+    """Hashes of those that are in its engine's memory only: it generates with them."""
     running: Names = msgspec.field(default_factory=list)
 
 
@@ -78,6 +83,21 @@ class AdaptersEvicted(EpochMessage, kw_only=True):
     """These adapters left the worker's cache to make room: it serves no new reader of them."""
 
     hashes: Names
+
+
+class VersionStaged(EpochMessage, kw_only=True):
+    """A training operation has written its version, which is not uploaded yet, to the private folder ``folder`` of the
+    worker's cache: workers that share the cache may have it (:class:`HandOver`)."""
+
+    op: Name
+    hash: Name
+    folder: Name
+
+
+class HandedOver(EpochMessage, kw_only=True):
+    """A version of :class:`HandOver` is here, and has the hash that names it."""
+
+    hash: Name
 
 
 class PullFailed(EpochMessage, kw_only=True):
@@ -279,6 +299,21 @@ class Replicate(Message, kw_only=True):
     refs: list[AdapterRef]
 
 
+class HandOver(Message, kw_only=True):
+    """Another worker of the machine made ``ref`` in the private folder ``folder`` of the cache that both share. It is
+    not committed: have it ready, and neither list nor serve it before work names it, or :class:`Replicate`. Its
+    ``version`` is not known yet, and 0."""
+
+    ref: AdapterRef
+    folder: str
+
+
+class Withdraw(Message, kw_only=True):
+    """These versions of :class:`HandOver`, or of the worker's own operations, are not committed: delete them."""
+
+    hashes: list[str]
+
+
 class Sources(Message, kw_only=True):
     """Answer to :class:`SourcesRequest`; ``sources`` as in :class:`AdapterRef`."""
 
@@ -386,7 +421,9 @@ class InitAdapter(Message, kw_only=True):
     source: AdapterRef | None = None
 
 
-WorkMessage = AdaptersCached | AdaptersEvicted | PullFailed | Output | SourcesRequest | OperationDone
+WorkMessage = (
+    AdaptersCached | AdaptersEvicted | VersionStaged | HandedOver | PullFailed | Output | SourcesRequest | OperationDone
+)
 """About a worker's work, not about the worker itself."""
 FromWorker = Hello | Ready | Heartbeat | Draining | WorkMessage
 ToWorker = (
@@ -396,6 +433,8 @@ ToWorker = (
     | Abort
     | SwitchAdapter
     | Replicate
+    | HandOver
+    | Withdraw
     | Sources
     | Retain
     | ForwardBackward

@@ -24,13 +24,14 @@ import time
 import uuid
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import psutil
 
 from rookery import protocol
-from rookery.aio import wait_event
+from rookery.aio import BackgroundTasks, wait_event
 from rookery.bounds import ERROR
 from rookery.errors import RookeryError
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
@@ -155,7 +156,8 @@ class ServiceConnection:
             ca_file=settings.trusted,
         )
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
-        self._training = TrainingOps(compute, self._transfers, self._send_result)
+        self._training = TrainingOps(compute, self._transfers, self._send_result, self._hand_over)
+        self._receiving = BackgroundTasks()
 
     def on_loaded(self, core: WorkerCore, model_hash: str) -> None:
         """The base model is loaded."""
@@ -185,6 +187,8 @@ class ServiceConnection:
                 await self._channel.close("drained")
 
     async def close(self) -> None:
+        await self._receiving.cancel()
+        self._transfers.withdraw_all()
         await self._transfers.close()
         if self._peer_server is not None:
             await self._peer_server.stop()
@@ -232,6 +236,8 @@ class ServiceConnection:
             self._disconnected = time.monotonic()
             self._generation.on_disconnect(self._disconnected)
             self._training.on_disconnect()
+            await self._receiving.cancel()
+            self._withdraw(self._transfers.withdraw_all())
 
     async def housekeeping(self) -> None:
         """Delete requests and training states that no controller has claimed within the rejoin period."""
@@ -259,6 +265,11 @@ class ServiceConnection:
                 self._cache_events.report_again(ref.hash for ref in message.refs)
                 for ref in message.refs:
                     self._transfers.replicate(ref)
+            case protocol.HandOver():
+                self._receiving.start(self._receive(message))
+            case protocol.Withdraw():
+                self._transfers.withdraw(message.hashes)
+                self._withdraw(message.hashes)
             case protocol.Retain():
                 self._transfers.retain(message.hashes)
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
@@ -277,12 +288,41 @@ class ServiceConnection:
         if message.policy:
             self._training.evict(message.policy, offload=message.offload)
 
+    def _withdraw(self, digests: list[str]) -> None:
+        if digests:
+            self._compute.call(lambda core: core.withdraw(*digests), touches="engine")
+
+    async def _receive(self, message: protocol.HandOver) -> None:
+        """Have another worker's version ready before it is committed; if that fails, it is pulled after that."""
+        ref = message.ref
+        try:
+            folder = await self._transfers.receive_handed(ref.hash, message.folder)
+        except (TransferFailed, OSError) as error:
+            log.info("a version of %s was not handed over: %s", ref.policy, error)
+        else:
+            self._prepare(ref, folder)
+
+    async def _hand_over(self, op: str, ref: protocol.AdapterRef, folder: Path) -> None:
+        """A version that this worker's trainer has made, and not uploaded yet."""
+        if (channel := self._channel) is None:
+            return
+        with contextlib.suppress(ConnectionClosed):
+            await channel.send(protocol.VersionStaged(epoch=channel.epoch, op=op, hash=ref.hash, folder=folder.name))
+        if "rollout" in self._options.roles:
+            self._prepare(ref, folder)
+
+    def _prepare(self, ref: protocol.AdapterRef, folder: Path) -> None:
+        """Load the version ahead. If that fails, its first request loads it."""
+        loading = asyncio.wrap_future(self._compute.call(lambda core: core.prepare(ref, folder), touches="engine"))
+        loading.add_done_callback(lambda done: done.cancelled() or done.exception())
+
     # --- outgoing ---------------------------------------------------------------------------------------------------
 
     def _hello(self) -> protocol.Hello:
         core = self._core
         self._ready_announced = core is not None
-        adapters = sorted({*self._compute.status.adapters, *self._transfers.cached()})
+        adapters = sorted(self._transfers.cached())
+        loaded = sorted(self._compute.status.adapters.difference(adapters))
         self._cache_events.reset(adapters)
         return protocol.Hello(
             protocol=protocol.PROTOCOL,
@@ -304,7 +344,9 @@ class ServiceConnection:
             dtype=core.dtype if core is not None else "",
             pid=os.getpid(),
             host=socket.gethostname(),
+            cache=self._transfers.cache_identity,
             adapters=adapters,
+            loaded=loaded,
             running=self._generation.running(),
         )
 

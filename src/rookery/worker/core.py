@@ -23,7 +23,7 @@ from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
 from rookery.worker.engine.native.runner import Runner, best_runner
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
-from rookery.worker.memory import MemoryBudget, MemoryUse
+from rookery.worker.memory import MemoryBudget, MemoryUse, NoRoom
 from rookery.worker.model.base import ResidentModel
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.canary import canary_tokens
@@ -95,6 +95,21 @@ class WorkerCore:
             return False
         self.engine.switch_adapter(request, ref, recompute=recompute)
         return True
+
+    def prepare(self, ref: protocol.AdapterRef, folder: Path) -> None:
+        """``ref`` is about to be committed: have its weights in memory, if there is room. Its requests load it
+        otherwise. ``folder`` is a private one, which an engine that keeps paths cannot use."""
+        if self.engine_name not in ("native", "transformers"):
+            return
+        try:
+            self.engine.add_adapter(ref, folder)
+        except (NoRoom, UserError) as error:
+            log.info("version %s of %s is not loaded ahead: %s", ref.hash[:12], ref.policy, error)
+
+    def withdraw(self, *digests: str) -> None:
+        """These versions of :meth:`prepare` are not committed."""
+        for digest in digests:
+            self.engine.evict_adapter(digest)
 
     def discard(self, *digests: str) -> None:
         """Nothing will name these versions again: evict their adapters and their offloaded training states."""

@@ -6,7 +6,8 @@ Promises:
   for each other.
 * An operation whose parent is not held loads the parent by its hash if it is the first one on that, else it is
   ``stale``. Every other question about the state that an operation names is the trainer's.
-* A commit is uploaded while computation continues.
+* A commit is uploaded while computation continues. Before that, its version is handed over to this worker's engine and
+  to other workers of the machine (:mod:`rookery.worker.transfer.handed`).
 * Where training states fill their share of the memory, operations that need another one wait in order of arrival.
 * An operation that fails is answered with one line; it affects no other policy and never ends the process. If the cause
   is this worker's own (its disk or memory is full), the answer is ``lost``: another worker may succeed.
@@ -58,6 +59,12 @@ class SendResult(Protocol):
     ) -> Awaitable[None]: ...
 
 
+class HandOverVersion(Protocol):
+    """Has a version, which is in a private folder of the cache and not committed yet, ready where it will be used."""
+
+    def __call__(self, op: str, ref: protocol.AdapterRef, folder: Path) -> Awaitable[None]: ...
+
+
 class StaleState(Exception):
     """The state that the operation names is not held here."""
 
@@ -74,10 +81,13 @@ class RunningOperation:
 class TrainingOps:
     """Belongs to the I/O thread."""
 
-    def __init__(self, compute: Compute, transfers: TransferClient, send_result: SendResult) -> None:
+    def __init__(
+        self, compute: Compute, transfers: TransferClient, send_result: SendResult, hand_over: HandOverVersion
+    ) -> None:
         self._compute = compute
         self._transfers = transfers
         self._send_result = send_result
+        self._hand_over = hand_over
         self._room = MemoryQueue()
         self._turns: dict[str, asyncio.Lock] = {}
         """By policy, held by the operation that is next to reach the trainer; its waiters are served in order of
@@ -99,6 +109,7 @@ class TrainingOps:
         running.task.add_done_callback(finished)
 
     def mark_committed(self, commit: protocol.VersionCommitted) -> None:
+        self._transfers.adopt(commit.ref)
         mark = lambda core: core.trainer.mark_committed(commit.policy, commit.lease, commit.ref)  # noqa: E731
         self._compute.call(mark, touches="queue")
 
@@ -175,7 +186,7 @@ class TrainingOps:
                 export = await self._room.retry(
                     lambda: self._call(lambda core: core.trainer.initial_version(op, folder))
                 )
-        await self._commit(op.op, op.commit, export, {})
+        await self._commit(op, export, {})
 
     async def _train(self, op: TrainerOperation) -> None:
         async with contextlib.AsyncExitStack() as pulled:
@@ -194,7 +205,7 @@ class TrainingOps:
         if done.error:
             self._on_failed(op, done.error)
         if done.export is not None:
-            await self._commit(op.op, op.commit, done.export, done.metrics)
+            await self._commit(op, done.export, done.metrics)
         else:
             await self._send_result(
                 op.op, error=done.error, category=done.category, metrics=done.metrics, logprobs=done.logprobs
@@ -246,9 +257,17 @@ class TrainingOps:
         await asyncio.shield(self._call_soon(enqueue))  # its cancellation is passed on to the trainer
         return result
 
-    async def _commit(self, op: str, ticket: str, export: Export, metrics: dict[str, float]) -> None:
-        manifest = await self._transfers.upload(ticket, export.write)
-        await self._send_result(op, metrics=metrics, manifest=manifest)
+    async def _commit(self, op: AnyOperation, export: Export, metrics: dict[str, float]) -> None:
+        async def staged(digest: str, folder: Path) -> None:
+            like = op if isinstance(op, protocol.InitAdapter) else op.parent
+            ref = protocol.AdapterRef(policy=op.policy, version=0, hash=digest, rank=like.rank, alpha=like.alpha)
+            await self._hand_over(op.op, ref, folder)
+
+        if isinstance(op, protocol.ForwardBackward):  # a gradient, which other trainers read
+            manifest = await self._transfers.upload(op.commit, export.write)
+        else:
+            manifest = await self._transfers.upload(op.commit, export.write, staged)
+        await self._send_result(op.op, metrics=metrics, manifest=manifest)
 
     def _on_failed(self, op: AnyOperation, error: str, *, traceback: bool = False) -> None:
         self.failed += 1

@@ -214,7 +214,7 @@ class Fleet:
             since=now,
             last_progress=now,
             active_requests=set(hello.running),
-            cached=set(hello.adapters),
+            cached={*hello.adapters, *hello.loaded},
             reads=reads,
         )
         self.emit(WorkerJoined(self._clock.time(), worker))

@@ -162,6 +162,8 @@ class TrainingDispatcher:
         """By worker and operation, those without an answer."""
         self._sent: dict[str, tuple[float, Worker, Operation]] = {}
         """The same by operation: when it was sent (monotonic seconds), where to, and the operation."""
+        self._staged: dict[str, str] = {}
+        """By operation without an answer: the hash of the version that its worker has written."""
         self._assigned: dict[str, Worker] = {}
         """Which worker trains a policy."""
         self._offloaded: dict[str, Worker] = {}
@@ -364,10 +366,14 @@ class TrainingDispatcher:
             if done.manifest is None or manifest.hash != done.manifest.hash:
                 raise _RetryElsewhere(f"worker {worker.name} uploaded other bytes than it reported")
         except BaseException as error:
+            if (staged := self._staged.get(message.op)) is not None:
+                self._references.withdraw(staged)
             full = await self._transfer(self._abandon, upload)  # it is carried out, whatever ends this wait
             if full is not None and isinstance(error, TrainingFailed | _RetryElsewhere):
                 raise full from None  # no fault of the worker's
             raise
+        finally:
+            self._staged.pop(message.op, None)
         return msgspec.structs.replace(done, manifest=manifest)
 
     async def export_gradient(self, worker: Worker, message: protocol.ForwardBackward) -> protocol.OperationDone | None:
@@ -393,6 +399,7 @@ class TrainingDispatcher:
         try:
             yield
         except BaseException:  # the commit may have succeeded all the same: drop() finds out
+            self._references.withdraw(digest)
             await self._transfer(self._collector.drop, policy, digest)
             raise
         self._collector.named(digest)
@@ -420,6 +427,18 @@ class TrainingDispatcher:
         return upload.staging.full
 
     # --- events -------------------------------------------------------------------------------------------------------
+
+    def on_staged(self, worker: Worker, message: protocol.VersionStaged) -> None:
+        """An operation has written its version, and uploads it now."""
+        _, sender, operation = self._sent.get(message.op, (0.0, None, None))
+        if sender is not worker or not isinstance(operation, protocol.OptimStep | protocol.InitAdapter):
+            return
+        like = operation if isinstance(operation, protocol.InitAdapter) else operation.parent
+        self._staged[message.op] = message.hash
+        ref = protocol.AdapterRef(
+            policy=operation.policy, version=0, hash=message.hash, rank=like.rank, alpha=like.alpha
+        )
+        self._references.hand_over(worker, ref, message.folder)
 
     def on_done(self, worker: Worker, message: protocol.OperationDone) -> None:
         counted = [message.metrics.get(name, 0.0) for name in ("tokens", "seconds")]

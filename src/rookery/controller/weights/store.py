@@ -3,6 +3,8 @@
 The service keeps references, workers the bytes. The table is soft: workers bring it when they register, and report what
 arrives and leaves. Decisions are those of :mod:`rookery.scheduling.replication`; this room carries them out.
 
+* :meth:`WeightStore.hand_over`: a trainer has written a version that is not committed. Workers of its machine take it
+  over (:mod:`rookery.controller.weights.handed`); they have it when the commit lands, and pull nothing.
 * :meth:`WeightStore.publish`: a version is durable and in use, so all rollout workers of its model receive it.
 * :meth:`WeightStore.replicate`: workers receive versions, few at a time each, in order of their orders. A newer version
   of a policy replaces an older one whose transfer has not begun. A worker that receives is a source at once.
@@ -31,6 +33,7 @@ from rookery.clock import Clock
 from rookery.controller.fleet.events import AdapterLoaded, AdapterPullFailed
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import CONNECTED, AdapterOrder, Worker
+from rookery.controller.weights.handed import HandedVersions
 from rookery.errors import CorruptArtifact, NotFound, Unavailable
 from rookery.scheduling.replication import (
     ELSEWHERE,
@@ -122,13 +125,15 @@ class WeightStore:
         self.failed_pulls = 0
         """Pulls of artifacts that a worker reported as failed."""
         self.routed: Counter[str] = Counter()
-        """Transfers by where they read from: ``machine``, ``site``, ``elsewhere`` or ``service``."""
+        """Transfers by where they read from: ``machine``, ``site``, ``elsewhere`` or ``service``; ``handed``: none was
+        needed."""
         self._fleet = fleet
         self._artifacts = artifacts
         self._writer = writer
         self._clock = clock
         self._site = site
         self._table: dict[str, ArtifactReferences] = {}
+        self._handed = HandedVersions()
         self._newest: dict[str, list[tuple[int, str]]] = {}
         """By policy, that which published last at the end: (version, hash) of its newest versions, oldest first."""
         self._retained: set[str] = set()
@@ -144,10 +149,38 @@ class WeightStore:
     async def close(self) -> None:
         await self._checks.cancel()
 
+    # --- versions that are not committed yet --------------------------------------------------------------------------
+
+    def hand_over(self, trainer: Worker, ref: protocol.AdapterRef, folder: str) -> None:
+        """``trainer`` has written ``ref``, whose number is not known yet, to a private folder of its cache, and uploads
+        it now."""
+        model = trainer.hello.model
+        self._handed.begin(trainer, ref, folder, self._fleet.serving("rollout", model))
+
+    def on_handed_over(self, worker: Worker, message: protocol.HandedOver) -> None:
+        self._handed.received(worker, message.hash)
+
+    def withdraw(self, digest: str) -> None:
+        """An artifact of :meth:`hand_over` is not committed."""
+        self._handed.withdraw(digest)
+
+    def _settle(self, ref: protocol.AdapterRef) -> None:
+        """Work names ``ref``, so it is committed: whoever was handed it has it."""
+        for worker in self._handed.commit(ref):
+            worker.authorized.add(ref.hash)
+            worker.cached.add(ref.hash)
+            worker.post(protocol.Replicate(refs=[ref]))
+            self._references(ref)
+            self._hold(worker, [ref.hash])
+            self._on_held(worker, ref.hash)
+            _supersede(worker, ref, set(worker.orders))
+            self.routed["handed"] += 1
+
     # --- publish, replicate, unpublish, retain ------------------------------------------------------------------------
 
     def publish(self, model: str, ref: protocol.AdapterRef) -> None:
         """``ref`` is durable: rollout workers of ``model`` receive it. Returns at once."""
+        self._settle(ref)
         self.retain(ref)
         receivers = [worker for worker in self._fleet.serving("rollout", model) if ref.hash not in worker.cached]
         self.replicate([ref], receivers)
@@ -167,6 +200,7 @@ class WeightStore:
     def unpublish(self, hashes: Collection[str]) -> None:
         """No work will name these artifacts again: workers serve no new reader of them and delete them."""
         for digest in hashes:
+            self._handed.withdraw(digest)
             self._table.pop(digest, None)
             self._quickest.pop(digest, None)
         self._retained.difference_update(hashes)
@@ -222,7 +256,7 @@ class WeightStore:
         for ref in in_use:
             self._references(ref)
             self.retain(ref)
-        self._hold(worker, worker.cached)
+        self._hold(worker, worker.cached.difference(worker.hello.loaded))
         if "rollout" in worker.roles:
             missing = [ref for ref in in_use if ref.hash not in worker.cached]
             if missing:
@@ -231,6 +265,7 @@ class WeightStore:
 
     def on_worker_lost(self, worker: Worker) -> None:
         """It is not named as a source any more; who reads from it goes on while it answers, and asks for another."""
+        self._handed.lost(worker)
         if self._serving.get(worker.hello.address) is worker:
             del self._serving[worker.hello.address]
         for digest in worker.cached | worker.receiving:
@@ -249,16 +284,20 @@ class WeightStore:
         worker.cached.update(message.hashes)
         self._hold(worker, message.hashes)
         for digest in message.hashes:
-            order = worker.orders.pop(digest, None)
-            worker.lagging.discard(digest)
-            if order is not None:
-                seconds = self._clock.monotonic() - order.since
-                quickest = self._quickest.setdefault(digest, seconds)
-                worker.slow = seconds > SLOW_FACTOR * quickest + SLOW_SECONDS
-                _supersede(worker, order.ref, set(worker.orders))
-                self._fleet.emit(AdapterLoaded(self._clock.time(), worker, order.ref, seconds))
+            self._on_held(worker, digest)
         self._begin([worker])
         self._fleet.refresh(worker)
+
+    def _on_held(self, worker: Worker, digest: str) -> None:
+        """An artifact is there, which perhaps an order named."""
+        order = worker.orders.pop(digest, None)
+        worker.lagging.discard(digest)
+        if order is not None:
+            seconds = self._clock.monotonic() - order.since
+            quickest = self._quickest.setdefault(digest, seconds)
+            worker.slow = seconds > SLOW_FACTOR * quickest + SLOW_SECONDS
+            _supersede(worker, order.ref, set(worker.orders))
+            self._fleet.emit(AdapterLoaded(self._clock.time(), worker, order.ref, seconds))
 
     def on_evicted(self, worker: Worker, message: protocol.AdaptersEvicted) -> None:
         worker.cached.difference_update(message.hashes)

@@ -260,7 +260,7 @@ class FakeWorker:
                         self.spawn(self._report_cached(ref.hash))
                     else:
                         self._pull(ref)
-            case protocol.Retain() | protocol.Sources():
+            case protocol.Retain() | protocol.Sources() | protocol.Withdraw():
                 pass
             case protocol.EvictArtifacts():
                 self._evict(message)

@@ -6,7 +6,8 @@ Promises:
 * Bytes on disk are hashed again before this process first uses them.
 * The cache stays below its limit: the least recently used folders are evicted first, retained ones after all others,
   pinned ones never. Eviction creates no file, so it works on a full disk.
-* Half-written files of a process that has died are deleted by the next one.
+* Half-written and private files of a process that has died are deleted by the next one that begins, or looks
+  (:meth:`AdapterCache.delete_private_leftovers`).
 * The folder is readable by its owner only, because it holds the adapters of all tenants. A folder that an earlier
   release created with wider permissions is corrected.
 """
@@ -59,6 +60,8 @@ class AdapterCache:
         self._capacity_bytes = capacity_bytes
         self._verified: set[Path] = set()
         self._pins: Counter[str] = Counter()
+        self._discarded: set[str] = set()
+        """Pinned artifacts that are deleted when their last pin ends."""
         self.retained: frozenset[str] = frozenset()
         """Hashes of artifacts of which this is the last reserved holder."""
         root.mkdir(0o700, parents=True, exist_ok=True)
@@ -70,7 +73,19 @@ class AdapterCache:
                     f"the adapter cache {root} is open to other users and belongs to another one; "
                     "set ROOKERY_CACHE to a folder of your own"
                 ) from None
-        _delete_leftovers(root)
+        for part in root.glob("*/*.part"):
+            if not psutil.pid_exists(int(part.name.split(".")[-2])):
+                part.unlink(missing_ok=True)
+        self.delete_private_leftovers()
+        place = root.stat()
+        self.identity = f"{place.st_dev:x}.{place.st_ino:x}"
+        """Equal in all processes of this machine that share the cache, in containers too."""
+
+    def delete_private_leftovers(self) -> None:
+        """Delete the private folders of dead processes."""
+        for private in self._root.glob(".*.*"):
+            if not psutil.pid_exists(int(private.name.split(".")[1])):
+                shutil.rmtree(private, ignore_errors=True)
 
     def folder(self, digest: str) -> Path:
         """The artifact's folder, which may not exist."""
@@ -90,6 +105,9 @@ class AdapterCache:
             self._pins[digest] -= 1
             if not self._pins[digest]:
                 del self._pins[digest]
+                if digest in self._discarded:
+                    self._discarded.remove(digest)
+                    self._delete(self._root / digest)
 
     # --- insertion --------------------------------------------------------------------------------------------------
 
@@ -122,7 +140,8 @@ class AdapterCache:
         return folder
 
     def insert_staged(self, manifest: protocol.Manifest, staging: Path) -> None:
-        """Make the files of ``staging`` that generation needs the artifact ``manifest``."""
+        """Make the files of ``staging`` that generation needs the artifact ``manifest``. Another process of the machine
+        may do the same."""
         folder = self._root / manifest.hash
         folder.mkdir(exist_ok=True)
         for shard in manifest.shards:
@@ -134,9 +153,15 @@ class AdapterCache:
     # --- eviction ---------------------------------------------------------------------------------------------------
 
     def discard(self, digest: str) -> None:
-        """Delete an artifact that nothing will name again, unless it is pinned."""
-        if not self._pins[digest]:
+        """Delete an artifact that nothing will name again, when its last pin ends."""
+        if self._pins[digest]:
+            self._discarded.add(digest)
+        else:
             self._delete(self._root / digest)
+
+    def keep(self, digest: str) -> None:
+        """Work names the artifact again."""
+        self._discarded.discard(digest)
 
     async def evict(self, *, disk_full: bool = False) -> list[str]:
         """Delete the least recently used artifacts while the cache exceeds its capacity; with ``disk_full``, all that
@@ -179,6 +204,7 @@ class CacheEvents:
         self._arrived: list[str] = []
         self._evicted: list[str] = []
         self._failed: dict[str, str] = {}
+        self._handed: list[str] = []
 
     def reset(self, reported: Iterable[str]) -> None:
         """A new connection has begun; its ``Hello`` names the hashes ``reported``."""
@@ -186,6 +212,7 @@ class CacheEvents:
         self._arrived.clear()
         self._evicted.clear()
         self._failed.clear()
+        self._handed.clear()
 
     def report_again(self, hashes: Iterable[str]) -> None:
         """Report these hashes when they arrive even if they were reported before."""
@@ -197,6 +224,11 @@ class CacheEvents:
             self._reported.add(digest)
             self._arrived.append(digest)
             self.pending.set()
+
+    def on_handed(self, digest: str) -> None:
+        """The version is here before it is committed."""
+        self._handed.append(digest)
+        self.pending.set()
 
     def on_failed(self, digest: str, error: str) -> None:
         """A pull of the artifact has failed."""
@@ -221,9 +253,11 @@ class CacheEvents:
             messages.append(protocol.AdaptersEvicted(epoch=epoch, hashes=list(self._evicted)))
         if self._arrived:
             messages.append(protocol.AdaptersCached(epoch=epoch, hashes=list(self._arrived)))
+        messages += [protocol.HandedOver(epoch=epoch, hash=digest) for digest in self._handed]
         self._arrived.clear()
         self._evicted.clear()
         self._failed.clear()
+        self._handed.clear()
         return messages
 
 
@@ -257,13 +291,3 @@ def _sizes(root: Path) -> list[tuple[Path, int, float]]:
         with suppress(FileNotFoundError):  # another worker of this machine deletes it
             found.append((folder, sum(e.stat().st_size for e in os.scandir(folder)), folder.stat().st_mtime))
     return found
-
-
-def _delete_leftovers(root: Path) -> None:
-    """Delete files and folders that dead processes left half-written."""
-    for part in root.glob("*/*.part"):
-        if not psutil.pid_exists(int(part.name.split(".")[-2])):
-            part.unlink(missing_ok=True)
-    for private in root.glob(".*.*"):
-        if not psutil.pid_exists(int(private.name.split(".")[1])):
-            shutil.rmtree(private, ignore_errors=True)

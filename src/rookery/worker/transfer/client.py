@@ -9,7 +9,10 @@ Promises:
 * An artifact comes from the workers that were named for it (:mod:`rookery.worker.transfer.peers`), then from the
   service, with retries. Wrong bytes from workers cost one fetch from the service. The trainer's state comes from the
   service only.
-* An artifact that arrives is served to other workers at once.
+* An artifact that arrives is served to other workers at once. One that is withdrawn meanwhile is deleted when it is
+  complete and no work uses it.
+* A version of this worker's trainer, or of another one of the machine, is here before it is committed, and an artifact
+  of the cache after that (:mod:`rookery.worker.transfer.handed`).
 * The result of every pull is reported in ``events``.
 * On a full disk, unused artifacts are evicted from the cache, and the transfer is tried once more.
 * Every read is signed when it is sent.
@@ -27,6 +30,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import httpx
+import msgspec
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
@@ -41,6 +45,7 @@ from rookery.worker.transfer.cache import (
     sha256,
     write_atomically,
 )
+from rookery.worker.transfer.handed import HandedFolders
 from rookery.worker.transfer.http import (
     CorruptDownload,
     RetryTransfer,
@@ -104,6 +109,7 @@ class TransferClient:
         self._published = published
         self._reads = reads
         self._cache = AdapterCache(root, capacity_bytes)
+        self._handed = HandedFolders(self._cache)
         self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._orders = BackgroundTasks()
@@ -113,6 +119,11 @@ class TransferClient:
         """Bytes of artifacts received from the service."""
         self.corrupt = 0
         """Shards and manifests that arrived, or were on disk, with a wrong hash."""
+
+    @property
+    def cache_identity(self) -> str:
+        """Equal in all workers that share this one's cache."""
+        return self._cache.identity
 
     def use(self, base: str) -> None:
         """From now on the service at the HTTP address ``base`` is asked: a standby has taken over."""
@@ -142,6 +153,8 @@ class TransferClient:
             task = asyncio.create_task(self._pull(*key))
             task.add_done_callback(lambda done: self._on_pulled(key, done))
             self._pulls[key] = task
+        self._cache.keep(ref.hash)
+        self._published.publish(ref.hash)
         with self._cache.pinned(ref.hash):
             yield await asyncio.shield(self._pulls[key])
 
@@ -165,8 +178,9 @@ class TransferClient:
         return self._cache.complete_adapters()
 
     def evict(self, digest: str) -> None:
-        """Delete an artifact that nothing will name again."""
+        """Delete an artifact that nothing will name again; one that is in use or arrives, after that."""
         self._published.unpublish(digest)
+        self._handed.withdraw([digest])
         self._peers.discard(digest)
         self._cache.discard(digest)
         self._events.on_evicted(digest)
@@ -188,10 +202,14 @@ class TransferClient:
             self._published.begin(digest)
             self.receiving[digest] = 0
             try:
+                self._handed.adopt(digest)
                 fetched = await self._with_space(lambda: self._fetch(digest, folder, state))
             finally:
                 self._published.end(digest)
                 del self.receiving[digest]
+        if self._published.withdrawn(digest):  # while it arrived
+            self._cache.discard(digest)
+            return folder
         self._events.on_arrived(digest)
         if fetched:
             log.info("pulled %s of artifact %s", ", ".join(fetched), digest[:12])
@@ -277,21 +295,64 @@ class TransferClient:
         self.corrupt += 1
         log.warning("%s", message)
 
+    # --- versions that are not committed yet --------------------------------------------------------------------------
+
+    async def receive_handed(self, digest: str, name: str) -> Path:
+        """Take the version that another worker of the machine made in the private folder ``name`` of the cache; its
+        folder. Raises :class:`TransferFailed`."""
+        self._cache.delete_private_leftovers()
+        async with self._locks.setdefault(digest, asyncio.Lock()):  # a pull waits for it
+            folder = await self._handed.receive(digest, name)
+        self._events.on_handed(digest)
+        return folder
+
+    def adopt(self, ref: protocol.AdapterRef) -> None:
+        """``ref`` is committed: if it was handed over, it is an artifact of the cache now."""
+        if ref.hash in self._handed:
+            self.replicate(ref)
+
+    def withdraw(self, digests: Iterable[str]) -> None:
+        """These versions are not committed."""
+        self._handed.withdraw(digests)
+        self._cache.delete_private_leftovers()
+
+    def withdraw_all(self) -> list[str]:
+        """No version that was handed over is committed, as far as known: their hashes."""
+        return self._handed.clear()
+
     # --- uploads ----------------------------------------------------------------------------------------------------
 
-    async def upload(self, ticket: str, write: Callable[[Path], object]) -> protocol.Manifest:
+    async def upload(
+        self,
+        ticket: str,
+        write: Callable[[Path], object],
+        staged: Callable[[str, Path], Awaitable[None]] | None = None,
+    ) -> protocol.Manifest:
         """Upload the files that ``write(folder)`` creates in an empty folder. Those that generation needs are kept in
-        the cache, so that this worker does not pull its own commit. Raises :class:`TransferFailed`."""
+        the cache, so that this worker does not pull them again: at once, or with ``staged`` when the artifact is
+        committed (:meth:`adopt`). ``staged(hash, folder)`` is called before the upload. Raises
+        :class:`TransferFailed`."""
         staging, manifest = await self._with_space(lambda: self._staged(write))
+        kept = False
         try:
+            if staged is not None:
+                await staged(manifest.hash, staging)
             for shard in manifest.shards:
                 url = f"/wire/uploads/{ticket}/{shard.name}"
                 await self._request("PUT", url, body=staging / shard.name)
-            self._cache.insert_staged(manifest, staging)
-            self._published.publish(manifest.hash)
-            self._events.on_arrived(manifest.hash)
+            if staged is not None:
+                for shard in manifest.shards:
+                    if is_state(shard.name):
+                        (staging / shard.name).unlink()
+                self._handed.keep(manifest, staging)
+                kept = True
+            else:
+                self._cache.insert_staged(manifest, staging)
+                self._published.publish(manifest.hash)
+                self._events.on_arrived(manifest.hash)
         finally:
-            await asyncio.to_thread(shutil.rmtree, staging, True)
+            if not kept:
+                await asyncio.to_thread(shutil.rmtree, staging, True)
         await self._evict()
         return manifest
 
@@ -301,10 +362,12 @@ class TransferClient:
 
         def create() -> protocol.Manifest:
             write(staging)
-            return protocol.manifest_of(
+            manifest = protocol.manifest_of(
                 protocol.Shard(name=path.name, size=path.stat().st_size, sha256=sha256(path))
                 for path in staging.iterdir()
             )
+            write_atomically(staging / MANIFEST, msgspec.json.encode(manifest))
+            return manifest
 
         try:
             return staging, await asyncio.to_thread(create)

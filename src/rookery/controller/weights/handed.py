@@ -1,0 +1,77 @@
+"""Versions that a trainer has written and that are not committed: the workers of its machine that have them already.
+
+The trainer's worker announces the files before it uploads them; workers that share its cache of artifacts take them
+over and hash them meanwhile. When the version is committed they have it, and pull nothing. Otherwise it is withdrawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rookery import protocol
+from rookery.controller.fleet.worker import CONNECTED, Worker
+
+
+@dataclass(eq=False)
+class HandedVersion:
+    digest: str
+    workers: dict[Worker, bool] = field(default_factory=dict)
+    """Those that were told of it, and whether they have it."""
+
+
+class HandedVersions:
+    def __init__(self) -> None:
+        self._versions: dict[str, HandedVersion] = {}
+        """By policy: one at a time."""
+
+    def begin(self, trainer: Worker, ref: protocol.AdapterRef, folder: str, engines: Iterable[Worker]) -> None:
+        """``trainer`` has written ``ref`` to the private ``folder`` of its cache: those of ``engines`` that share it
+        take it over. What an earlier operation of the policy wrote, and no commit named, is withdrawn."""
+        self._end(ref.policy)
+        version = self._versions[ref.policy] = HandedVersion(ref.hash, {trainer: True})
+        for worker in engines:
+            if worker is not trainer and _share(worker, trainer) and ref.hash not in worker.cached:
+                version.workers[worker] = False
+                worker.post(protocol.HandOver(ref=ref, folder=folder))
+
+    def received(self, worker: Worker, digest: str) -> None:
+        """``worker`` has it, and has checked its hash."""
+        for version in self._versions.values():
+            if version.digest == digest and worker in version.workers:
+                version.workers[worker] = True
+                return
+        if digest not in worker.orders and digest not in worker.receiving:  # it ended meanwhile
+            worker.post(protocol.Withdraw(hashes=[digest]))
+
+    def commit(self, ref: protocol.AdapterRef) -> list[Worker]:
+        """``ref`` is committed: the workers that have it, which make it an artifact of their cache."""
+        version = self._versions.get(ref.policy)
+        if version is None or version.digest != ref.hash:
+            return []
+        del self._versions[ref.policy]
+        return [worker for worker, has in version.workers.items() if has and worker.state in CONNECTED]
+
+    def withdraw(self, digest: str) -> None:
+        """No commit named it."""
+        for policy in [policy for policy, version in self._versions.items() if version.digest == digest]:
+            self._end(policy)
+
+    def lost(self, worker: Worker) -> None:
+        """Its connection has ended, and with it all that it was handed."""
+        for version in self._versions.values():
+            version.workers.pop(worker, None)
+
+    def _end(self, policy: str) -> None:
+        version = self._versions.pop(policy, None)
+        if version is None:
+            return
+        for worker in version.workers:
+            if worker.state in CONNECTED:
+                worker.post(protocol.Withdraw(hashes=[version.digest]))
+
+
+def _share(one: Worker, other: Worker) -> bool:
+    """Whether two workers run on one host, with one cache, and may read what the other has."""
+    here, there = one.hello, other.hello
+    return bool(here.cache) and (here.cache, here.host, one.reads) == (there.cache, there.host, other.reads)
