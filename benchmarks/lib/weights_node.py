@@ -1,6 +1,7 @@
 """A worker of ``benchmarks.scale.weights`` without a model: the shipped connection, transfers and peer server.
 
-SIGUSR1: serve only what is complete; SIGUSR2: serve what arrives, as shipped."""
+SIGUSR1: serve only what is complete; SIGUSR2: serve what arrives, as shipped. Real-time signals choose an ablation of
+:data:`ABLATIONS`."""
 
 from __future__ import annotations
 
@@ -15,13 +16,20 @@ from rookery.protocol.connection import Channel, stay_connected
 from rookery.worker.transfer import peers
 from rookery.worker.transfer.cache import CacheEvents
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import TransferFailed
+from rookery.worker.transfer.http import RunningHash, TransferFailed
 from rookery.worker.transfer.peers import PeerServer, listen
 from rookery.worker.transfer.published import ArrivingShard, PublishedArtifacts, Reads
 
 MODEL = "model"
+HASH_OF = RunningHash.digest
 PATIENCE = 600.0
 EXPECT_SECONDS = peers.EXPECT_SECONDS
+
+
+POLL_SECONDS, BLOCK_BYTES = peers.POLL_SECONDS, peers.BLOCK_BYTES
+
+ABLATIONS = ("as shipped", "hashed at the end", "a look each 50 ms", "blocks of 16 KiB")
+"""Of the path of a block through a receiver; the number is that of the real-time signal."""
 
 
 class Published(PublishedArtifacts):
@@ -113,11 +121,18 @@ class Node:
         self.published.whole = whole
         peers.EXPECT_SECONDS = PATIENCE if whole else EXPECT_SECONDS
 
+    def ablate(self, number: int) -> None:
+        RunningHash.digest = HASH_OF if number != 1 else lambda self, size: None  # type: ignore[method-assign]
+        peers.POLL_SECONDS = POLL_SECONDS if number != 2 else 0.05
+        peers.BLOCK_BYTES = BLOCK_BYTES if number != 3 else 16 << 10
+
     async def run(self) -> None:
         peers.MAX_RESPONSES = 64  # a star needs as many
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, self.serve_whole, True)
         loop.add_signal_handler(signal.SIGUSR2, self.serve_whole, False)
+        for number in range(len(ABLATIONS)):
+            loop.add_signal_handler(signal.SIGRTMIN + number, self.ablate, number)
         self.server.start()
         await stay_connected(
             self.given.connect, "/wire/worker", protocol.to_worker, token="token", ca_file="", hello=self.hello,

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 from benchmarks.lib.harness import ROOT, Result, command
+from benchmarks.lib.weights_node import ABLATIONS
 
 from rookery import protocol
 from rookery.scheduling.replication import MODEL_HOPS, SERVICE, Replica, plan_routes
@@ -129,6 +130,18 @@ class Bench:
         (kept / ".adapter").touch()
         return digest
 
+    def fresh(self, size: int) -> str:
+        """:meth:`store`, after the last one is deleted: few fit the memory. A new trainer has it."""
+        for root in (self.artifacts.root, self.folder / "trainer"):
+            for path in root.glob("[0-9a-f]" * 64) if root.is_dir() else ():
+                shutil.rmtree(path)
+        digest = self.store(size)
+        if "trainer" in self.processes:
+            self.kill("trainer")
+        self.node("trainer", 0)
+        self.settle({"trainer"})
+        return digest
+
     def serve(self) -> None:
         words = ["-m", "benchmarks.lib.weights_service", "--artifacts", str(self.artifacts.root), "--host"]
         self.processes["service"] = subprocess.Popen([sys.executable, *words, SERVICE_HOST], cwd=ROOT)
@@ -216,6 +229,39 @@ class Bench:
 def names(count: int, sites: int) -> list[str]:
     """Receivers, in turn at each site."""
     return [f"s{number % sites}w{number // sites}" for number in range(count)]
+
+
+def chain(result: Result, given: argparse.Namespace, folder: Path) -> None:
+    """One copy, and the chain of each number of receivers at one site in ``--chain``; the longest with each part of a
+    block's path changed."""
+    size, longest = given.mega * 1_000_000, max(given.chain)
+    bench = Bench(folder, given.rate)
+    try:
+        bench.serve()
+        receivers = names(longest, 1)
+        for name in receivers:
+            bench.node(name, 0)
+        bench.settle(set(receivers))
+        arms = [(count, arm) for count in given.chain for arm in given.arms]
+        arms = [arm for arm in arms if arm[1] == "ours" or arm[0] <= given.most_star]
+        copies = [bench.run(bench.fresh(size), names(1, 1))["seconds"] for _ in range(2)]
+        copy = min(copies)
+        title = f"{given.mega} MB over one uplink of {given.rate:g} Mbit/s, load {os.getloadavg()[0]:.0f}"
+        result.add(title, copies, "s")
+        for count, arm in arms:
+            figures = bench.run(bench.fresh(size), names(count, 1), arm, whole=arm == "tree")
+            note = f"trainer sent {figures['egress']:.2f} copies, load {os.getloadavg()[0]:.0f}"
+            what = f"{given.mega} MB to {count} receivers, {arm}"
+            result.add(what, [figures["seconds"] / copy], "x one copy", note)
+        for number, ablation in enumerate(ABLATIONS[1:] if given.ablate else [], 1):
+            digest = bench.fresh(size)
+            for name in ["trainer", *receivers]:
+                os.kill(bench.processes[name].pid, signal.SIGRTMIN + number)
+            figures = bench.run(digest, receivers)
+            what = f"{given.mega} MB to {longest} receivers, ours, {ablation}"
+            result.add(what, [figures["seconds"] / copy], "x one copy", f"load {os.getloadavg()[0]:.0f}")
+    finally:
+        bench.close()
 
 
 def measure(result: Result, given: argparse.Namespace, folder: Path) -> None:
@@ -397,12 +443,23 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100, help="Mbit/s of each uplink")
     parser.add_argument("--quick", action="store_true", help="fewer numbers of receivers")
     parser.add_argument("--null-mega", type=float, nargs="*", default=[5, 270])
+    parser.add_argument("--chain", type=int, nargs="*", help="only these numbers of receivers at one site")
+    parser.add_argument("--arms", nargs="*", default=["star", "tree", "ours"], help="with --chain")
+    parser.add_argument("--most-star", type=int, default=4, help="with --chain: receivers of a star or tree at most")
+    parser.add_argument("--ablate", action="store_true", help="with --chain: the longest with each part changed")
+    parser.add_argument("--folder", help="where files go, instead of the memory")
     given = parser.parse_args()
     if not os.environ.get(INSIDE):
         arguments = [sys.executable, "-m", "benchmarks.scale.weights", *sys.argv[1:]]
         os.execvpe("unshare", ["unshare", "-Urn", *arguments], {**os.environ, INSIDE: "1"})
     result = Result("weights", "Artifacts from one worker to many", command())
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    memory = given.folder or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    if given.chain:
+        result = Result("weights_chain", "One artifact along a chain of workers", command())
+        with tempfile.TemporaryDirectory(dir=memory) as folder:
+            chain(result, given, Path(folder))
+        result.save()
+        return
     simulated(result)
     for mega in given.null_mega:
         with tempfile.TemporaryDirectory(dir=memory) as folder:

@@ -281,6 +281,7 @@ def test_order_is_received_from_another_worker(service: Dialled, start: Start, t
     one = service.connection(0)
     assert one.hello.address.startswith("http://127.0.0.1:")
     adapter = make_policy(service, one, "p")
+    one.send(protocol.VersionCommitted(policy="p", lease=1, ref=adapter))
     service.until(lambda: any(adapter.hash in holding.hashes for holding in one.of(protocol.AdaptersCached)))
     start("--site", "there", cache=str(tmp_path / "cache"))
     two = service.connection(1)
@@ -303,6 +304,34 @@ def test_order_is_received_from_another_worker(service: Dialled, start: Start, t
     two.send(generate("r", adapter, max_tokens=5))
     assert {chunk.version for chunk in two.finished("r").chunks} == {0}
     assert [name for name, _ in service.requests if name.startswith(adapter.hash)] == []
+
+
+def test_worker_on_the_trainers_machine_has_a_version_before_it_is_committed(service: Dialled, start: Start) -> None:
+    start(roles="train")
+    one = service.connection(0)
+    start(roles="rollout")
+    two = service.connection(1)
+    assert one.hello.cache == two.hello.cache
+    service.until(lambda: two.of(protocol.Ready))
+    ticket = service.tickets.upload()
+    init = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=7, commit=ticket)
+    one.send(init)
+    [staged] = service.until(lambda: one.of(protocol.VersionStaged))
+    assert staged.op == "i"
+    ref = protocol.AdapterRef(policy="p", version=0, hash=staged.hash, rank=4, alpha=8.0)
+    two.send(protocol.HandOver(ref=ref, folder=staged.folder))
+    manifest = one.done("i").manifest
+    assert manifest is not None and manifest.hash == staged.hash and service.collect(ticket) == manifest
+    [handed] = service.until(lambda: two.of(protocol.HandedOver))
+    assert handed.hash == staged.hash
+    assert not one.of(protocol.AdaptersCached) and not two.of(protocol.AdaptersCached), "it is not committed"
+    two.send(protocol.Replicate(refs=[ref]), generate("r", ref, max_tokens=5))
+    one.send(protocol.VersionCommitted(policy="p", lease=1, ref=ref))
+    assert len(two.finished("r").tokens) == 5
+    for link in (one, two):
+        service.until(lambda link=link: [found.hashes for found in link.of(protocol.AdaptersCached)] == [[ref.hash]])
+    assert [name for name, _ in service.requests if name.startswith(ref.hash)] == [], "nothing was pulled"
+    assert all(beat.gauges["pulled_from_peers_bytes"] == 0 for beat in two.of(protocol.Heartbeat))
 
 
 # --- generating -----------------------------------------------------------------------------------------------------
@@ -645,7 +674,7 @@ async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
     async def answer(op: str, **told: Any) -> None:
         answers.append((op, told["category"]))
 
-    operations = TrainingOps(Troubled(), None, answer)  # type: ignore[arg-type]
+    operations = TrainingOps(Troubled(), None, answer, answer)  # type: ignore[arg-type]
     operations.start(protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, commit="u"))
     await eventually(lambda: bool(answers))
     assert answers == [("i", category)]

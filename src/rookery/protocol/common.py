@@ -75,6 +75,9 @@ class AdapterRef(Struct, kw_only=True):
     """Addresses of workers that hold the artifact or receive it, in the order in which to read from them,
     ``GET {source}/artifacts/{hash}/{shard}``; after them the service, ``GET {base}/wire/artifacts/{hash}/{shard}``.
     The hash proves the bytes, so a source need not be trusted."""
+    base: str = ""
+    """An earlier full-parameter version that the worker has: a source may send the difference to it,
+    ``GET {source}/artifacts/{hash}/{shard}?base={base}``. Empty: none."""
 
 
 class HelloRejected(Message, kw_only=True):

@@ -39,6 +39,7 @@ GAUGES: dict[str, Gauge] = {
     "worker_trained_tokens": Gauge("Tokens trained on; a prompt counts once in each pass", "tokens"),
     "adapters_in_memory": Gauge("Adapters that engines have attached"),
     "pulled_from_peers_bytes": Gauge("Artifacts pulled from other workers", "bytes"),
+    "rebuilt_files": Gauge("Files of versions rebuilt from an earlier version and a difference"),
     "pulled_from_service_bytes": Gauge("Artifacts pulled from the service", "bytes"),
     "served_to_peers_bytes": Gauge("Artifacts that other workers read from these", "bytes"),
     "draft_tokens": Gauge("Draft tokens that decode steps verified", "tokens"),

@@ -156,7 +156,7 @@ class ServiceConnection:
             ca_file=settings.trusted,
         )
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
-        self._training = TrainingOps(compute, self._transfers, self._send_result, self._hand_over)
+        self._training = TrainingOps(compute, self._transfers, self._send_result, self._announce)
         self._receiving = BackgroundTasks()
 
     def on_loaded(self, core: WorkerCore, model_hash: str) -> None:
@@ -302,7 +302,7 @@ class ServiceConnection:
         else:
             self._prepare(ref, folder)
 
-    async def _hand_over(self, op: str, ref: protocol.AdapterRef, folder: Path) -> None:
+    async def _announce(self, op: str, ref: protocol.AdapterRef, folder: Path) -> None:
         """A version that this worker's trainer has made, and not uploaded yet."""
         if (channel := self._channel) is None:
             return
@@ -408,6 +408,7 @@ class ServiceConnection:
                 "worker_memory_bytes": psutil.Process().memory_info().rss,
                 "worker_memory_budget_bytes": budget.total if budget is not None else 0,
                 "pulled_from_peers_bytes": transfers.bytes_from_peers,
+                "rebuilt_files": transfers.rebuilt,
                 "pulled_from_service_bytes": transfers.bytes_from_service,
                 "served_to_peers_bytes": self._peer_server.bytes_sent if self._peer_server is not None else 0,
                 "worker_stalls": self._watch.stalls,

@@ -59,7 +59,7 @@ class SendResult(Protocol):
     ) -> Awaitable[None]: ...
 
 
-class HandOverVersion(Protocol):
+class AnnounceVersion(Protocol):
     """Has a version, which is in a private folder of the cache and not committed yet, ready where it will be used."""
 
     def __call__(self, op: str, ref: protocol.AdapterRef, folder: Path) -> Awaitable[None]: ...
@@ -82,12 +82,12 @@ class TrainingOps:
     """Belongs to the I/O thread."""
 
     def __init__(
-        self, compute: Compute, transfers: TransferClient, send_result: SendResult, hand_over: HandOverVersion
+        self, compute: Compute, transfers: TransferClient, send_result: SendResult, announce: AnnounceVersion
     ) -> None:
         self._compute = compute
         self._transfers = transfers
         self._send_result = send_result
-        self._hand_over = hand_over
+        self._announce = announce
         self._room = MemoryQueue()
         self._turns: dict[str, asyncio.Lock] = {}
         """By policy, held by the operation that is next to reach the trainer; its waiters are served in order of
@@ -261,7 +261,7 @@ class TrainingOps:
         async def staged(digest: str, folder: Path) -> None:
             like = op if isinstance(op, protocol.InitAdapter) else op.parent
             ref = protocol.AdapterRef(policy=op.policy, version=0, hash=digest, rank=like.rank, alpha=like.alpha)
-            await self._hand_over(op.op, ref, folder)
+            await self._announce(op.op, ref, folder)
 
         if isinstance(op, protocol.ForwardBackward):  # a gradient, which other trainers read
             manifest = await self._transfers.upload(op.commit, export.write)

@@ -109,6 +109,10 @@ class ArtifactReferences:
         here += [_replica(worker, move.source) for worker, move in self.transfers.items() if worker.reads == key]
         return here
 
+    def serving(self) -> set[str]:
+        """Addresses of the workers that others may read it from."""
+        return {worker.hello.address for worker in (*self.holders, *self.transfers) if worker.serves}
+
 
 def adapter_ref(policy: PolicyRow, row: VersionRow | CheckpointRow) -> protocol.AdapterRef:
     """The reference to a stored version of ``policy``, whose rank and alpha all of its versions share."""
@@ -235,19 +239,33 @@ class WeightStore:
         worker.authorized.add(ref.hash)
         if ref.hash in worker.cached:
             return ref
-        if self._moving(worker, ref.hash) is None:
+        entry, move = self._table.get(ref.hash), self._moving(worker, ref.hash)
+        if entry is None or move is None:
             self._route(ref, [worker])
-        move = self._moving(worker, ref.hash)
-        return msgspec.structs.replace(ref, sources=move.sources if move is not None else [])
+            move = self._moving(worker, ref.hash)
+        elif not entry.serving().issuperset(move.sources):  # one was lost, or evicted it
+            self._reroute(ref.hash, entry, worker, move)
+        sources = move.sources if move is not None else []
+        return msgspec.structs.replace(ref, sources=sources, base=self._base(worker, ref) if sources else "")
+
+    def _base(self, worker: Worker, ref: protocol.AdapterRef) -> str:
+        """The version before ``ref``, if it is a whole model and the worker has that version: its source may have it
+        too. A LoRA changes in nearly every word."""
+        earlier = (digest for version, digest in reversed(self._newest.get(ref.policy, ())) if version < ref.version)
+        return next((digest for digest in earlier if digest in worker.cached), "") if not ref.rank else ""
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def on_worker_joined(self, worker: Worker) -> None:
         """It answers at its address from now on: an earlier process there, whose end is not known yet, is no source any
-        more."""
+        more, and whoever reads from that address reads from this one: it must not read from them in turn."""
         if address := worker.hello.address:
             if (earlier := self._serving.get(address)) is not None:
                 earlier.serves = False
+                for entry in self._table.values():
+                    for move in entry.transfers.values():
+                        if move.source == earlier.name:
+                            move.source = worker.name
             self._serving[address] = worker
             worker.serves = True
 

@@ -9,6 +9,8 @@ Promises:
 * An artifact comes from the workers that were named for it (:mod:`rookery.worker.transfer.peers`), then from the
   service, with retries. Wrong bytes from workers cost one fetch from the service. The trainer's state comes from the
   service only.
+* Of a full-parameter version whose predecessor is here, the difference is read where a worker has it, once, and the
+  file is rebuilt; its hash decides as ever (:mod:`rookery.worker.transfer.delta`).
 * An artifact that arrives is served to other workers at once. One that is withdrawn meanwhile is deleted when it is
   complete and no work uses it.
 * A version of this worker's trainer, or of another one of the machine, is here before it is committed, and an artifact
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -31,6 +34,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 import msgspec
+from cachetools import LRUCache
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
@@ -45,10 +49,12 @@ from rookery.worker.transfer.cache import (
     sha256,
     write_atomically,
 )
+from rookery.worker.transfer.delta import BadDelta, apply_delta
 from rookery.worker.transfer.handed import HandedFolders
 from rookery.worker.transfer.http import (
     CorruptDownload,
     RetryTransfer,
+    RunningHash,
     TransferFailed,
     Unreachable,
     decode_manifest,
@@ -58,7 +64,7 @@ from rookery.worker.transfer.http import (
     raise_for_status,
     size_of,
 )
-from rookery.worker.transfer.peers import PeerClient
+from rookery.worker.transfer.peers import KEPT_SOURCES, PeerClient
 from rookery.worker.transfer.published import PublishedArtifacts, Reads
 
 log = logging.getLogger("rookery.worker.transfer.client")
@@ -110,6 +116,8 @@ class TransferClient:
         self._reads = reads
         self._cache = AdapterCache(root, capacity_bytes)
         self._handed = HandedFolders(self._cache)
+        self._bases: LRUCache[str, str] = LRUCache(KEPT_SOURCES)
+        """By hash, the earlier version to which a difference may be read."""
         self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._orders = BackgroundTasks()
@@ -117,6 +125,8 @@ class TransferClient:
         """By hash, the bytes that are here of the artifacts that it receives."""
         self.bytes_from_service = 0
         """Bytes of artifacts received from the service."""
+        self.rebuilt = 0
+        """Shards made from an earlier version and a difference."""
         self.corrupt = 0
         """Shards and manifests that arrived, or were on disk, with a wrong hash."""
 
@@ -148,6 +158,7 @@ class TransferClient:
         """The folder of an artifact, pulled if needed and pinned within this context; with ``state``, the trainer's
         state is in it too. Raises :class:`TransferFailed`."""
         self._peers.set_sources(ref.hash, ref.sources)
+        self._bases[ref.hash] = ref.base
         key = (ref.hash, state)
         if key not in self._pulls:
             task = asyncio.create_task(self._pull(*key))
@@ -255,13 +266,14 @@ class TransferClient:
             path.unlink()
         part, fetches = part_of(path), SERVICE_FETCHES
         while fetches:
-            from_peers, arriving = False, None
+            from_peers, arriving, running = False, None, RunningHash()
             if not is_state(shard.name):
+                from_peers = await self._rebuild(digest, shard, part)
                 arriving = self._published.arrive(digest, shard, part)
-                from_peers = await self._peers.download(digest, shard, part)
+                from_peers |= await self._peers.download(digest, shard, part, running)
             if size_of(part) != shard.size:
-                await self._download(digest, shard, part)
-            if await asyncio.to_thread(sha256, part) == shard.sha256:
+                await self._download(digest, shard, part, running)
+            if (running.digest(shard.size) or await asyncio.to_thread(sha256, part)) == shard.sha256:
                 self._cache.insert(part, path)
                 if arriving is not None:  # a reader that has not opened the part yet opens the file
                     arriving.path, arriving.ended = path, True
@@ -270,6 +282,7 @@ class TransferClient:
             if arriving is not None:
                 arriving.ended = True
             part.unlink()
+            self._bases.pop(digest, None)
             self._on_corrupt(f"artifact {digest[:12]}: {shard.name} arrived with a wrong hash")
             if from_peers:
                 self._peers.mark_failed(digest)  # the service's own bytes are not known to be wrong
@@ -277,12 +290,42 @@ class TransferClient:
                 fetches -= 1
         raise CorruptDownload(f"artifact {digest[:12]} is corrupt: {shard.name} does not have the hash that names it")
 
-    async def _download(self, digest: str, shard: protocol.Shard, part: Path) -> None:
+    async def _rebuild(self, digest: str, shard: protocol.Shard, part: Path) -> bool:
+        """Make ``part`` from the earlier version and a difference, if there are both."""
+        base = self._bases.get(digest, "")
+        if not base or size_of(part) > 0:
+            return False
+        source = self._cache.folder(base)
+        with self._cache.pinned(base):
+            try:
+                before = decode_manifest((source / MANIFEST).read_bytes(), base).shards
+                known = next((one for one in before if (one.name, one.size) == (shard.name, shard.size)), None)
+                if known is None or not await self._cache.verify(source / shard.name, known.sha256):
+                    return False
+                if known.sha256 == shard.sha256:
+                    os.link(source / shard.name, part)
+                    return True
+                folder = self._cache.staging_folder()
+                try:
+                    delta, made = folder / "delta", folder / "made"
+                    if not await self._peers.delta(digest, shard, base, delta):
+                        return False
+                    await asyncio.to_thread(apply_delta, source / shard.name, delta, made)
+                    made.rename(part)
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+            except (OSError, TransferFailed, BadDelta) as error:
+                log.info("artifact %s is read whole: %s", digest[:12], one_line(error))
+                return False
+        self.rebuilt += 1
+        return True
+
+    async def _download(self, digest: str, shard: protocol.Shard, part: Path, running: RunningHash) -> None:
         """Append to ``part`` until it has all bytes of ``shard``, from the service."""
         url = f"/wire/artifacts/{digest}/{shard.name}"
 
         async def attempt() -> None:
-            await download(self._http, url, self._reads.sign(digest), part, shard.size, self._count)
+            await download(self._http, url, self._reads.sign(digest), part, shard.size, self._count, running)
             if size_of(part) != shard.size:
                 raise RetryTransfer("the connection ended early")
 

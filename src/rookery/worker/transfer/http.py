@@ -9,6 +9,7 @@ Promises:
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -62,11 +63,42 @@ def raise_for_status(method: str, url: str, status: int) -> None:
         raise TransferFailed(f"{method} {url}: HTTP {status}")
 
 
+class RunningHash:
+    """The SHA-256 of a file that grows, so that its hash is there with its last byte: the receivers of a chain would
+    all compute theirs at its end, one after the other on a machine with few cores."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def begin(self, at: int) -> None:
+        """The next block is written at this byte of the file."""
+        if at == 0:
+            self._hash, self._size = hashlib.sha256(), 0
+        elif at != self._size:
+            self._size = -1
+
+    def add(self, block: bytes) -> None:
+        if self._size >= 0:
+            self._hash.update(block)
+            self._size += len(block)
+
+    def digest(self, size: int) -> str | None:
+        """In hex, of a file of ``size`` bytes; None if it has not seen all of them."""
+        return self._hash.hexdigest() if self._size == size else None
+
+
 async def download(
-    http: httpx.AsyncClient, url: str, signature: str, part: Path, size: int, count: Callable[[int], object]
+    http: httpx.AsyncClient,
+    url: str,
+    signature: str,
+    part: Path,
+    size: int,
+    count: Callable[[int], object],
+    running: RunningHash | None = None,
 ) -> None:
     """Append to the file ``part`` until it has ``size`` bytes, starting at its present end; ``count`` is called with
-    the size of each block received. Returns early if the other end ends early.
+    the size of each block received, and ``running`` takes the bytes. Returns early if the other end ends early.
 
     Raises the errors of :func:`raise_for_status`, ``httpx.HTTPError``, and :class:`CorruptDownload` if more than
     ``size`` bytes arrive."""
@@ -75,11 +107,15 @@ async def download(
     async with http.stream("GET", url, headers=headers) as response:
         raise_for_status("GET", url, response.status_code)
         with part.open("ab" if response.status_code == 206 else "wb") as file:
+            if running is not None:
+                running.begin(file.tell())
             async for block in response.aiter_raw():
                 if file.tell() + len(block) > size:
                     raise CorruptDownload(f"GET {url}: longer than the {size} bytes that its manifest states")
                 file.write(block)
                 count(len(block))
+                if running is not None:
+                    running.add(block)
 
 
 async def fetch_manifest(http: httpx.AsyncClient, url: str, signature: str) -> bytes:

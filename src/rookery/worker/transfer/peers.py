@@ -10,6 +10,8 @@ Promises of the server:
 * It runs in its own thread and serves a bounded number of requests at a time, so neither computation nor the worker's
   connection waits for it. Above the bound it answers 503, and the receiver uses another source.
 * Bytes are served as they are on disk. The receiver has their hash and verifies them.
+* To a reader that has an earlier version it sends the difference, where that is below half of the size
+  (:mod:`rookery.worker.transfer.delta`), once it has both whole. A reader that gets none reads the file.
 * A withdrawn artifact gets no new reader. Files are never changed, only deleted, so running readers end undisturbed.
 
 Promises of the client:
@@ -27,9 +29,11 @@ import asyncio
 import logging
 import os
 import re
+import shutil
 import socket
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -48,10 +52,13 @@ from starlette.routing import Route
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.network import join_address
+from rookery.protocol.reads import DIGEST
 from rookery.worker.transfer.cache import COMPLETE, MANIFEST, is_state
+from rookery.worker.transfer.delta import WORTH_SHARE, write_delta
 from rookery.worker.transfer.http import (
     ReadRefused,
     RetryTransfer,
+    RunningHash,
     TransferFailed,
     decode_manifest,
     download,
@@ -92,6 +99,12 @@ STALL_SECONDS = 4.0
 """A response ends when no byte of an arriving artifact came for so long; less than a reader waits for a silent
 source."""
 
+DELTA_SECONDS = 15.0
+"""A reader waits so long for a difference, which takes the source some time to compute; then it reads the file."""
+
+MOST_DELTAS = 2
+"""Differences that are kept for further readers: those of one version with two files, or of two policies."""
+
 BACKOFF_SECONDS = 60.0
 """A peer that failed is not asked again for this long: it may be gone, or unreachable from here."""
 
@@ -106,6 +119,10 @@ class PeerServer:
         self._published = published
         self._reads = reads
         self._responses = 0
+        self._deltas: dict[tuple[str, str, str], asyncio.Task[Path | None]] = {}
+        """By base, hash and file name, the last used at the end; a result is None where there is none."""
+        self._folder = root / f".{os.getpid()}.{uuid.uuid4().hex}"
+        """Private to this process, as a staging folder of the cache; it has the differences."""
         self._routes = Starlette(
             routes=[Route("/artifacts/{digest}", self._manifest), Route("/artifacts/{digest}/{name}", self._shard)]
         )
@@ -128,6 +145,7 @@ class PeerServer:
         """Waits for running responses; one that is stuck ends with the process."""
         self._server.should_exit = True
         await asyncio.to_thread(self._thread.join, 2 * STOP_SECONDS)
+        await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
     # --- in the server's thread -------------------------------------------------------------------------------------
 
@@ -154,11 +172,42 @@ class PeerServer:
     async def _shard(self, request: Request) -> Response:
         name = request.path_params["name"]
         found = None if is_state(name) or name == MANIFEST else await self._find(request, name)
+        if found is not None and (base := request.query_params.get("base")) is not None:
+            found = await self._delta(request.path_params["digest"], name, base)
         if isinstance(found, ArrivingShard):
             begin = _first_byte(request.headers.get("range", ""))
             status, blocks = (206 if begin else 200), _arriving(found, begin)
             return StreamingResponse(blocks, status, media_type="application/octet-stream")
         return _file(found) if found is not None else Response(status_code=404)
+
+    async def _delta(self, digest: str, name: str, base: str) -> Path | None:
+        """A file that makes the shard of ``base`` to that of ``digest``, which may still arrive; None where there is
+        none."""
+        until = time.monotonic() + STALL_SECONDS
+        while time.monotonic() < until:
+            if not self._published.arriving(digest):
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        before, after = self._root / base, self._root / digest
+        if not (DIGEST.fullmatch(base) and (before / COMPLETE).exists() and (after / COMPLETE).exists()):
+            return None
+        key = (base, digest, name)
+        task = self._deltas.pop(key, None)
+        if task is None or (task.done() and (found := task.result()) is not None and not found.exists()):
+            task = asyncio.create_task(self._write_delta(before / name, after / name))
+        self._deltas[key] = task
+        while len(self._deltas) > MOST_DELTAS:
+            self._deltas.pop(next(iter(self._deltas))).add_done_callback(_delete)
+        return await asyncio.shield(task)
+
+    async def _write_delta(self, base: Path, new: Path) -> Path | None:
+        delta = self._folder / uuid.uuid4().hex
+        try:
+            self._folder.mkdir(0o700, exist_ok=True)
+            return delta if await asyncio.to_thread(write_delta, base, new, delta) else None
+        except OSError:  # such as a full disk, or a version that was just evicted
+            delta.unlink(missing_ok=True)
+            return None
 
     async def _find(self, request: Request, name: str) -> Path | ArrivingShard | None:
         """The file ``name`` of an artifact that the request may read, as soon as it is there or arrives; None if that
@@ -180,6 +229,12 @@ class PeerServer:
                 return None
             await asyncio.sleep(POLL_SECONDS)
         return None
+
+
+def _delete(task: asyncio.Task[Path | None]) -> None:
+    """A difference that is not kept: who reads it has opened it."""
+    if not task.cancelled() and (path := task.result()) is not None:
+        path.unlink(missing_ok=True)
 
 
 def _file(path: Path) -> Response:
@@ -265,6 +320,7 @@ class PeerClient:
         """``timeout_seconds``: how long a worker may send nothing. ``ask(hash, failed)`` asks for other sources than
         the address ``failed``, and may raise :class:`TransferFailed`."""
         self._http = httpx.AsyncClient(timeout=timeout_seconds, trust_env=False)  # workers reach each other directly
+        self._slow = httpx.AsyncClient(timeout=DELTA_SECONDS, trust_env=False)
         self._reads = reads
         self._ask = ask
         self._sources: LRUCache[str, list[str]] = LRUCache(KEPT_SOURCES)
@@ -277,6 +333,7 @@ class PeerClient:
 
     async def close(self) -> None:
         await self._http.aclose()
+        await self._slow.aclose()
 
     def set_sources(self, digest: str, sources: Iterable[str]) -> None:
         """These workers serve the artifact."""
@@ -297,18 +354,31 @@ class PeerClient:
                 await self._replace(digest, source, error)
         return None
 
-    async def download(self, digest: str, shard: protocol.Shard, part: Path) -> bool:
+    async def download(self, digest: str, shard: protocol.Shard, part: Path, running: RunningHash) -> bool:
         """Append to the file ``part`` as many of the shard's bytes as other workers serve; whether any byte arrived."""
         before = size_of(part)
         while size_of(part) != shard.size and (source := self._next(digest)) is not None:
             try:
                 url = f"{source}/artifacts/{digest}/{shard.name}"
-                await download(self._http, url, self._reads.sign(digest), part, shard.size, self._count)
+                await download(self._http, url, self._reads.sign(digest), part, shard.size, self._count, running)
                 if size_of(part) != shard.size:
                     raise RetryTransfer("the source has no more")
             except FAILURES as error:
                 await self._replace(digest, source, error)
         return size_of(part) != before
+
+    async def delta(self, digest: str, shard: protocol.Shard, base: str, target: Path) -> bool:
+        """Write to ``target`` the difference from the shard of ``base``, if the first source has one."""
+        if (source := self._next(digest)) is None:
+            return False
+        url = f"{source}/artifacts/{digest}/{shard.name}?base={base}"
+        try:
+            async with asyncio.timeout(DELTA_SECONDS):
+                size, signature = int(shard.size * WORTH_SHARE), self._reads.sign(digest)
+                await download(self._slow, url, signature, target, size, self._count)
+        except (*FAILURES, TimeoutError):  # whoever reads the whole file finds out what is wrong with the source
+            return False
+        return True
 
     def mark_failed(self, digest: str) -> None:
         """The bytes that workers sent for the artifact were wrong; any of them may have sent them."""
