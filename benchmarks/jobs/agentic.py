@@ -41,13 +41,18 @@ from benchmarks.lib.service import BEAT_SECONDS, Bench, busy, completed, job, se
 from benchmarks.lib.workload import COMPLETIONS, REPLY_TOKENS, reward, stories
 
 import rookery
+from rookery.controller.rollout.rules import RolloutRules
+from rookery.server.launcher import ServiceRules
 
 SEED_STRIDE = 100
 """Tenant i of run s has seed 100·s + i, at every N and latency: it is always the same job."""
 STAGES = ("queue", "generation", "environment", "waiting", "train", "commit")
 """Of a metrics row's ``seconds/…``: the first three of a mean episode, the others of the step."""
 TURNS = 3
-ONE_TENANT: dict[str, Any] = {"max_rows": COMPLETIONS, "tenant_turn_share": 1.0}
+ONE_TENANT: dict[str, Any] = {
+    "max_rows": COMPLETIONS,
+    "rules": ServiceRules(rollouts=RolloutRules(tenant_turn_share=1.0)),
+}
 """As many rows as one job's step has, taken by one tenant in a turn: passes are not shared."""
 
 
@@ -136,11 +141,11 @@ def crowd(
     staleness: int = STALENESS[-1],
     *,
     barrier: Barrier | None = None,
-    **settings: Any,
+    **more: Any,
 ) -> Cell:
     """So many tenants at once."""
     seeds = [SEED_STRIDE * seed + i for i in range(count)]
-    with warm_service(**settings) as bench:
+    with warm_service(**more) as bench:
         found = agents(bench, seeds, latency, staleness, "crowd", barrier=barrier)
     return {"latency": latency, "tenants": count, "seed": seed, **found}
 
@@ -156,9 +161,9 @@ def ablation(arm: str, seed: int) -> Cell:
 
 
 @contextmanager
-def warm_service(**settings: Any) -> Iterator[Bench]:
+def warm_service(**more: Any) -> Iterator[Bench]:
     """A service whose worker has trained a step before."""
-    with service(heartbeat_seconds=BEAT_SECONDS, **settings) as bench:
+    with service(heartbeat_seconds=BEAT_SECONDS, **more) as bench:
         agents(bench, [0], 0.0, 0, "warm", steps=1)
         yield bench
 

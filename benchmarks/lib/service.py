@@ -16,7 +16,7 @@ from benchmarks.lib.harness import MODEL
 from benchmarks.lib.workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, reward
 
 import rookery
-from rookery.server.launcher import EmbeddedService
+from rookery.server.launcher import EmbeddedService, ServiceRules
 from rookery.settings import Settings
 
 START_SECONDS = 120.0
@@ -47,13 +47,14 @@ class Bench:
 
 
 @contextmanager
-def service(data: Path | None = None, **settings: Any) -> Iterator[Bench]:
+def service(data: Path | None = None, rules: ServiceRules | None = None, **settings: Any) -> Iterator[Bench]:
     """With one worker that serves, unless ``settings`` say otherwise. ``data`` is a folder that stays; without it, one
     that goes."""
     with ExitStack() as stack:
         folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         given: dict[str, Any] = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
-        embedded = stack.enter_context(EmbeddedService(Settings.load(data=folder, **{"tenant_jobs": 64, **given})))
+        loaded = Settings.load(data=folder, **{"tenant_jobs": 64, **given})
+        embedded = stack.enter_context(EmbeddedService(loaded, rules))
         client = stack.enter_context(rookery.Client(embedded.url, embedded.key))
         if given.get("workers", 1):
             until_served(client)

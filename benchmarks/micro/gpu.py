@@ -27,7 +27,7 @@ from benchmarks.lib.workload import random_ids
 from benchmarks.micro.gpu_models import SHAPES, Roof, decode_work, probe, random_weights, roof, training_work
 
 from rookery import protocol
-from rookery.settings import Settings
+from rookery.worker.core import GPU_SLICE_TOKENS
 from rookery.worker.device import free_bytes, fuses
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.config import DecoderConfig
@@ -242,7 +242,7 @@ class Generation:
 
 def trained(decoder: Decoder, tenants: int) -> Callable[[], tuple[int, float]]:
     """A step of each of the tenants, packed, the batch shared out among them: tokens and seconds."""
-    trainer = trainer_of(decoder, tenants, Settings().training.gpu_slice_tokens)
+    trainer = trainer_of(decoder, tenants, GPU_SLICE_TOKENS)
     units = [unit(row) for row in random_ids(SEQUENCES, LENGTH, decoder.config.vocab)]
     batches = [protocol.TrainingBatch(groups=units[i::tenants]) for i in range(tenants)]
     taken = count()

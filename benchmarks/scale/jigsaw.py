@@ -22,6 +22,7 @@ from benchmarks.lib import intervals
 from benchmarks.lib.cells import table
 from benchmarks.lib.harness import RESULTS, Result, command
 
+from rookery.controller.rollout.rules import RolloutRules
 from rookery.scheduling.pipelines import (
     PAYS,
     Action,
@@ -267,8 +268,8 @@ def shipped(seed: int, jobs: int, merge: bool) -> ReplayResult:
     load = profile.workload.model_copy(update=tails)
     profile = profile.model_copy(update={"workload": load})
     none = Trace("none", ((0.0, 0),), MERGE_SECONDS)
-    settings = {"merge_tails": merge}
-    scenario = Scenario(profile, none, seed=seed, jobs=jobs, steps=MERGE_STEPS, reserved=WORKERS, settings=settings)
+    rules = RolloutRules(merge_tails=merge)
+    scenario = Scenario(profile, none, seed=seed, jobs=jobs, steps=MERGE_STEPS, reserved=WORKERS, rules=rules)
     return replay(scenario, MODES["co-located"])
 
 

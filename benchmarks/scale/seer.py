@@ -47,6 +47,7 @@ from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout import placement
 from rookery.controller.rollout.placement import Migration, WorkerPool
 from rookery.controller.rollout.request import InflightRequest, SamplingRequest
+from rookery.controller.rollout.rules import RolloutRules
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
@@ -156,9 +157,13 @@ async def _step(arm: str, curve: str, load: Load, chunk: int, folder: Path) -> C
     lengths, step = load.lengths(), machine.decode_step(rows)
     settings = Settings.load(
         {}, data=folder, cache=folder, flush_seconds=16 * step, heartbeat_seconds=32 * step, suspect_seconds=1e6,
-        rollout_chunk_tokens=0 if arm in ("whole groups", "requests") else chunk, context_order=arm == "context",
-        dispatch_ahead=10**6 if arm == "whole groups" else 0, stuck_seconds=1e6, request_timeout_seconds=1e6,
+        stuck_seconds=1e6, request_timeout_seconds=1e6,
     )  # fmt: skip
+    rules = RolloutRules(
+        rollout_chunk_tokens=0 if arm in ("whole groups", "requests") else chunk,
+        context_order=arm == "context",
+        dispatch_ahead=10**6 if arm == "whole groups" else 0,
+    )
     clock = VirtualClock()
     tickets = Tickets(Artifacts(folder / "artifacts"), clock, 600)
 
@@ -177,9 +182,9 @@ async def _step(arm: str, curve: str, load: Load, chunk: int, folder: Path) -> C
 
     fleet = Fleet(settings, clock, on_event)
     weights = WeightStore(fleet, tickets.artifacts, InlineWriter(), clock)
-    rollouts, tasks = RolloutScheduler(fleet, weights, settings, clock), BackgroundTasks()
+    rollouts, tasks = RolloutScheduler(fleet, weights, settings, clock, rules=rules), BackgroundTasks()
     if arm == "whole groups":
-        rollouts.pool = OneWorkerPerGroup(settings, clock, {})
+        rollouts.pool = OneWorkerPerGroup(rules, clock, {})
         rollouts.pool.homes = {}
     if arm == "oracle":
         order = rollouts.queues.orders["job"] = LongestFirst()

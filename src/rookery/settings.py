@@ -47,9 +47,6 @@ class ServerSettings(Section):
     A service whose PostgreSQL database is in use waits as standby if this is set."""
     artifacts_endpoint: str = ""
     """Address of the object store that speaks S3, such as `http://minio:9000`. Empty is Amazon's."""
-    orphan_keep_seconds: float = Field(86400.0, ge=0)
-    """An artifact that the database does not name when the service starts is deleted by a start that comes this much
-    later, if nothing names it still: a service that was started once with an old copy of its database loses none."""
     host: str = "127.0.0.1"
     """Address on which the service listens."""
     port: int = Field(7077, ge=0, le=65535)
@@ -104,12 +101,6 @@ class ServerSettings(Section):
     everything. The service reaches no other private address for a tenant."""
     worker_wait_seconds: float = Field(600.0, gt=0)
     """A request or training step that finds no worker for this long pauses its job, with that reason."""
-    usage_flush_seconds: float = Field(30.0, gt=0)
-    """Interval at which the account of costs is stored: the most of it that a crash can lose."""
-    answer_tokens: int = Field(1024, ge=1)
-    """Tokens of a chat answer where the OpenAI request sets no limit: a small model may never end by itself."""
-    failure_rate_limit: float = Field(0.5, gt=0, le=1)
-    """A job pauses when more than this share of its recent episodes failed."""
     failure_rate_window: int = Field(32, ge=2)
     """Number of recent episodes over which the failure rate is measured."""
     trajectory_keep: int = Field(2000, ge=1)
@@ -143,40 +134,17 @@ class EdgeSettings(Section):
     """Largest body of training data of a Tinker client. Its SDK splits them into requests of 5 MB."""
     tenant_body_bytes: int = Field(256 << 20, ge=1 << 10)
     """Bodies of one tenant's requests in memory at once, in bytes; more get status 429. One alone has its own limit."""
-    json_items: int = Field(200_000, ge=100)
-    """Most values in one JSON body, counted before it is parsed. Each token id of a prompt is one."""
     connections: int = Field(4096, ge=8)
     """Most open connections; fewer where the limit of file descriptors, less 256, allows fewer. For
     a connection above it, the oldest one that waits for a request is closed; without one the new one is."""
-    connections_per_address: int = Field(2048, ge=4)
-    """Most open connections of one address, apart from connected workers and environment hosts; never more than three
-    quarters of all. A client of the OpenAI or Tinker SDK opens up to 1,000."""
-    tenant_open_requests: int = Field(1024, ge=1)
-    """Most requests of one tenant that are open at once, streams and those whose body is on its way included; never
-    more than half of the connections of one address. More get status 429."""
-    body_seconds: float = Field(30.0, gt=0)
-    """Time that a body may take whatever its size. After it, a body that came with less than 1024 bytes per second
-    on average gets status 408."""
-    stall_seconds: float = Field(60.0, gt=0)
-    """A client that takes none of a response for so long, while 64 kB of it wait, is disconnected."""
-    head_seconds: float = Field(15.0, gt=0)
-    """Time that a connection has to send the head of a request."""
     host_bytes: int = Field(8 << 20, ge=1 << 16)
     """Largest message of a tenant's environment host: prompts, or the answer of an environment."""
-    hello_sockets: int = Field(128, ge=1)
-    """Most WebSockets that are not welcomed yet; the oldest is closed for one more."""
-    failed_keys_per_minute: int = Field(60, ge=1)
-    """Requests with a wrong key that one address may send per minute. Above it, keys that were not valid before are
-    refused with status 429, unchecked."""
 
 
 class LimitSettings(Section):
     """Budgets: the most that one job or one tenant may ask of the service. A job beyond a limit is refused with the
     numbers; work beyond a limit waits."""
 
-    options_bytes: int = Field(64 << 10, ge=1 << 10)
-    """Largest options of a job's environment as JSON, without rows. Options travel with every episode; rows are stored
-    once, as a dataset."""
     row_bytes: int = Field(256 << 10, ge=1 << 10)
     """Largest row of an uploaded dataset: a row travels with each of its episodes."""
     job_tokens: int = Field(1 << 25, ge=1)
@@ -194,8 +162,6 @@ class LimitSettings(Section):
     """Hub ids (`organisation/model`), comma-separated, that tenants may name in addition to the catalogue's models, by
     their names or hub ids, and those of `models`; `*` allows every hub id. The administrator may name any hub id, and
     alone may name folders."""
-    prepare_seconds: float = Field(3600.0, gt=0)
-    """Time limit of preparing one base model."""
     model_idle_seconds: float = Field(1800.0, gt=0)
     """Local workers of a base model that is not in `models` end when no job, client or request used it for this
     long. They start again when it is needed."""
@@ -265,9 +231,6 @@ class ClusterSettings(Section):
     scale_max: int = Field(0, ge=0, le=1024)
     """The most rollout workers per model, those of `workers` included. The service starts and ends rollout workers by
     the wait of the trainers of asynchronous jobs; with Ray, by way of its autoscaler. 0: their number is fixed."""
-    scale_window: int = Field(10, ge=1, le=1000)
-    """Optimizer steps after which the number of rollout workers is computed again. Fewer follow the noise of single
-    steps: where the generation time of steps varies by 15%, 20 steps are better."""
 
     @model_validator(mode="after")
     def _scale(self) -> Self:
@@ -286,9 +249,6 @@ class WorkerSettings(Section):
     slice raises no alarm."""
     rejoin_seconds: float = Field(60.0, gt=0)
     """A suspect worker, or an environment host without episodes, that has not returned by then is gone."""
-    reconnect_seconds: float = Field(6.0, ge=0)
-    """After a restart with unfinished jobs, rollouts wait this long for the worker that still has them: workers dial in
-    at most five seconds apart."""
     resume_seconds: float = Field(15.0, gt=0)
     """A reconnected worker continues requests that nobody has resumed for this long, so that a restarted service finds
     them."""
@@ -318,8 +278,6 @@ class WorkerSettings(Section):
     memory_share: float = Field(0.6, gt=0, le=1)
     """Share of the machine's free memory that the workers of a service, or a worker started by hand, use at most: the
     rest is for the service, environments and other programs."""
-    gpu_memory_share: float = Field(0.9, gt=0, le=1)
-    """Share of a GPU's free memory that a worker uses; the rest is for what PyTorch allocates besides tensors."""
     adapter_cache_bytes: int = Field(4 << 30, ge=1 << 20)
     """Pulled adapters that a worker keeps on disk, in bytes."""
     drain_seconds: float = Field(4.0, gt=0)
@@ -356,21 +314,6 @@ class EngineSettings(Section):
     same."""
     engine_gap_limit: float = Field(0.5, gt=0)
     """The same above which a worker refuses the version, so that its job pauses with that reason."""
-    dispatch_ahead: int = Field(16, ge=0)
-    """Requests that may wait in a worker for a row (theta of RLBoost's Algorithm 2): enough that freed rows are filled
-    without a round trip."""
-    tenant_turn_share: float = Field(0.5, ge=0, le=1)
-    """Share of a worker's rows that one tenant's requests take before the next tenant's turn. Rows that share an
-    adapter decode faster; a lower share lets a single request wait less."""
-    context_order: bool = True
-    """Of a job whose step waits for all of its groups, begin one member of each group first, then the members of the
-    groups whose finished members were the longest, so that no long reply begins last."""
-    rollout_chunk_tokens: int = Field(64, ge=0)
-    """Each time that a rollout has had this many tokens, it may continue on another worker: where that saves more time
-    than the prefill costs. 0 leaves it where it began."""
-    merge_tails: bool = True
-    """The few rollouts of a worker that trains move into the batch of one that does not, where that is predicted to
-    gain more than their tokens cost to prefill again."""
     slo_gate: bool = True
     """Interactive requests (chat, the OpenAI API) have the objectives below: rollouts and training slices of their
     worker run only as far as these allow. Off, they are admitted before rollouts, without objectives."""
@@ -394,8 +337,6 @@ class TrainingSettings(Section):
     """Tokens of one training micro-batch on a CPU: about a second on two cores, the longest that rollouts wait.
     Interactive requests are computed between its layers where the CPU kernels train; elsewhere they wait too, and fewer
     tokens keep `ttft_ms` on slow cores."""
-    gpu_slice_tokens: int = Field(16384, ge=16)
-    """Tokens of one training micro-batch on a GPU, where a pass must outlast the launches of its kernels."""
     trainer_processes: int = Field(1, ge=1, le=64)
     """Processes of a training group on a worker's machine, one per GPU, over which FSDP2 shards a policy. Above 1 every
     policy is trained there, one at a time; at 1 only full-parameter policies, and LoRA in the worker's own process."""
@@ -405,35 +346,9 @@ class TrainingSettings(Section):
     trainer_slots: int = Field(8, ge=1)
     """Tinker models that train on a worker at once (90 MB each at rank 16 of a 135M model; fewer where `memory_bytes`
     allows fewer). Others wait for a slot; an idle one makes room."""
-    slot_wait_seconds: float = Field(5.0, ge=0)
-    """A model with an unfinished gradient keeps its slot this long without a call while others wait."""
     retry_limit: int = Field(3, ge=0)
     """Retries of a training step on other workers before its job pauses: a step that kills every worker must not go
     round for ever."""
-
-
-class SessionSettings(Section):
-    """Clients that drive training call by call (the Tinker API)."""
-
-    session_commit_every: int = Field(1, ge=1)
-    """Optimizer steps of a client per durable version. Above 1 an answer says whether its step is durable."""
-    session_poll_seconds: float = Field(30.0, gt=0, lt=45)
-    """Long-poll timeout of a result request; must stay below the client's 45 s."""
-    session_result_seconds: float = Field(86400.0, gt=0)
-    """Time for which a result can be fetched."""
-    session_seq_gap_seconds: float = Field(300.0, gt=0)
-    """Calls that wait for one with a lower number fail when it has not arrived for this long; clients retry for five
-    minutes."""
-    session_idle_seconds: float = Field(120.0, gt=0)
-    """A client without a heartbeat for this long is idle: its models give up their slots and its queued operations
-    wait, until it returns."""
-    session_abandon_seconds: float = Field(3600.0, gt=0)
-    """Queued operations of a client without a heartbeat for this long are dropped; each gets an error as its result."""
-    session_expire_seconds: float = Field(30 * 86400.0, gt=0)
-    """A client without any call for this long is finished; unnamed state of its models is deleted
-    `session_result_seconds` later."""
-    sampler_idle_seconds: float = Field(3600.0, gt=0)
-    """Weights of an unnamed sampler are deleted when unused for this long."""
 
 
 class OffloadSettings(Section):
@@ -457,7 +372,6 @@ class Settings(Section):
     worker: WorkerSettings = WorkerSettings()
     engine: EngineSettings = EngineSettings()
     training: TrainingSettings = TrainingSettings()
-    sessions: SessionSettings = SessionSettings()
     limits: LimitSettings = LimitSettings()
     offload: OffloadSettings = OffloadSettings()
 

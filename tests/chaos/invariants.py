@@ -27,7 +27,6 @@ from rookery.controller.controller import Controller
 from rookery.controller.fleet.events import WorkerDraining, WorkerEvent, WorkerGone, WorkerJoined, WorkerSuspect
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
-from rookery.settings import Settings
 
 
 @dataclass(eq=False)
@@ -74,10 +73,10 @@ class Account:
 class Requests:
     """The accounts of one controller's life; what outlives it is in ``lasting``."""
 
-    def __init__(self, controller: Controller, events: Events, settings: Settings, lasting: Lasting) -> None:
+    def __init__(self, controller: Controller, events: Events, lasting: Lasting) -> None:
         self._events = events
         self._lasting = lasting
-        self._ahead = settings.engine.dispatch_ahead
+        self._ahead = controller.context.rooms.rollouts.rules.dispatch_ahead
         self._accounts: dict[str, Account] = {}
         self._touched: list[Account] = []
         self._before: tuple[Connection, tuple[Any, ...]] | None = None

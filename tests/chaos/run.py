@@ -34,6 +34,7 @@ from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.fleet.events import WorkerEvent
+from rookery.controller.rollout.rules import RolloutRules
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.protocol.connection import ConnectionClosed
 from rookery.settings import Settings
@@ -114,7 +115,7 @@ class Run:
         self._settings = Settings(
             data=folder, cache=folder / "cache", flush_seconds=plan.flush, retry_limit=RETRIES,
             rejoin_seconds=GRACE_SECONDS, worker_wait_seconds=plan.patience,
-            start_crashes=10**6, orphan_keep_seconds=0, tenant_jobs=10**6, rollout_chunk_tokens=2,
+            start_crashes=10**6, tenant_jobs=10**6,
         )  # fmt: skip
         self._controller: Controller | None = None
         self._connections: dict[NetworkConnection, asyncio.Task[None]] = {}
@@ -230,8 +231,9 @@ class Run:
             Store(self._database, self._writer), self.artifacts, self._settings, clock=VirtualClock(),
             ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")), chat=chat_of,
             check_environment=lambda id, options: None, provide=lambda model: None, jobs_folder=self._folder / "jobs",
+            rollout_rules=RolloutRules(rollout_chunk_tokens=2), orphan_keep_seconds=0,
         )  # fmt: skip
-        self.requests = requests = Requests(controller, self.events, self._settings, self.history.lasting)
+        self.requests = requests = Requests(controller, self.events, self.history.lasting)
         self.events.note("controller", "starts")
         await controller.start()
         self._writer.on_commit = self._commit_death

@@ -12,6 +12,7 @@ from tests.support.driven import Client, forward, join
 from tests.support.peers import HANG, Service, eventually, job_of, settle
 
 from rookery.controller.sessions import operations
+from rookery.controller.usage import FLUSH_SECONDS
 from rookery.errors import NotFound, TooManyRequests
 from rookery.storage.repositories import jobs, tenants
 
@@ -169,7 +170,7 @@ async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_nex
     assert refused(service) == {"tokens_per_day": 2}
     assert isinstance(await bob.gradient(), operations.ForwardBackwardResult)
 
-    await service.clock.advance(2 * service.settings.server.usage_flush_seconds)
+    await service.clock.advance(2 * FLUSH_SECONDS)
     await service.crash()
     await service.start()  # the count was stored: it holds after a restart
     await join(service)

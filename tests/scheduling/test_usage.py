@@ -22,6 +22,7 @@ from rookery import protocol
 from rookery.cli.jobs import cost_lines
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
+from rookery.controller.usage import FLUSH_SECONDS
 from rookery.controller.views import JobView
 from rookery.errors import Unavailable
 from rookery.protocol.connection import RegistrationRefused
@@ -293,7 +294,7 @@ async def lease(policy: str) -> int:
 
 
 async def test_counters_survive_a_restart_and_a_crash_loses_only_those_not_stored(tmp_path: Path) -> None:
-    service = Service(tmp_path, usage_flush_seconds=1.0)
+    service = Service(tmp_path, suspect_seconds=1e6)
     await service.start()
     busy = await Busy(service, "worker", 1.0).join()
     view = await trained(service, busy)
@@ -312,7 +313,7 @@ async def test_counters_survive_a_restart_and_a_crash_loses_only_those_not_store
     service.clock.now += 10.0
     await busy.beat(decode=3.0)
     stored = lambda: service.database.read(tenants.usage_totals)["alice"]["reserved"]["decode"]["cost"]  # noqa: E731
-    await service.clock.advance(2.0)
+    await service.clock.advance(FLUSH_SECONDS + 1)
     await eventually(lambda: stored() == 7)
     await controller.context.rooms.rollouts.sample(question("alice", "sample-3"))
     service.clock.now += 10.0

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
+from tests.support.rules import split
 
 from rookery import protocol
 from rookery.cli import main
@@ -301,7 +302,7 @@ def test_preemption_discards_no_token(outcomes: dict[str, ReplayResult]) -> None
 OFF = {
     "merge_tails": False, "rollout_chunk_tokens": 0, "context_order": False, "slo_gate": False, "speculation": False,
 }  # fmt: skip
-"""The settings that turn the schedulers of rollouts off."""
+"""The settings and rules that turn the schedulers of rollouts off."""
 
 
 def test_no_scheduler_changes_a_trajectory() -> None:
@@ -312,7 +313,11 @@ def test_no_scheduler_changes_a_trajectory() -> None:
     profile = profile.model_copy(update={"workload": profile.workload.model_copy(update=tails)})
     scenario = Scenario(profile, Trace("none", ((0.0, 0),), 3000.0), seed=3, jobs=2, steps=6, reserved=2)
     arms = [{}, *({name: off} for name, off in OFF.items()), OFF]
-    outcomes = [replay(replace(scenario, settings=settings), MODES["co-located"]) for settings in arms]
+    changed = [split(arm) for arm in arms]
+    outcomes = [
+        replay(replace(scenario, settings=settings, rules=rules.rollouts), MODES["co-located"])
+        for settings, rules in changed
+    ]
     assert len({outcome.trajectories for outcome in outcomes}) == 1
     whole = outcomes[0]
     assert len(whole.steps) == 12 and whole.requeued["merged"] and whole.requeued["divided"]

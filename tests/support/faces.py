@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import numpy as np
 from safetensors.numpy import save
+from tests.support.rules import split
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rookery import protocol
@@ -211,11 +212,12 @@ class ScriptedWorker:
 @contextmanager
 def served(root: Path, **more: Any) -> Iterator[EmbeddedService]:
     """A service on a free port with the tiny model in its cache and no workers of its own."""
+    more, rules = split(more)
     given: dict[str, Any] = {"port": 0, "models": "", "workers": 0, "heartbeat_seconds": 0.2, **more}
     settings = Settings.load({}, data=root / "data", cache=root / "cache", **given)
     if not model_folder(settings.cache, MODEL).exists():
         write_model(settings.cache)
-    with EmbeddedService(settings) as service:
+    with EmbeddedService(settings, rules) as service:
         yield service
 
 

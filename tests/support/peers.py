@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import create_engine, select, update
 from tests.support.replies import UniformLength, reply_of
+from tests.support.rules import split
 
 from rookery import protocol
 from rookery.clock import RandomIds
@@ -478,8 +479,8 @@ class Service:
         self.make_writer = writer
         # tests crash the service again and again
         usual = {"worker_wait_seconds": 30.0, "reconnect_seconds": 0.0, "start_crashes": 1000}
-        usual["orphan_keep_seconds"] = 0.0
-        self.settings = Settings(data=folder, cache=folder / "cache", **usual | settings)
+        changed, self.rules = split(usual | settings)
+        self.settings = Settings(data=folder, cache=folder / "cache", **changed)
         self.database = Database(f"sqlite:///{folder}/rookery.db")
         self.database.create()
         for tenant in {"alice", "bob"} - {row.id for row in self.database.read(tenants.list_tenants)}:
@@ -519,6 +520,9 @@ class Service:
             provide=self.provided.append,
             release=self.released.append,
             jobs_folder=self.folder / "jobs",
+            rollout_rules=self.rules.rollouts,
+            session_times=self.rules.sessions,
+            orphan_keep_seconds=0.0,
         )
         with contextlib.suppress(Crash):
             await self.controller.start()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.peers import MODEL, ManualClock, ScriptedWorker
+from tests.support.rules import split
 
 from rookery import protocol
 from rookery.controller.fleet.events import (
@@ -84,7 +85,8 @@ class Room:
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.clock = ManualClock()
         usual = {"heartbeat_seconds": 2, "suspect_seconds": 10, "rejoin_seconds": 60, "stuck_seconds": 120}
-        self.settings = Settings.model_validate({"data": folder, "cache": folder, **usual, **changes})
+        changed, self.rules = split(changes)
+        self.settings = Settings.model_validate({"data": folder, "cache": folder, **usual, **changed})
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
         self.fleet = Fleet(self.settings, self.clock, self.on_event)

@@ -19,6 +19,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 import httpx
 import numpy as np
 import tinker
+from tests.support.rules import split
 from tests.support.small_model import save_small_model
 from tinker import types
 
@@ -52,6 +53,7 @@ def place_model(root: Path) -> None:
 @contextmanager
 def running(root: Path, data: str = "data", port: int = 0, **more: Any) -> Iterator[EmbeddedService]:
     """A service with one worker process of one thread on the model of :func:`place_model`."""
+    more, rules = split(more)
     given: dict[str, Any] = {
         "models": str(root / "small"),
         "workers": 1,
@@ -60,7 +62,7 @@ def running(root: Path, data: str = "data", port: int = 0, **more: Any) -> Itera
         **more,
     }
     settings = Settings.load({}, data=root / data, cache=root / "cache", port=port, flush_seconds=0.02, **given)
-    with EmbeddedService(settings) as service:
+    with EmbeddedService(settings, rules) as service:
         yield service
 
 

@@ -29,17 +29,23 @@ SEED_BITS = 48
 """Size of a seed that is drawn here."""
 
 
+ANSWER_TOKENS = 1024
+"""Tokens of a chat's answer where the request sets no limit: a small model may never end by itself."""
+
+
 class Completions:
     def __init__(
         self,
         context: ControllerContext,
         validator: JobValidator,
         pinned: Callable[[protocol.AdapterRef | None], AbstractContextManager[object]],
+        answer_tokens: int = ANSWER_TOKENS,
     ) -> None:
         """Within ``pinned(ref)`` retention keeps the version."""
         self._context = context
         self._validator = validator
         self._pinned = pinned
+        self.answer_tokens = answer_tokens
         self._overrides = parse_objectives(context.settings.engine.slo_overrides)
 
     async def open(self, tenant: str, target: str) -> tuple[Target, Chat]:
@@ -99,7 +105,7 @@ class Completions:
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
         ttft, tpot = self._objectives(kind, target.model)
-        most = context.settings.server.answer_tokens if max_tokens is None else max_tokens
+        most = self.answer_tokens if max_tokens is None else max_tokens
         generate = protocol.Generate(
             request=name,
             adapter=target.adapter,

@@ -26,7 +26,7 @@ import msgspec
 from rookery import protocol
 from rookery.aio import cancel_all, restarting
 from rookery.clock import Clock, IdGenerator
-from rookery.controller.completions import Completions
+from rookery.controller.completions import ANSWER_TOKENS, Completions
 from rookery.controller.context import ControllerContext, Rooms
 from rookery.controller.fleet.agents import Agents
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
@@ -58,9 +58,11 @@ from rookery.controller.planned import PlanFollower
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.elastic import ElasticPool
+from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
 from rookery.controller.services import Records
 from rookery.controller.sessions.sessions import Sessions
+from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.controller.stored_spans import StoredSpans
 from rookery.controller.timeline import WorkerTimeline
 from rookery.controller.training.dispatcher import OperationSent, OperationSucceeded, TrainingDispatcher
@@ -69,7 +71,7 @@ from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
-from rookery.controller.weights.gc import ArtifactCollector
+from rookery.controller.weights.gc import ORPHAN_KEEP_SECONDS, ArtifactCollector
 from rookery.controller.weights.reads import ReadKeys
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import TICKET_SECONDS, Tickets
@@ -122,6 +124,10 @@ class Controller:
         seeding: type[Seeding] = Seeding,
         plan: Plan | None = None,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        rollout_rules: RolloutRules = ROLLOUT_RULES,
+        session_times: SessionTimes = SESSION_TIMES,
+        orphan_keep_seconds: float = ORPHAN_KEEP_SECONDS,
+        answer_tokens: int = ANSWER_TOKENS,
     ) -> None:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
@@ -129,13 +135,15 @@ class Controller:
         ``scale(model, count)`` asks for so many rollout workers with it;
         ``threads`` runs blocking calls of a tenant's work, ``checkers`` those that wait for a check;
         an experiment may replace the ``scheduler`` and ``seeding`` classes; ``plan``: roles that workers are given;
-        ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
+        ``random_bytes(n)`` is the source of tickets and must be unpredictable; ``rollout_rules``, ``session_times``,
+        ``orphan_keep_seconds`` and ``answer_tokens`` are tuned values that experiments and tests replace."""
         self.jobs = JobRegistry()
         self.timeline = WorkerTimeline(clock)
         url = settings.server.otlp_url
         self.records = Records(spans=SpanRing(begun=clock.time()), tracer=EpisodeTracer(url) if url else None)
         self.record = RunRecord(jobs_folder.with_name("running.json"), clock)
         self._jobs_folder = jobs_folder
+        self._orphan_keep_seconds = orphan_keep_seconds
         self.tickets = Tickets(artifacts, clock, TICKET_SECONDS, random_bytes)
         fleet = Fleet(settings, clock, self.on_event)
         self._fleet = fleet
@@ -143,7 +151,7 @@ class Controller:
         weights = WeightStore(fleet, artifacts, store.transfer, clock, settings.worker.site)
         collector = ArtifactCollector(store, artifacts, weights)
         quotas = Quotas(settings.limits, clock, store, self.records.refused, self._models_of, self.jobs.tenants)
-        rollouts = scheduler(fleet, weights, settings, clock, quotas.weights)
+        rollouts = scheduler(fleet, weights, settings, clock, quotas.weights, rollout_rules)
         training = TrainingDispatcher(
             fleet, weights, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
         )
@@ -167,7 +175,7 @@ class Controller:
                 clock,
                 provide,
                 release,
-                ElasticPool(settings, clock, fleet, rollouts.pool.busy_seconds, scale),
+                ElasticPool(settings, rollout_rules.scale_window, clock, fleet, rollouts.pool.busy_seconds, scale),
             ),
             quotas=quotas,
             collector=collector,
@@ -191,9 +199,9 @@ class Controller:
         self.queries = JobQueries(self.context, self.jobs, self.admission, self._stored_spans)
         self._validator = JobValidator(self.context, fleet, rooms.hosts, quotas, collector, check_environment, checkers)
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
-        self.completions = Completions(self.context, self._validator, self.jobs.pinned)
-        self._slots = TrainerSlots(fleet, settings, clock, quotas.weights)
-        self.sessions = Sessions(self.context, self._validator, self._slots)
+        self.completions = Completions(self.context, self._validator, self.jobs.pinned, answer_tokens)
+        self._slots = TrainerSlots(fleet, settings, clock, quotas.weights, session_times.slot_wait)
+        self.sessions = Sessions(self.context, self._validator, self._slots, session_times)
         self.plan = PlanFollower(plan, fleet, clock, threads, self.jobs.steps_left) if plan is not None else None
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
@@ -207,7 +215,7 @@ class Controller:
         await store.write(jobs.fence)
         for key_hash in await store.read(tenants.worker_keys):  # workers may read before they have connected again
             self.reads.add(key_hash)
-        await context.rooms.collector.collect_all(context.clock.time(), context.settings.server.orphan_keep_seconds)
+        await context.rooms.collector.collect_all(context.clock.time(), self._orphan_keep_seconds)
         await context.rooms.usage.start()
         await context.rooms.quotas.start()
         rooms, watch_models = context.rooms, partial(context.rooms.models.watch, self._models_in_use)

@@ -63,6 +63,10 @@ OPERATION_BYTES = 4096
 """Counted for each operation of a client in memory besides its data: the objects around it."""
 
 
+OPTIONS_BYTES = 64 << 10
+"""Largest options of a job's environment as JSON, without rows: options travel with every episode, and rows are stored
+once, as a dataset."""
+
 LARGE_ROWS_SHOWN = 3
 """Rows that are too large are named up to this number: the others are likely of the same kind."""
 
@@ -303,11 +307,11 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
     problems = []
     options = {name: value for name, value in spec.environment.options.items() if name not in ROWS}
     size = len(json.dumps(options))
-    if size > limits.options_bytes:
+    if size > OPTIONS_BYTES:
         refused["options_bytes"] += 1
         problems.append(
-            f"environment: its options have {size} bytes without rows, allowed: at most {limits.options_bytes}"
-            " (the service's ROOKERY_OPTIONS_BYTES)"
+            f"environment: its options have {size} bytes without rows, allowed: at most {OPTIONS_BYTES}"
+            "; give rows as a dataset"
         )
     algorithm, turns = spec.algorithm, spec.environment.turns
     if algorithm.on_rows:

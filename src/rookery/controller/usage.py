@@ -2,7 +2,7 @@
 
 * How an interval is shared is decided in :mod:`rookery.scheduling.usage`; here it is metered and added up.
 * A tenant's total holds all that its jobs, its clients' models and its chat requests used. A job's usage is a part.
-* Counters are stored every ``usage_flush_seconds`` and when the controller stops: a crash loses the counts since then,
+* Counters are stored every :data:`FLUSH_SECONDS` and when the controller stops: a crash loses the counts since then,
   of all accounts alike. A job that goes back to its last commit keeps its usage: that work was computed.
 * Nothing waits for the accounting: a database that refuses it now is tried again later.
 * :class:`ModelUse`: local workers start when a base model is needed and end when nothing has used it for a while. Jobs,
@@ -50,6 +50,10 @@ FleetUsages = dict[str, dict[Kind, FleetUsage]]
 """By base model and kind."""
 
 
+FLUSH_SECONDS = 30.0
+"""Interval at which the counters are stored: the most of them that a crash can lose."""
+
+
 class UsageMeter:
     """The counters of every tenant and of the open jobs, and the fleet's."""
 
@@ -62,7 +66,6 @@ class UsageMeter:
     ) -> None:
         """``quotas`` learns of the tokens of each tenant."""
         self._quotas = quotas
-        self._flush_seconds = settings.server.usage_flush_seconds
         self._clock = clock
         self._store = store
         self._meters: dict[Worker, WorkerMeter[Account]] = {}
@@ -89,7 +92,7 @@ class UsageMeter:
     async def watch(self) -> None:
         """Store the changes periodically, forever."""
         while True:
-            await self._clock.sleep(self._flush_seconds)
+            await self._clock.sleep(FLUSH_SECONDS)
             try:
                 if self._meters or self._changed:
                     await self.save()
@@ -118,7 +121,7 @@ class UsageMeter:
         try:
             await self.save()
         except Exception:  # the shutdown must go on
-            log.exception("usage of the last %g s is not stored", self._flush_seconds)
+            log.exception("usage of the last %g s is not stored", FLUSH_SECONDS)
 
     async def open(self, tenant: str, job: str, policies: Sequence[str]) -> None:
         """The job runs from now on: usage by its requests and ``policies`` is charged to it."""

@@ -250,7 +250,9 @@ def _open_request(service: ServiceContext, connection: HTTPConnection, tenant: s
     most = service.connections.per_tenant
     if service.open_requests[tenant] >= most:
         service.refusals["requests_open"] += 1
-        raise TooManyRequests(f"{most} requests of yours are open (ROOKERY_TENANT_OPEN_REQUESTS); end some first", 1.0)
+        raise TooManyRequests(
+            f"{most} requests of yours are open (a quarter of ROOKERY_CONNECTIONS); end some first", 1.0
+        )
     service.open_requests[tenant] += 1
     connection.state.open = True
 

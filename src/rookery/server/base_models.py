@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from pathlib import Path
 
 from rookery.aio import cancel_all
 from rookery.children import interpreter
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
-from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import PREPARED, model_folder
 
 log = logging.getLogger("rookery.server")
+
+PREPARE_SECONDS = 3600.0
+"""Time limit of preparing one base model: a download of 15 GB at 5 MB/s."""
 
 PREPARED_AT_ONCE = 1
 """Base models that are downloaded and converted at the same time: each conversion holds a whole model in memory."""
@@ -23,9 +26,10 @@ PREPARED_AT_ONCE = 1
 class BaseModels:
     """Chat templates with tokenizers by base model; concurrent calls load each once."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._cache = settings.cache
-        self._limits = settings.limits
+    def __init__(self, cache: Path, seconds: float = PREPARE_SECONDS) -> None:
+        """``cache``: the folder of base models. Preparing one may take ``seconds``."""
+        self._cache = cache
+        self._seconds = seconds
         self._places = asyncio.Semaphore(PREPARED_AT_ONCE)
         self._loading: dict[str, asyncio.Task[Chat]] = {}
 
@@ -59,7 +63,7 @@ class BaseModels:
         )
         try:
             assert process.stderr is not None
-            async with asyncio.timeout(self._limits.prepare_seconds):
+            async with asyncio.timeout(self._seconds):
                 output = await process.stderr.read()
                 await process.wait()
         except (asyncio.CancelledError, TimeoutError) as end:
@@ -67,7 +71,7 @@ class BaseModels:
                 process.kill()
             await process.wait()
             if isinstance(end, TimeoutError):
-                seconds = f"{self._limits.prepare_seconds:g} s (the service's ROOKERY_PREPARE_SECONDS)"
+                seconds = f"{self._seconds:g} s"
                 raise Unavailable(f"base_model: preparing {model} took longer than {seconds}") from None
             raise
         if process.returncode != 0:

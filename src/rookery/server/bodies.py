@@ -2,7 +2,7 @@
 
 * No request makes the service hold more bytes than its route's limit: reading stops at the chunk that exceeds it, with
   status 413. Uploads of workers with a ticket have no limit here; they are written to the disk in chunks.
-* JSON is measured before it is parsed: a body with more items than ``json_items`` gets 413, one nested deeper than
+* JSON is measured before it is parsed: a body with more items than :data:`JSON_ITEMS` gets 413, one nested deeper than
   ``JSON_DEPTH`` 422. The measuring functions run at the speed of a memory copy.
 * A body above :data:`INLINE_BYTES` is measured and parsed in a thread, one at a time of a tenant.
 """
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import shortage
 from rookery.server.responses import retry_after
-from rookery.settings import EdgeSettings, Settings
+from rookery.settings import Settings
 from rookery.spec import values
 from rookery.storage.store import Writer
 from rookery.turns import metered
@@ -62,6 +62,9 @@ INLINE_BYTES = 32 << 10
 MEASURED_BYTES = 256 << 10
 """Of a body measured at once."""
 
+JSON_ITEMS = 200_000
+"""Most values in one JSON body, counted before it is parsed. Each token id of a prompt is one."""
+
 JSON_DEPTH = 64
 """Deepest nesting of a JSON body."""
 
@@ -90,7 +93,7 @@ class BodyLimit:
             return
         service, received, owner = scope["app"].state.context, 0, ""
         limit, reason = limit_of(scope["path"], service.context.settings)
-        edge: EdgeSettings = service.context.settings.edge
+        edge, rules = service.context.settings.edge, service.connections.rules
         most, began, whole = edge.tenant_body_bytes, 0.0, False
 
         async def next_part() -> Message:
@@ -101,11 +104,11 @@ class BodyLimit:
             now = asyncio.get_running_loop().time()
             began = began or now
             try:
-                async with asyncio.timeout_at(began + edge.body_seconds + received / BODY_RATE):
+                async with asyncio.timeout_at(began + rules.body_seconds + received / BODY_RATE):
                     return await receive()
             except TimeoutError:
                 service.refusals["bodies_slow"] += 1
-                line = f"the body came with less than {BODY_RATE:g} bytes per second (ROOKERY_BODY_SECONDS)"
+                line = f"the body came with less than {BODY_RATE:g} bytes per second"
                 raise BodyRefused(408, line, {"Connection": "close"}) from None
 
         async def counted() -> Message:
@@ -164,7 +167,7 @@ class TimeKeeper:
                 await send(message)
                 return
             try:
-                async with asyncio.timeout(service.context.settings.edge.stall_seconds):
+                async with asyncio.timeout(service.connections.rules.stall_seconds):
                     await send(message)
             except TimeoutError:
                 service.refusals["readers_slow"] += 1
@@ -237,12 +240,11 @@ def refused_shortages() -> Iterator[None]:
 async def read_json(request: Request) -> Any:
     """The value of a JSON body. Raises :class:`BodyRefused`, and :class:`json.JSONDecodeError` for other text."""
     service = request.app.state.context
-    edge = service.context.settings.edge
     try:
         with refused_shortages():
             body = await request.body()
             decode = values.decode if request.url.path.startswith(JOB_ROUTES) else msgspec.json.decode
-            work = partial(parse, body, edge.json_items, JSON_DEPTH, decode)
+            work = partial(parse, body, JSON_ITEMS, JSON_DEPTH, decode)
             return await off_loop(service.threads, len(body), work)
     except BodyRefused:
         service.refusals["bodies_refused"] += 1
@@ -267,13 +269,13 @@ def _measure(body: bytes, items: int, depth: int) -> None:
         at = end
         quotes += (ends := piece.count(b'"'))
         if quotes > 4 * items + 4:  # a key and a text for each item
-            raise BodyRefused(413, f"the body has more than {items} items; the limit is the setting ROOKERY_JSON_ITEMS")
+            raise BodyRefused(413, f"the body has more than {items} items; send fewer in a request")
         bare = b"".join(piece.split(b'"')[within::2])
         within = (within + ends) % 2
         opened += bare.count(b",") + bare.count(b"[") + bare.count(b"{")
         closed += bare.count(b"]") + bare.count(b"}")
         if max(opened, closed) > items:
-            raise BodyRefused(413, f"the body has more than {items} items; the limit is the setting ROOKERY_JSON_ITEMS")
+            raise BodyRefused(413, f"the body has more than {items} items; send fewer in a request")
         last += bare.translate(_ZEROS)
         if b"0" * (DIGITS + 1) in last:
             raise BodyRefused(422, f"the body has a number of more than {DIGITS} digits; give a shorter one")

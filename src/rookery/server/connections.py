@@ -15,6 +15,7 @@ import resource
 import ssl
 import sys
 from collections import Counter, deque
+from dataclasses import dataclass
 from typing import Any
 
 import httptools
@@ -25,7 +26,6 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 from rookery.errors import shortage
-from rookery.settings import EdgeSettings
 
 DESCRIPTORS = 65536
 """Limit of open files that the service asks for; the system may allow fewer."""
@@ -62,6 +62,32 @@ UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 """Headers by which a client asks for another protocol on its connection; ``Connection`` names them too."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EdgeRules:
+    """The patience of the service with a client's connection. Tests pass another one to the service."""
+
+    head_seconds: float = 15.0
+    """Time that a connection has for a TLS handshake, and to send the head of a request."""
+    body_seconds: float = 30.0
+    """Time that a body may take whatever its size; after it, its average rate is bounded."""
+    stall_seconds: float = 60.0
+    """A client that takes none of a response for so long, while 64 kB of it wait, is disconnected."""
+    hello_sockets: int = 128
+    """Most WebSockets that are not welcomed yet; the oldest is closed for one more."""
+    failed_keys_per_minute: int = 60
+    """Requests with a wrong key that one address may send per minute. Above it, keys that were not valid before are
+    refused unchecked: a person mistypes a key a few times, and a program that guesses sends thousands."""
+
+
+EDGE_RULES = EdgeRules()
+"""Those of a service."""
+
+ADDRESS_SHARE, TENANT_SHARE = 0.5, 0.25
+"""Shares of all connections that one address may have open, apart from connected workers and environment hosts, and
+that one tenant's requests may take. Others behind the same address find place beside a tenant; a client of the OpenAI
+or Tinker SDK opens up to 1,000, a quarter of the default."""
+
+
 class Slot:
     """One open connection. ``idle`` while it may be closed for another one."""
 
@@ -74,16 +100,18 @@ class Slot:
 class Connections:
     """The open connections of one service."""
 
-    def __init__(self, settings: EdgeSettings, refusals: Counter[str], tls: ssl.SSLContext | None = None) -> None:
-        """``tls``: the service's certificate, where it serves https."""
-        self.settings = settings
+    def __init__(
+        self, most: int, refusals: Counter[str], rules: EdgeRules = EDGE_RULES, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """``most``: open connections in all. ``tls``: the service's certificate, where it serves https."""
+        self.rules = rules
         self.tls = tls
         self._refusals = refusals
         descriptors = raise_descriptor_limit() - RESERVED_DESCRIPTORS
-        self._limit = max(1, min(settings.connections, descriptors))
-        self._per_address = max(1, min(settings.connections_per_address, self._limit * 3 // 4))
-        self.per_tenant = max(1, min(settings.tenant_open_requests, self._per_address // 2))
-        """Most open requests of one tenant: others behind the same address find place beside them."""
+        self._limit = max(1, min(most, descriptors))
+        self._per_address = max(1, int(self._limit * ADDRESS_SHARE))
+        self.per_tenant = max(1, int(self._limit * TENANT_SHARE))
+        """Most open requests of one tenant."""
         self._open: dict[str, dict[Slot, None]] = {}
         """By address, oldest first, without welcomed peers."""
         self._sockets: dict[Slot, None] = {}
@@ -109,7 +137,7 @@ class Connections:
 
     def upgraded(self, slot: Slot) -> None:
         """The connection became a WebSocket, which is not welcomed yet."""
-        if len(self._sockets) >= self.settings.hello_sockets:
+        if len(self._sockets) >= self.rules.hello_sockets:
             self._evict(self._sockets)
         self._sockets[slot] = None
 
@@ -187,7 +215,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._await_head()
 
     async def _secure(self, slot: Slot, tls: ssl.SSLContext) -> None:
-        raw, seconds = slot.transport, self._bounds.settings.head_seconds
+        raw, seconds = slot.transport, self._bounds.rules.head_seconds
         try:
             secure = await self.loop.start_tls(raw, self, tls, server_side=True, ssl_handshake_timeout=seconds)
         except OSError:  # no TLS, or none that is accepted here
@@ -284,7 +312,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._head_bytes = 0
-        self._timer = self.loop.call_later(self._bounds.settings.head_seconds, self.transport.abort)
+        self._timer = self.loop.call_later(self._bounds.rules.head_seconds, self.transport.abort)
 
     def _head_arrived(self) -> None:
         self._head_bytes = 0

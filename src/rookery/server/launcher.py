@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +37,10 @@ from rookery.aio import LoopThread, cancel_all, first_of, unless
 from rookery.clock import RandomIds, SystemClock
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
+from rookery.controller.completions import ANSWER_TOKENS
 from rookery.controller.controller import Controller
+from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
+from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.foreign.verifiers import parse_verifiers
 from rookery.environments.judges import parse_judges
@@ -46,7 +50,14 @@ from rookery.folders import CACHE_FOLDERS, usable_folder
 from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
-from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
+from rookery.server.connections import (
+    ACCEPTED_AT_ONCE,
+    EDGE_RULES,
+    BoundedHttp,
+    BoundedWebSocket,
+    Connections,
+    EdgeRules,
+)
 from rookery.server.grader_trials import GraderTrials
 from rookery.server.readiness import Readiness
 from rookery.server.schema_checks import SchemaChecks
@@ -111,12 +122,25 @@ class _Server(uvicorn.Server):
         self.up.set()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServiceRules:
+    """Tuned values of a service that no setting changes; tests and experiments pass others."""
+
+    edge: EdgeRules = EDGE_RULES
+    rollouts: RolloutRules = ROLLOUT_RULES
+    sessions: SessionTimes = SESSION_TIMES
+    answer_tokens: int = ANSWER_TOKENS
+
+
 class Service:
     """A Rookery service. ``url`` and ``admin_key`` are set once it has started."""
 
-    def __init__(self, settings: Settings, handlers: list[logging.Handler] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, handlers: list[logging.Handler] | None = None, rules: ServiceRules | None = None
+    ) -> None:
         """``handlers`` receive the log lines in addition to the file in the data folder."""
         self.settings = settings
+        self._rules = rules or ServiceRules()
         self.url = ""
         self.admin_key = ""
         self._handlers = handlers or []
@@ -176,7 +200,7 @@ class Service:
         database = Database(settings.server.database or folder.database_url)
         opened.callback(database.close)
         refusals = Counter(dict.fromkeys(REFUSALS, 0))
-        connections = Connections(settings.edge, refusals, tls)
+        connections = Connections(settings.edge.connections, refusals, self._rules.edge, tls)
         place = Place(*settings.server.artifacts)
         if settings.server.sandbox == "gvisor":
             find_sandbox(settings.server.sandbox)
@@ -205,7 +229,7 @@ class Service:
         opened.callback(graders.close)
         if transfers is not None:
             opened.callback(transfers.close)
-        base_models = BaseModels(settings)
+        base_models = BaseModels(settings.cache)
         opened.push_async_callback(base_models.close)
 
         cluster: Cluster = ProcessCluster(
@@ -226,6 +250,9 @@ class Service:
             threads=threads,
             checkers=checkers,
             plan=plan,
+            rollout_rules=self._rules.rollouts,
+            session_times=self._rules.sessions,
+            answer_tokens=self._rules.answer_tokens,
         )
         quotas = controller.context.rooms.quotas
         readers.spent = threads.spent = schemas.spent = quotas.service_time.spend
@@ -239,7 +266,9 @@ class Service:
         context = ServiceContext(
             controller=controller,
             connections=connections,
-            failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
+            failed_keys=FailedKeys(
+                self._rules.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))
+            ),
             keys=keys,
             checks=checks,
             schemas=schemas,
@@ -330,10 +359,10 @@ class EmbeddedService:
     """A service inside another program: in a thread with its own event loop, for the duration of a ``with`` block.
     ``url`` and ``key`` (the administrator's) are set once it runs. Entering raises the errors of a failed start."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, rules: ServiceRules | None = None) -> None:
         self.settings = settings
         self.url = self.key = ""
-        self._service = Service(settings)
+        self._service = Service(settings, rules=rules)
         self._started: Future[None] = Future()
 
     def __enter__(self) -> Self:

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Self
 
+from rookery.controller.rollout.rules import ROLLOUT_RULES
 from rookery.scheduling.elastic import StepWindow, wanted_workers
 
 TRAJECTORIES = 64
 """Consumed by each step."""
 START_SECONDS = 30.0
 """From the request for a worker to its first token: a base model is loaded meanwhile."""
-WINDOW = 10
-"""Steps of a window, as the setting ``scale_window`` has by default."""
+WINDOW = ROLLOUT_RULES.scale_window
+"""Steps of a window."""
 NOISE = 0.10
 """Sigma of the logarithm of a step's generation time: lengths of replies vary."""
 TRAIN_SECONDS = 20.0

@@ -19,6 +19,7 @@ from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.assignment import Event
 from rookery.controller.rollout.request import InflightRequest
+from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import NO_DETAILS, Details, RolloutScheduler
 from rookery.errors import UserError
 from rookery.scheduling.offload import OffloadPlanner
@@ -58,6 +59,7 @@ class Scenario:
     """The service's ``flush_seconds``: tokens sampled since the last flush are what a preemption costs."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Other settings of the service that are not the default."""
+    rules: RolloutRules = ROLLOUT_RULES
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
             "worker_wait_seconds": scenario.trace.seconds,  # a trace without instances pauses no job
             **scenario.settings,
         },
+        rules=scenario.rules,
     )
     controller = site.controller
     await controller.start()

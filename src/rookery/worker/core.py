@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rookery.worker")
 
+GPU_SLICE_TOKENS = 16384
+"""Tokens of one training micro-batch on a GPU, where a pass must outlast the launches of its kernels."""
+
 
 class WorkerCore:
     """Engine, trainer and base model of a worker."""
@@ -143,7 +146,7 @@ class _Place:
     @property
     def slice_tokens(self) -> int:
         training = self.settings.training
-        return training.gpu_slice_tokens if self.device.type == "cuda" else training.slice_tokens
+        return GPU_SLICE_TOKENS if self.device.type == "cuda" else training.slice_tokens
 
 
 @dataclass(frozen=True)

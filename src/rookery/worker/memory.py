@@ -39,6 +39,9 @@ batches in transfer, buffers of one layer, and free blocks that the allocator ke
 SMALLEST_BYTES = 64 << 20
 """A budget that leaves less than this to be divided is refused."""
 
+GPU_MEMORY_SHARE = 0.9
+"""Share of a GPU's free memory that a worker uses; the rest is for what PyTorch allocates besides tensors."""
+
 RETRY_SECONDS = 1.0
 """A call that waits for memory is tried again at least this often: contents become evictable with time, too."""
 
@@ -81,7 +84,7 @@ def total_bytes(settings: Settings, device: torch.device) -> int:
     """The budget of a worker that starts now. Call it before the base model is loaded."""
     if settings.worker.memory_bytes:
         return settings.worker.memory_bytes
-    share = settings.worker.gpu_memory_share if device.type == "cuda" else settings.worker.memory_share
+    share = GPU_MEMORY_SHARE if device.type == "cuda" else settings.worker.memory_share
     return used_bytes(device) + int(share * free_bytes(device))
 
 

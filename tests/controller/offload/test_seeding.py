@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.rules import split
 from tests.support.virtual import CONTEXT, by_number, machine
 
 from rookery import protocol
@@ -286,9 +287,16 @@ def play(
     """What ``act`` answers, of a job that runs from the start."""
 
     async def main(folder: str) -> Any:
-        chosen = {"flush_seconds": FLUSH, "seed_initial_seconds": initial, **more}
+        chosen, rules = split({"flush_seconds": FLUSH, "seed_initial_seconds": initial, **more})
         site = SimulatedService(
-            Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"], seeding=seeding, settings=chosen
+            Path(folder),
+            length,
+            context=CONTEXT,
+            seed=1,
+            tenants=["alice"],
+            seeding=seeding,
+            settings=chosen,
+            rules=rules.rollouts,
         )
         world = SimulatedFleet(site, machine(8).model_copy(update={"train_token": train_token}))
         await site.controller.start()

@@ -15,7 +15,8 @@ from tests.support.waiting import until
 
 import rookery
 from rookery.controller.rollout.elastic import ElasticPool
-from rookery.server.launcher import EmbeddedService
+from rookery.controller.rollout.rules import RolloutRules
+from rookery.server.launcher import EmbeddedService, ServiceRules
 from rookery.settings import Settings
 
 
@@ -35,12 +36,12 @@ class Workers:
 def pool(folder: Path, busy: float = 1.0, **settings: Any) -> tuple[ElasticPool, Workers, list[tuple[str, int]]]:
     clock, asked = ManualClock(), list[tuple[str, int]]()
     workers = Workers(clock, busy)
-    values = Settings(data=folder, cache=folder, scale_window=2, **settings)
+    values = Settings(data=folder, cache=folder, **settings)
 
     def ask(model: str, count: int, _: Sequence[str]) -> None:
         asked.append((model, count))
 
-    found = ElasticPool(values, clock, workers, workers.busy_seconds, ask)  # type: ignore[arg-type]
+    found = ElasticPool(values, 2, clock, workers, workers.busy_seconds, ask)  # type: ignore[arg-type]
     return found, workers, asked
 
 
@@ -123,7 +124,7 @@ class Letters(rookery.Environment):
 def test_real_workers_join_while_trainers_wait_and_leave_after_the_job(tmp_path: Path) -> None:
     model = save_small_model(tmp_path / "model")
     folders = {"data": tmp_path / "data", "cache": tmp_path / "cache"}
-    scale = {"scale_max": 3, "scale_window": 3, "heartbeat_seconds": 0.5}
+    scale = {"scale_max": 3, "heartbeat_seconds": 0.5}
     settings = Settings.load({}, port=0, models=str(model), workers=1, **scale, **folders)
     sizes: list[int] = []
 
@@ -135,7 +136,8 @@ def test_real_workers_join_while_trainers_wait_and_leave_after_the_job(tmp_path:
             sizes.append(found.workers)
         return found.workers, found.wanted
 
-    with EmbeddedService(settings) as service, rookery.Client(service.url, service.key) as client:
+    rules = ServiceRules(rollouts=RolloutRules(scale_window=3))
+    with EmbeddedService(settings, rules) as service, rookery.Client(service.url, service.key) as client:
         job = client.train(
             base_model=str(model),
             environment={"hosted": Letters()},

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support.draws import examples
 from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle, text_of
 from tests.support.room import beat, react
+from tests.support.rules import split
 
 from rookery import protocol
 from rookery.aio import cancel_all
@@ -39,12 +40,13 @@ class Room:
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.clock = ManualClock()
-        self.settings = Settings(data=folder, cache=folder, **changes)
+        changed, self.rules = split(changes)
+        self.settings = Settings(data=folder, cache=folder, **changed)
         self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
         self.fleet = Fleet(self.settings, self.clock, self.on_event)
         artifacts = self.tickets.artifacts
         self.weights = WeightStore(self.fleet, artifacts, InlineWriter(), self.clock)
-        self.rollouts = RolloutScheduler(self.fleet, self.weights, self.settings, self.clock)
+        self.rollouts = RolloutScheduler(self.fleet, self.weights, self.settings, self.clock, rules=self.rules.rollouts)
         self.watches = [asyncio.create_task(watch()) for watch in (self.fleet.watch, self.rollouts.watch)]
         self.workers: list[ScriptedWorker] = []
         self.used: list[protocol.AdapterRef] = []

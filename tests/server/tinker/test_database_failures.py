@@ -30,8 +30,8 @@ AWAY = Unavailable("the database does not answer")
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     service = Service(
-        tmp_path, session_poll_seconds=0.05, session_seq_gap_seconds=50.0, suspect_seconds=1e9, stuck_seconds=1e9,
-        request_timeout_seconds=1e9, session_commit_every=3, session_abandon_seconds=1000.0,
+        tmp_path, session_poll=0.05, session_seq_gap=50.0, suspect_seconds=1e9, stuck_seconds=1e9,
+        request_timeout_seconds=1e9, session_commit_every=3, session_abandon=1000.0,
     )  # fmt: skip
     await service.start()
     await join(service)
@@ -413,7 +413,7 @@ async def test_operations_given_up_while_a_commit_is_unanswered_spoil_their_grad
     visitor._seq += 1  # a number that is never sent
     lost = await visitor.send(forward([1, 2, 3]))
     ping = Refusing(service, monkeypatch, "ping", GONE)
-    began, gap = service.clock.now, service.settings.sessions.session_seq_gap_seconds
+    began, gap = service.clock.now, service.rules.sessions.seq_gap
     await pass_until(service, lambda: service.clock.now > began + 2 * gap)
     ping.trouble = None
     database.trouble = None

@@ -104,7 +104,7 @@ def failures() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, failures: list[str]) -> Iterator[EmbeddedService]:
     root = tmp_path_factory.mktemp("fuzz")
-    patience = {"session_poll_seconds": 0.02, "session_seq_gap_seconds": 0.1, "heartbeat_seconds": 0.1}
+    patience = {"session_poll": 0.02, "session_seq_gap": 0.1, "heartbeat_seconds": 0.1}
     with served(root, **patience) as service, ScriptedWorker.of(service):
         yield service
 

@@ -29,8 +29,8 @@ HOUR = 3600.0
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     service = Service(
-        tmp_path, session_poll_seconds=0.05, session_idle_seconds=100.0, trainer_slots=1, session_result_seconds=HOUR,
-        sampler_idle_seconds=10 * HOUR, slot_wait_seconds=1e6, suspect_seconds=1e9, stuck_seconds=1e9,
+        tmp_path, session_poll=0.05, session_idle=100.0, trainer_slots=1, session_result=HOUR,
+        session_sampler_idle=10 * HOUR, session_slot_wait=1e6, suspect_seconds=1e9, stuck_seconds=1e9,
     )  # fmt: skip
     await service.start()
     await join(service)
@@ -249,9 +249,7 @@ async def test_what_was_acknowledged_is_carried_out_after_the_session_is_finishe
 
 
 async def test_a_client_that_stays_away_for_long_has_finished(tmp_path: Path) -> None:
-    service = Service(
-        tmp_path, session_poll_seconds=0.05, session_expire_seconds=10 * HOUR, session_result_seconds=HOUR
-    )
+    service = Service(tmp_path, session_poll=0.05, session_expire=10 * HOUR, session_result=HOUR)
     await service.start()
     await join(service)
     silent, beats = await Client(service).begin(), await Client(service, "bob").begin()
@@ -273,9 +271,7 @@ async def test_a_client_that_stays_away_for_long_has_finished(tmp_path: Path) ->
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_client_with_heartbeats_is_never_finished(tmp_path: Path, restarts: bool) -> None:
     """However seldom what it does is stored: one beats as the SDK does, one only calls."""
-    service = Service(
-        tmp_path, session_poll_seconds=0.05, session_expire_seconds=600.0, suspect_seconds=1e9, stuck_seconds=1e9
-    )
+    service = Service(tmp_path, session_poll=0.05, session_expire=600.0, suspect_seconds=1e9, stuck_seconds=1e9)
     await service.start()
     await join(service)
     beats, computes = await Client(service).begin(), await Client(service, "bob").begin()
@@ -404,7 +400,7 @@ async def test_steps_that_are_not_durable_say_so_and_are_replayed(tmp_path: Path
     """Every crash between two durable versions costs computation, not a step: the state is the same in the end."""
     ends = []
     for crash in (None, 1, 2, 3, 4):
-        service = Service(tmp_path / str(crash), session_commit_every=3, session_poll_seconds=0.05)
+        service = Service(tmp_path / str(crash), session_commit_every=3, session_poll=0.05)
         await service.start()
         await join(service)
         durable, end = await trained(service, crash_after=crash)
@@ -416,7 +412,7 @@ async def test_steps_that_are_not_durable_say_so_and_are_replayed(tmp_path: Path
 
 async def test_a_sample_waits_for_the_worker_that_has_it(tmp_path: Path) -> None:
     """After a crash another worker may dial in first; what the one that comes later has sampled is not sampled anew."""
-    service = Service(tmp_path, session_poll_seconds=0.05, reconnect_seconds=6.0)
+    service = Service(tmp_path, session_poll=0.05, reconnect_seconds=6.0)
     await service.start()
     holder = await join(service)
     visitor = await Client(service).begin()

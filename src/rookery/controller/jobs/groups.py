@@ -33,6 +33,9 @@ from rookery.storage.repositories import jobs
 
 log = logging.getLogger("rookery.controller.jobs.groups")
 
+FAILURE_RATE_LIMIT = 0.5
+"""A job pauses when more than this share of its recent episodes failed: most of its work is then for nothing."""
+
 SILENT_GROUPS = 64
 """Groups in a row from which a policy cannot learn before the job pauses: an environment names it in some groups, or
 never."""
@@ -60,7 +63,7 @@ class Groups:
         self._cursor = job.row.cursor
         self._running: dict[asyncio.Task[None], None] = {}
         settings = job.controller.settings.server
-        self._failures = FailureRateMonitor(settings.failure_rate_window, settings.failure_rate_limit)
+        self._failures = FailureRateMonitor(settings.failure_rate_window, FAILURE_RATE_LIMIT)
         self._untrimmed = 0
         """Episodes that ended since old ones were trimmed."""
 

@@ -41,14 +41,17 @@ class ElasticPool:
     def __init__(
         self,
         settings: Settings,
+        window: int,
         clock: Clock,
         fleet: Fleet,
         busy_seconds: Callable[[Worker], float],
         scale: Callable[[str, int, Sequence[str]], None],
     ) -> None:
-        """``busy_seconds(worker)`` is the time for which it has had requests. ``scale(model, count, serving)`` asks for
+        """``window`` is the number of optimizer steps after which the number of workers is computed again.
+        ``busy_seconds(worker)`` is the time for which it has had requests. ``scale(model, count, serving)`` asks for
         so many rollout workers of a base model, of which those of these names serve now."""
         self._settings = settings.cluster
+        self._window_steps = window
         self._clock = clock
         self._fleet = fleet
         self._busy_seconds = busy_seconds
@@ -82,7 +85,7 @@ class ElasticPool:
         window.waited += waited
         window.seconds += seconds
         window.consumed += consumed
-        if window.steps < self._settings.scale_window:
+        if window.steps < self._window_steps:
             return
         wanted = wanted_workers(self._measured(model, window))
         if self._settings.scale_max:

@@ -28,6 +28,7 @@ from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.assignment import Assignment
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request_queues import RequestQueues
+from rookery.controller.rollout.rules import RolloutRules
 from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, load, order, select
 from rookery.scheduling.costs import CostTable
 from rookery.scheduling.divided_rollout import DecodingWorker, moves
@@ -36,7 +37,6 @@ from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.saturation import SaturationEstimator
 from rookery.scheduling.tails import WorkerRollouts, merge
 from rookery.scheduling.worker_index import WorkerIndex
-from rookery.settings import Settings
 
 ANY, BASE, UNTRAINING = "any", "base", "untraining"
 """Tags: of workers that accept some request, of workers that are catching up and accept the base model, and of workers
@@ -122,12 +122,12 @@ class Migration:
 
 
 class WorkerPool:
-    def __init__(self, settings: Settings, clock: Clock, weights: Mapping[str, float]) -> None:
+    def __init__(self, rules: RolloutRules, clock: Clock, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._clock = clock
-        self._turn_share = settings.engine.tenant_turn_share
-        self._dispatch_ahead = settings.engine.dispatch_ahead
-        self._chunk = settings.engine.rollout_chunk_tokens or math.inf
+        self._turn_share = rules.tenant_turn_share
+        self._dispatch_ahead = rules.dispatch_ahead
+        self._chunk = rules.rollout_chunk_tokens or math.inf
         self._slots: dict[str, WorkerSlots] = {}
         """By the worker's name."""
         self._common: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
@@ -137,7 +137,7 @@ class WorkerPool:
         self._numbers = itertools.count(1)
         """Of assignments."""
         self._saturation: defaultdict[tuple[str, str, str], SaturationEstimator] = defaultdict(SaturationEstimator)
-        self._planner = Planner() if settings.engine.merge_tails else None
+        self._planner = Planner() if rules.merge_tails else None
 
     def workers(self) -> list[Worker]:
         return [slots.worker for slots in self._slots.values()]

@@ -40,6 +40,7 @@ from rookery.controller.rollout.request import (
     SamplingResult,
 )
 from rookery.controller.rollout.request_queues import RequestQueues
+from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.weights.store import WeightStore
 from rookery.errors import RookeryError, Unavailable
 from rookery.settings import Settings
@@ -121,15 +122,16 @@ class RolloutScheduler:
         settings: Settings,
         clock: Clock,
         weights: Mapping[str, float] | None = None,
+        rules: RolloutRules = ROLLOUT_RULES,
     ) -> None:
         """``weights``: shares of tenants that have another one than 1."""
         self._fleet = fleet
         self._references = references
         self._settings = settings
+        self.rules = rules
         self._clock = clock
-        self.pool = WorkerPool(settings, clock, weights or {})
-        engine = settings.engine
-        self.queues = RequestQueues(clock, STARVATION_SECONDS, weights or {}, context_order=engine.context_order)
+        self.pool = WorkerPool(rules, clock, weights or {})
+        self.queues = RequestQueues(clock, STARVATION_SECONDS, weights or {}, context_order=rules.context_order)
         self.requests: dict[str, dict[str, InflightRequest]] = {}
         """By job and the request's id: those in flight, and those whose tokens are retained."""
         self.resumptions: dict[str, Resumption] = {}
@@ -284,7 +286,7 @@ class RolloutScheduler:
     def expect_resumptions(self) -> None:
         """An earlier controller existed: its workers reconnect. For a while rollouts wait for the worker that holds
         them, so that their tokens are not sampled twice."""
-        self._resume_until = self._clock.monotonic() + self._settings.worker.reconnect_seconds
+        self._resume_until = self._clock.monotonic() + self.rules.reconnect_seconds
 
     async def watch(self) -> None:
         """Fail requests that waited too long for a worker or for their worker's next tokens. Runs until cancelled."""
@@ -437,7 +439,7 @@ class RolloutScheduler:
                 self.apply(inflight, "claim", Details(worker, inflight.request.generate.interactive))
         worker.active_requests.clear()
         rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
-        self.queues.models[worker.hello.model].common.turn = max(1, int(rows * self._settings.engine.tenant_turn_share))
+        self.queues.models[worker.hello.model].common.turn = max(1, int(rows * self.rules.tenant_turn_share))
         self._dispatch(worker.hello.model)
 
     def _still_held(self, resumption: Resumption) -> bool:

@@ -73,8 +73,9 @@ class Future:
 
 
 class Futures:
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, poll_seconds: float) -> None:
         self._services = services
+        self._poll_seconds = poll_seconds
         self._open: dict[str, Future] = {}
         """Futures without a result that this process executes, or is about to."""
         self._kept: LRUCache[str, Future] = LRUCache(KEPT_BYTES, getsizeof=lambda future: future.size)
@@ -153,7 +154,7 @@ class Futures:
             future.done.set()
 
     async def wait(self, tenant: str, id: str) -> AnyResult | QueueStatus:
-        """The result as soon as it is there, or after ``session_poll_seconds`` the reason why it is not. Raises
+        """The result as soon as it is there, or after ``poll_seconds`` the reason why it is not. Raises
         :class:`FutureExpired`."""
         future = self._open.get(id) or self._kept.get(id)
         if future is None:
@@ -164,9 +165,7 @@ class Futures:
                 pass
         if future is None or future.tenant != tenant:
             raise FutureExpired(f"no request {id}: its result has expired, or was fetched long ago")
-        if future.result is None and not await wait_event(
-            future.done, self._services.settings.sessions.session_poll_seconds
-        ):
+        if future.result is None and not await wait_event(future.done, self._poll_seconds):
             return future.status()
         assert future.result is not None
         return future.result

@@ -42,7 +42,7 @@ log = logging.getLogger("rookery.controller.sessions.samplers")
 CANCELLED = "cancelled by its client"
 
 USED_SECONDS = 60.0
-"""A sampler's use is stored this often: far below ``sampler_idle_seconds``."""
+"""A sampler's use is stored this often: far below the time after which an idle one is deleted."""
 
 
 def sampler_row(
@@ -78,8 +78,9 @@ class _RunningSample:
 
 
 class Samplers:
-    def __init__(self, context: ControllerContext, futures: Futures) -> None:
+    def __init__(self, context: ControllerContext, futures: Futures, idle_seconds: float) -> None:
         self._context = context
+        self._idle_seconds = idle_seconds
         self._futures = futures
         self._used: dict[str, float] = {}
         """When each sampler's use was last stored."""
@@ -174,11 +175,9 @@ class Samplers:
             resumed.set()
 
     async def retire(self) -> None:
-        """Delete the weights of samplers without a name that were idle for ``sampler_idle_seconds``."""
+        """Delete the weights of samplers without a name that were idle for ``idle_seconds``."""
         context, sampling = self._context, {sample.row.id for sample in self._running.values()}
-        for row in await context.store.read(
-            idle_samplers, context.clock.time() - context.settings.sessions.sampler_idle_seconds
-        ):
+        for row in await context.store.read(idle_samplers, context.clock.time() - self._idle_seconds):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
                 await context.rooms.collector.delete_unnamed(release_sampler, row.id)

@@ -4,9 +4,9 @@
 * A request is answered with its id as soon as it is durable; the client asks for the result by that id. Ids follow from
   the client's own numbers (``<run>/<seq>``), so a request that is sent again is the same request.
 * A finished session accepts no more operations; of its runs only checkpoints and samplers stay.
-* A session without a heartbeat for ``session_idle_seconds`` is suspended until the next one: it releases its trainer
-  slots, and its queued operations wait. They are dropped after ``session_abandon_seconds``; after
-  ``session_expire_seconds`` the session is finished.
+* A session without a heartbeat for ``idle`` seconds is suspended until the next one: it releases its trainer slots, and
+  its queued operations wait. They are dropped after ``abandon`` seconds; after ``expire`` seconds the session is
+  finished (:mod:`rookery.controller.sessions.times`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rookery.controller.sessions.operations import (
     SaveState,
 )
 from rookery.controller.sessions.samplers import Samplers
+from rookery.controller.sessions.times import SessionTimes
 from rookery.controller.sessions.training_run import TrainingRun
 from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.validation import JobValidator
@@ -57,11 +58,14 @@ ATTENTION = ("q", "k", "v", "o")
 class Sessions:
     """Clients' sessions, with their training runs, ``samplers`` and ``futures``."""
 
-    def __init__(self, context: ControllerContext, validator: JobValidator, slots: TrainerSlots) -> None:
+    def __init__(
+        self, context: ControllerContext, validator: JobValidator, slots: TrainerSlots, times: SessionTimes
+    ) -> None:
         self._context = context
         self._validator = validator
-        self.futures = Futures(context)
-        self.samplers = Samplers(context, self.futures)
+        self.times = times
+        self.futures = Futures(context, times.poll)
+        self.samplers = Samplers(context, self.futures, times.sampler_idle)
         self._slots = slots
         self.runs: dict[str, TrainingRun] = {}
         self.loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -103,7 +107,7 @@ class Sessions:
             await clock.sleep(settings.worker.heartbeat_seconds)
             self._slots.review()
             for run in list(self.runs.values()):
-                run.expire_gap(settings.sessions.session_seq_gap_seconds)
+                run.expire_gap(self.times.seq_gap)
             self._suspend_silent()
             now = clock.monotonic()
             if now - swept > SWEEP_SECONDS:
@@ -117,10 +121,10 @@ class Sessions:
     def _suspend_silent(self) -> None:
         """Suspend the sessions without a heartbeat, and drop the operations of those that are silent for too long. A
         session that its client finished runs its last operations."""
-        settings, now = self._context.settings.sessions, self._context.clock.monotonic()
+        times, now = self.times, self._context.clock.monotonic()
         for session in {run.row.session for run in self.runs.values()} | self.samplers.sessions:
             silent, runs = now - self._seen.setdefault(session, now), self._runs_of(session)
-            if silent <= settings.session_idle_seconds:
+            if silent <= times.idle:
                 continue
             if session not in self._open:
                 for run in runs:
@@ -130,8 +134,8 @@ class Sessions:
                 run.suspend()
             self.samplers.suspend(session)
             self._suspended.add(session)
-            if silent > settings.session_abandon_seconds:
-                error = f"dropped: session {session} had no heartbeat for {settings.session_abandon_seconds:.0f} s"
+            if silent > times.abandon:
+                error = f"dropped: session {session} had no heartbeat for {times.abandon:.0f} s"
                 count = sum(run.drop(error) for run in runs) + self.samplers.drop(session, error)
                 if count:
                     log.warning("%d operations %s", count, error, extra={"tenant": self._open[session].tenant})
@@ -141,19 +145,19 @@ class Sessions:
 
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
-        context, store, settings, now = self._context, self._context.store, self._context.settings, self._time()
-        await store.write(sessions.drop_futures, now - settings.sessions.session_result_seconds)
+        context, store, times, now = self._context, self._context.store, self.times, self._time()
+        await store.write(sessions.drop_futures, now - times.result)
         for row in await store.read(sessions.expired_checkpoints, now):
             await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
         await self.samplers.retire()
-        limit = settings.sessions.session_expire_seconds
+        limit = times.expire
         for session in await store.read(sessions.silent_sessions, now - limit):
             if context.clock.monotonic() - self._seen.get(session.id, -math.inf) > limit:
                 extra = {"tenant": session.tenant}
                 log.info("session %s is finished: no heartbeat for %.0f s", session.id, limit, extra=extra)
                 await self.finish(session.tenant, session.id, "lost")
         await self._forget_idle()
-        for id in await store.read(sessions.over_models, now - settings.sessions.session_result_seconds):
+        for id in await store.read(sessions.over_models, now - times.result):
             if id not in self.runs:
                 for digest in await store.write(sessions.end_model, id):
                     await context.rooms.collector.delete_unnamed(versions.unnamed, digest)
@@ -166,7 +170,7 @@ class Sessions:
             if row.finished is not None and run.resting and not self.futures.has_open(id):
                 del self.runs[id]
                 await run.close()
-        away = self._context.clock.monotonic() - self._context.settings.sessions.session_idle_seconds
+        away = self._context.clock.monotonic() - self.times.idle
         used = {run.row.session for run in self.runs.values()} | self.samplers.sessions
         for session in [id for id, seen in self._seen.items() if seen < away and id not in used]:
             del self._seen[session]
@@ -298,7 +302,7 @@ class Sessions:
                 if run is None:
                     row, policy = await self._context.store.read(sessions.get_model, tenant, id)
                     await self._row(tenant, row.session)
-                    run = TrainingRun(self._context, self.futures, self._slots, row, policy)
+                    run = TrainingRun(self._context, self.futures, self._slots, row, policy, self.times.commit_every)
                     await run.load()
                     self.runs[id] = run
         if run.row.tenant != tenant:

@@ -1,7 +1,7 @@
 """A training run: one policy that a client trains call by call, on the shared trainers.
 
 * Operations run one after another by sequence number, in whatever order they arrive. A number that stays away fails the
-  operations behind it after ``session_seq_gap_seconds``; their error names it.
+  operations behind it after a while (``SessionTimes.seq_gap``); their error names it.
 * Gradients add up until a step. An operation that fails leaves the gradient incomplete: the next step is refused and
   drops it, so that no step is taken on a part of a batch. A step that fails drops the gradient, too.
 * A step's version, the operations in it and its result become durable together. Later operations are in the log: they
@@ -46,13 +46,15 @@ log = logging.getLogger("rookery.controller.sessions.training_run")
 
 class TrainingRun:
     def __init__(
-        self, context: ControllerContext, futures: Futures, slots: TrainerSlots, row: ModelRow, policy: PolicyRow
-    ) -> None:
+        self, context: ControllerContext, futures: Futures, slots: TrainerSlots, row: ModelRow, policy: PolicyRow,
+        commit_every: int,
+    ) -> None:  # fmt: skip
         self.row = row
         self.policy = policy
         self._context = context
         self._futures = futures
         self._slots = slots
+        self._commit_every = commit_every
         self._queue: ReorderBuffer[tuple[Future, operations.AnyOperation]] = ReorderBuffer(row.done_seq + 1)
         self._given_up: deque[tuple[Future, operations.AnyOperation]] = deque()
         """Operations that will not be executed; their futures get an error in their turn."""
@@ -382,7 +384,7 @@ class TrainingRun:
         self._check_head()
         self._policy_run.check_gradient()
         await self._slots.acquire(self._holder)
-        due = self._policy_run.uncommitted + 1 >= self._context.settings.sessions.session_commit_every
+        due = self._policy_run.uncommitted + 1 >= self._commit_every
         done = await self._policy_run.optim_step(operation.adam, commit=due)
         result = operations.OptimStepResult(metrics={**done.metrics, "durable": float(due)})
         if due:

@@ -38,11 +38,15 @@ class SlotHolder:
 class TrainerSlots:
     """The slots of all training workers, by base model."""
 
-    def __init__(self, fleet: Fleet, settings: Settings, clock: Clock, weights: Mapping[str, float]) -> None:
-        """``weights``: shares of tenants that have another one than 1."""
+    def __init__(
+        self, fleet: Fleet, settings: Settings, clock: Clock, weights: Mapping[str, float], patience: float
+    ) -> None:
+        """``weights``: shares of tenants that have another one than 1. A model with an unfinished gradient keeps its
+        slot for ``patience`` seconds without a call while others wait."""
         self._weights = weights
         self._fleet = fleet
         self._settings = settings
+        self._patience = patience
         self._clock = clock
         self._holders: dict[str, dict[str, SlotHolder]] = {}
         self._queues: dict[str, FairQueue[SlotHolder]] = {}
@@ -114,7 +118,7 @@ class TrainerSlots:
             places=capacity,
             wanted=len(queue),
             now=self._clock.monotonic(),
-            patience=self._settings.training.slot_wait_seconds,
+            patience=self._patience,
         ):
             holders.pop(name).trainer.offload()
         while len(holders) < capacity and (holder := queue.take(lambda holder: True)) is not None:

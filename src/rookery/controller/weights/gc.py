@@ -10,7 +10,7 @@ or upload) and nothing in memory pins it:
 Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is pinned then is deleted when its last pin
 ends. An upload that no version came to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service
 :meth:`ArtifactCollector.collect_all` deletes what a crash left behind, once nothing has named it for
-``orphan_keep_seconds``: the database may be an older copy for a moment.
+:data:`ORPHAN_KEEP_SECONDS`: the database may be an older copy for a moment.
 
 No transaction can come to name an artifact that is being deleted. The rows disappear in the writer thread, between
 other database calls; an upload is pinned before it is stored (:meth:`ArtifactCollector.commit`), and neither happens
@@ -34,6 +34,10 @@ from rookery.storage.repositories import versions
 from rookery.storage.store import Store
 
 log = logging.getLogger("rookery.controller.weights.gc")
+
+ORPHAN_KEEP_SECONDS = 86400.0
+"""An artifact that the database does not name when the service starts is deleted by a start that comes this much later,
+if nothing names it still: a service that was started once with an old copy of its database loses none."""
 
 
 class ArtifactCollector:

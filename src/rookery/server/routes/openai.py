@@ -361,7 +361,7 @@ def _limit_logprobs(
     """Raises :class:`UnsupportedField`."""
     echo, likeliest = _scores_prompt(options), options.likeliest
     if echo or likeliest:
-        tokens = service.context.settings.server.answer_tokens if limit is None else limit
+        tokens = service.controller.completions.answer_tokens if limit is None else limit
         prompts = sum(len(choice.prompt.prompt) for choice in choices) if echo else 0
         if (prompts + tokens * len(choices)) * (1 + likeliest) > MAX_LOGPROBS:
             raise UnsupportedField(

@@ -20,7 +20,7 @@ from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
 from rookery.errors import RookeryError, UserError
 from rookery.server.auth import Owner, Service, ServiceContext
-from rookery.server.bodies import off_loop
+from rookery.server.bodies import JSON_ITEMS, off_loop
 from rookery.server.responses import json_response
 from rookery.server.tinker import protobuf, schemas
 from rookery.storage.repositories import sessions
@@ -101,9 +101,9 @@ async def forward_backward(service: Service, owner: Owner, request: Request) -> 
         raise UserError(
             f"forward_backward takes {protobuf.PROTOBUF}, not compressed, as SDK {protobuf.OLDEST} and later send it"
         )
-    body, items = await request.body(), service.context.settings.edge.json_items
+    body = await request.body()
     try:
-        message = await off_loop(service.threads, len(body), lambda: protobuf.parse(body, items))
+        message = await off_loop(service.threads, len(body), lambda: protobuf.parse(body, JSON_ITEMS))
     except DecodeError:
         raise UserError(f"the body is no ForwardBackwardRequest of SDK {protobuf.SUPPORTED}") from None
     make, gradient = partial(protobuf.forward_backward, message), not message.forward_only

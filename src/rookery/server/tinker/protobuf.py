@@ -121,7 +121,7 @@ def parse(body: bytes, items: int) -> Any:
     counted first: an empty message has two bytes there and 60 in memory. Raises ``DecodeError`` for anything else."""
     message = schema().ForwardBackwardRequest()
     if len(body) > INLINE_BYTES and has_more_fields(body, message.DESCRIPTOR, items):
-        raise BodyRefused(413, f"the body has more than {items} items; the limit is the setting ROOKERY_JSON_ITEMS")
+        raise BodyRefused(413, f"the body has more than {items} items; send fewer in a request")
     message.ParseFromString(body)
     return message
 

@@ -21,6 +21,7 @@ from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
@@ -62,6 +63,7 @@ class SimulatedService:
         seeding: type[Seeding] = Seeding,
         settings: dict[str, Any] | None = None,
         plan: Plan | None = None,
+        rules: RolloutRules = ROLLOUT_RULES,
     ) -> None:
         """``folder`` is this run's alone; ``length`` is what the model's replies are like, ``context`` its longest
         sequence in tokens."""
@@ -93,6 +95,7 @@ class SimulatedService:
             seeding=seeding,
             plan=plan,
             random_bytes=source.randbytes,
+            rollout_rules=rules,
         )
 
     def worker(

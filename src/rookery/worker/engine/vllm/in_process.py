@@ -31,7 +31,7 @@ from rookery.worker.engine.vllm.backend import (
     TaskFailed,
     scores_of,
 )
-from rookery.worker.memory import MemoryUse
+from rookery.worker.memory import GPU_MEMORY_SHARE, MemoryUse
 from rookery.worker.model.adapter import PARTS
 from rookery.worker.transfer.http import one_line
 
@@ -88,7 +88,7 @@ class InProcess:
                 f"{part}_proj" for part in PARTS
             ],  # with the head too, scored prompts end the CPU build
             kv_cache_memory_bytes=cache_bytes,
-            gpu_memory_utilization=settings.worker.gpu_memory_share,
+            gpu_memory_utilization=GPU_MEMORY_SHARE,
             skip_tokenizer_init=True,
             logits_processors=[f"{module}:KeyedSampler"],
             worker_extension_cls=f"{module}.WorkerExtension",

@@ -1,0 +1,39 @@
+"""Lifetimes and waits of clients' sessions. Tests pass others to the controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOUR = 3600.0
+DAY = 24 * HOUR
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionTimes:
+    """In seconds, except ``commit_every``."""
+
+    poll: float = 30.0
+    """Long-poll timeout of a result request; below the client's 45 s."""
+    result: float = DAY
+    """For which a result can be fetched."""
+    seq_gap: float = 300.0
+    """Calls that wait for one with a lower number fail when it has not arrived for this long; clients retry for five
+    minutes."""
+    idle: float = 120.0
+    """A client without a heartbeat for this long is idle: its models give up their slots and its queued operations
+    wait, until it returns. Clients send one every ten seconds."""
+    abandon: float = HOUR
+    """Queued operations of a client without a heartbeat for this long are dropped; each gets an error as its result."""
+    expire: float = 30 * DAY
+    """A client without any call for this long is finished; unnamed state of its models is deleted ``result`` later."""
+    sampler_idle: float = HOUR
+    """Weights of an unnamed sampler are deleted when unused for this long."""
+    slot_wait: float = 5.0
+    """A model with an unfinished gradient keeps its trainer slot this long without a call while others wait."""
+
+    commit_every: int = 1
+    """Optimizer steps of a client per durable version. Above 1 an answer says whether its step is durable."""
+
+
+SESSION_TIMES = SessionTimes()
+"""Those of a service."""

@@ -1,0 +1,31 @@
+"""Splits what a test changes into settings and the tuned values that are no settings, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rookery.controller.completions import ANSWER_TOKENS
+from rookery.controller.rollout.rules import RolloutRules
+from rookery.controller.sessions.times import SessionTimes
+from rookery.server.connections import EdgeRules
+from rookery.server.launcher import ServiceRules
+
+
+def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServiceRules]:
+    """Names of :class:`SessionTimes` have the prefix ``session_``."""
+    rest = dict(given)
+
+    def taken(kind: type[Any], prefix: str = "") -> Any:
+        return kind(**{
+            field.name: rest.pop(prefix + field.name) for field in fields(kind) if prefix + field.name in rest
+        })  # fmt: skip
+
+    rules = ServiceRules(
+        edge=taken(EdgeRules),
+        rollouts=taken(RolloutRules),
+        sessions=taken(SessionTimes, "session_"),
+        answer_tokens=rest.pop("answer_tokens", ANSWER_TOKENS),
+    )
+    return rest, rules
