@@ -38,7 +38,7 @@ test-learning: $(VENV)/.tests
 
 # The examples of README and docs learn on the real model: about ten minutes.
 test-examples: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy tests/test_examples.py
+	@$(BIN)/python -m pytest -m heavy tests/test_examples.py tests/test_skill.py
 
 # Workers on a real Ray cluster with several nodes on this machine, and over two network namespaces as two hosts (needs
 # root and iproute2); manifests against their schemas: four minutes.
