@@ -403,9 +403,7 @@ class JobQueries:
         usage = self._context.rooms.usage
         seconds = self._context.rooms.quotas.service_seconds
         bills = [
-            TenantCost(
-                tenant=row.id, name=row.name, deleted=row.deleted, cost=cost, service_seconds=seconds(row.id)
-            )
+            TenantCost(tenant=row.id, name=row.name, deleted=row.deleted, cost=cost, service_seconds=seconds(row.id))
             for row in tenants
             if (cost := usage.tenant_view(row.id)).seconds or row.deleted is None
         ]

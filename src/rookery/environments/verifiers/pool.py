@@ -205,8 +205,7 @@ def serve(
         if code >= 0:
             sys.exit(f"the scoring process ended with {code}" if code else 0)
         ended = {"timeout": limit} if code == -signal.SIGPROF else {"error": signal.strsignal(-code) or str(code)}
-        ended["seconds"] = used
-        print(json.dumps(ended), file=answers, flush=True)
+        print(json.dumps({**ended, "seconds": used}), file=answers, flush=True)
     _confine(opens_nothing)
     signal.signal(signal.SIGVTALRM, _yield_processor)
     while line := sys.stdin.readline():
