@@ -309,8 +309,8 @@ def measure(result: Result, given: argparse.Namespace, folder: Path) -> None:
                 sent = figures["egress"]
                 result.judge("the trainer sends at most sites + 1 copies", f"{sent:.3f}", sent <= 1.1 * (SITES + 1))
         worst = min(crossed["without topology"], crossed["without one seed per site"])
-        result.judge("without topology or seeds at least twice as many copies cross", f"{worst:.1f} without, {crossed['ours']:.1f} with",
-                     worst > 2 * crossed["ours"])  # fmt: skip
+        told = f"{worst:.1f} without, {crossed['ours']:.1f} with"
+        result.judge("without topology or seeds at least twice as many copies cross", told, worst > 2 * crossed["ours"])
         kills(result, bench, size, copy)
     finally:
         bench.close()
