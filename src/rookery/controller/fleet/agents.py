@@ -15,7 +15,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cachetools import TTLCache
 
@@ -153,6 +153,14 @@ class AgentSession:
         self.result = result
 
 
+class EndedKeys(NamedTuple):
+    """What is kept of a session that ended."""
+
+    tenant: str
+    keys: tuple[str, ...]
+    """Hashes."""
+
+
 class Agents:
     """The sessions of this process."""
 
@@ -172,7 +180,8 @@ class Agents:
         self._asked: dict[str, float] = {}
         """By job, when a process asked for an episode last."""
         self._asking: Counter[str] = Counter()
-        self._ended: TTLCache[str, AgentSession] = TTLCache(ENDED_SESSIONS, ENDED_SECONDS, clock.monotonic)
+        self._ended: TTLCache[str, EndedKeys] = TTLCache(ENDED_SESSIONS, ENDED_SECONDS, clock.monotonic)
+        """By the episode of an evaluation."""
         self._changed = Signal()
 
     @property
@@ -198,7 +207,7 @@ class Agents:
             if self._live.get(session.id) is session:
                 del self._live[session.id]
             if session.split == "eval":
-                self._ended[session.id] = session
+                self._ended[session.id] = EndedKeys(session.tenant, tuple(session.keys))
 
     def _forget_waiting(self, session: AgentSession) -> None:
         waiting = self._waiting.get(session.job, {})
@@ -239,15 +248,13 @@ class Agents:
     async def find(self, episode: str, key_hash: str) -> AgentSession:
         """The running session that a key opens. Raises :class:`Unauthorized`, :class:`EpisodeEnded`, or
         :class:`Unavailable` where the episode will run again."""
-        for known in (self._live.get(episode), self._ended.get(episode)):
-            if known is not None and key_hash in known.keys:
-                if known.state == "ended":
-                    raise (
-                        known.refusal()
-                        if known.split == "train"
-                        else EpisodeEnded(f"episode {episode} has ended: its key opens nothing any more")
-                    )
-                return known
+        known, ended = self._live.get(episode), self._ended.get(episode)
+        if known is not None and key_hash in known.keys:
+            if known.state == "ended":
+                raise known.refusal()
+            return known
+        if ended is not None and key_hash in ended.keys:
+            raise EpisodeEnded(f"episode {episode} has ended: its key opens nothing any more")
         found = await self._stored(episode)
         if found is None or key_hash not in found[0].agent_keys.split():
             raise Unauthorized(

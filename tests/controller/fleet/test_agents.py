@@ -1,0 +1,44 @@
+"""The sessions of agents in one process, with an agent that the test plays."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, Literal
+
+import pytest
+from tests.support.peers import ManualClock
+
+from rookery.controller.fleet.agents import Agents, AgentSession, EpisodeEnded
+from rookery.storage.data_dir import hash_key
+
+
+async def saved(keys: str) -> None:
+    del keys
+
+
+async def nothing_stored(episode: str) -> None:
+    del episode
+
+
+class Sampler:
+    """In place of the calls of an episode."""
+
+
+def session_of(clock: ManualClock, split: Literal["train", "eval"] = "train", **more: Any) -> AgentSession:
+    return AgentSession("job-e0", "job", "tenant", split, b"{}", 1, ["main"], Sampler(), saved, clock, **more)
+
+
+async def test_nothing_but_the_keys_of_an_evaluation_is_kept_after_its_end() -> None:
+    clock = ManualClock()
+    agents = Agents(clock, lambda count: bytes(count), nothing_stored)
+    session = session_of(clock, "eval")
+    with agents.present(session):
+        key = hash_key(await agents.give(session))
+        assert await agents.find("job-e0", key) is session
+    sampler = weakref.ref(session.sampler)
+    del session
+    gc.collect()
+    assert sampler() is None
+    with pytest.raises(EpisodeEnded, match="has ended: its key opens nothing"):
+        await agents.find("job-e0", key)
