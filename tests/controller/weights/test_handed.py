@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.support.peers import MODEL, ScriptedWorker, eventually, settle
 from tests.support.room import Room
 
 from rookery import protocol
+from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.controller.training.policy_run import PolicyRun
+from rookery.controller.training.policy_versions import PolicyVersions
 
 FOLDER = ".1." + "0" * 32
 
@@ -73,6 +77,42 @@ async def test_version_that_is_not_committed_is_withdrawn(room: Room, end: str) 
     assert sent(beside, protocol.Withdraw)[0].hashes == [ref.hash]
     room.weights.publish(MODEL, ref)  # the same bytes, uploaded again
     assert not any(ref.hash in worker.cached for worker in room.fleet.all())
+
+
+class Committed:
+    """The history of a policy whose next version is ``ref``."""
+
+    row, head = SimpleNamespace(id="p"), None
+
+    def __init__(self, ref: protocol.AdapterRef) -> None:
+        self._ref = ref
+
+    async def commit(self, *_: Any, **__: Any) -> protocol.AdapterRef:
+        return self._ref
+
+
+class Idle:
+    def forget_policy(self, policy: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("call", ["commit", "replace"])
+async def test_version_that_is_committed_and_not_published_is_kept(room: Room, call: str) -> None:
+    ref = room.ref(1)
+    trainer, beside = await joined(room, "trainer"), await joined(room, "beside")
+    versions = cast(PolicyVersions, Committed(ref))
+    run = PolicyRun(cast(TrainingDispatcher, Idle()), room.weights, cast(Any, None), MODEL, versions)
+    room.weights.hand_over(room["trainer"], ref, FOLDER)
+    room.weights.on_handed_over(room["beside"], protocol.HandedOver(epoch=0, hash=ref.hash))
+    manifest = protocol.manifest_of([])
+    await (run.commit(cast(Any, None), manifest) if call == "commit" else run.replace(
+        cast(Any, None), manifest, uploaded=True
+    ))  # fmt: skip
+    room.weights.hand_over(room["trainer"], room.ref(2), FOLDER)
+    await eventually(lambda: bool(sent(trainer, protocol.Replicate) and len(sent(beside, protocol.HandOver)) == 2))
+    assert [ref.hash for message in sent(beside, protocol.Replicate) for ref in message.refs] == [ref.hash]
+    assert not sent(trainer, protocol.Withdraw) + sent(beside, protocol.Withdraw)
+    assert all(ref.hash in worker.cached for worker in room.fleet.all())
 
 
 async def test_late_report_of_a_version_that_ended_is_answered(room: Room) -> None:

@@ -109,6 +109,7 @@ class PolicyRun:
         step = self.uncommitted + (self.versions.head.step if self.versions.head is not None else 0)
         ref = await self.versions.commit(write, lease=self.trainer.lease, manifest=manifest, step=step)
         self.trainer.committed(ref)
+        self._references.settle(ref)
         return ref
 
     async def replace(
@@ -120,6 +121,7 @@ class PolicyRun:
         ref = await self.versions.commit(
             write, lease=self.trainer.lease, manifest=manifest, step=step, uploaded=uploaded
         )
+        self._references.settle(ref)
         self._missing = ""
         self.trainer.forget()
         return ref

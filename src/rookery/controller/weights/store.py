@@ -4,7 +4,8 @@ The service keeps references, workers the bytes. The table is soft: workers brin
 arrives and leaves. Decisions are those of :mod:`rookery.scheduling.replication`; this room carries them out.
 
 * :meth:`WeightStore.hand_over`: a trainer has written a version that is not committed. Workers of its machine take it
-  over (:mod:`rookery.controller.weights.handed`); they have it when the commit lands, and pull nothing.
+  over (:mod:`rookery.controller.weights.handed`); they have it when the commit lands (:meth:`WeightStore.settle`), and
+  pull nothing.
 * :meth:`WeightStore.publish`: a version is durable and in use, so all rollout workers of its model receive it.
 * :meth:`WeightStore.replicate`: workers receive versions, few at a time each, in order of their orders. A newer version
   of a policy replaces an older one whose transfer has not begun. A worker that receives is a source at once.
@@ -168,8 +169,8 @@ class WeightStore:
         """An artifact of :meth:`hand_over` is not committed."""
         self._handed.withdraw(digest)
 
-    def _settle(self, ref: protocol.AdapterRef) -> None:
-        """Work names ``ref``, so it is committed: whoever was handed it has it."""
+    def settle(self, ref: protocol.AdapterRef) -> None:
+        """``ref`` is committed, and perhaps never published: whoever was handed it has it."""
         for worker in self._handed.commit(ref):
             worker.authorized.add(ref.hash)
             worker.cached.add(ref.hash)
@@ -177,16 +178,20 @@ class WeightStore:
             self._references(ref)
             self._hold(worker, [ref.hash])
             self._on_held(worker, ref.hash)
-            _supersede(worker, ref, set(worker.orders))
             self.routed["handed"] += 1
 
     # --- publish, replicate, unpublish, retain ------------------------------------------------------------------------
 
     def publish(self, model: str, ref: protocol.AdapterRef) -> None:
         """``ref`` is durable: rollout workers of ``model`` receive it. Returns at once."""
-        self._settle(ref)
+        self.settle(ref)
         self.retain(ref)
-        receivers = [worker for worker in self._fleet.serving("rollout", model) if ref.hash not in worker.cached]
+        receivers = list[Worker]()
+        for worker in self._fleet.serving("rollout", model):
+            if ref.hash in worker.cached:
+                _supersede(worker, ref, set(worker.orders))
+            else:
+                receivers.append(worker)
         self.replicate([ref], receivers)
         for worker in receivers:
             self._fleet.refresh(worker)
