@@ -87,7 +87,7 @@ def test_agent_of_a_lost_host_runs_again_if_deterministic(kind: type[Pausing], t
     Pausing.called.clear()
     Pausing.go.clear()
     with (
-        served(tmp_path, failure_rate_limit=1.0) as service,
+        served(tmp_path, failure_rate_window=1000) as service,
         Held.of(service) as worker,
         Keyed(service) as client,
     ):
