@@ -22,6 +22,7 @@ from tests.support.waiting import until
 import rookery
 from rookery import protocol
 from rookery.client.connection import Record, record
+from rookery.controller.quotas import Quotas
 from rookery.server.launcher import EmbeddedService
 from rookery.tokenization.registry import CONFIG, model_folder
 
@@ -59,7 +60,7 @@ class Recording(ScriptedWorker):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
-    with served(tmp_path_factory.mktemp("agents"), failure_rate_limit=1.0) as service:
+    with served(tmp_path_factory.mktemp("agents"), failure_rate_window=1000) as service:
         yield service
 
 
@@ -445,6 +446,18 @@ def test_a_key_opens_its_own_episode_while_it_runs_and_nothing_else(driver: Driv
         again = driver.finish(episode, 0.0)
         assert again.status_code == 410 and "it is done" in again.text
         assert driver.read(episode).reward == 1.0
+
+
+def test_calls_after_the_end_count_as_requests_of_the_tenant(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(driver) as (episode, llm):
+        ask(llm, "a?")
+        assert driver.finish(episode).status_code == 200
+        counted: list[str] = []
+        monkeypatch.setattr(Quotas, "count_request", lambda quotas, tenant: counted.append(tenant))
+        refused(llm, openai.APIStatusError, "has ended (done)")
+        strange = OpenAI(base_url=episode.base_url, api_key=f"{episode.key}0", max_retries=0)
+        refused(strange, openai.AuthenticationError, "does not open the episode")
+        assert len(counted) == 1
 
 
 def test_another_tenant_finds_no_episode(driver: Driver, service: EmbeddedService) -> None:

@@ -27,7 +27,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.agents import KEY_PREFIX, AgentSession
 from rookery.environments.checks import EnvironmentChecks
-from rookery.errors import Forbidden, TooManyRequests, Unauthorized
+from rookery.errors import Forbidden, RookeryError, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
 from rookery.server.connections import Connections
 from rookery.server.grader_trials import GraderTrials
@@ -223,13 +223,15 @@ async def authenticate_agent(connection: HTTPConnection) -> AgentSession:
     address = connection.client.host if connection.client is not None else ""
     service.failed_keys.check(address, key)
     try:
-        session = await service.context.rooms.hosts.agents.find(str(connection.path_params["episode"]), key)
+        tenant, session = await service.context.rooms.hosts.agents.find(str(connection.path_params["episode"]), key)
     except Unauthorized:
         service.failed_keys.record(address, key, valid=False)
         service.refusals["keys_failed"] += 1
         raise
     service.failed_keys.record(address, key, valid=True)
-    await admit(service, connection, Caller(session.tenant, "tenant", key))
+    await admit(service, connection, Caller(tenant, "tenant", key))
+    if isinstance(session, RookeryError):
+        raise session
     connection.state.session = session
     return session
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.peers import ManualClock
 
 from rookery.controller.fleet.agents import Agents, AgentSession, EpisodeEnded
+from rookery.errors import Unauthorized
 from rookery.storage.data_dir import hash_key
 
 
@@ -35,10 +36,12 @@ async def test_nothing_but_the_keys_of_an_evaluation_is_kept_after_its_end() -> 
     session = session_of(clock, "eval")
     with agents.present(session):
         key = hash_key(await agents.give(session))
-        assert await agents.find("job-e0", key) is session
+        assert await agents.find("job-e0", key) == ("tenant", session)
     sampler = weakref.ref(session.sampler)
     del session
     gc.collect()
     assert sampler() is None
-    with pytest.raises(EpisodeEnded, match="has ended: its key opens nothing"):
-        await agents.find("job-e0", key)
+    tenant, error = await agents.find("job-e0", key)
+    assert tenant == "tenant" and isinstance(error, EpisodeEnded)
+    with pytest.raises(Unauthorized, match="does not open the episode"):
+        await agents.find("job-e0", hash_key("another"))

@@ -23,6 +23,7 @@ from rookery.aio import Signal, wait_event
 from rookery.clock import Clock
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable
 from rookery.storage.data_dir import hash_key
+from rookery.storage.repositories.jobs import EpisodeStanding
 
 KEY_PREFIX = "tml-ep-"
 """Beginning of an agent's key."""
@@ -168,9 +169,9 @@ class Agents:
         self,
         clock: Clock,
         random_bytes: Callable[[int], bytes],
-        stored: Callable[[str], Awaitable[tuple[Any, Any] | None]],
+        stored: Callable[[str], Awaitable[EpisodeStanding | None]],
     ) -> None:
-        """``stored(episode)`` returns the row of an episode and of its job."""
+        """``stored(episode)`` returns what is stored of an episode."""
         self._clock = clock
         self._random = random_bytes
         self._stored = stored
@@ -245,26 +246,25 @@ class Agents:
             if not self._asking[job]:
                 del self._asking[job]
 
-    async def find(self, episode: str, key_hash: str) -> AgentSession:
-        """The running session that a key opens. Raises :class:`Unauthorized`, :class:`EpisodeEnded`, or
-        :class:`Unavailable` where the episode will run again."""
+    async def find(self, episode: str, key_hash: str) -> tuple[str, AgentSession | RookeryError]:
+        """The tenant of the episode that a key opens, and its running session; instead of that, the error of a call,
+        where the episode has ended or will run again. Raises :class:`Unauthorized`."""
         known, ended = self._live.get(episode), self._ended.get(episode)
         if known is not None and key_hash in known.keys:
-            if known.state == "ended":
-                raise known.refusal()
-            return known
+            return known.tenant, known.refusal() if known.state == "ended" else known
         if ended is not None and key_hash in ended.keys:
-            raise EpisodeEnded(f"episode {episode} has ended: its key opens nothing any more")
+            return ended.tenant, EpisodeEnded(f"episode {episode} has ended: its key opens nothing any more")
         found = await self._stored(episode)
-        if found is None or key_hash not in found[0].agent_keys.split():
+        if found is None or key_hash not in found.agent_keys.split():
             raise Unauthorized(
                 f"the key does not open the episode {episode[:80]}: an agent's key ({KEY_PREFIX}…) opens its own"
                 " episode's base_url, and no other"
             )
-        row, job = found
-        if row.state == "open" and job.finished is None:
-            raise Unavailable(f"episode {episode} does not run now: its job is {job.state}; try again later")
-        raise EpisodeEnded(f"episode {episode} has ended ({row.state}): its key opens nothing any more")
+        if found.runs_again:
+            return found.tenant, self._away(episode, found)
+        return found.tenant, EpisodeEnded(
+            f"episode {episode} has ended ({found.state}): its key opens nothing any more"
+        )
 
     async def session(self, tenant: str, job: str, episode: str) -> AgentSession:
         """A session of a job by the episode's id, to be ended by the process that opened it. Raises :class:`NotFound`,
@@ -274,13 +274,23 @@ class Agents:
             if session.hosted:
                 raise Conflict(f"episode {episode} runs in an environment host, which ends it")
             return session
+        found = await self.standing(tenant, job, episode)
+        if found.runs_again:
+            raise self._away(episode, found)
+        raise EpisodeEnded(
+            f"episode {episode} has ended: it is {found.state}{f' ({found.error})' if found.error else ''}"
+        )
+
+    async def standing(self, tenant: str, job: str, episode: str) -> EpisodeStanding:
+        """What is stored of an episode of a job. Raises :class:`NotFound`."""
         found = await self._stored(episode)
-        if found is None or (found[0].tenant, found[0].job) != (tenant, job):
+        if found is None or (found.tenant, found.job) != (tenant, job):
             raise NotFound(f"no episode {episode[:80]} of this job runs")
-        row, about = found
-        if row.state == "open" and about.finished is None:
-            raise Unavailable(f"episode {episode} does not run now: its job is {about.state}; try again later")
-        raise EpisodeEnded(f"episode {episode} has ended: it is {row.state}{f' ({row.error})' if row.error else ''}")
+        return found
+
+    @staticmethod
+    def _away(episode: str, found: EpisodeStanding) -> Unavailable:
+        return Unavailable(f"episode {episode} does not run now: its job is {found.job_state}; try again later")
 
     async def attend(
         self, session: AgentSession, step_timeout: float, return_timeout: float, away: Callable[[], bool]

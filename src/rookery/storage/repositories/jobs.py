@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlalchemy import (
@@ -41,6 +42,7 @@ from rookery.storage.columns import Page, add, add_or_find, fetch_all, find, get
 from rookery.storage.models import (
     FINAL_JOB_STATES,
     EpisodeRow,
+    EpisodeState,
     EvaluationRow,
     EventRow,
     GroupRow,
@@ -67,6 +69,14 @@ _MOVE_CURSOR = update(JobRow).where(
 )
 _CLOSE_GROUP = update(GroupRow).where(GroupRow.id == bindparam("group"), GroupRow.state == "open")
 _CHANGE_EPISODE = update(EpisodeRow).where(EpisodeRow.id == bindparam("episode"), EpisodeRow.state == "open")
+_STANDING = (
+    select(
+        EpisodeRow.tenant, EpisodeRow.job, EpisodeRow.agent_keys, EpisodeRow.state, EpisodeRow.error, JobRow.state,
+        JobRow.finished,
+    )
+    .join(JobRow, JobRow.id == EpisodeRow.job)
+    .where(EpisodeRow.id == bindparam("episode"))
+)  # fmt: skip
 _SAVE_LOGPROBS = (
     update(EpisodeRow)
     .where(EpisodeRow.id == bindparam("episode"))
@@ -85,6 +95,25 @@ Counters = Mapping[str, Any] | None
 
 JOBS_AT_ONCE = 16
 """Finished jobs whose groups are deleted in one transaction."""
+
+
+@dataclass(frozen=True)
+class EpisodeStanding:
+    """Who owns an episode, and whether it runs."""
+
+    tenant: str
+    job: str
+    agent_keys: str
+    state: EpisodeState
+    error: str
+    job_state: JobState
+    job_finished: float | None
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether it is open, and its job may go on."""
+        return self.state == "open" and self.job_finished is None
+
 
 # --- jobs and policies ------------------------------------------------------------------------------------------------
 
@@ -308,10 +337,10 @@ def finish_episode(
     return _change_open_episode(connection, episode, values, counters)
 
 
-def find_episode(connection: Connection, episode: str) -> tuple[EpisodeRow, JobRow] | None:
-    """An episode of any tenant, and its job; the caller knows whether it may be named."""
-    found = rows(connection, EpisodeRow, id=episode)
-    return (found[0], get(connection, JobRow, f"job {found[0].job}", id=found[0].job)) if found else None
+def find_episode(connection: Connection, episode: str) -> EpisodeStanding | None:
+    """The standing of an episode of any tenant; the caller knows whether it may be named."""
+    found = connection.execute(_STANDING, {"episode": episode}).one_or_none()
+    return EpisodeStanding(*found) if found is not None else None
 
 
 def save_train_logprobs(connection: Connection, logprobs: Mapping[str, bytes]) -> None:
