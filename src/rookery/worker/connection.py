@@ -268,8 +268,7 @@ class ServiceConnection:
             case protocol.HandOver():
                 self._receiving.start(self._receive(message))
             case protocol.Withdraw():
-                self._transfers.withdraw(message.hashes)
-                self._withdraw(message.hashes)
+                self._withdraw(self._transfers.withdraw(message.hashes))
             case protocol.Retain():
                 self._transfers.retain(message.hashes)
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():

@@ -123,6 +123,18 @@ async def test_late_report_of_a_version_that_ended_is_answered(room: Room) -> No
     await eventually(lambda: bool(sent(beside, protocol.Withdraw)))
 
 
+async def test_late_report_of_a_version_that_is_committed_withdraws_nothing(room: Room) -> None:
+    ref = room.ref(1)
+    await joined(room, "trainer", roles=["train"])
+    beside = await joined(room, "beside")
+    room.weights.hand_over(room["trainer"], ref, FOLDER)
+    room.weights.publish(MODEL, ref)
+    room.weights.on_cached(room["beside"], protocol.AdaptersCached(epoch=0, hashes=[ref.hash]))
+    room.weights.on_handed_over(room["beside"], protocol.HandedOver(epoch=0, hash=ref.hash))
+    await settle()
+    assert not sent(beside, protocol.Withdraw)
+
+
 async def test_lost_worker_has_nothing_that_it_was_handed(room: Room) -> None:
     ref = room.ref(1)
     await joined(room, "trainer", roles=["train"])

@@ -99,6 +99,21 @@ async def test_version_that_is_not_committed_leaves_no_trace(service: Dialled, t
     await receiver.close()
 
 
+async def test_artifact_of_the_cache_is_not_withdrawn(service: Dialled, tmp_path: Path) -> None:
+    events = CacheEvents()
+    trainer, receiver = transfers(service, tmp_path), transfers(service, tmp_path, events=events)
+    manifest, _ = await handed(service, trainer, receiver)
+    async with receiver.pulled(service.ref(manifest, 1)):
+        assert events.take(1) == [
+            protocol.HandedOver(epoch=1, hash=manifest.hash),
+            protocol.AdaptersCached(epoch=1, hashes=[manifest.hash]),
+        ], "in the order in which they happened"
+        assert receiver.withdraw([manifest.hash, "a" * 64]) == ["a" * 64], "engines keep what is committed"
+        assert trainer.withdraw_all() == [], "it has the same cache"
+    await trainer.close()
+    await receiver.close()
+
+
 async def test_uncommitted_version_is_not_served(service: Dialled, tmp_path: Path) -> None:
     peer, trainer = Peer(service, tmp_path), transfers(service, tmp_path)
     manifest, _ = await handed(service, trainer, peer.transfers)

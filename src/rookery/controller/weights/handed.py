@@ -41,7 +41,8 @@ class HandedVersions:
             if version.digest == digest and worker in version.workers:
                 version.workers[worker] = True
                 return
-        if digest not in worker.orders and digest not in worker.receiving:  # it ended meanwhile
+        committed = digest in worker.cached or digest in worker.orders or digest in worker.receiving
+        if not committed:  # it ended meanwhile
             worker.post(protocol.Withdraw(hashes=[digest]))
 
     def commit(self, ref: protocol.AdapterRef) -> list[Worker]:

@@ -95,6 +95,10 @@ class AdapterCache:
         """Hashes of the artifacts whose adapter is complete in the cache."""
         return [folder.name for folder in _artifacts(self._root) if (folder / COMPLETE).exists()]
 
+    def is_complete(self, digest: str) -> bool:
+        """Whether this artifact's adapter is."""
+        return (self._root / digest / COMPLETE).exists()
+
     @contextmanager
     def pinned(self, digest: str) -> Iterator[None]:
         """The artifact is not evicted within this context."""
@@ -251,9 +255,9 @@ class CacheEvents:
         ]
         if self._evicted:
             messages.append(protocol.AdaptersEvicted(epoch=epoch, hashes=list(self._evicted)))
-        if self._arrived:
-            messages.append(protocol.AdaptersCached(epoch=epoch, hashes=list(self._arrived)))
         messages += [protocol.HandedOver(epoch=epoch, hash=digest) for digest in self._handed]
+        if self._arrived:  # after the hand-over, which came before the commit
+            messages.append(protocol.AdaptersCached(epoch=epoch, hashes=list(self._arrived)))
         self._arrived.clear()
         self._evicted.clear()
         self._failed.clear()

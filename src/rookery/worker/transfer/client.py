@@ -354,14 +354,20 @@ class TransferClient:
         if ref.hash in self._handed:
             self.replicate(ref)
 
-    def withdraw(self, digests: Iterable[str]) -> None:
-        """These versions are not committed."""
+    def withdraw(self, digests: Iterable[str]) -> list[str]:
+        """These versions are not committed; those of them that are no artifact of the cache."""
+        digests = list(digests)
         self._handed.withdraw(digests)
         self._cache.delete_private_leftovers()
+        return self._private(digests)
 
     def withdraw_all(self) -> list[str]:
-        """No version that was handed over is committed, as far as known: their hashes."""
-        return self._handed.clear()
+        """No version that was handed over is committed, as far as known: those that are no artifact of the cache."""
+        return self._private(self._handed.clear())
+
+    def _private(self, digests: Iterable[str]) -> list[str]:
+        """What is an artifact of the cache was committed, by this policy or with the same bytes by another one."""
+        return [digest for digest in digests if not self._cache.is_complete(digest)]
 
     # --- uploads ----------------------------------------------------------------------------------------------------
 
