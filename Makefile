@@ -69,7 +69,8 @@ test-s3: $(VENV)/.tests .bench/moto/.installed
 
 # Environments of others, the real packages in environments of their own, and the sandboxes for code (apt-get install
 # bubblewrap runsc): four minutes.
-test-environments: $(VENV)/.tests .bench/verifiers/.installed .bench/verifiers-0.1/.installed .bench/openenv/.installed
+test-environments: $(VENV)/.tests .bench/verifiers/.installed .bench/verifiers-0.1/.installed .bench/openenv/.installed \
+		.bench/games/.installed
 	@$(BIN)/python -m pytest -m heavy tests/environments
 
 # The clients of docs/clients.md, unmodified, in environments of their own: three minutes.
@@ -249,6 +250,11 @@ controller-scaling: $(VENV)/.tests
 .bench/openenv/.installed:
 	@$(PYTHON) -m venv .bench/openenv
 	@.bench/openenv/bin/pip install --quiet 'openenv==0.10.0'
+	@touch $@
+
+.bench/games/.installed:
+	@$(PYTHON) -m venv .bench/games
+	@.bench/games/bin/pip install --quiet 'gymnasium==1.4.0' 'textarena==0.7.4'
 	@touch $@
 
 .bench/skyrl/.installed: benchmarks/peers/skyrl.txt

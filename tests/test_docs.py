@@ -19,6 +19,7 @@ from tests.support.faces import MODEL, ScriptedWorker, served
 from rookery.cli import app
 from rookery.client import AdapterFolder, Client, Job
 from rookery.environments.builtins import BUILTINS, find
+from rookery.environments.foreign.games import set_games
 from rookery.environments.foreign.verifiers import set_verifiers
 from rookery.environments.judges import set_judges
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
@@ -85,6 +86,7 @@ def test_reasoning_gym_tasks_that_run_code_are_documented() -> None:
 def test_yaml_examples_are_jobs(page: Path) -> None:
     set_judges("strict=https://api.openai.com/v1 gpt-4.1")  # which a page names
     set_verifiers("/opt/verifiers/bin/python gsm8k-v1")
+    set_games("/opt/games/bin/python gymnasium/FrozenLake-v1 textarena/GuessTheNumber-v0")
     for text in blocks(page, "yaml"):
         example = yaml.safe_load(text)
         job = parse_job({**MINIMAL, **example})

@@ -95,6 +95,10 @@ class ServerSettings(Section):
     """Environments of the library verifiers that jobs may name: `PYTHON PACKAGE [PACKAGE …]`, the path of the
     interpreter of a virtual environment that has verifiers 0.4 and uv, and installed environment packages. They run on
     the service's machine with the rights of its user: name those that you trust."""
+    games: str = ""
+    """Games that jobs may name: `PYTHON LIBRARY/GAME [LIBRARY/GAME …]`, the path of the interpreter of a virtual
+    environment that has gymnasium or TextArena, and games such as `gymnasium/FrozenLake-v1` or
+    `textarena/GuessTheNumber-v0`. They run on the service's machine with the rights of its user."""
     reachable_hosts: str = ""
     """Hosts that are not of the public internet and that tenants' jobs may name all the same, as servers of OpenEnv:
     names (each with its sub-domains), addresses and networks, each with an optional port, comma-separated; `*` is
@@ -454,7 +458,7 @@ CLIENT_SETTINGS = ("data", "cache", "host", "port", "url", "key", "tls_cert", "c
 WORKER_SETTINGS = ("cache", "worker", "engine", "training", "log_level", "tls_cert", "ca_file")
 """Fields and sections that a worker uses."""
 
-HOST_SETTINGS = ("log_level", "tls_cert", "ca_file", "sandbox", "reachable_hosts", "judges", "verifiers")
+HOST_SETTINGS = ("log_level", "tls_cert", "ca_file", "sandbox", "reachable_hosts", "judges", "verifiers", "games")
 """Fields that the host of the built-in environments uses."""
 
 STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
@@ -464,6 +468,7 @@ MAY_BE_EMPTY = (
     "reachable_hosts",
     "judges",
     "verifiers",
+    "games",
     "models",
     "allocator",
     "allowed_models",

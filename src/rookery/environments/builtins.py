@@ -24,6 +24,13 @@ from rookery.environments.demonstrations import (
     Preferences,
     PreferencesOptions,
 )
+from rookery.environments.foreign.games import (
+    Game,
+    GameOptions,
+    GymnasiumOptions,
+    TextArenaOptions,
+    require_games,
+)
 from rookery.environments.foreign.verifiers import Verifiers, VerifiersOptions, require_verifiers
 from rookery.environments.jsonl import Jsonl, JsonlOptions, RowFiles
 from rookery.environments.openenv import OpenEnv, OpenEnvOptions
@@ -69,6 +76,8 @@ class Builtin:
             self.require()
             if isinstance(checked, VerifiersOptions):
                 return None
+            if isinstance(checked, GameOptions):
+                return checked.sizes()
             assert isinstance(checked, ReasoningGymOptions)
             if checked.task in REPLIES_ARE_CODE:
                 find_sandbox(isolation())
@@ -98,6 +107,11 @@ def require_installed() -> None:
     require_verifiers()
 
 
+def require_named_games() -> None:
+    """Raises :class:`UserError` where the administrator has not set up games."""
+    require_games()
+
+
 BUILTINS: dict[str, Builtin] = {
     built.id: built
     for built in (
@@ -107,6 +121,8 @@ BUILTINS: dict[str, Builtin] = {
         Builtin("xrouter", XRouter, XRouterOptions),
         Builtin("openenv", OpenEnv, OpenEnvOptions),
         Builtin("verifiers", Verifiers, VerifiersOptions, require_installed),
+        Builtin("gymnasium", Game, GymnasiumOptions, require_named_games),
+        Builtin("textarena", Game, TextArenaOptions, require_named_games),
         Builtin("reasoning-gym", ReasoningGym, ReasoningGymOptions, require_library),
         Builtin("demonstrations", Demonstrations, DemonstrationsOptions),
         Builtin("preferences", Preferences, PreferencesOptions),

@@ -12,6 +12,7 @@ from typing import Any, cast
 from rookery.children import lower_priority
 from rookery.environments.builtins import find
 from rookery.environments.demonstrations import count_rows
+from rookery.environments.foreign.games import set_games
 from rookery.environments.foreign.verifiers import set_verifiers
 from rookery.environments.jsonl import IndexedRows, RowFiles
 from rookery.environments.judges import set_judges
@@ -30,6 +31,7 @@ def prepare() -> Callable[..., dict[str, Any]]:
     set_reachable_hosts(sys.argv[4])
     set_judges(sys.argv[5])
     set_verifiers(sys.argv[6])
+    set_games(sys.argv[7])
 
     def work(what: str, id: str, options: dict[str, Any]) -> Any:
         match what:

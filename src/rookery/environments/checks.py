@@ -44,11 +44,16 @@ class EnvironmentChecks:
     """Thread-safe; every method blocks."""
 
     def __init__(
-        self, sandbox: Isolation = "bubblewrap", reachable_hosts: str = "", judges: str = "", verifiers: str = ""
+        self,
+        sandbox: Isolation = "bubblewrap",
+        reachable_hosts: str = "",
+        judges: str = "",
+        verifiers: str = "",
+        games: str = "",
     ) -> None:
         """``sandbox`` is the isolation in which code of replies will run; the others are the settings."""
         self._pool = VerifierPool(
-            "check", sandbox, reachable_hosts, judges, verifiers, module="rookery.environments.check_process"
+            "check", sandbox, reachable_hosts, judges, verifiers, games, module="rookery.environments.check_process"
         )
         self._lock = threading.Lock()
         self._fitting: LRUCache[str, SplitSizes | None] = LRUCache(RESULTS)

@@ -39,6 +39,7 @@ from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
+from rookery.environments.foreign.games import set_games
 from rookery.environments.foreign.verifiers import set_verifiers
 from rookery.environments.judges import answer_of, named_judge, set_judges
 from rookery.environments.models import ModelAnswer, ModelQuestion
@@ -95,10 +96,12 @@ class Host:
         ca_file: str = "",
         judges: str = "",
         verifiers: str = "",
+        games: str = "",
     ) -> None:
         """``url`` is the service's (http or https), ``token`` a key of the tenant, or of a worker for the service's own
         host; ``instance`` names this process: one that reconnects under the same name still has its episodes.
-        ``ca_file`` is as in :func:`~rookery.network.client_tls`; ``judges`` and ``verifiers`` are the settings."""
+        ``ca_file`` is as in :func:`~rookery.network.client_tls`; ``judges``, ``verifiers`` and ``games`` are the
+        settings."""
         self._url, self._token, self._ca_file = url, token, ca_file
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
@@ -110,7 +113,7 @@ class Host:
         self._questions: dict[str, asyncio.Future[protocol.ModelReply | None]] = {}
         """Unanswered questions. The result None means that the connection ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._checks = EnvironmentChecks(isolation(), reachable_hosts(), judges, verifiers)
+        self._checks = EnvironmentChecks(isolation(), reachable_hosts(), judges, verifiers, games)
         self.connected = asyncio.Event()
         """Set while the controller has welcomed this host."""
 
@@ -335,9 +338,10 @@ async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     set_judges(settings.server.judges)
     builtins = {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()}
     set_verifiers(settings.server.verifiers)
+    set_games(settings.server.games)
     host = Host(
         url, token_of(), builtins, ca_file=settings.trusted, judges=settings.server.judges,
-        verifiers=settings.server.verifiers,
+        verifiers=settings.server.verifiers, games=settings.server.games,
     )  # fmt: skip
     running = asyncio.create_task(host.run())
     loop = asyncio.get_running_loop()

@@ -42,6 +42,7 @@ from rookery.controller.controller import Controller
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.environments.checks import EnvironmentChecks
+from rookery.environments.foreign.games import parse_games
 from rookery.environments.foreign.verifiers import parse_verifiers
 from rookery.environments.judges import parse_judges
 from rookery.environments.sandbox.sandbox import find as find_sandbox
@@ -206,6 +207,7 @@ class Service:
             find_sandbox(settings.server.sandbox)
         parse_judges(settings.server.judges)
         parse_verifiers(settings.server.verifiers)
+        parse_games(settings.server.games)
         await asyncio.to_thread(_check_place, database, place, folder)
         await self._claim(database, connections, listening)
         await asyncio.to_thread(database.create)
@@ -219,7 +221,9 @@ class Service:
         opened.callback(readers.close)
         opened.callback(threads.close)
         server = settings.server
-        checks = EnvironmentChecks(server.sandbox, server.reachable_hosts, server.judges, server.verifiers)
+        checks = EnvironmentChecks(
+            server.sandbox, server.reachable_hosts, server.judges, server.verifiers, server.games
+        )
         checkers = TenantThreads(CHECKERS, "check")
         opened.callback(checkers.close)
         opened.callback(checks.close)  # runs first: a check that runs fails

@@ -40,8 +40,8 @@ class EnvironmentSpec(SpecModel):
     model_config = ConfigDict(extra="allow")
 
     id: Name | None = None
-    """A built-in environment: `jsonl`, `agent`, `calculator`, `xrouter`, `reasoning-gym`, `openenv`, `verifiers`;
-    `demonstrations` for the algorithm `sft`, `preferences` for `dpo`."""
+    """A built-in environment: `jsonl`, `agent`, `calculator`, `xrouter`, `reasoning-gym`, `openenv`, `verifiers`,
+    `gymnasium`, `textarena`; `demonstrations` for the algorithm `sft`, `preferences` for `dpo`."""
     hosted: Name | None = None
     """A name that an environment host of yours offers. `Client.train` fills it in."""
     max_turns: int = Field(8, ge=1, le=1000)
