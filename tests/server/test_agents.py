@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai import OpenAI
@@ -23,6 +24,7 @@ import rookery
 from rookery import protocol
 from rookery.client.connection import Record, record
 from rookery.controller.quotas import Quotas
+from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.server.launcher import EmbeddedService
 from rookery.tokenization.registry import CONFIG, model_folder
 
@@ -49,12 +51,18 @@ class Recording(ScriptedWorker):
         super().__init__(*arguments, **named)
         self.batches: list[bytes] = []
         self.asked: list[protocol.Generate] = []
+        self.stuck = False
+        """Whether replies stay without an end."""
 
     async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient, epoch: int) -> protocol.Message | None:
         if isinstance(message, protocol.ForwardBackward):
             self.batches.append((await http.get(f"/wire/batches/{message.batch_ticket}")).content)
         if isinstance(message, protocol.Generate):
             self.asked.append(message)
+            if self.stuck:
+                chunk = self._chunk(message)
+                begun = msgspec.structs.replace(chunk, tokens=chunk.tokens[:1], logprobs=chunk.logprobs[:1], finish="")
+                return protocol.Output(epoch=epoch, chunks=[begun])
         return await super()._reply(message, http, epoch)
 
 
@@ -501,6 +509,31 @@ def test_running_calls_end_with_their_episode(driver: Driver, worker: Recording)
             running.result()
         assert driver.finish(episode).status_code == 200
         refused(llm, openai.APIStatusError, "has ended")
+
+
+def test_nothing_is_kept_of_calls_that_an_agent_gave_up(
+    driver: Driver, worker: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[int, int]] = []
+    close = RolloutScheduler.close_episode
+
+    def count(rollouts: RolloutScheduler, job: str, episode: str) -> None:
+        before = len(rollouts.requests.get(job, {}))
+        close(rollouts, job, episode)
+        kept.append((before, len(rollouts.requests.get(job, {}))))
+
+    monkeypatch.setattr(RolloutScheduler, "close_episode", count)
+    with opened(driver) as (episode, llm):
+        ask(llm, "a?")
+        worker.stuck = True
+        try:
+            for _ in range(2):
+                with pytest.raises(openai.APITimeoutError):
+                    ask(llm.with_options(timeout=0.5), "b?")
+        finally:
+            worker.stuck = False
+        assert driver.finish(episode).status_code == 200
+    until(lambda: (1, 0) in kept)
 
 
 def test_malformed_ends_are_refused(driver: Driver) -> None:

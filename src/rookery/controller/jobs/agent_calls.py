@@ -103,6 +103,7 @@ class AgentCalls:
         self._numbers: set[int] = {turn.call for turn in self.tree.turns}
         self._repeated: set[int] = set()
         """Places of undelivered replies that a repeated call is about to get."""
+        self._over = False
 
     # --- as Completions -----------------------------------------------------------------------------------------------
 
@@ -210,6 +211,8 @@ class AgentCalls:
             finally:
                 if not any(turn.call == number for turn in self.tree.turns):
                     self._numbers.discard(number)  # a repetition of this call resumes its text
+                if self._over or session.result is not None:
+                    self.forget()
             if made is None:
                 raise session.refusal()
             return made
@@ -220,6 +223,11 @@ class AgentCalls:
         for place in prepared.places:
             self.tree.turns[place].delivered = True
             self._repeated.discard(place)
+
+    def forget(self) -> None:
+        """The agent makes no more calls: drop what was sampled for those that it gave up."""
+        self._over = True
+        self._job.controller.rooms.rollouts.close_episode(self._job.row.id, self._episode)
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 

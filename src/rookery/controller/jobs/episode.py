@@ -37,7 +37,7 @@ from rookery.controller.jobs.trajectory import (
     decode_turns,
     derive_seed,
 )
-from rookery.controller.rollout.request import SamplingRequest, SamplingResult
+from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.errors import RookeryError, short
 from rookery.spec.job import AGENT
 from rookery.spec.policy import InFlight
@@ -103,6 +103,21 @@ class Episode:
         """Hashes of the keys of the agent that drives it."""
 
     async def run(self) -> EpisodeResult:
+        """:meth:`_run`. When it has ended, the calls that its agent gave up are forgotten; a cancelled episode takes
+        them up later."""
+        try:
+            result = await self._traced()
+        except (EpisodeFailed, GenerationFailed):
+            self._forget_calls()
+            raise
+        self._forget_calls()
+        return result
+
+    def _forget_calls(self) -> None:
+        if self._agent is not None:
+            self._agent.forget()
+
+    async def _traced(self) -> EpisodeResult:
         """:meth:`_run`, and send its trace where a collector is set; a cancelled episode has none yet."""
         tracer, clock = self.job.controller.records.tracer, self.job.controller.clock
         if tracer is None:

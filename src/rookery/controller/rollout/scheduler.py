@@ -246,6 +246,12 @@ class RolloutScheduler:
 
     # --- decisions of other rooms -------------------------------------------------------------------------------------
 
+    def close_episode(self, job: str, episode: str) -> None:
+        """The episode has ended: drop the tokens kept for its requests, which nobody submits again."""
+        mine = [one for name, one in self.requests.get(job, {}).items() if name.startswith(f"{episode}.")]
+        for inflight in [one for one in mine if one.state == "retained"]:
+            self.apply(inflight, "leave")
+
     def close_job(self, job: str) -> None:
         """The job has ended: drop the tokens kept for it and the requests that workers still hold for it."""
         for inflight in [one for one in self.requests.get(job, {}).values() if one.state == "retained"]:
