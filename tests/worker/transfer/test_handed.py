@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -192,9 +193,25 @@ async def test_files_of_a_killed_trainer_are_deleted_by_a_process_that_lives(ser
     assert [path.name for path in private(tmp_path)] == [name]
     with suppress(TransferFailed):  # its files are gone: the version is pulled, if it is ever committed
         await receiver.receive_handed("a" * 64, name)
-    receiver.withdraw(["a" * 64])
-    assert list((tmp_path / "adapters").iterdir()) == []
+    await eventually(lambda: list((tmp_path / "adapters").iterdir()) == [])
     await receiver.close()
+
+
+def test_private_folder_of_a_process_that_lives_stays_whatever_its_id_is(tmp_path: Path) -> None:
+    """The ids of another container's processes are unknown here, and those of dead ones may be taken."""
+    root = tmp_path / "adapters"
+    cache = AdapterCache(root, 1 << 30)
+    own, nobody = cache.staging_folder(), str(2**22 + 1)
+    foreign = root / f".{nobody}.{'0' * 32}"
+    own.rename(foreign)
+    (dead := root / f".{os.getpid()}.{'1' * 32}").mkdir()
+    AdapterCache(root, 1 << 30)
+    assert foreign.is_dir() and not dead.exists()
+    foreign.rename(own)
+    cache.delete_staging(own)
+    (last := root / f".{nobody}.{'2' * 32}").mkdir()
+    cache.delete_private_leftovers()
+    assert not last.exists() and private(tmp_path) == []
 
 
 async def test_artifact_that_is_unpublished_while_it_arrives_is_deleted(service: Dialled, tmp_path: Path) -> None:

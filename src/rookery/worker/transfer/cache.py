@@ -7,7 +7,8 @@ Promises:
 * The cache stays below its limit: the least recently used folders are evicted first, retained ones after all others,
   pinned ones never. Eviction creates no file, so it works on a full disk.
 * Half-written and private files of a process that has died are deleted by the next one that begins, or looks
-  (:meth:`AdapterCache.delete_private_leftovers`).
+  (:meth:`AdapterCache.delete_private_leftovers`). A private folder is locked (``flock``) while its process lives:
+  process ids mean nothing to the processes of another container.
 * The folder is readable by its owner only, because it holds the adapters of all tenants. A folder that an earlier
   release created with wider permissions is corrected.
 """
@@ -15,6 +16,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import os
 import shutil
@@ -60,6 +62,8 @@ class AdapterCache:
         self._capacity_bytes = capacity_bytes
         self._verified: set[Path] = set()
         self._pins: Counter[str] = Counter()
+        self._private: dict[Path, int] = {}
+        """This process's private folders, and the descriptors that lock them."""
         self._discarded: set[str] = set()
         """Pinned artifacts that are deleted when their last pin ends."""
         self.retained: frozenset[str] = frozenset()
@@ -82,10 +86,15 @@ class AdapterCache:
         """Equal in all processes of this machine that share the cache, in containers too."""
 
     def delete_private_leftovers(self) -> None:
-        """Delete the private folders of dead processes."""
+        """Delete the private folders that no living process has locked. Blocks."""
         for private in self._root.glob(".*.*"):
-            if not psutil.pid_exists(int(private.name.split(".")[1])):
-                shutil.rmtree(private, ignore_errors=True)
+            with suppress(OSError):  # it is locked, or gone
+                lock = os.open(private, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(private, ignore_errors=True)
+                finally:
+                    os.close(lock)
 
     def folder(self, digest: str) -> Path:
         """The artifact's folder, which may not exist."""
@@ -138,10 +147,27 @@ class AdapterCache:
         os.utime(folder)
 
     def staging_folder(self) -> Path:
-        """A new private folder of this process, which is no artifact."""
-        folder = self._private_path()
-        folder.mkdir(0o700)
-        return folder
+        """A new private folder of this process, which is no artifact, until :meth:`delete_staging`."""
+        while True:
+            folder = self._private_path()
+            folder.mkdir(0o700)
+            with suppress(FileNotFoundError):  # another process has looked before it was locked
+                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    with suppress(OSError):  # a file system without locks: leftovers stay there
+                        fcntl.flock(lock, fcntl.LOCK_SH)
+                    folder.stat()
+                except BaseException:
+                    os.close(lock)
+                    raise
+                self._private[folder] = lock
+                return folder
+
+    def delete_staging(self, folder: Path) -> None:
+        """Delete a folder of :meth:`staging_folder`. Blocks."""
+        shutil.rmtree(folder, ignore_errors=True)
+        if (lock := self._private.pop(folder, None)) is not None:
+            os.close(lock)
 
     def insert_staged(self, manifest: protocol.Manifest, staging: Path) -> None:
         """Make the files of ``staging`` that generation needs the artifact ``manifest``. Another process of the machine

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -80,6 +80,9 @@ FIRST_PAUSE_SECONDS = 0.2
 SERVICE_FETCHES = 2
 """Times that a shard with a wrong hash is fetched from the service before it is refused."""
 
+TIDY_SECONDS = 60.0
+"""Between two looks for files of killed processes, which may be gigabytes and are rare."""
+
 BLOCK_BYTES = 1 << 20
 """Bytes read and sent at once: large enough to be cheap, small enough that the heartbeat is never late."""
 
@@ -121,6 +124,8 @@ class TransferClient:
         self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._orders = BackgroundTasks()
+        self._tidy_after = 0.0
+        """The monotonic time."""
         self.receiving: dict[str, int] = {}
         """By hash, the bytes that are here of the artifacts that it receives."""
         self.bytes_from_service = 0
@@ -313,7 +318,7 @@ class TransferClient:
                     await asyncio.to_thread(apply_delta, source / shard.name, delta, made)
                     made.rename(part)
                 finally:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    self._cache.delete_staging(folder)
             except (OSError, TransferFailed, BadDelta) as error:
                 log.info("artifact %s is read whole: %s", digest[:12], one_line(error))
                 return False
@@ -343,7 +348,7 @@ class TransferClient:
     async def receive_handed(self, digest: str, name: str) -> Path:
         """Take the version that another worker of the machine made in the private folder ``name`` of the cache; its
         folder. Raises :class:`TransferFailed`."""
-        self._cache.delete_private_leftovers()
+        self._tidy()
         async with self._locks.setdefault(digest, asyncio.Lock()):  # a pull waits for it
             folder = await self._handed.receive(digest, name)
         self._events.on_handed(digest)
@@ -358,12 +363,18 @@ class TransferClient:
         """These versions are not committed; those of them that are no artifact of the cache."""
         digests = list(digests)
         self._handed.withdraw(digests)
-        self._cache.delete_private_leftovers()
+        self._tidy()
         return self._private(digests)
 
     def withdraw_all(self) -> list[str]:
         """No version that was handed over is committed, as far as known: those that are no artifact of the cache."""
         return self._private(self._handed.clear())
+
+    def _tidy(self) -> None:
+        """Begin to delete what killed processes have left, unless that was done just now."""
+        if time.monotonic() >= self._tidy_after:
+            self._tidy_after = time.monotonic() + TIDY_SECONDS
+            self._orders.start(asyncio.to_thread(self._cache.delete_private_leftovers))
 
     def _private(self, digests: Iterable[str]) -> list[str]:
         """What is an artifact of the cache was committed, by this policy or with the same bytes by another one."""
@@ -401,7 +412,7 @@ class TransferClient:
                 self._events.on_arrived(manifest.hash)
         finally:
             if not kept:
-                await asyncio.to_thread(shutil.rmtree, staging, True)
+                await asyncio.to_thread(self._cache.delete_staging, staging)
         await self._evict()
         return manifest
 
@@ -421,7 +432,7 @@ class TransferClient:
         try:
             return staging, await asyncio.to_thread(create)
         except BaseException:
-            await asyncio.to_thread(shutil.rmtree, staging, True)
+            await asyncio.to_thread(self._cache.delete_staging, staging)
             raise
 
     # --- retries ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -62,7 +61,7 @@ class HandedFolders:
         try:
             manifest = await asyncio.to_thread(link)
         except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._cache.delete_staging(folder)
             if isinstance(error, OSError):
                 raise TransferFailed(f"artifact {digest[:12]}: its hand-over ended ({error.strerror})") from None
             raise
@@ -76,7 +75,7 @@ class HandedFolders:
             return False
         with suppress(OSError):  # such as a full disk: what is missing is pulled
             self._cache.insert_staged(manifest, folder)
-        self._delete(folder)
+        self._cache.delete_staging(folder)
         return True
 
     def withdraw(self, digests: Iterable[str]) -> None:
@@ -84,14 +83,10 @@ class HandedFolders:
         for digest in digests:
             _, folder = self._folders.pop(digest, (None, None))
             if folder is not None:
-                self._delete(folder)
+                self._cache.delete_staging(folder)  # in this thread: a few links, whose bytes another name may keep
 
     def clear(self) -> list[str]:
         """Withdraw all; their hashes."""
         digests = list(self._folders)
         self.withdraw(digests)
         return digests
-
-    def _delete(self, folder: Path) -> None:
-        """In this thread: a few links, whose bytes another name may keep."""
-        shutil.rmtree(folder, ignore_errors=True)
