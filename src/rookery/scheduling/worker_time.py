@@ -1,10 +1,13 @@
 """A worker's time among its tenants, where engine and trainer take turns.
 
-Engine and trainer have equal shares of the time, and each divides its own among tenants. A tenant whose jobs have work
-in one of them only, as a small job always does, would get a half of its fair share: the other half goes to whoever has
-work in both. So time counts for the tenants that used it, by counters as in :mod:`rookery.scheduling.queues`, and where
-the tenant with the least has work in one of the two only, that one is next. So does the
-engine choose between prompts and decoding.
+Each tenant has a share of the time by its weight. One with work in both engine and trainer has half of its share in
+each, one with work in one of them, as a small job always is, has all of it there. Engine and trainer take turns in
+proportion to the shares of their tenants, and each divides its own time in that proportion. So neither of them ever has
+less than the shares of the tenants that need it, and no tenant pays for another's work in both. Shares follow the work
+of the moment: time that a tenant does not use is not saved up.
+
+Within the engine, the tenant with the least time, by counters as in :mod:`rookery.scheduling.queues`, decides between
+prompts and decoding.
 """
 
 from __future__ import annotations
@@ -19,22 +22,40 @@ class WorkerTime:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._counters = TokenCounters(weights)
-        self._working: set[str] = set()
-        """Tenants that had work at the last choice."""
+        self._parts: tuple[set[str], set[str]] = set(), set()
+        """Tenants that had work in engine and trainer at the last choice."""
 
     @property
     def weights(self) -> Mapping[str, float]:
         return self._counters.weights
 
-    def favoured(self, parts: Sequence[Collection[str]]) -> int | None:
-        """The tenants that have work in each part of the worker: the choice of :meth:`part_of_least`. Tenants that had
-        no work at the last call have no credit for that time."""
-        working = set().union(*parts)
-        for tenant in sorted(working - self._working):
+    def weight_within(self, tenant: str) -> float:
+        """The tenant's weight within engine or trainer: half where it has work in both."""
+        engine, trainer = self._parts
+        return self.weights.get(tenant, 1.0) / (2 if tenant in engine and tenant in trainer else 1)
+
+    def weights_within(self, tenants: Collection[str]) -> dict[str, float]:
+        return {tenant: self.weight_within(tenant) for tenant in tenants}
+
+    @property
+    def only_in_engine(self) -> bool:
+        """Whether some tenant has work in the engine and not in the trainer."""
+        engine, trainer = self._parts
+        return not engine <= trainer
+
+    def divide(self, engine: Collection[str], trainer: Collection[str]) -> tuple[float, float]:
+        """The shares of engine and trainer, for the tenants that have work in each: equal ones if one of them works for
+        no tenant. A tenant that had no work at the last call has no credit for that time."""
+        before = self._parts[0] | self._parts[1]
+        self._parts = set(engine), set(trainer)
+        working = self._parts[0] | self._parts[1]
+        for tenant in sorted(working - before):
             self._counters.lift(tenant)
-        self._working = working
         self._counters.order(sorted(working))
-        return self.part_of_least(parts)
+        if not engine or not trainer:
+            return 0.5, 0.5
+        one, other = (sum(map(self.weight_within, sorted(part))) for part in self._parts)
+        return one / (one + other), other / (one + other)
 
     def part_of_least(self, parts: Sequence[Collection[str]]) -> int | None:
         """The only one of these parts in which the tenant with the least time has work. None if it has work in several,

@@ -4,11 +4,11 @@ Promises:
 
 * Only this thread touches engine, trainer, adapters and tensors. :meth:`Compute.call` runs a function in it, between
   two slices, or, if it changes no training state, between two layers of a training slice.
-* Engine and trainer alternate in bounded slices and get equal time while both have work; time spent idle gives no
-  credit. Where the tenant with the least time has work in one of them only, that one is next
-  (:mod:`rookery.scheduling.worker_time`). Time of interactive requests counts for neither. A training slice that would
-  break one's objective waits, as does its rest between two layers, where the trainer allows it; rollouts wait with it,
-  for as long as equal shares allow. So does the rest of one while the tenant with the least time only decodes.
+* Engine and trainer alternate in bounded slices and, while both have work, get the shares of their tenants
+  (:mod:`rookery.scheduling.worker_time`), equal ones for a tenant alone; time spent idle gives no credit. Time of
+  interactive requests counts for neither. A training slice that would break one's objective waits, as does its rest
+  between two layers, where the trainer allows it; rollouts wait with it, for as long as the shares allow. So does the
+  rest of one, while it is the engine's turn, for a tenant that only has rollouts.
 * Without work the thread sleeps until the next call.
 * Tokens and results wait in an outbox; ``on_output`` is called, in this thread, when the outbox stops being empty.
 * An exception in a call is raised to its caller. An exception in a slice ends the thread: ``failure`` holds it, and the
@@ -67,15 +67,19 @@ class Steppable(Protocol):
 
 
 class TimeSlice:
-    """Time used by the engine or the trainer. ``clock`` orders the two; ``seconds`` is reported, ``present`` is of the
-    present slice."""
+    """Time used by the engine or the trainer. ``clock`` orders the two: seconds divided by their shares, where equal
+    ones are 1. ``seconds`` is reported, ``present`` is of the present slice."""
 
     def __init__(self, steppable: Steppable, busy: Callable[[], bool]) -> None:
         self.steppable = steppable
         self.busy = busy
         self.clock = 0.0
+        self.share = 1.0
         self.seconds = self.present = 0.0
         self.idle = True
+
+    def charge(self, seconds: float) -> None:
+        self.clock += seconds / self.share
 
 
 Touches = Literal["engine", "queue", "states"]
@@ -107,8 +111,6 @@ class Compute:
         self._calls: list[Call] = []
         self._slices: list[TimeSlice] = []
         """The engine's and the trainer's."""
-        self._favoured = False
-        """Whether the present slice was chosen for a tenant: it costs its engine or trainer nothing."""
         self._charged = 0.0
         """Until then time is charged to one of them."""
         self._stopping = False
@@ -196,7 +198,8 @@ class Compute:
                 calls, self._calls = self._calls, []
             self._answer(core, calls)
             core.gate.training_waits = False
-            chosen = self._choose(core)
+            self._divide(core)
+            chosen = next_slice(self._slices, core.gate.allows_training)
             if chosen is not None and not self._step(core, chosen):  # it gives its turn to the other
                 for other in self._slices:
                     if other is not chosen and other.busy():
@@ -212,13 +215,11 @@ class Compute:
         if calls:
             self._publish(core, stepped=False)
 
-    def _choose(self, core: WorkerCore) -> TimeSlice | None:
-        """The next slice's."""
-        number = core.time.favoured([core.engine.tenants(), core.trainer.tenants()])
-        favoured = self._slices[number] if number is not None else None
-        chosen = next_slice(self._slices, core.gate.allows_training, favoured)
-        self._favoured = chosen is favoured
-        return chosen
+    def _divide(self, core: WorkerCore) -> None:
+        """The shares of engine and trainer. A tenant whose rollouts all wait for rows uses no time."""
+        having_rows = [tenant for tenant, rows in core.engine.tenants().items() if rows]
+        for part, share in zip(self._slices, core.time.divide(having_rows, core.trainer.tenants()), strict=True):
+            part.share = len(self._slices) * share
 
     def _step(self, core: WorkerCore, chosen: TimeSlice) -> bool:
         self._charged, chosen.present = time.perf_counter(), 0.0
@@ -235,19 +236,22 @@ class Compute:
         self._charged += spent
         engine, trainer = self._slices
         if core.gate.training_waits:  # rollouts make room for training: the time is training's
-            trainer.clock += spent
+            trainer.charge(spent)
+        elif used is engine:  # each of its tenants waits for all of it
+            own = spent * core.gate.rollout_share
+            engine.charge(own)
+            tenants = [tenant for tenant, tokens in core.engine.tenant_tokens().items() if tokens]
+            core.time.charge(own, core.time.weights_within(tenants))
         else:
-            own = spent * (core.gate.rollout_share if used is engine else 1)
-            used.clock += 0.0 if self._favoured else own
-            part = core.engine if used is engine else core.trainer
-            core.time.charge(own, part.tenant_tokens())
+            trainer.charge(spent)
+            core.time.charge(spent, core.trainer.tenant_tokens())
         used.seconds += spent
         used.present += spent
 
     def _between_layers(self) -> None:
         """Within a training slice: answer what may run there, and let the engine step while a request's
-        objective does not allow the rest of the slice, or the tenant with the least time has work only there."""
-        core, (engine, trainer), chosen = self.ready.result(), self._slices, self._favoured
+        objective does not allow the rest of the slice, or it is the engine's turn and a tenant has work only there."""
+        core, (engine, trainer) = self.ready.result(), self._slices
         self._charge(core, trainer)
         stepped = True
         while stepped and not self._stopping:
@@ -256,14 +260,14 @@ class Compute:
             self._answer(core, calls)
             if not engine.busy():
                 break
+            self._divide(core)
+            trainers_turn = next_slice(self._slices) is trainer
             if not core.gate.allows_training(trainer.present):
-                core.gate.training_waits = next_slice(self._slices) is trainer
-            elif core.time.favoured([core.engine.tenants(), core.trainer.tenants()]) == 0:
-                self._favoured = True
-            else:
+                core.gate.training_waits = trainers_turn
+            elif trainers_turn or not core.time.only_in_engine:
                 break
             stepped = self._step(core, engine)
-        core.gate.training_waits, self._favoured = False, chosen
+        core.gate.training_waits = False
         self._charged = time.perf_counter()
 
     def _publish(self, core: WorkerCore, *, stepped: bool) -> None:
@@ -305,18 +309,16 @@ def within_slice(calls: list[Call]) -> tuple[list[Call], list[Call]]:
     return list(compress(calls, able)), list(compress(calls, (not one for one in able)))
 
 
-def next_slice(
-    slices: list[TimeSlice], allows_training: Callable[[], bool] = lambda: True, favoured: TimeSlice | None = None
-) -> TimeSlice | None:
-    """The ``favoured`` one, else the busy one of engine and trainer that has used the least time; None if none is busy.
-    One that was idle starts level with those that worked. The trainer's turn is the engine's while ``allows_training``
-    is False: the trainer stays the next."""
+def next_slice(slices: list[TimeSlice], allows_training: Callable[[], bool] = lambda: True) -> TimeSlice | None:
+    """The busy one of engine and trainer that has used the least of its share; None if none is busy. One that was idle
+    starts level with those that worked. The trainer's turn is the engine's while ``allows_training`` is False: the
+    trainer stays the next."""
     busy = [s for s in slices if s.busy()]
     level = min((s.clock for s in busy if not s.idle), default=0.0)
     for s in slices:
         if s in busy and s.idle:
             s.clock = level
         s.idle = s not in busy
-    chosen = favoured or min(busy, key=lambda s: s.clock, default=None)
+    chosen = min(busy, key=lambda s: s.clock, default=None)
     engine, trainer = slices
     return engine if chosen is trainer and engine in busy and not allows_training() else chosen

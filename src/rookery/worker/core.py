@@ -70,6 +70,7 @@ class WorkerCore:
         self.gate = gate or SloGate(enabled=False)
         self.time = WorkerTime(trainer.weights)
         engine.share_time(self.time)
+        trainer.share_time(self.time)
         self.engine_name = engine_name
         self.device_name = device_name
         self.dtype = dtype

@@ -70,7 +70,7 @@ def test_long_prompts_of_another_tenant_wait_while_a_tenant_with_less_time_decod
         start(engine, SMALL)
         submit(engine, "large", 1, prompt=list(range(1, 101)), shared_prefix=0)
         if charged:
-            time.favoured([{"small", "large"}])
+            time.divide({"small", "large"}, ())
             time.charge(10.0, {"large": 1.0})
         before = engine.stats["decode_steps"]
         while engine.stats["prefill_tokens"] < 100 and "small0" in tokens(engine):

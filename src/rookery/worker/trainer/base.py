@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rookery import protocol
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.memory import MemoryUse
 
 
@@ -68,6 +69,10 @@ class Trainer(Protocol):
 
     def tenants(self) -> Collection[str]:
         """Those that have operations."""
+        ...
+
+    def share_time(self, time: WorkerTime) -> None:
+        """The worker's time among its tenants, which divides a slice and the slices."""
         ...
 
     def tenant_tokens(self) -> Mapping[str, float]:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from rookery import protocol
 from rookery.scheduling.queues import TokenCounters
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.microbatch import Queued, QueuedBatch, operation_of
 
@@ -42,7 +43,9 @@ class OperationQueue:
         """By policy with operations."""
         self.weights: dict[str, float] = {}
         """Shares of tenants."""
-        self._counters = TokenCounters(self.weights)
+        self.time = WorkerTime(self.weights)
+        """The worker's, among its tenants."""
+        self._counters = TokenCounters({})
         self._slice: dict[str, float] = {}
         self._results: list[TrainerResult] = []
 
@@ -124,7 +127,7 @@ class OperationQueue:
 
     def charge(self, tenant: str, tokens: float) -> None:
         """The tenant has these tokens of the present slice."""
-        self._counters.charge(tenant, tokens)
+        self._counters.charge(tenant, tokens / self.time.weight_within(tenant))
         self._slice[tenant] = self._slice.get(tenant, 0.0) + tokens
 
     def tenants(self) -> Collection[str]:

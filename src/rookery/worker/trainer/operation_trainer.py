@@ -11,6 +11,7 @@ from typing import Any
 from rookery import protocol
 from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.errors import UserError
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.model.adapter import Adapter, Projections, init_adapter, read_adapter
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.microbatch import Queued, QueuedBatch, check_loss, operation_of
@@ -87,6 +88,9 @@ class OperationTrainer:
 
     def tenants(self) -> Collection[str]:
         return self.queue.tenants()
+
+    def share_time(self, time: WorkerTime) -> None:
+        self.queue.time = time
 
     def tenant_tokens(self) -> Mapping[str, float]:
         return self.queue.tenant_tokens()

@@ -197,7 +197,7 @@ class PackedTrainer(OperationTrainer):
         left: Counter[str] = Counter()
         for batch in ready:
             left[batch.op.tenant] += sum(group.tokens for group in batch.groups)
-        slice_tokens = fair_amount(left, self.queue.weights, float, self.slice_tokens)
+        slice_tokens = fair_amount(left, self.queue.time.weights_within(left), float, self.slice_tokens)
         share, tokens, memory = self._limits.copied_key_share, slice_tokens, float(self._limits.max_tokens)
         for batch in ready:
             if 2 * tokens <= slice_tokens and sum(group.tokens for group in batch.groups) > tokens:

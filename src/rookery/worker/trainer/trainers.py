@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rookery import protocol
 from rookery.errors import UserError
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.memory import MemoryUse
 from rookery.worker.trainer.base import Export, Trainer, TrainerResult
 from rookery.worker.trainer.operation_queue import OperationQueue
@@ -106,6 +107,9 @@ class Trainers:
 
     def tenants(self) -> Collection[str]:
         return self._queue.tenants()
+
+    def share_time(self, time: WorkerTime) -> None:
+        self._queue.time = time
 
     def tenant_tokens(self) -> Mapping[str, float]:
         return self._queue.tenant_tokens()

@@ -17,12 +17,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rookery.scheduling.fair_slices import fair_amount, in_turns
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVSlot, SegmentStore
 from rookery.worker.engine.native.slo_gate import LEAST_PREFILL, SloGate
@@ -247,12 +248,12 @@ class Admission:
             known.add(key)
             yield SharedPrefix(key, slot), request.params.tenant
 
-    def plan_prefill(self, max_tokens: int, max_keys: int, weights: Mapping[str, float]) -> PrefillSlice:
+    def plan_prefill(self, max_tokens: int, max_keys: int, time: WorkerTime) -> PrefillSlice:
         """Requests of clients, then the oldest, then others of its adapter, since every adapter in a slice costs
         separate products, then the remaining ones. Then the prefixes of waiting requests: rows become free one by one,
         and a slice for each one's prompt costs twice as much as its share of one slice for several. With ``max_tokens``
-        it is empty only if no served row needs a prefill. Rollouts of several tenants, of these ``weights``, take turns
-        in as many tokens as leave each its fair share."""
+        it is empty only if no served row needs a prefill. Rollouts of several tenants take turns in as many tokens as
+        leave each its fair share of ``time``."""
         lora, is_client = self._loras.lora_key, self._gate.is_client
         rows = [row for row in self.served if not row.prefilled]
         rows.sort(key=lambda row: not is_client(row))
@@ -264,6 +265,7 @@ class Admission:
             missing = Counter[str]()
             for row in rows:
                 missing[row.params.tenant] += row.prefill_target.missing
+            weights = time.weights_within(missing)
             cost = partial(self._gate.costs.predict, "prefill")
             max_tokens = min(max_tokens, max(LEAST_PREFILL, fair_amount(missing, weights, cost, max_tokens)))
             rows = [rows[at] for at in in_turns([row.params.tenant for row in rows], weights)]

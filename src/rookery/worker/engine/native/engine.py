@@ -325,7 +325,7 @@ class NativeEngine:
             return rows
         tenants = [row.params.tenant for row in rows]
         cost = partial(self.gate.costs.predict, "decode")
-        return [rows[at] for at in fair_items(tenants, self._time.weights, cost)]
+        return [rows[at] for at in fair_items(tenants, self._time.weights_within(set(tenants)), cost)]
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class NativeEngine:
     def _prefill(self) -> int:
         """One slice of prompt tokens, prefixes and tails of several requests together. Returns its padded tokens."""
         limit = self.gate.prefill_tokens(self.admission.served, self._prefill_tokens)
-        plan = self.admission.plan_prefill(limit, self._prefill_keys, self._time.weights)
+        plan = self.admission.plan_prefill(limit, self._prefill_keys, self._time)
         work = plan.work
         if not work:
             return 0
