@@ -15,6 +15,15 @@ test("seconds count overlapping spans once and the covered part of joined ones",
   assert.equal(seconds([span("decode", 0, 10, { count: 3, covered: 4 }), span("decode", 20, 21)]), 5);
 });
 
+test("joined spans that overlap count by their shares, in whatever order", () => {
+  const joined = (start, end, covered) => span("decode", start, end, { count: 9, covered });
+  const close = (found, wanted) => assert.ok(Math.abs(found - wanted) < 1e-9, `${found} is not ${wanted}`);
+  close(seconds([joined(0, 100, 10), joined(0, 100, 10)]), 19); // two policies in turns: nearly 20
+  close(seconds([joined(0, 100, 100), joined(0, 100, 30)]), 100);
+  close(seconds([joined(50, 150, 20), joined(0, 100, 10)]), seconds([joined(0, 100, 10), joined(50, 150, 20)]));
+  close(seconds([joined(0, 100, 10), span("decode", 20, 60), span("decode", 40, 40)]), 46);
+});
+
 test("a view shows no more of a span than fits into it", () => {
   const view = { start: 100, end: 105 }, joined = span("decode", 60, 180, { count: 64, covered: 118 });
   const part = within(joined, view);

@@ -19,6 +19,21 @@ test("each policy of a run has a line of its own steps and evaluations", () => {
   assert.ok(chartsOf(rows).some((chart) => chart.title === "KL to the start"));
 });
 
+test("each policy of a run has its chart of seconds", () => {
+  const rows = [{ step: 1, policy: "a", version: 1, "seconds/queue": 1 }, { step: 2, policy: "b", version: 1, "seconds/queue": 2, "seconds/train": 3 }];
+  assert.deepEqual(chartsOf(rows).map((chart) => [chart.title, chart.lines.map((line) => [line.label, line.values])]), [
+    ["Seconds by stage: a", [["queue", [1, null]]]], ["Seconds by stage: b", [["queue", [null, 2]], ["training", [null, 3]]]],
+  ]);
+});
+
+test("a comparison names the line that it draws of several", () => {
+  const rows = [{ step: 1, version: 1, reward: 1, length_mean: 3, length_max: 5, "seconds/queue": 1, "seconds/generation": 2 }];
+  const { charts } = compared([rows, rows], ["a", "b"]);
+  assert.deepEqual(charts.map((chart) => [chart.title, chart.unit, chart.lines.map((line) => line.values)]), [
+    ["Reward", "mean of the step", [[1], [1]]], ["Reply length", "tokens, mean", [[3], [3]]], ["Seconds by stage", "s, generation", [[2], [2]]],
+  ]);
+});
+
 test("several runs are compared by the charts of their overviews, on the union of their steps", () => {
   const row = (step, reward, more = {}) => ({ step, version: step, reward, ...more });
   const { steps, charts } = compared([[row(1, 0.1), row(3, 0.3)], [row(2, 0.9, { kl: 0.5 })], []], ["a", "b", "c"]);

@@ -261,6 +261,36 @@ def test_search_finds_texts_and_failures_are_listed_with_their_error(page: Any, 
     page.wait_for_selector("text=No episode is like that.")
 
 
+def test_search_continues_until_it_has_a_page_of_finds(page: Any, town: Town) -> None:
+    """The service ends a search after a time, with fewer finds than asked for or none; a failure can be repeated."""
+    asked: list[str] = []
+
+    def in_parts(route: Any) -> None:
+        asked.append(route.request.url)
+        if len(asked) == 4:
+            return route.fulfill(status=503, json={"error": "busy"})
+        found = route.fetch(url=route.request.url.partition("&before=")[0]).json()
+        kept, more = found["episodes"][:8] if len(asked) % 2 else [], len(asked) < 7
+        shown = [{**one, "episode": f"{one['episode']}-{len(asked)}"} for one in kept]
+        return route.fulfill(json={"episodes": shown, "next": str(len(asked)) if more else None, "reached": 1.0})
+
+    sign_in(page, town, "ada")
+    page.route("**/episodes?*text=fiv*", in_parts)
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episodes?text=fiv")
+    page.wait_for_selector("[role=alert] >> text=busy")
+    assert len(asked) == 4 and page.locator(".answer").count() == 16
+    page.click("button >> text=Try again")
+    page.click("button >> text=Older episodes")
+    page.wait_for_selector("button >> text=Older episodes", state="detached")
+    page.wait_for_selector("text=Searching", state="detached")
+    assert page.locator(".answer").count() == 32 and "before=6" in asked[-1]
+    page.unroute_all(behavior="wait")
+    assert page.input_value("[type=search]") == "fiv"
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episodes?text=nowhere")
+    page.wait_for_selector("text=No episode is like that.")
+    assert page.input_value("[type=search]") == "nowhere"
+
+
 def test_prompts_with_markup_are_shown_as_text(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     group = town.done.groups()[0].group

@@ -16,6 +16,7 @@ export function Episodes({ job, query }) {
   for (const name of ["text", "failed", "min_reward", "max_reward", "version"]) if (query[name]) wanted.set(name, query[name]);
   const { data, error } = useData(`${jobPath(job, "episodes")}?${wanted}`);
   const { data: failures } = useData(failed ? jobPath(job, "failures") : null);
+  useEffect(() => setText(query.text ?? ""), [query.text]); // a link or the way back changes it, too
   useEffect(() => { setMore({ pages: [], of: data }); setGoal(PAGE); setProblem(null); }, [data]);
   const pages = data ? [data, ...(more.of === data ? more.pages : [])] : [], last = pages.at(-1);
   const shown = pages.flatMap((page) => page.episodes), searching = last?.next && shown.length < goal && !problem;
@@ -25,7 +26,7 @@ export function Episodes({ job, query }) {
     wanted.set("before", last.next);
     get(`${jobPath(job, "episodes")}?${wanted}`, { signal: stop.signal }).then((page) => setMore((now) => ({ pages: [...(now.of === data ? now.pages : []), page], of: data })), (one) => stop.signal.aborted || setProblem(one));
     return () => stop.abort();
-  }, [last, goal]);
+  }, [last, goal, problem]);
   return html`
     <form class="bar" onSubmit=${(event) => { event.preventDefault(); go({ text }); }}>
       <input type="search" size="34" placeholder="Exact text of an episode or an error" aria-label="Search the texts" value=${text} onInput=${(event) => setText(event.target.value)} />
@@ -40,5 +41,5 @@ export function Episodes({ job, query }) {
     ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>
       <${Answer} job=${job} one=${one} /></section>`)}
     ${searching ? html`<p class="muted" role="status">Searching, so far back to ${ago(last.reached)} ago …</p>`
-      : last?.next && html`<div class="bar"><button onClick=${() => setGoal(shown.length + PAGE)}>Older episodes</button></div>`}`;
+      : last?.next && html`<div class="bar"><button onClick=${() => { setProblem(null); if (shown.length >= goal) setGoal(shown.length + PAGE); }}>${problem ? "Try again" : "Older episodes"}</button></div>`}`;
 }

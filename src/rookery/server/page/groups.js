@@ -16,11 +16,17 @@ export const prompts = (prompt) => {
   return asText(prompt);
 };
 
+/** Whose reward that of an episode is, where several policies have one: the first that trains. */
+export function ofPolicy(view) {
+  const names = Object.keys(view.spec.policies);
+  return names.length > 1 ? ` of ${names.find((name) => view.spec.policies[name].train !== false) ?? names[0]}` : "";
+}
+
 /** A bar for each bin; a click on one keeps the episodes in it. */
-export function Histogram({ rewards, bin, onBin }) {
+export function Histogram({ rewards, bin, onBin, whose = "" }) {
   const bins = histogram(rewards), most = Math.max(1, ...bins.map((one) => one.count));
   if (bins.length === 0) return null;
-  return html`<div class="panel histogram"><h2 class="sub">Rewards <span class="unit muted small">${rewards.length} episodes; a bar filters</span></h2>
+  return html`<div class="panel histogram"><h2 class="sub">Rewards${whose} <span class="unit muted small">${rewards.length} episodes; a bar filters</span></h2>
     <div class="bars">${bins.map((one, at) => {
       const from = number(one.from, 2), to = number(one.to, 2), name = one.from === one.to ? from : `${from} to ${to}`;
       return html`<button key=${at} aria-pressed=${bin === at} onClick=${() => onBin(bin === at ? null : at)} aria-label=${`${one.count} episodes with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
@@ -28,7 +34,7 @@ export function Histogram({ rewards, bin, onBin }) {
     })}</div></div>`;
 }
 
-export function Steps({ job, path, rows }) {
+export function Steps({ job, view, path, rows }) {
   const step = path[2] === "step" ? Number(path[3]) : null;
   const [offset, setOffset] = useState(0), [bin, setBin] = useState(null), [flat, setFlat] = useState(false);
   const wanted = new URLSearchParams({ offset, limit: PAGE });
@@ -48,8 +54,8 @@ export function Steps({ job, path, rows }) {
       <span class="muted right">${data.total} ${data.total === 1 ? "group" : "groups"}</span></div>
     ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${number(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", `${number(row.staleness_mean, 2)} steps`], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
     ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
-    <${Histogram} rewards=${rewards} bin=${bin} onBin=${setBin} />
-    <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards</th><th class="number">Mean</th><th>Variance</th><th class="number">Oldest version</th><th>Ended</th></tr></thead>
+    <${Histogram} rewards=${rewards} bin=${bin} onBin=${setBin} whose=${ofPolicy(view)} />
+    <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards${ofPolicy(view)}</th><th class="number">Mean</th><th>Variance</th><th class="number">Oldest version</th><th>Ended</th></tr></thead>
       <tbody>${shown.map((group) => {
         const values = group.members.map((one) => one.reward).filter(isNumber);
         return html`<tr key=${group.group}><td class="number"><a href=${route(["run", job, "group", group.group])}>${group.ordinal}</a></td>
@@ -71,7 +77,7 @@ function Dots({ members }) {
   })}</svg>`;
 }
 
-export function Group({ job, path }) {
+export function Group({ job, view, path }) {
   const name = path[3];
   const { data, error } = useData(jobPath(job, "groups", encodeURIComponent(name)));
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
@@ -81,7 +87,7 @@ export function Group({ job, path }) {
       ${data.consumed_by !== null && html`<span class="muted small">trained into version ${data.consumed_by}</span>`}</div>
     ${data.reason && html`<div class="notice warn">${data.reason}</div>`}
     <section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section>
-    <h2>${data.members.length} answers</h2>
+    <h2>${data.members.length} answers${ofPolicy(view) && html` <span class="unit muted small">reward and advantage${ofPolicy(view)}</span>`}</h2>
     <div class="answers">${data.members.map((one) => html`<${Answer} key=${one.episode} job=${job} one=${one} />`)}</div>`;
 }
 

@@ -19,13 +19,16 @@ export function packed(spans) {
   return rows;
 }
 
-/** Seconds in which any of the spans ran; of a span that stands for several, those that it covered. */
+/** Seconds in which any of the spans ran. A span that stands for several ran for a share of its time; where such ones overlap, as those of several policies do, their shares count as independent. */
 export function seconds(spans) {
-  let total = 0, last = -Infinity;
-  for (const span of [...spans].sort((a, b) => a.start - b.start)) {
-    const length = span.end - span.start, share = span.count > 1 && length > 0 ? span.covered / length : 1;
-    total += share * Math.max(0, span.end - Math.max(span.start, last));
-    last = Math.max(last, span.end);
+  const turns = spans.flatMap((span) => [[span.start, span, true], [span.end, span, false]]).sort((a, b) => a[0] - b[0]), running = new Set();
+  let total = 0, last = 0;
+  for (const [at, span, starts] of turns) {
+    let still = 1;
+    for (const { start, end, count, covered } of running) still *= count > 1 ? 1 - Math.min(1, covered / (end - start)) : 0;
+    total += (1 - still) * (at - last);
+    last = at;
+    if (starts && span.end > span.start) running.add(span); else running.delete(span);
   }
   return total;
 }

@@ -21,7 +21,10 @@ export function chartsOf(rows, evaluations = []) {
     { title: "Log-prob gap, engine − trainer", unit: "nats per token", lines: [line("mean", "logp_diff_mean")] },
     { title: "Groups without variance", unit: "% of groups", lines: [line("share", "zero_variance_share", { factor: 100 })], digits: 0 },
     { title: "Staleness", unit: "optimizer steps", lines: [line("mean", "staleness_mean"), line("oldest", "staleness_max")], digits: 2 },
-    { title: "Seconds by stage", unit: "s", lines: stages.map(([label, name]) => line(label, name)), show: duration },
+    ...policies.map((policy) => ({ // each has six lines already
+      title: several ? `Seconds by stage: ${policy}` : "Seconds by stage", unit: "s", show: duration, main: "generation",
+      lines: stages.map(([label, name]) => ({ label, values: of(policy, name) })),
+    })),
     { title: "Gradient norm", unit: "", lines: [line("norm", "grad_norm")] },
     ...metrics.map((name) => ({ title: name.slice(FIRST.length), unit: "metric of the environment", environment: true, lines: [line("mean", name)] })),
   ];
@@ -30,15 +33,16 @@ export function chartsOf(rows, evaluations = []) {
     .filter((chart) => chart.lines.length > 0 && (chart.title !== "KL to the start" || chart.lines.some((one) => one.values.some((value) => value))));
 }
 
-/** The charts of several runs on the same steps, those of a run's overview: [{title, unit, digits, show, lines}] with the first line of each policy of each run. Pure. */
+/** The charts of several runs on the same steps, those of a run's overview: [{title, unit, digits, show, lines}] with the first or main line of each policy of each run. Pure. */
 export function compared(all, names) {
   const { runs, labels } = byPolicy(all, names);
   const steps = [...new Set(runs.flatMap((rows) => rows.map((row) => row.step)))].sort((a, b) => a - b), found = new Map();
   runs.forEach((rows, at) => {
     const places = new Map(rows.map((row, place) => [row.step, place]));
     for (const { lines, ...chart } of chartsOf(rows)) {
-      if (!found.has(chart.title)) found.set(chart.title, { ...chart, lines: runs.map((_, place) => ({ label: labels[place], values: steps.map(() => null) })) });
-      found.get(chart.title).lines[at].values = steps.map((step) => lines[0].values[places.get(step)] ?? null);
+      const shown = lines.find((one) => one.label === chart.main) ?? lines[0];
+      if (!found.has(chart.title)) found.set(chart.title, { ...chart, unit: lines.length > 1 ? `${chart.unit}, ${shown.label}` : chart.unit, lines: runs.map((_, place) => ({ label: labels[place], values: steps.map(() => null) })) });
+      found.get(chart.title).lines[at].values = steps.map((step) => shown.values[places.get(step)] ?? null);
     }
   });
   return { steps, charts: [...found.values()] };

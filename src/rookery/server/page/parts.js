@@ -25,7 +25,7 @@ export const Problem = ({ error }) => error && html`<div class="notice bad" role
 
 export const Empty = ({ children }) => html`<div class="panel empty">${children}</div>`;
 
-export const Facts = ({ facts }) => html`<dl class="facts">${facts
+export const Facts = ({ facts }) => facts.length > 0 && html`<dl class="facts">${facts
   .filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== "–")
   .map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 

@@ -3,29 +3,29 @@ import { useState } from "preact/hooks";
 import { jobPath, useData, useMetrics } from "./api.js";
 import { Actions } from "./actions.js";
 import { Chart } from "./chart.js";
-import { ago, count, duration, number, percent, route, time } from "./format.js";
+import { ago, count, duration, isNumber, number, percent, route, time } from "./format.js";
 import { chartsOf } from "./overview.js";
 import { Episode } from "./episode.js";
 import { Episodes } from "./episodes.js";
 import { Events } from "./events.js";
 import { Health } from "./health.js";
-import { Group, Steps } from "./groups.js";
+import { Group, Steps, ofPolicy } from "./groups.js";
 import { Timeline } from "./timeline.js";
 import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
 
 const STEPS_SHOWN = 12;
 
-/** The policies of a run that has several, each with the version that it replies with. */
+/** The policies of a run that has several, each with the version that it replies with and the figures of its newest step. */
 function policiesOf(view) {
   const names = Object.keys(view.spec.policies), known = Object.fromEntries(view.policies.map((one) => [one.name, one]));
-  if (names.length < 2) return "";
+  if (names.length < 2) return [];
   return names.map((name) => {
     const one = known[name];
-    if (!one) return `${name}: the base model`;
-    if (one.follows) return `${name}: version ${one.version} of ${one.follows}`;
-    const figures = [["reward", number(one.reward)], ["loss", number(one.loss)], ["staleness", number(one.staleness, 2)]].filter(([figure]) => one[figure] !== null);
-    return [`${name}: version ${one.version}${view.spec.policies[name].train === false ? ", frozen" : ""}`, ...figures.map((pair) => pair.join(" "))].join(", ");
-  }).join(" · ");
+    if (!one) return [`policy ${name}`, "the base model"];
+    if (one.follows) return [`policy ${name}`, `version ${one.version} of ${one.follows}`];
+    const figures = [["reward", number(one.reward)], ["loss", number(one.loss)], ["staleness", `${number(one.staleness, 2)} steps`]].filter(([figure]) => isNumber(one[figure]));
+    return [`policy ${name}`, [`version ${one.version}${view.spec.policies[name].train === false ? ", frozen" : ""}`, ...figures.map((pair) => pair.join(" "))].join(" · ")];
+  });
 }
 
 const TABS = [["", "Overview"], ["steps", "Groups"], ["episodes", "Episodes"], ["timeline", "Timeline"], ["events", "Events"]];
@@ -46,9 +46,8 @@ export function Run({ path, query, account }) {
     <${Facts} facts=${[
       account.role === "admin" ? ["tenant", view.tenant] : ["", ""],
       ["base model", view.base_model],
-      ["policies", policiesOf(view)],
       ["step", view.steps ? `${view.step} of ${view.steps}` : view.step],
-      ["reward", number(view.reward)],
+      [`reward${ofPolicy(view)}`, number(view.reward)],
       ["tokens/s", view.state === "running" ? number(view.tokens_per_second, 1) : ""],
       ["tokens sampled", count(view.tokens)],
       ["waits for", view.finished ? "" : view.waits_for],
@@ -58,6 +57,7 @@ export function Run({ path, query, account }) {
       ["submitted", time(view.created)],
       ["took", view.finished ? duration(view.finished - (view.started || view.created)) : view.started ? ago(view.started) : ""],
     ]} />
+    <${Facts} facts=${policiesOf(view)} />
     <${Actions} job=${job} view=${view} reload=${reload} />
     <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, label]) => html`<a href=${route(["run", job, ...(name ? [name] : [])])} aria-current=${(tab === name || (name === "steps" && ["step", "group", "episode"].includes(tab))) ? "page" : undefined}>${label}</a>`)}</nav>
     ${Inside ? html`<${Inside} job=${job} view=${view} rows=${stream.rows} path=${path} query=${query} account=${account} />` : html`<${Overview} job=${job} view=${view} stream=${stream} />`}`;
