@@ -14,6 +14,7 @@ test("durations and sizes carry their unit", () => {
   for (const [size, text] of [[0, "0 B"], [999, "999 B"], [1500, "1.5 kB"], [2.5e9, "2.5 GB"], [undefined, "–"]]) assert.equal(format.bytes(size), text);
   assert.equal(format.percent(0.05), "5.0 %");
   assert.equal(format.percent(1), "100 %");
+  assert.deepEqual([0, 1, 1.5, null].map(format.steps), ["0 steps", "1 step", "1.50 steps", "–"]);
 });
 
 test("a sparkline has gaps where values are missing and stays in its box", () => {

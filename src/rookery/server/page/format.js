@@ -19,6 +19,8 @@ export const count = (value) => (isNumber(value) ? Math.round(value).toLocaleStr
 
 export const percent = (value) => (isNumber(value) ? `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %` : "–");
 
+export const steps = (value) => (isNumber(value) ? `${number(value, 2)} ${value === 1 ? "step" : "steps"}` : "–");
+
 export function bytes(value) {
   if (!isNumber(value)) return "–";
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];

@@ -1,7 +1,7 @@
 // The groups of a step, their rewards, and the answers of one prompt side by side.
 import { useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
-import { ago, histogram, inBin, isNumber, number, route, time } from "./format.js";
+import { ago, histogram, inBin, isNumber, number, route, steps, time } from "./format.js";
 import { Badge, Empty, Facts, Pager, Problem, Scroll, html, signed } from "./parts.js";
 import { asText, segments, shorten } from "./text.js";
 
@@ -52,7 +52,7 @@ export function Steps({ job, view, path, rows }) {
       ${step !== null && html`${other(-1, "← earlier step")}${other(1, "later step →")}`}
       ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance</label>`}
       <span class="muted right">${data.total} ${data.total === 1 ? "group" : "groups"}</span></div>
-    ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${number(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", `${number(row.staleness_mean, 2)} steps`], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
+    ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${number(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
     ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
     <${Histogram} rewards=${rewards} bin=${bin} onBin=${setBin} whose=${ofPolicy(view)} />
     <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards${ofPolicy(view)}</th><th class="number">Mean</th><th>Variance</th><th class="number">Oldest version</th><th>Ended</th></tr></thead>

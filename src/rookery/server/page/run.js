@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import { jobPath, useData, useMetrics } from "./api.js";
 import { Actions } from "./actions.js";
 import { Chart } from "./chart.js";
-import { ago, count, duration, isNumber, number, percent, route, time } from "./format.js";
+import { ago, count, duration, isNumber, number, percent, route, steps, time } from "./format.js";
 import { chartsOf } from "./overview.js";
 import { Episode } from "./episode.js";
 import { Episodes } from "./episodes.js";
@@ -23,7 +23,7 @@ function policiesOf(view) {
     const one = known[name];
     if (!one) return [`policy ${name}`, "the base model"];
     if (one.follows) return [`policy ${name}`, `version ${one.version} of ${one.follows}`];
-    const figures = [["reward", number(one.reward)], ["loss", number(one.loss)], ["staleness", `${number(one.staleness, 2)} steps`]].filter(([figure]) => isNumber(one[figure]));
+    const figures = [["reward", number(one.reward)], ["loss", number(one.loss)], ["staleness", steps(one.staleness)]].filter(([figure]) => isNumber(one[figure]));
     return [`policy ${name}`, [`version ${one.version}${view.spec.policies[name].train === false ? ", frozen" : ""}`, ...figures.map((pair) => pair.join(" "))].join(" · ")];
   });
 }

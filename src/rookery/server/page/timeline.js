@@ -110,7 +110,8 @@ function draw(canvas, lanes, view, width, height, band = null) {
   for (const lane of lanes) {
     paint.fillStyle = color("--text");
     paint.font = "600 12px system-ui, sans-serif";
-    paint.fillText(lane.worker && width >= 560 ? `worker ${lane.name}` : lane.name, 2, y + HEAD / 2, left + 60);
+    const whole = `worker ${lane.name}`, room = left - 12; // the marks begin at `left`
+    paint.fillText(lane.worker && paint.measureText(whole).width <= room ? whole : lane.name, 2, y + HEAD / 2, room);
     paint.font = "10px system-ui, sans-serif";
     for (const span of lane.idle) box(span, y + HEAD - 5, 2, color(KINDS.idle));
     let top = y + HEAD;
