@@ -154,6 +154,7 @@ class ServiceConnection:
             timeout_seconds=TRANSFER_SECONDS,
             peer_seconds=PEER_SECONDS,
             ca_file=settings.trusted,
+            abandoned=lambda digest: self._withdraw([digest]),
         )
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
         self._training = TrainingOps(compute, self._transfers, self._send_result, self._announce)

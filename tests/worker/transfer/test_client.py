@@ -62,6 +62,7 @@ def transfers(
     ask: Callable[[str, str], Awaitable[list[str]]] = nobody,
     events: CacheEvents | None = None,
     published: PublishedArtifacts | None = None,
+    abandoned: Callable[[str], None] = lambda digest: None,
 ) -> TransferClient:
     return TransferClient(
         service.url,
@@ -73,6 +74,7 @@ def transfers(
         reads(service),
         timeout_seconds=10,
         peer_seconds=peer_seconds,
+        abandoned=abandoned,
     )
 
 

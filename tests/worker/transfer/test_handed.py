@@ -100,6 +100,28 @@ async def test_version_that_is_not_committed_leaves_no_trace(service: Dialled, t
     await receiver.close()
 
 
+@pytest.mark.parametrize("at", ["announcement", "upload", "end"])
+async def test_announced_version_whose_upload_does_not_end_is_abandoned(
+    service: Dialled, tmp_path: Path, at: str
+) -> None:
+    """Engines have it, and nothing else says that no commit will name it."""
+    abandoned, announced = list[str](), list[str]()
+    trainer = transfers(service, tmp_path, abandoned=abandoned.append)
+
+    async def staged(digest: str, folder: Path) -> None:
+        announced.append(digest)
+        if at == "announcement":
+            raise asyncio.CancelledError
+
+    ticket = service.tickets.upload() if at == "end" else "no ticket"
+    with suppress(asyncio.CancelledError, TransferFailed):
+        await trainer.upload(ticket, write, staged)
+    assert abandoned == ([] if at == "end" else announced)
+    assert trainer.withdraw_all() == (announced if at == "end" else [])
+    assert private(tmp_path) == []
+    await trainer.close()
+
+
 async def test_artifact_of_the_cache_is_not_withdrawn(service: Dialled, tmp_path: Path) -> None:
     events = CacheEvents()
     trainer, receiver = transfers(service, tmp_path), transfers(service, tmp_path, events=events)

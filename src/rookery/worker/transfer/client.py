@@ -103,10 +103,12 @@ class TransferClient:
         timeout_seconds: float,
         peer_seconds: float,
         ca_file: str = "",
+        abandoned: Callable[[str], None] = lambda digest: None,
     ) -> None:
         """``base`` is the service's HTTP address, or several, comma-separated, until :meth:`use`; ``root`` is the
         cache's folder. ``ask`` is that of :class:`PeerClient`. The service may send nothing for ``timeout_seconds``,
-        another worker for ``peer_seconds``. ``ca_file`` is as in :func:`~rookery.network.client_tls`."""
+        another worker for ``peer_seconds``. ``ca_file`` is as in :func:`~rookery.network.client_tls`.
+        ``abandoned(hash)`` is called where the upload of a staged version fails or is cancelled."""
         bases = base.split(",")
         ways = {
             each: httpx.AsyncHTTPTransport(verify=client_tls(each, ca_file) or True, proxy=proxy_of(each))
@@ -117,6 +119,7 @@ class TransferClient:
         self._events = events
         self._published = published
         self._reads = reads
+        self._abandoned = abandoned
         self._cache = AdapterCache(root, capacity_bytes)
         self._handed = HandedFolders(self._cache)
         self._bases: LRUCache[str, str] = LRUCache(KEPT_SOURCES)
@@ -412,6 +415,8 @@ class TransferClient:
                 self._events.on_arrived(manifest.hash)
         finally:
             if not kept:
+                if staged is not None and manifest.hash not in self._handed and self._private([manifest.hash]):
+                    self._abandoned(manifest.hash)
                 await asyncio.to_thread(self._cache.delete_staging, staging)
         await self._evict()
         return manifest
