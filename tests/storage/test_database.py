@@ -790,6 +790,17 @@ def test_oldest_hours_of_a_tenant_beyond_its_bytes_are_deleted(database: Databas
     assert [len(row.spans) for row in database.read(spans.span_rows, [("alice", "job", 5)])] == [90]
 
 
+def test_own_hours_of_a_timeline_come_before_those_of_others(database: Database) -> None:
+    submit(database)
+    submit(database, "bob", "other")
+    database.write(spans.save_spans, [hour("", at, "bob") for at in (1, 2)], 10**6)
+    database.write(spans.save_spans, [hour("other", 1, "bob"), hour("job", 8), hour("", 9, "")], 10**6)
+    found = database.read(spans.hours_between, 0.0, 1e6, "other", "bob")
+    assert [(row.job, row.hour) for row in found] == [("other", 1), ("", 2), ("", 1), ("", 9), ("job", 8)]
+    newest = database.read(spans.hours_between, 0.0, 1e6)
+    assert [row.hour for row in newest] == [9, 8, 2, 1, 1]
+
+
 # --- evaluations ------------------------------------------------------------------------------------------------------
 
 

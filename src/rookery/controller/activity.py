@@ -70,13 +70,13 @@ class ActivityQueries:
 
     async def timeline(self, reader: Reader, start: float, end: float, columns: int) -> bytes:
         """A :class:`WorkTimeline` as JSON for a picture that is ``columns`` pixels wide, as ``reader`` sees it."""
-        newest, stored = self._newest(), await self._stored.between(start, end, reader.first)
+        newest, stored = self._newest(), await self._stored.between(start, end, reader.first, reader.tenant)
         oldest = await self._stored.oldest(reader.tenant, reader.jobs)
         return await self._context.threads(_timeline, stored + newest, reader, start, end, columns, oldest)
 
     async def trace(self, reader: Reader, start: float, end: float) -> bytes:
         """The same with every span, as a JSON file that Perfetto opens."""
-        newest, stored = self._newest(), await self._stored.between(start, end, reader.first)
+        newest, stored = self._newest(), await self._stored.between(start, end, reader.first, reader.tenant)
         return await self._context.threads(_trace, stored + newest, reader, start, end)
 
 

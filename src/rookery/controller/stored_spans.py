@@ -85,17 +85,15 @@ class StoredSpans:
             if span.end > (start := max(span.start, self._saved_at)):
                 yield msgspec.structs.replace(span, start=start)
 
-    async def between(self, start: float, end: float, first: str = "") -> list[TraceSpan]:
-        """Stored spans between two times that are not in the ring any more, those of the job ``first`` before others:
-        at most :data:`READ_SPANS`, the newest hours."""
+    async def between(self, start: float, end: float, first: str = "", tenant: str | None = None) -> list[TraceSpan]:
+        """Stored spans between two times that are not in the ring any more, those of the job ``first`` before those of
+        ``tenant``, and these before others: at most :data:`READ_SPANS`, the newest hours."""
         ring, store = self._context.records.spans, self._context.store
         chosen, total = list[Key](), 0
-        for hour in await store.read(hours_between, start, end, first):
-            if hour.begins >= ring.since(hour.tenant):
+        for hour in await store.read(hours_between, start, end, first, tenant):
+            if hour.begins >= ring.since(hour.tenant) or total + hour.count > READ_SPANS:
                 continue
             total += hour.count
-            if total > READ_SPANS:
-                break
             chosen.append(hour.key)
         if not chosen:
             return []

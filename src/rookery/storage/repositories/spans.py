@@ -69,11 +69,14 @@ def _alive(connection: Connection, rows: Sequence[SpanRow]) -> list[SpanRow]:
     return [row for row in rows if row.tenant in owners and row.job in known]
 
 
-def hours_between(connection: Connection, start: float, end: float, first: str = "") -> list[SpanHour]:
-    """The newest hours with spans between two times; those of the job ``first`` come first."""
+def hours_between(
+    connection: Connection, start: float, end: float, first: str = "", tenant: str | None = None
+) -> list[SpanHour]:
+    """The newest hours with spans between two times: of the job ``first``, then of ``tenant``, then of others."""
     query = select(SpanRow.tenant, SpanRow.job, SpanRow.hour, SpanRow.begins, SpanRow.count)
     query = query.where(SpanRow.begins <= end, SpanRow.hour >= int(start // 3600))
     order = [case((SpanRow.job == first, 0), else_=1)] if first else []
+    order += [case((SpanRow.tenant == tenant, 0), else_=1)] if tenant is not None else []
     query = query.order_by(*order, SpanRow.hour.desc(), SpanRow.tenant, SpanRow.job).limit(NEWEST_ROWS)
     return [SpanHour(*row) for row in connection.execute(query)]
 
