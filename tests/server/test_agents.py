@@ -23,9 +23,11 @@ from tests.support.waiting import until
 import rookery
 from rookery import protocol
 from rookery.client.connection import Record, record
+from rookery.controller.jobs.job_context import Progress
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.server.launcher import EmbeddedService
+from rookery.storage.repositories import jobs
 from rookery.tokenization.registry import CONFIG, model_folder
 
 ENDED = ("completed", "failed", "paused", "cancelled")
@@ -509,6 +511,30 @@ def test_running_calls_end_with_their_episode(driver: Driver, worker: Recording)
             running.result()
         assert driver.finish(episode).status_code == 200
         refused(llm, openai.APIStatusError, "has ended")
+
+
+def test_an_end_that_was_not_stored_is_said_so_and_can_be_repeated(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Progress.store
+
+    async def held(progress: Progress, work: Any, *arguments: Any, **named: Any) -> Any:
+        if work is jobs.finish_episode:
+            await asyncio.Event().wait()
+        return await store(progress, work, *arguments, **named)
+
+    with opened(driver) as (episode, llm), ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        ask(llm, "a?")
+        patch.setattr(Progress, "store", held)
+        ending = pool.submit(driver.finish, episode, 0.5)
+        until(lambda: httpx.get(f"{episode.base_url}/models", headers=llm.auth_headers).status_code != 200)
+        driver.job.pause()
+        answer = ending.result(10)
+        assert answer.status_code == 503 and "was not stored" in answer.text
+        patch.undo()
+        driver.job.resume()
+        until(lambda: driver.finish(episode, 0.25).status_code == 200)
+        assert driver.read(episode).reward == 0.25
 
 
 def test_nothing_is_kept_of_calls_that_an_agent_gave_up(

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from cachetools import TTLCache
 
-from rookery.aio import Signal, wait_event
+from rookery.aio import Signal, first_of, wait_event
 from rookery.clock import Clock
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable
 from rookery.storage.data_dir import hash_key
@@ -104,6 +104,8 @@ class AgentSession:
     """Notified when its state changes."""
     stored: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the end of the episode is durable."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its job runs the episode no more, whether its end is durable or not."""
     result: AgentOutcome | str | None = None
     """How its agent ended it: a text is the reason why it failed."""
     since: float = 0.0
@@ -146,6 +148,11 @@ class AgentSession:
         finally:
             self.calls -= 1
             self.since = self.clock.monotonic()
+
+    async def settled(self) -> bool:
+        """Return when the end of the episode is durable, or will not become so in this run: false then."""
+        async with first_of(self.stored.wait(), self.left.wait()):
+            return self.stored.is_set()
 
     def end(self, result: AgentOutcome | str) -> None:
         """The agent finished, or failed with a reason. Raises :class:`EpisodeEnded` for all but the first end."""

@@ -173,6 +173,11 @@ class Episode:
             self.job.controller.rooms.hosts.close_episode(self._host, self.id)
             self._host = None
 
+    def leave(self) -> None:
+        """It does not run any more, whether its end was stored or not."""
+        if self._session is not None:
+            self._session.left.set()
+
     async def _attend(self, host: EnvironmentHost | None) -> EpisodeResult:
         """Let an agent drive: one in ``host``, or in the process that opens the episode. What the same agent sampled
         before stays."""

@@ -215,11 +215,18 @@ class Groups:
 
     async def _run_episode(self, group: GroupRow, row: EpisodeRow, refs: Refs) -> EpisodeResult | None:
         """Run one episode and store its end; None when it failed."""
-        progress = self._progress
         if row.state != "open":
             return episode_result_decoder.decode(row.trajectories) if row.state == "done" else None
         self._untrimmed += 1
         episode = Episode(self._job, row.id, refs, group.prompt, row.seed, group.seed, self._in_flight, row)
+        try:
+            return await self._end_episode(group, row, episode)
+        finally:
+            episode.leave()
+
+    async def _end_episode(self, group: GroupRow, row: EpisodeRow, episode: Episode) -> EpisodeResult | None:
+        """Run it, and store its end."""
+        progress = self._progress
         try:
             result = await episode.run()
         except (EpisodeFailed, GenerationFailed) as error:

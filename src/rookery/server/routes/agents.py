@@ -30,7 +30,7 @@ from rookery.server.schemas import EpisodeEnd, EpisodeFailure, EpisodeOpened, Ep
 from rookery.server.token_face import TokenRequest
 from rookery.spec import values
 from rookery.spec.job import AGENT
-from rookery.storage.models import FINAL_JOB_STATES
+from rookery.storage.models import FINAL_JOB_STATES, JobRow
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS, tags=["agents"])
 
@@ -63,33 +63,41 @@ async def open_episode(service: Service, job: OfJob, request: Request, asked: Ep
 
 
 @routes.post("/jobs/{job}/episodes/{episode}/finish", response_model=EpisodeState)
-async def finish_episode(service: Service, job: OfJob, episode: EpisodeId, end: EpisodeEnd) -> Any:
+async def finish_episode(service: Service, job: OfJob, request: Request, episode: EpisodeId, end: EpisodeEnd) -> Any:
     """End an episode with its reward. The answer comes when that is durable; calls that still run are ended."""
     outcome = AgentOutcome(end.reward, end.metrics, end.rewards)
-    return await _end(service, job.tenant, job.id, episode, outcome)
+    return await _end(service, request, job, episode, outcome)
 
 
 @routes.post("/jobs/{job}/episodes/{episode}/fail", response_model=EpisodeState)
-async def fail_episode(service: Service, job: OfJob, episode: EpisodeId, failure: EpisodeFailure) -> Any:
+async def fail_episode(
+    service: Service, job: OfJob, request: Request, episode: EpisodeId, failure: EpisodeFailure
+) -> Any:
     """End an episode that cannot be finished. It is counted with its reason, and changes nothing for others."""
     reason = " ".join(failure.reason.split())
     if not reason:
         raise UserError("reason: it is empty; say in a line why the agent failed")
-    return await _end(service, job.tenant, job.id, episode, reason)
+    return await _end(service, request, job, episode, reason)
 
 
 async def _end(
-    service: ServiceContext, tenant: str, job: str, episode: str, result: AgentOutcome | str
+    service: ServiceContext, request: Request, job: JobRow, episode: str, result: AgentOutcome | str
 ) -> dict[str, Any]:
-    session = await service.context.rooms.hosts.agents.session(tenant, job, episode)
+    agents = service.context.rooms.hosts.agents
+    session = await agents.session(job.tenant, job.id, episode)
     session.end(result)
-    if await unless(service.closing.wait(), _stored(session)) is None:
+    durable = await unless(disconnected(request), unless(service.closing.wait(), session.settled()))
+    if durable is None:
         raise Unavailable("the service is stopping; try again when it is back")
-    return {"episode": episode, "state": "failed" if isinstance(result, str) else "done"}
-
-
-async def _stored(session: AgentSession) -> bool:
-    return await session.stored.wait()
+    state = "failed" if isinstance(result, str) else "done"
+    if not durable:
+        found = await agents.standing(job.tenant, job.id, episode)
+        if found.runs_again:
+            raise Unavailable(f"the end of episode {episode} was not stored: its job is {found.job_state}; try again")
+        if found.state not in ("done", "failed"):
+            raise EpisodeEnded(f"episode {episode} was dropped: its job is {found.job_state}")
+        state = found.state
+    return {"episode": episode, "state": state}
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
