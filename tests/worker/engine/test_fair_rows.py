@@ -3,8 +3,9 @@ on it."""
 
 from __future__ import annotations
 
+import pytest
 from tests.worker.engine.test_engine import finish, order
-from tests.worker.engine.test_slo_gate import Clock, gated, tokens
+from tests.worker.engine.test_slo_gate import Clock, filled, gated, tokens
 
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.engine.native.engine import NativeEngine
@@ -77,3 +78,18 @@ def test_long_prompts_of_another_tenant_wait_while_a_tenant_with_less_time_decod
             assert engine.step()
         steps[charged] = engine.stats["decode_steps"] - before
     assert steps[True] > 25 > 10 > steps[False]
+
+
+@pytest.mark.parametrize("others", [1, 3])
+@pytest.mark.parametrize(("long", "short"), [(100, 20), (100, 40), (90, 8), (30, 30), (60, 16)])
+def test_a_short_prompt_is_computed_beside_longer_ones_that_came_before(long: int, short: int, others: int) -> None:
+    """In one slice, which costs as much as the short one alone for each tenant."""
+    engine = gated(Clock(), prefill_tokens=512)
+    for number in range(others):
+        submit(engine, f"large{number}", 1, prompt=list(range(1, long + 1)), shared_prefix=0)
+    submit(engine, "small", 1, prompt=list(range(1, short + 1)), shared_prefix=0)
+    assert engine.step()
+    assert filled(engine, "small0") == short and tokens(engine)["small0"] == 1
+    computed = engine.tenant_tokens()
+    assert len(computed) == 1 + others and all(computed.values())
+    assert sum(computed.values()) <= max(16, short) * (1 + others)

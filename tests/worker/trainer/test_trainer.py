@@ -843,3 +843,15 @@ def test_trainers_behind_one_queue_share_it_by_tenant(tmp_path: Path) -> None:
     assert shares == [{"tenant of x"}, {"tenant of y"}] * 5
     assert [result.op for result in both.drain()] == ["x", "y", "step x", "step y"]
     assert both.gauges()["worker_trained_tokens"] == 2 * one.trained == 2 * two.trained
+
+
+@pytest.mark.parametrize(("slice_tokens", "least"), [(800, 80), (160, 20), (16, 20)])
+def test_a_tiny_batch_does_not_shrink_a_pass_to_its_own_size(tmp_path: Path, slice_tokens: int, least: int) -> None:
+    rng = random.Random(0)
+    at = PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=slice_tokens)
+    for policy, count in (("x", 1), ("y", 20)):
+        at.load(policy, 1, ref(policy), adapter_folder(tmp_path / policy, 4, 1))
+        groups = [unit(rng, 10, [11]) for _ in range(count)]
+        at.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=groups))
+    assert at.step()
+    assert least <= sum(at.tenant_tokens().values()) <= max(2 * 22, slice_tokens // 8)

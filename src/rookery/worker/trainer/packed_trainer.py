@@ -43,6 +43,10 @@ PROMPT_SHARE = 0.5
 may be longer than a slice, up to about twice the shortest possible, and are not nearly all prompt. The memory limit
 bounds them all the same."""
 
+LEAST_PASS_SHARE = 8
+"""A pass has at least this fraction of ``slice_tokens``, however little work some tenant has: below, a pass takes about
+as long for fewer tokens."""
+
 
 class PackedTrainer(OperationTrainer):
     def __init__(
@@ -192,12 +196,14 @@ class PackedTrainer(OperationTrainer):
         """Take groups for one pass from ``ready``, in order. The first batch fills the pass. Another one joins while
         the pass is less than half full, or if the rest of it fits: every policy in a pass costs separate products, so
         a nearly full pass takes no fraction of a batch. Where batches of several tenants are ready, the pass takes as
-        long as leaves each its fair share: as many groups as if a tenant's time were its tokens."""
+        long as leaves each its fair share: as many groups as if a tenant's time were its tokens, and at
+        least a fraction of a full pass."""
         items: list[PassItem] = []
         left: Counter[str] = Counter()
         for batch in ready:
             left[batch.op.tenant] += sum(group.tokens for group in batch.groups)
-        slice_tokens = fair_amount(left, self.queue.time.weights_within(left), float, self.slice_tokens)
+        fair = fair_amount(left, self.queue.time.weights_within(left), float, self.slice_tokens)
+        slice_tokens = max(self.slice_tokens // LEAST_PASS_SHARE, fair)
         share, tokens, memory = self._limits.copied_key_share, slice_tokens, float(self._limits.max_tokens)
         for batch in ready:
             if 2 * tokens <= slice_tokens and sum(group.tokens for group in batch.groups) > tokens:

@@ -253,14 +253,14 @@ class Admission:
         separate products, then the remaining ones. Then the prefixes of waiting requests: rows become free one by one,
         and a slice for each one's prompt costs twice as much as its share of one slice for several. With ``max_tokens``
         it is empty only if no served row needs a prefill. Rollouts of several tenants take turns in as many tokens as
-        leave each its fair share of ``time``."""
+        leave each its fair share of ``time``; since chunks are padded to the widest, each has an equal part of them."""
         lora, is_client = self._loras.lora_key, self._gate.is_client
         rows = [row for row in self.served if not row.prefilled]
         rows.sort(key=lambda row: not is_client(row))
         first: dict[int, EngineRequest] = {}
         for row in sorted(rows, key=lambda row: (not is_client(row), row.key != rows[0].key)):
             first.setdefault(id(row.prefill_target), row)
-        rows = list(first.values())
+        rows, widest = list(first.values()), max_tokens
         if rows and max_tokens and not is_client(rows[0]):
             missing = Counter[str]()
             for row in rows:
@@ -268,12 +268,13 @@ class Admission:
             weights = time.weights_within(missing)
             cost = partial(self._gate.costs.predict, "prefill")
             max_tokens = min(max_tokens, max(LEAST_PREFILL, fair_amount(missing, weights, cost, max_tokens)))
+            widest = max(1, max_tokens // len(missing))
             rows = [rows[at] for at in in_turns([row.params.tenant for row in rows], weights)]
         plan = PrefillSlice(max_tokens, max_keys)
         for row in rows if max_tokens else ():
             target = row.prefill_target
             tokens, prefix = (row.tail, row.prefix) if isinstance(target, EngineRequest) else (target.tokens, None)
-            start, count = target.filled, min(target.missing, max_tokens)
+            start, count = target.filled, min(target.missing, widest)
             before = start + (len(prefix.tokens) if prefix is not None else 0)
             if plan.work and not plan.fits(count, before):
                 break
