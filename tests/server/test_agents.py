@@ -537,6 +537,30 @@ def test_an_end_that_was_not_stored_is_said_so_and_can_be_repeated(
         assert driver.read(episode).reward == 0.25
 
 
+def test_a_call_whose_response_was_lost_gets_the_reply_that_was_sampled(
+    driver: Driver, worker: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client was gone when the reply was being stored."""
+    store = Progress.store
+
+    async def slow(progress: Progress, work: Any, *arguments: Any, **named: Any) -> Any:
+        await store(progress, work, *arguments, **named)
+        await asyncio.sleep(60)
+
+    with opened(driver) as (episode, llm), monkeypatch.context() as patch:
+        patch.setattr(Progress, "store", slow)
+        with pytest.raises(openai.APITimeoutError):
+            ask(llm.with_options(timeout=1), "a?")
+        patch.undo()
+        text = ask(llm, "a?").choices[0].message.content
+        asked = [request.request for request in worker.asked if request.request.startswith(episode.episode)]
+        assert len(asked) == 1
+        ask(llm, "a?")
+        assert driver.finish(episode).status_code == 200
+        turns = driver.read(episode).turns
+    assert len(turns) == 2 and text in ("4", "five"), "only one whose response was lost is repeated"
+
+
 def test_nothing_is_kept_of_calls_that_an_agent_gave_up(
     driver: Driver, worker: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:

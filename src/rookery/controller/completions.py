@@ -77,6 +77,9 @@ class Completions:
     def delivered(self, prepared: PreparedPrompt) -> None:
         """The response to a prompt was sent."""
 
+    def settled(self, prepared: PreparedPrompt) -> None:
+        """The response to a prompt has ended, whether it was sent or lost."""
+
     def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None:
         """:func:`check_logits`."""
         check_logits(self._context.rooms.fleet, target, logits)

@@ -150,6 +150,8 @@ class Sampling(Protocol):
 
     def delivered(self, prepared: PreparedPrompt) -> None: ...
 
+    def settled(self, prepared: PreparedPrompt) -> None: ...
+
 
 def schema_problem(error: GenerationFailed) -> UserError | None:
     """The client's error where a schema made a generation fail."""

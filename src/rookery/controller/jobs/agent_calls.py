@@ -222,7 +222,11 @@ class AgentCalls:
         assert isinstance(prepared, PreparedCall)
         for place in prepared.places:
             self.tree.turns[place].delivered = True
-            self._repeated.discard(place)
+
+    def settled(self, prepared: PreparedPrompt) -> None:
+        """The response to a call has ended: where it was lost, a repetition of the call gets its replies."""
+        assert isinstance(prepared, PreparedCall)
+        self._repeated.difference_update(prepared.places)
 
     def forget(self) -> None:
         """The agent makes no more calls: drop what was sampled for those that it gave up."""

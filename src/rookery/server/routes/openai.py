@@ -472,6 +472,8 @@ async def _generate(
             source.delivered(prompt)
     finally:
         await cancel_all(*tasks.values(), closing)
+        for prompt in {id(choice.prompt): choice.prompt for choice in choices}.values():
+            source.settled(prompt)
 
 
 async def _exhaust(growth: AsyncGenerator[Any]) -> bool:
