@@ -5,15 +5,29 @@ Tenants take turns, one trial at a time each.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
 from rookery.environments.judges import parse_judges
-from rookery.environments.models import Ask
+from rookery.environments.models import Ask, ModelAnswer
 from rookery.environments.sandbox.sandbox import Isolation, Program, Sandbox
 from rookery.environments.verifiers.graders import OneGrader, single
-from rookery.environments.verifiers.running_graders import FUNCTION, PYTHON_LIMITS, GraderTools, PythonGrader
+from rookery.environments.verifiers.running_graders import (
+    FUNCTION,
+    PYTHON_LIMITS,
+    GraderTools,
+    ModelSilent,
+    PythonGrader,
+)
 from rookery.turns import TenantThreads
 
 TRIALS = 4
 """Tenants whose graders are tried at the same time, less one."""
+
+ANSWER_SECONDS = 120.0
+"""Longest wait for a judgement by a model of the service: its tenant's next trial waits for this one."""
 
 TAKES_TWO = f"""
 import inspect
@@ -31,6 +45,9 @@ class GraderTrials:
         self._sandbox = Sandbox(isolation, confinements=TRIALS - 1)
         self.judges = parse_judges(judges)
         self.threads = TenantThreads(TRIALS, "grader")
+        self._answers: set[Future[ModelAnswer]] = set()
+        """Of models, for which trials wait."""
+        self._closed = False
 
     def tools(self, ask: Ask) -> GraderTools:
         """For one trial."""
@@ -44,7 +61,27 @@ class GraderTrials:
                 if ran.status != "ok":
                     raise ValueError(f"it does not define {FUNCTION}(sample, item): {ran.last_line}")
 
-    def close(self) -> None:
-        """End the sandbox; a trial that runs fails."""
-        self._sandbox.close()
-        self.threads.close()
+    def answer(self, asked: Coroutine[Any, Any, ModelAnswer], loop: asyncio.AbstractEventLoop) -> ModelAnswer:
+        """What a model of the service answers, in ``loop``. Blocks; raises :class:`ModelSilent` where it does not."""
+        answer = asyncio.run_coroutine_threadsafe(asked, loop)
+        self._answers.add(answer)
+        try:
+            if self._closed:
+                raise CancelledError
+            return answer.result(timeout=ANSWER_SECONDS)
+        except TimeoutError:
+            raise ModelSilent(f"the model does not answer within {ANSWER_SECONDS:.0f} s") from None
+        except CancelledError:
+            raise ModelSilent("the service stops") from None
+        finally:
+            answer.cancel()
+            self._answers.discard(answer)
+
+    async def close(self) -> None:
+        """End the sandbox and the questions to models; a trial that runs fails. The loop stays free for the threads,
+        which may wait for it."""
+        self._closed = True
+        for answer in [*self._answers]:
+            answer.cancel()
+        await asyncio.to_thread(self._sandbox.close)
+        await asyncio.to_thread(self.threads.close)

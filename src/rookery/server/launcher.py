@@ -230,7 +230,7 @@ class Service:
         schemas = SchemaChecks()
         opened.callback(schemas.close)
         graders = GraderTrials(settings.server.sandbox, settings.server.judges)
-        opened.callback(graders.close)
+        opened.push_async_callback(graders.close)
         if transfers is not None:
             opened.callback(transfers.close)
         base_models = BaseModels(settings.cache)

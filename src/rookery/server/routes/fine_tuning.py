@@ -344,7 +344,7 @@ async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Respon
         judge = service.graders.judges.get(question.model)
         if judge is not None:
             return answer_of(judge, question)
-        return asyncio.run_coroutine_threadsafe(asked(question), loop).result()
+        return service.graders.answer(asked(question), loop)
 
     return json_response(await service.graders.threads(_tried, grader, given, service.graders.tools(ask)))
 
