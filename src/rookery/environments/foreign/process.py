@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import threading
 import weakref
@@ -20,6 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from rookery.errors import UserError, short
+
+INHERITED = re.compile(
+    r"HOME|USER|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|XDG_(?:CACHE|DATA|CONFIG)_HOME|HF_\w+"
+    r"|NLTK_DATA|TIKTOKEN_CACHE_DIR|UV_\w+|PIP_\w+|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
+    r"|(?i:(?:https?|all|no)_proxy)"
+)
+"""Variables that the process of an environment gets from the service: what downloads need, and no key of the service,
+of its judges or of its storage."""
+
+
+def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of the service's variables that the process of an environment gets."""
+    return {name: value for name, value in variables.items() if INHERITED.fullmatch(name)}
 
 
 @dataclass(frozen=True)
@@ -54,9 +68,8 @@ class LibraryProcess:
         """Returns when the environment serves. Blocks; raises :class:`UserError`."""
         self._library = library
         binaries = str(Path(python).parent)  # with programs that the library starts
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("ROOKERY_")}
+        environment = inherited(os.environ)
         environment["PATH"] = f"{binaries}:{os.environ.get('PATH', '/usr/bin:/bin')}"
-        environment.pop("PYTHONPATH", None)
         try:
             self._process = subprocess.Popen(
                 [python, "-I", str(script), json.dumps(given)],

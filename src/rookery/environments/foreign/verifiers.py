@@ -71,8 +71,9 @@ class VerifiersOptions(BaseModel):
     package: Name
     """A package of `ROOKERY_VERIFIERS`."""
     config: Config = Field(default_factory=dict)
-    """The environment's configuration, as under `[env]` of verifiers: `taskset` with the fields of the package, `id` of
-    another environment for its tasks, and for each role `max_turns`, `timeout`, limits of tokens, `harness: {id}`."""
+    """The environment's configuration, as under `[env]` of verifiers: `taskset` with the fields of the package that are
+    numbers or choices, `id` of another environment for its tasks, and for each role `max_turns`, `timeout`, limits of
+    tokens, `harness: {id}`."""
     agent: Name | None = None
     """The role whose replies are trained, where there are several. Each other role is a policy of the job with its
     name, such as a frozen one."""
@@ -95,11 +96,12 @@ class Verifiers(Environment):
 
     def __init__(self, options: VerifiersOptions) -> None:
         """Starts the environment's process. Blocks; raises :class:`UserError`."""
+        installed = require_verifiers()
         given = {
             "package": options.package, "config": options.config, "agent": options.agent, "most": TASKS,
-            "tokenizer": options.tokenizer,
+            "tokenizer": options.tokenizer, "packages": installed.names,
         }  # fmt: skip
-        self._processes = LibraryProcesses("verifiers", require_verifiers().python, PROCESS, given)
+        self._processes = LibraryProcesses("verifiers", installed.python, PROCESS, given)
         tasks: list[dict[str, Any]] = self._processes.get().ready["tasks"]
         if options.eval_last >= len(tasks):
             raise UserError(

@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import importlib
 import itertools
 import json
 import multiprocessing
 import os
+import pkgutil
 import queue
+import re
 import secrets
 import sys
 import tempfile
 import threading
+import types
+import typing
+from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -36,8 +42,24 @@ START_SECONDS = 300.0
 """Longest start of the environment's server: it imports transformers."""
 
 ROLE_KEYS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "timeout", "harness")
-TASKSET_REFUSED = ("id", "task", "system_prompt")
-"""Fields of a taskset that name files or functions of this machine."""
+
+PLAIN = (bool, int, float, type(None))
+"""Types whose values name nothing of this machine."""
+
+CHOICE_FIELDS = re.compile(
+    r"(?:\w+_)?(?:split|subset|category|categories|difficulty|difficulties|level|levels|topic|topics|subject|subjects"
+    r"|language|languages|lang)"
+)
+"""Fields of text that jobs may set: they choose among the rows of a data set."""
+
+CHOICE = re.compile(r"[\w .,+%:\[\]-]{0,200}")
+"""The text of such a field, ``train[:100]`` for one: no path and no address is of these characters alone."""
+
+SWITCHES = re.compile(
+    r"(?i)(?:^|_)(?:url|path|dir|file|key|env|docker|provider|registry|repo|image|command|script|module|class|func|code"
+    r"|port|host|remote|trust|secret)s?(?:_|$)"
+)
+"""Numbers and flags with such a word in their names are not taken either: they choose programs or addresses."""
 
 FACE_PATH = "/inference/v1/generate"
 
@@ -46,16 +68,73 @@ class Refused(Exception):
     """The job's options are wrong; one line."""
 
 
-def config_of(package: str, given: dict[str, Any]) -> Any:
+def plain_type(kind: Any, name: str) -> bool:
+    """Whether each value of a type is a number, one of the choices that the package lists, or, in a field of that
+    ``name``, a text."""
+    if hasattr(kind, "__value__") and not isinstance(kind, type):  # type Name = …
+        return plain_type(kind.__value__, name)
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return True
+    if origin is typing.Annotated:
+        return plain_type(parts[0], name)
+    if origin in (typing.Union, types.UnionType):
+        return all(plain_type(part, name) for part in parts)
+    if origin in (list, tuple, set, frozenset):
+        return all(part is Ellipsis or plain_type(part, name) for part in parts)
+    if kind is str:
+        return CHOICE_FIELDS.fullmatch(name) is not None
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return True
+    return kind in PLAIN and not SWITCHES.search(name)
+
+
+def is_choice(value: Any) -> bool:
+    """Whether all texts in a value are such as choose rows of a data set."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_choice, value))
+    if isinstance(value, dict):
+        return False
+    return not isinstance(value, str) or CHOICE.fullmatch(value) is not None
+
+
+def check_taskset(kind: Any, given: dict[str, Any]) -> None:
+    """Raises :class:`Refused` for fields of a taskset's configuration class that could name a file, a program, a
+    function, an address or a key: by its type each field is known to be plain, or it is not taken."""
+    fields = kind.model_fields
+    known = {name for name, field in fields.items() if plain_type(field.annotation, name)}
+    known -= {name for name, field in fields.items() if field.alias or field.validation_alias}
+    for name, value in given.items():
+        if name not in known:
+            raise Refused(
+                f"config.taskset.{name}: not taken from a job; allowed: {', '.join(sorted(known)) or 'no field'}, the"
+                " fields of numbers, of listed choices, and of text that chooses rows"
+            )
+        if CHOICE_FIELDS.fullmatch(name) and not is_choice(value):
+            raise Refused(f"config.taskset.{name}: allowed: a number, or a text of {CHOICE.pattern}")
+
+
+def check_id(where: str, given: Any, known: Collection[str]) -> str:
+    """An id of verifiers' own or of a package that the administrator lists, which alone are imported. Raises
+    :class:`Refused`."""
+    if not isinstance(given, str) or given.replace("-", "_") not in {name.replace("-", "_") for name in known}:
+        raise Refused(f"{where}: allowed: {', '.join(sorted(known))}")
+    return given
+
+
+def config_of(package: str, packages: Collection[str], given: dict[str, Any]) -> Any:
     """The environment's configuration: that of the package with the job's ``given`` fields, of which only those are
-    taken that name no file, program or address."""
+    taken that name no file, program or address; ``packages`` are the administrator's."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     configs = importlib.import_module("verifiers.v1.configs.agent")
-    taskset = dict(given.pop("taskset", None) or {})
-    for name in TASKSET_REFUSED:
-        if name in taskset:
-            raise Refused(f"config.taskset.{name}: not taken from a job")
-    env_id = given.pop("id", "")
+    environments = importlib.import_module("verifiers.v1.envs")
+    taskset = given.pop("taskset", None) or {}
+    if not isinstance(taskset, dict):
+        raise Refused("config.taskset: give an object")
+    check_taskset(loaders.taskset_config_type(package), taskset)
+    env_id = given.pop("id", None) or ""
+    if env_id:
+        check_id("config.id", env_id, {*(one.name for one in pkgutil.iter_modules(environments.__path__)), *packages})
     data: dict[str, Any] = {"id": env_id, "taskset": {**taskset, "id": package}}
     for name in ("max_concurrent_agents",):
         if name in given:
@@ -63,13 +142,18 @@ def config_of(package: str, given: dict[str, Any]) -> Any:
     plain = loaders.resolve_env_config(data)
     roles = list(configs.agent_config_fields(plain))
     for role in roles:
-        chosen = dict(given.pop(role, None) or {})
+        chosen = given.pop(role, None) or {}
+        if not isinstance(chosen, dict):
+            raise Refused(f"config.{role}: give an object")
+        chosen = dict(chosen)
         unknown = [name for name in chosen if name not in ROLE_KEYS]
         if unknown:
             raise Refused(f"config.{role}.{unknown[0]}: allowed: {', '.join(ROLE_KEYS)}")
         harness = chosen.pop("harness", None) or {}
         if not isinstance(harness, dict) or harness.keys() - {"id"}:
             raise Refused(f"config.{role}.harness: give its id alone")
+        if harness.get("id"):
+            check_id(f"config.{role}.harness.id", harness["id"], {*loaders.builtin_harness_ids(), *packages})
         default = getattr(plain, role).harness
         chosen["harness"] = {"id": harness.get("id") or (default.id if default is not None else "null")}
         if loaders.harness_class(chosen["harness"]["id"]).EXECUTES_CODE:
@@ -177,10 +261,10 @@ class Runs:
     """The episodes that run."""
 
     def __init__(self, lines: Lines, client: Any, url: str, given: dict[str, Any]) -> None:
-        types = importlib.import_module("verifiers.v1.types")
+        sampling = importlib.import_module("verifiers.v1.types")
         clients = importlib.import_module("verifiers.v1.configs.client")
         self._lines, self._client, self._agent = lines, client, given["agent"]
-        self._sampling = types.SamplingConfig
+        self._sampling = sampling.SamplingConfig
         self._face = clients.TrainClientConfig(
             base_url=f"{url}/v1", api_key_var=KEY, renderer_model_name=given["tokenizer"]
         )
@@ -236,7 +320,7 @@ def tasks_of(config: Any, most: int) -> list[dict[str, Any]]:
 
 async def work(given: dict[str, Any], lines: Lines) -> None:
     module = importlib.import_module("verifiers.v1.serve")
-    config, roles = config_of(given["package"], dict(given["config"]))
+    config, roles = config_of(given["package"], given["packages"], dict(given["config"]))
     agent = given.get("agent") or (roles[0] if len(roles) == 1 else "")
     if agent not in roles:
         raise Refused(f"agent: given {agent!r}, allowed: one of {', '.join(roles)}, whose replies are trained")
