@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from tests.controller.jobs.test_job import finish
 from tests.support.peers import ADAPTER, ScriptedWorker, Service, job_of, user_message
 
 from rookery import protocol
+from rookery.aio import Signal
+from rookery.controller.jobs.buffer import GroupBuffer
 from rookery.controller.jobs.registry import STEPS_UNKNOWN
-from rookery.controller.jobs.trajectory import Trajectory, episode_result_decoder
+from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory, episode_result_decoder
 from rookery.scheduling.job_rules import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
-from rookery.storage.models import VersionRow
+from rookery.storage.models import GroupRow, VersionRow
 from rookery.storage.repositories import jobs
 from rookery.storage.repositories import versions as version_rows
 
@@ -205,7 +208,7 @@ async def test_a_job_pauses_that_a_policy_has_no_part_in(service: Service) -> No
     await service.join(script=lambda message: None)
     job = await submit(service, algorithm={"group_size": 2, "groups_per_step": 2}, stop__steps=2)
     view = await service.ends(job, "paused")
-    assert view.reason.startswith("the policy verifier had fewer than 2 episodes with a reply in each of the last 64")
+    assert view.reason.startswith("the policy verifier had fewer than 2 episodes with a reply to train on in each")
     assert len(chain(service, job, "solver")) == 3, "the other went on to its end"
     assert all(row["state"] != "ready" for row in service.groups(job)), "nothing waits for a policy that trains no more"
 
@@ -252,6 +255,28 @@ def test_part_of_a_policy_has_its_tokens_alone() -> None:
     part = whole.of("b")
     assert (part.mask, part.logprobs, part.versions) == ([False] * 3 + [True], [0.0] * 3 + [-3.0], [-1] * 3 + [7])
     assert (part.prompt, part.tokens) == (whole.prompt, whole.tokens)
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2, 3])
+def test_episodes_without_tokens_to_train_on_are_no_part_of_a_group(trained: int) -> None:
+    """As those of an agent whose calls to one policy all change how it is sampled."""
+    policy: Any = SimpleNamespace(name="a", versions=SimpleNamespace(step_of=lambda version: version))
+    job: Any = None
+    episodes = {}
+    for number in range(3):
+        whole = Trajectory(prompt=[1, 2])
+        if number < trained:
+            whole.append_action(protocol.TokenLog([3], [-1.0], [0]), "a")
+        else:
+            whole.append_observation([3])
+        whole.append_action(protocol.TokenLog([4], [-1.0], [0]), "b")
+        episodes[f"e{number}"] = EpisodeResult(
+            [whole], [], ["x", "y"], 1.0, {}, "done", {}, [], {}, ["a", "b"]
+        )  # fmt: skip
+    group = GroupRow(id="g", tenant="t", job="j", ordinal=0, prompt=b"", seed=0, created=0.0, episodes=())
+    part = GroupBuffer(job, policy, Signal()).complete(group, episodes)
+    assert (part is not None) == (trained >= 2)
+    assert part is None or part.names == [f"e{number}" for number in range(trained)]
 
 
 @pytest.mark.parametrize(("fifo", "order"), [(False, ["old", "first", "new"]), (True, ["new", "old", "first"])])

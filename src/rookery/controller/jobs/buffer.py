@@ -1,7 +1,7 @@
 """The complete groups that one policy of a job has not trained on yet.
 
-A group is of use to a policy for which at least two of its episodes have a reply. One that is too old for the policy's
-next step, or was sampled by a version whose bytes were lost, is dropped and counted, never trained on.
+A group is of use to a policy for which at least two of its episodes have a reply to train on. One that is too old for
+the policy's next step, or was sampled by a version whose bytes were lost, is dropped and counted, never trained on.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class GroupBuffer:
     def complete(self, group: GroupRow, episodes: Mapping[str, EpisodeResult]) -> CompleteGroup | None:
         """The policy's part of a group, of which ``episodes`` survived, by their ids; None if that is too small to
         train on."""
-        parts = {name: episode.of(self.policy.name) for name, episode in episodes.items()}
-        names = [name for name, part in parts.items() if part is not None]
-        spoken = [part for part in parts.values() if part is not None]
+        parts = [(name, episode.of(self.policy.name)) for name, episode in episodes.items()]
+        trained = [(name, part) for name, part in parts if part is not None and part.num_action_tokens]
+        names, spoken = [name for name, _ in trained], [part for _, part in trained]
         if len(spoken) < LEAST_EPISODES:
             return None
         versions, steps, sampled = self._versions, Counter[int](), Counter[int]()
