@@ -210,8 +210,8 @@ class Groups:
             if buffer.silent >= SILENT_GROUPS and not buffer.closed:
                 raise JobPaused(
                     f"the policy {buffer.policy.name} had fewer than {LEAST_EPISODES} episodes with a reply to train on"
-                    f" in each of the last {buffer.silent} groups; name it in a Step of the environment, sample it as it"
-                    " is trained, or give it train: false"
+                    f" in each of the last {buffer.silent} groups; name it in a Step of the environment, sample it as"
+                    " it is trained, or give it train: false"
                 )
 
     async def _run_episode(self, group: GroupRow, row: EpisodeRow, refs: Refs) -> EpisodeResult | None:
