@@ -20,7 +20,7 @@ OPENAI_SDK := 3.57.0
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-clients test-fine-tuning test-environments test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-clients test-fine-tuning test-environments test-sinks test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -76,6 +76,10 @@ test-environments: $(VENV)/.tests .bench/verifiers/.installed .bench/verifiers-0
 # The clients of docs/clients.md, unmodified, in environments of their own: three minutes.
 test-clients: $(VENV)/.tests .bench/clients/.installed .bench/inspect/.installed
 	@$(BIN)/python -m pytest -m heavy tests/clients
+
+# Metrics to the unmodified MLflow server, which has an environment of its own: a minute.
+test-sinks: $(VENV)/.tests .bench/sinks/.installed
+	@$(BIN)/python -m pytest -m heavy tests/controller/test_mlflow.py
 
 # The page in Debian's chromium, and its pure functions by node's own runner: apt-get install chromium nodejs.
 test-page: $(VENV)/.tests
@@ -235,6 +239,11 @@ controller-scaling: $(VENV)/.tests
 .bench/moto/.installed:
 	@$(PYTHON) -m venv .bench/moto
 	@.bench/moto/bin/pip install --quiet 'moto[server]==5.2.5'
+	@touch $@
+
+.bench/sinks/.installed:
+	@$(PYTHON) -m venv .bench/sinks
+	@.bench/sinks/bin/pip install --quiet 'mlflow==3.17.2'
 	@touch $@
 
 .bench/verifiers/.installed:

@@ -42,6 +42,7 @@ PARTS: dict[str, type[BaseModel]] = {
     "evaluation": job.EvaluationSpec,
     "checkpoints": job.CheckpointSpec,
     "stop": job.StopSpec,
+    "sinks": job.SinkSpec,
 }
 
 ENVIRONMENTS = """\

@@ -64,9 +64,9 @@ ARROWS: dict[str, set[str]] = {
 """What each room may import. ``server`` and ``cli`` stand above all; nothing but ``cli`` imports ``server``."""
 
 CONTROLLER_FLOORS = [
-    {"views", "spec_warnings", "service_time", "outages"},
+    {"views", "spec_warnings", "service_time", "outages", "mlflow"},
     {"services", "quotas", "fleet", "feeds"},
-    {"weights", "timeline", "planned"},
+    {"weights", "timeline", "planned", "job_sinks"},
     {"rollout", "training"},
     {"offload", "usage", "validation"},
     {"context", "prompts"},

@@ -91,6 +91,9 @@ class ServerSettings(Section):
     """Models that the verifier `judge` may ask in addition to policies: `NAME=URL MODEL [VARIABLE]`, comma-separated.
     URL is that of OpenAI's API with its `/v1`, this service's too; VARIABLE is the environment variable of the service
     with the key."""
+    sinks: str = ""
+    """MLflow servers that jobs may name as sinks: `NAME=URL [VARIABLE]`, comma-separated. VARIABLE is the environment
+    variable of the service with a token, or with USER:PASSWORD. Every tenant may write to them."""
     verifiers: str = ""
     """Environments of the library verifiers that jobs may name: `PYTHON PACKAGE [PACKAGE …]`, the path of the
     interpreter of a virtual environment that has verifiers 0.4 and uv, and installed environment packages. They run on
@@ -467,6 +470,7 @@ STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
 MAY_BE_EMPTY = (
     "reachable_hosts",
     "judges",
+    "sinks",
     "verifiers",
     "games",
     "models",

@@ -47,6 +47,7 @@ from rookery.controller.fleet.events import (
 )
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.job_sinks import JobSinks
 from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.outage_retries import OutageRetries
 from rookery.controller.jobs.registry import JobRegistry
@@ -120,6 +121,7 @@ class Controller:
         scale: Callable[[str, int, Sequence[str]], None] = lambda model, count, serving: None,
         threads: Writer = in_thread,
         checkers: Writer = in_thread,
+        senders: Writer = in_thread,
         scheduler: type[RolloutScheduler] = RolloutScheduler,
         seeding: type[Seeding] = Seeding,
         plan: Plan | None = None,
@@ -133,7 +135,8 @@ class Controller:
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
         ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it,
         ``scale(model, count)`` asks for so many rollout workers with it;
-        ``threads`` runs blocking calls of a tenant's work, ``checkers`` those that wait for a check;
+        ``threads`` runs blocking calls of a tenant's work, ``checkers`` those that wait for a check,
+        ``senders`` requests to the sinks of jobs;
         an experiment may replace the ``scheduler`` and ``seeding`` classes; ``plan``: roles that workers are given;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable; ``rollout_rules``, ``session_times``,
         ``orphan_keep_seconds`` and ``answer_tokens`` are tuned values that experiments and tests replace."""
@@ -195,6 +198,7 @@ class Controller:
         self.serve_host = rooms.hosts.serve
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.retries = OutageRetries(settings.limits, clock, quotas)
+        self.sinks = JobSinks(self.context, self.jobs.signal, senders, self.jobs.totals)
         self._stored_spans = StoredSpans(self.context)
         self.queries = JobQueries(self.context, self.jobs, self.admission, self._stored_spans)
         self._validator = JobValidator(self.context, fleet, rooms.hosts, quotas, collector, check_environment, checkers)
@@ -239,6 +243,7 @@ class Controller:
             else:
                 context.rooms.rollouts.expect_resumptions()
                 self._admit(row)
+        await self.sinks.start()
         for tenant in await store.read(tenants.half_deleted):
             self._tasks.append(asyncio.create_task(self._clear_tenant(tenant)))
 
@@ -264,6 +269,7 @@ class Controller:
         self._stopping = True
         tasks = [runner.task for runner in self.jobs.runners.values()] + self._tasks
         await cancel_all(*tasks)
+        await self.sinks.stop()
         self.record.close()
         await self.sessions.stop()
         await self.context.rooms.weights.close()
@@ -373,6 +379,7 @@ class Controller:
         if created:
             self.jobs.states["queued"] += 1
             log.info("job %s submitted", row.name, extra={"tenant": tenant, "job": row.id})
+            self.sinks.follow(row)
             self._admit(row)
         elif row.spec != dumped:
             raise Conflict(f"the key {key!r} was used for another job ({row.id}); use a new key for a new job")

@@ -421,6 +421,7 @@ class JobQueries:
             totals={
                 "steps": self._jobs.totals["steps"],
                 "jobs_resumed": self._jobs.totals["jobs_resumed"],
+                "sink_failures": self._jobs.totals["sink_failures"],
                 "trained_tokens": self._jobs.totals["trained_tokens"],
                 "sampled_tokens": rollouts.sampled_tokens,
                 "requests_migrated": rollouts.migrated,

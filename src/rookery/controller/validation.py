@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentHosts, EnvironmentRef
 from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.job_sinks import sink_problems
 from rookery.controller.quotas import ROWS, Quotas, as_jsonl, job_problems, row_problems
 from rookery.controller.services import Services
 from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
@@ -139,6 +140,8 @@ class JobValidator:
         problems += await self._judge_problems(tenant, spec, set(models.values()))
         problems += job_problems(spec, services.settings.limits, services.records.refused)
         problems += await services.threads(row_problems, spec, services.settings.limits)
+        if spec.sinks:
+            problems += await self._checked(tenant, sink_problems, spec, services.settings)
         sizes = None
         try:
             options = await self.options(tenant, spec)

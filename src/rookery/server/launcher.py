@@ -39,6 +39,7 @@ from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.completions import ANSWER_TOKENS
 from rookery.controller.controller import Controller
+from rookery.controller.job_sinks import parse_sinks
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.environments.checks import EnvironmentChecks
@@ -102,6 +103,10 @@ with 600 open requests. With these it comes after a million objects that stay, n
 
 CHECKERS = 3
 """Tenants whose environments and datasets are checked at the same time, less one; each check is a process."""
+
+SENDERS = 4
+"""Tenants whose sinks are written at the same time, less one, in threads of their own: a slow sink delays nothing
+else."""
 
 CLAIM_SECONDS = 5.0
 """Interval at which a service renews its claim on the database."""
@@ -206,6 +211,7 @@ class Service:
         if settings.server.sandbox == "gvisor":
             find_sandbox(settings.server.sandbox)
         parse_judges(settings.server.judges)
+        parse_sinks(settings.server.sinks)
         parse_verifiers(settings.server.verifiers)
         parse_games(settings.server.games)
         await asyncio.to_thread(_check_place, database, place, folder)
@@ -227,6 +233,8 @@ class Service:
         checkers = TenantThreads(CHECKERS, "check")
         opened.callback(checkers.close)
         opened.callback(checks.close)  # runs first: a check that runs fails
+        senders = TenantThreads(SENDERS, "sink")
+        opened.callback(senders.close)
         schemas = SchemaChecks()
         opened.callback(schemas.close)
         graders = GraderTrials(settings.server.sandbox, settings.server.judges)
@@ -253,6 +261,7 @@ class Service:
             jobs_folder=folder.jobs,
             threads=threads,
             checkers=checkers,
+            senders=senders,
             plan=plan,
             rollout_rules=self._rules.rollouts,
             session_times=self._rules.sessions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -140,6 +140,26 @@ class StopSpec(StrictModel):
         return self
 
 
+class SinkSpec(StrictModel):
+    """An MLflow server to which the job's metrics, evaluations, settings and state are also written. Give exactly one
+    of ``url`` and ``server``. A server that is away delays nothing: what it misses is sent later."""
+
+    kind: Literal["mlflow"] = "mlflow"
+    """The protocol: MLflow's REST API."""
+    url: Line | None = None
+    """Address of a server that takes no credentials. A private one must be allowed by the administrator."""
+    server: Name | None = None
+    """A server that the administrator named in `ROOKERY_SINKS`, with its credentials."""
+    experiment: str = Field("rookery", pattern=r"^[A-Za-z0-9/][A-Za-z0-9._/@ -]{0,199}$", max_length=200)
+    """The experiment in which the job is a run; it is created where it does not exist."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> SinkSpec:
+        if (self.url is None) == (self.server is None):
+            raise ValueError("exactly one of url (an address) and server (a name of ROOKERY_SINKS)")
+        return self
+
+
 class JobSpec(StrictModel):
     """One RL task that trains one or more policies."""
 
@@ -165,6 +185,8 @@ class JobSpec(StrictModel):
     """Which versions are written and kept: [checkpoints](#checkpoints)."""
     stop: StopSpec
     """When the job ends: [stop](#stop)."""
+    sinks: list[SinkSpec] = Field(default_factory=list, max_length=4)
+    """Servers to which metrics are also written: [sinks](#sinks)."""
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
         default_factory=dict, max_length=16
     )

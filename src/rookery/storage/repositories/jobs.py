@@ -181,6 +181,13 @@ def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
     return rows(connection, JobRow, JobRow.finished.is_(None), order_by=(JobRow.created, JobRow.id))
 
 
+def unfinished_or_ended_since(connection: Connection, time: float) -> list[JobRow]:
+    """The jobs that have not ended, or ended later than ``time``."""
+    return rows(
+        connection, JobRow, JobRow.finished.is_(None) | (JobRow.finished > time), order_by=(JobRow.created, JobRow.id)
+    )
+
+
 def unfinished_job_ids(connection: Connection, tenant: str) -> set[str]:
     """Of a tenant, of all with an empty ``tenant``: the jobs whose episodes an environment host may still hold."""
     query = select(JobRow.id).where(JobRow.finished.is_(None))
