@@ -47,8 +47,8 @@ ARROWS: dict[str, set[str]] = {
         "errors", "aio", "children", "bounds", "network", "settings", "protocol", "spec", "telemetry.log",
     },
     "controller": {
-        "errors", "aio", "clock", "bounds", "turns", "settings", "protocol", "spec", "algorithms", "scheduling",
-        "telemetry", "tokenization", "storage", "environments",
+        "errors", "aio", "clock", "bounds", "turns", "network", "settings", "protocol", "spec", "algorithms",
+        "scheduling", "telemetry", "tokenization", "storage", "environments",
     },
     "worker": {
         "errors", "aio", "children", "lines", "bounds", "folders", "network", "settings", "protocol", "spec",
