@@ -61,6 +61,8 @@ SWITCHES = re.compile(
 )
 """Numbers and flags with such a word in their names are not taken either: they choose programs or addresses."""
 
+EPISODE_ENDED = "the episode ended"
+
 FACE_PATH = "/inference/v1/generate"
 
 
@@ -190,25 +192,40 @@ class TokenFace(ThreadingHTTPServer):
     def __init__(self, lines: Lines, key: str) -> None:
         super().__init__(("127.0.0.1", 0), FaceHandler)
         self.lines, self.key = lines, key
-        self.waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self.numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting: dict[str, dict[int, queue.SimpleQueue[dict[str, Any]]]] = {}
+        """Of the episodes that run, the calls that are not answered."""
+
+    def begin(self, episode: str) -> None:
+        with self._lock:
+            self._waiting[episode] = {}
+
+    def end(self, episode: str) -> None:
+        """Its calls that are not answered get an error, and so do later ones: no thread waits for ever."""
+        with self._lock:
+            waiting = self._waiting.pop(episode, {})
+        for number, answer in waiting.items():
+            answer.put({"reply": number, "error": EPISODE_ENDED})
 
     def asked(self, body: dict[str, Any]) -> dict[str, Any]:
         """The parent's answer to a call."""
         sampling = body.get("sampling_params") or {}
-        number = next(self.numbers)
-        answer = self.waiting[number] = queue.SimpleQueue()
-        call = {"call": number, "episode": sampling.get(EPISODE), "role": sampling.get(ROLE)}
-        self.lines.send({**call, "tokens": body["token_ids"]})
-        try:
-            return answer.get()
-        finally:
-            del self.waiting[number]
+        number, episode = next(self.numbers), sampling.get(EPISODE)
+        answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        with self._lock:
+            waiting = self._waiting.get(episode)
+            if waiting is None:
+                return {"reply": number, "error": EPISODE_ENDED}
+            waiting[number] = answer
+        self.lines.send({"call": number, "episode": episode, "role": sampling.get(ROLE), "tokens": body["token_ids"]})
+        return answer.get()
 
     def answer(self, message: dict[str, Any]) -> None:
-        waiting = self.waiting.get(message["reply"])
-        if waiting is not None:
-            waiting.put(message)
+        with self._lock:
+            found = [calls.pop(message["reply"]) for calls in self._waiting.values() if message["reply"] in calls]
+        for answer in found:
+            answer.put(message)
 
 
 class FaceHandler(BaseHTTPRequestHandler):
@@ -260,31 +277,35 @@ def serve(config: dict[str, Any], address: str, death: Any) -> None:
 class Runs:
     """The episodes that run."""
 
-    def __init__(self, lines: Lines, client: Any, url: str, given: dict[str, Any]) -> None:
+    def __init__(self, lines: Lines, client: Any, face: TokenFace, given: dict[str, Any]) -> None:
         sampling = importlib.import_module("verifiers.v1.types")
         clients = importlib.import_module("verifiers.v1.configs.client")
         self._lines, self._client, self._agent = lines, client, given["agent"]
         self._sampling = sampling.SamplingConfig
-        self._face = clients.TrainClientConfig(
-            base_url=f"{url}/v1", api_key_var=KEY, renderer_model_name=given["tokenizer"]
+        self._face = face
+        self._model = clients.TrainClientConfig(
+            base_url=f"http://127.0.0.1:{face.server_port}/v1", api_key_var=KEY, renderer_model_name=given["tokenizer"]
         )
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, episode: str, task: dict[str, Any]) -> None:
+        self._face.begin(episode)
         self._tasks[episode] = asyncio.create_task(self._run(episode, task))
 
     def cancel(self, episode: str) -> None:
+        self._face.end(episode)
         task = self._tasks.pop(episode, None)
         if task is not None:
             task.cancel()
 
     async def _run(self, episode: str, task: dict[str, Any]) -> None:
         try:
-            ran = await self._client.run(self._face, "policy", self._sampling(**{EPISODE: episode}), task)
+            ran = await self._client.run(self._model, "policy", self._sampling(**{EPISODE: episode}), task)
             self._lines.send({"ended": episode, **self._result(ran)})
         except Exception as error:  # an environment's own: it ends this episode alone
             self._lines.send({"ended": episode, "error": line(error)})
         finally:
+            self._face.end(episode)
             self._tasks.pop(episode, None)
 
     def _result(self, ran: Any) -> dict[str, Any]:
@@ -348,7 +369,7 @@ async def work(given: dict[str, Any], lines: Lines) -> None:
                     starting.cancel()
                     raise Refused(f"package: the server of {given['package']} ended with {server.exitcode}")
             await starting
-            runs = Runs(lines, client, f"http://127.0.0.1:{face.server_port}", given)
+            runs = Runs(lines, client, face, given)
             lines.send({"ready": True, "roles": roles, "agent": agent, "tasks": tasks})
             reader = asyncio.StreamReader(limit=1 << 30)
             await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
