@@ -104,6 +104,17 @@ class TenantThreads:
         self._start()
 
 
+def measured(call: Callable[[], T], spent: Callable[[float], object]) -> T:
+    """The result of a blocking call; ``spent(seconds)`` is called with the processor time that it took in this thread,
+    and that of processes that it waited for."""
+    began = time.thread_time()
+    take_child_seconds()
+    try:
+        return call()
+    finally:
+        spent(time.thread_time() - began + take_child_seconds())
+
+
 async def in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """The result of a blocking call, in a thread that everybody shares."""
     return await asyncio.to_thread(call, *arguments, **named)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from rookery.controller.service_time import BURST, LONGEST_WAIT, ServiceTime
-from rookery.errors import TooManyRequests
+from rookery.children import add_child_seconds
+from rookery.controller.service_time import BURST, FIRST_GUESS, LONGEST_WAIT, MEMORY, ServiceTime
+from rookery.controller.validation import JobValidator
+from rookery.errors import TooManyRequests, UserError
+from rookery.storage.artifacts import Artifacts
+from rookery.turns import in_thread
 
 
 class Manual:
@@ -102,3 +110,38 @@ async def test_a_long_check_delays_the_next_one_by_a_bounded_pause() -> None:
     await request(times, "a", 0.1)
     assert clock.now == pytest.approx(1005.0, abs=0.1)
     assert times.seconds["a"] == pytest.approx(301.6)
+
+
+async def test_time_after_the_end_of_a_request_is_charged_in_full() -> None:
+    times, _ = made()
+    account = await times.begin("a")
+    times.end("a", account)
+    times.spend("a", 1.0, account)
+    assert times.debt("a") == pytest.approx(1.0)
+
+
+async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp_path: Path) -> None:
+    times, _ = made()
+
+    async def allowed(tenant: str) -> None:
+        pass
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    def count(path: Path) -> int:
+        add_child_seconds(1.0)
+        raise UserError("no row")
+
+    store = SimpleNamespace(run=in_thread)
+    services = cast(Any, SimpleNamespace(store=store, artifacts=Artifacts(tmp_path), threads=in_thread))
+    quotas = cast(Any, SimpleNamespace(check_time=times, check_stored=allowed))
+    unused = cast(Any, None)
+    validator = JobValidator(services, unused, unused, quotas, unused, unused, in_thread)
+    with pytest.raises(UserError):
+        await validator.add_dataset("a", chunks(), count)
+    assert 1.0 <= times.seconds["a"] < 1.5
+    before = times.debt("a")
+    assert before == pytest.approx(times.seconds["a"]), "charged once"
+    await times.begin("a")
+    assert times.debt("a") - before >= FIRST_GUESS + MEMORY * (1.0 - FIRST_GUESS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rookery.children import take_child_seconds
 from rookery.environments.builtins import find
 from rookery.environments.outbound import request_json
 from rookery.environments.verifiers import pool
@@ -109,6 +110,8 @@ def test_an_address_that_cannot_be_asked_is_refused(url: str) -> None:
 def test_a_child_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "WALL_SECONDS", 0.3)
     silent = pool.VerifierPool("silent", limit=0.01, module="asyncio")  # it shows a prompt without a line's end
+    take_child_seconds()
     with pytest.raises(RuntimeError, match=r"gave no answer within 0.35 s"):
         silent.score({})
+    assert take_child_seconds() == 0.01, "it is charged, with no more than it may take"
     silent.close()

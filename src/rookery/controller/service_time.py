@@ -116,10 +116,11 @@ class ServiceTime:
         return self._charge(tenant)
 
     def end(self, tenant: str, account: RequestAccount) -> None:
-        """The request has ended."""
+        """The request has ended. What it goes on to spend, where its caller did not wait, is charged as it comes."""
         mean = self._means.get(tenant, FIRST_GUESS)
         self._means[tenant] = mean + MEMORY * (account.spent - mean)
         self._debts[tenant] = (self._clock.monotonic(), max(0.0, self.debt(tenant) - account.charged))
+        account.charged = 0.0
 
     def _charge(self, tenant: str) -> RequestAccount:
         mean = self._means.get(tenant, FIRST_GUESS)

@@ -6,10 +6,12 @@ objects answer "not found".
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +40,7 @@ from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.repositories import jobs, tenants, versions
 from rookery.storage.store import Store, Writer
 from rookery.tokenization.registry import CATALOGUE, is_other_base, model_folder, projections, resolve, status, usable
+from rookery.turns import measured
 
 T = TypeVar("T")
 
@@ -466,10 +469,15 @@ class JobValidator:
 
     async def _checked(self, tenant: str, check: Callable[..., T], *arguments: Any) -> T:
         """The result of a check, when it is the tenant's turn for one. Raises :class:`TooManyRequests`."""
-        times = self._quotas.check_time
+        times, loop = self._quotas.check_time, asyncio.get_running_loop()
         account = await times.begin(tenant)
+
+        def spent(seconds: float) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for it
+                loop.call_soon_threadsafe(times.spend, tenant, seconds, account)
+
         try:
-            return await self._checkers(check, *arguments)
+            return await self._checkers(measured, partial(check, *arguments), spent)
         finally:
             times.end(tenant, account)
 

@@ -269,7 +269,6 @@ class Service:
         )
         quotas = controller.context.rooms.quotas
         readers.spent = threads.spent = schemas.spent = quotas.service_time.spend
-        checkers.spent = quotas.check_time.spend
         opened.enter_context(controller.record.sampled())
         opened.push_async_callback(controller.stop)
         await controller.start()

@@ -94,7 +94,12 @@ class VerifierPool:
         did not answer."""
         with self._children.borrow() as child:
             asked = {"question": question, "limit": limit, "memory": memory}
-            answer = child.ask(asked, WALL * (limit or self._limit) + WALL_SECONDS)
+            began, most = time.monotonic(), limit or self._limit
+            try:
+                answer = child.ask(asked, WALL * most + WALL_SECONDS)
+            except RuntimeError:  # how much it took is not known
+                add_child_seconds(min(time.monotonic() - began, most))
+                raise
         add_child_seconds(answer["seconds"])
         if "timeout" in answer:
             seconds = answer["timeout"] if limit is None else limit
