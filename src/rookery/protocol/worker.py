@@ -267,6 +267,8 @@ class Generate(Message, kw_only=True):
     """The same for each further token, on average."""
     tenant: Name = ""
     """Whose it is: tenants share a worker's time (:mod:`rookery.scheduling.worker_time`)."""
+    weight: float = 1.0
+    """The tenant's share of that time, relative to those of the others."""
     order: float = 0.0
     """Of the waiting requests of a kind, interactive or not, the least is admitted first, among equals the first to
     come: the tenant's token counter (:mod:`rookery.scheduling.queues`) when the request was assigned."""

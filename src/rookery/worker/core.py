@@ -89,6 +89,7 @@ class WorkerCore:
         if generate.adapter is not None and not self._ensure_resident(generate.adapter, folder):
             return False
         self.engine.submit(generate)
+        self.trainer.weights[generate.tenant] = generate.weight
         self.gate.set_arrival(generate.request, arrived)
         return True
 

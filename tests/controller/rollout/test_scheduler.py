@@ -46,7 +46,11 @@ class Room:
         self.fleet = Fleet(self.settings, self.clock, self.on_event)
         artifacts = self.tickets.artifacts
         self.weights = WeightStore(self.fleet, artifacts, InlineWriter(), self.clock)
-        self.rollouts = RolloutScheduler(self.fleet, self.weights, self.settings, self.clock, rules=self.rules.rollouts)
+        self.shares: dict[str, float] = {}
+        """Of tenants."""
+        self.rollouts = RolloutScheduler(
+            self.fleet, self.weights, self.settings, self.clock, self.shares, rules=self.rules.rollouts
+        )
         self.watches = [asyncio.create_task(watch()) for watch in (self.fleet.watch, self.rollouts.watch)]
         self.workers: list[ScriptedWorker] = []
         self.used: list[protocol.AdapterRef] = []
@@ -359,6 +363,17 @@ async def test_tenants_take_turns_in_any_order_of_arrival(tmp_path: Path) -> Non
     await asyncio.gather(*greedy, *modest)
     order = [generate.request.split("-")[0] for generate in worker.generates]
     assert order[:6] == ["big", "small"] * 3
+    await room.close()
+
+
+async def test_a_request_carries_the_weight_that_its_tenant_has_when_it_is_assigned(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    waiting = [room.sample(0, "heavy", "one"), room.sample(1, "usual", "two")]
+    await settle()
+    room.shares["heavy"] = 3.0
+    worker = await room.worker()
+    await asyncio.gather(*waiting)
+    assert {generate.tenant: generate.weight for generate in worker.generates} == {"heavy": 3.0, "usual": 1.0}
     await room.close()
 
 

@@ -8,7 +8,10 @@ from tests.worker.engine.test_engine import finish, order
 from tests.worker.engine.test_slo_gate import Clock, filled, gated, tokens
 
 from rookery.scheduling.worker_time import WorkerTime
+from rookery.worker.core import WorkerCore
 from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.trainer.operation_queue import OperationQueue
+from rookery.worker.trainer.trainers import Trainers
 
 SMALL, LARGE = 2, 6
 
@@ -93,3 +96,17 @@ def test_a_short_prompt_is_computed_beside_longer_ones_that_came_before(long: in
     computed = engine.tenant_tokens()
     assert len(computed) == 1 + others and all(computed.values())
     assert sum(computed.values()) <= max(16, short) * (1 + others)
+
+
+def test_weights_of_rollouts_divide_a_decode_step_where_nothing_trains() -> None:
+    engine = gated(Clock())
+    core = WorkerCore(engine, Trainers(OperationQueue()))
+    for tenant, count, weight in (("light", 5, 1.0), ("heavy", 3, 3.0)):
+        for number in range(count):
+            core.submit(order(f"{tenant}{number}", seed=number, tenant=tenant, weight=weight, max_tokens=12), None, 0.0)
+    start(engine, 8)
+    before = tokens(engine)
+    assert engine.step()
+    grown = {name: count - before[name] for name, count in tokens(engine).items()}
+    assert core.time.weights == {"light": 1.0, "heavy": 3.0}
+    assert engine.tenant_tokens() == {"light": 1, "heavy": 3} and sum(grown.values()) == 4

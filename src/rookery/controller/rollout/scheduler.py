@@ -130,8 +130,9 @@ class RolloutScheduler:
         self._settings = settings
         self.rules = rules
         self._clock = clock
-        self.pool = WorkerPool(rules, clock, weights or {})
-        self.queues = RequestQueues(clock, STARVATION_SECONDS, weights or {}, context_order=rules.context_order)
+        self._weights = weights if weights is not None else {}
+        self.pool = WorkerPool(rules, clock, self._weights)
+        self.queues = RequestQueues(clock, STARVATION_SECONDS, self._weights, context_order=rules.context_order)
         self.requests: dict[str, dict[str, InflightRequest]] = {}
         """By job and the request's id: those in flight, and those whose tokens are retained."""
         self.resumptions: dict[str, Resumption] = {}
@@ -387,6 +388,7 @@ class RolloutScheduler:
             prefix_tokens=inflight.result.tokens,
             interactive=details.express,
             tenant=request.tenant,
+            weight=self._weights.get(request.tenant, 1.0),
             order=assignment.order,
             ttft_ms=inflight.ttft_ms,
         )
