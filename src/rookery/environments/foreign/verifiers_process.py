@@ -214,7 +214,7 @@ class TokenFace(ThreadingHTTPServer):
         number, episode = next(self.numbers), sampling.get(EPISODE)
         answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
-            waiting = self._waiting.get(episode)
+            waiting = self._waiting.get(str(episode))
             if waiting is None:
                 return {"reply": number, "error": EPISODE_ENDED}
             waiting[number] = answer
