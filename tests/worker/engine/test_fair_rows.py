@@ -85,7 +85,7 @@ def test_long_prompts_of_another_tenant_wait_while_a_tenant_with_less_time_decod
 
 @pytest.mark.parametrize("others", [1, 3])
 @pytest.mark.parametrize(("long", "short"), [(100, 20), (100, 40), (90, 8), (30, 30), (60, 16)])
-def test_a_short_prompt_is_computed_beside_longer_ones_that_came_before(long: int, short: int, others: int) -> None:
+def test_a_short_prompt_is_computed_next_to_longer_ones_that_came_before(long: int, short: int, others: int) -> None:
     """In one slice, which costs as much as the short one alone for each tenant."""
     engine = gated(Clock(), prefill_tokens=512)
     for number in range(others):
