@@ -61,11 +61,12 @@ class Recording(ScriptedWorker):
             self.batches.append((await http.get(f"/wire/batches/{message.batch_ticket}")).content)
         if isinstance(message, protocol.Generate):
             self.asked.append(message)
-            if self.stuck:
-                chunk = self._chunk(message)
-                begun = msgspec.structs.replace(chunk, tokens=chunk.tokens[:1], logprobs=chunk.logprobs[:1], finish="")
-                return protocol.Output(epoch=epoch, chunks=[begun])
-        return await super()._reply(message, http, epoch)
+        reply = await super()._reply(message, http, epoch)
+        if self.stuck and isinstance(reply, protocol.Output):
+            (chunk,) = reply.chunks
+            begun = msgspec.structs.replace(chunk, tokens=chunk.tokens[:1], logprobs=chunk.logprobs[:1], finish="")
+            return protocol.Output(epoch=epoch, chunks=[begun])
+        return reply
 
 
 @pytest.fixture(scope="module")
@@ -513,9 +514,7 @@ def test_running_calls_end_with_their_episode(driver: Driver, worker: Recording)
         refused(llm, openai.APIStatusError, "has ended")
 
 
-def test_an_end_that_was_not_stored_is_said_so_and_can_be_repeated(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_was_not_stored_can_be_repeated(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Progress.store
 
     async def held(progress: Progress, work: Any, *arguments: Any, **named: Any) -> Any:
