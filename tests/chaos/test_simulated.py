@@ -25,7 +25,7 @@ TRIES = 8
         (2, {"seeding": True}),
         (3, {"commit_deaths": 0.3, "database_failures": 0.01, "phase_deaths": 0.1}),
         (4, {"half_opens": 0.05, "freezes": 0.02, "slow_latency": 4.0}),
-        (5, {"lifetime": 8.0, "restart_every": 20.0}),
+        (25, {"lifetime": 8.0, "restart_every": 20.0}),
     ],
     ids=["mixed", "seeding", "commits", "silence", "restarts"],
 )

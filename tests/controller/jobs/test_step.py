@@ -209,7 +209,15 @@ def test_dr_grpo_divides_by_the_longest_episode(environment: dict[str, Any], max
 
 
 def test_turns_are_known_for_every_builtin() -> None:
-    without = {"openenv", "demonstrations", "preferences"}  # max_turns counts, or nothing is sampled
+    without = {
+        "openenv",
+        "verifiers",
+        "gymnasium",
+        "textarena",
+        "agent",
+        "demonstrations",
+        "preferences",
+    }  # max_turns counts, or nothing is sampled
     assert set(BUILTIN_TURNS) == set(BUILTINS) - without
 
 

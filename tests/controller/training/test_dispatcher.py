@@ -20,6 +20,7 @@ from rookery.aio import cancel_all
 from rookery.clock import RandomIds
 from rookery.controller.fleet.events import WorkerEvent, WorkerReady
 from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.sessions.times import SessionTimes
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
@@ -56,7 +57,7 @@ class Room:
             self.fleet, self.weights, self.collector, self.tickets, self.settings, self.clock, RandomIds(),
             self.writer, {},
         )  # fmt: skip
-        self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {})
+        self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {}, SessionTimes().slot_wait)
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[str, int] = {}
         self.versions = 0

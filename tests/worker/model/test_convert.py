@@ -35,7 +35,6 @@ from tokenizers.models import WordLevel
 
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.server.base_models import BaseModels
-from rookery.settings import Settings
 from rookery.tokenization import registry
 from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder
@@ -191,10 +190,9 @@ convert.prepare(sys.argv[1], Path(sys.argv[2]))
 """A preparation that is killed when it comes to writing the weights."""
 
 SERVICE = """
-import asyncio, sys
+import asyncio, pathlib, sys
 from rookery.server.base_models import BaseModels
-from rookery.settings import Settings
-asyncio.run(BaseModels(Settings(cache=sys.argv[2])).chat(sys.argv[1]))
+asyncio.run(BaseModels(pathlib.Path(sys.argv[2])).chat(sys.argv[1]))
 """
 """As much of a service as prepares a model."""
 
@@ -223,9 +221,9 @@ async def test_a_hub_that_does_not_answer_is_no_fault_of_the_request(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(Unavailable, match="the hub did not give org/model"):
-        await BaseModels(Settings(cache=tmp_path / "cache")).chat("org/model")
+        await BaseModels(tmp_path / "cache").chat("org/model")
     with pytest.raises(UserError, match="no model is called"):
-        await BaseModels(Settings(cache=tmp_path / "cache")).chat("no-such-model")
+        await BaseModels(tmp_path / "cache").chat("no-such-model")
 
 
 COMMIT = "c0ffee00" * 5
