@@ -120,7 +120,7 @@ chaos-at-scale: $(VENV)/.tests
 
 # Whole services: restarts, standby, backups under load, training groups of several processes, other families, a worker's
 # memory over many jobs and adapters, floods of jobs in virtual time, the CUDA path as far as a CPU can tell: six minutes.
-INTEGRATION := tests/test_install.py tests/controller tests/server/test_agents.py tests/server/tinker tests/worker/trainer \
+INTEGRATION := tests/test_install.py tests/controller tests/server/tinker tests/worker/trainer \
 	tests/cli tests/worker/test_memory.py tests/simulation/test_fairness.py \
 	$(filter-out %_smoke.py,$(wildcard tests/benchmarks/test_*.py)) \
 	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_exactness.py tests/worker/engine/hf \
