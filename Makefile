@@ -20,7 +20,7 @@ OPENAI_SDK := 3.57.0
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-clients test-fine-tuning test-environments test-sinks test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-agents test-s3 test-page test-clients test-fine-tuning test-environments test-sinks test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -62,6 +62,10 @@ test-vllm: .bench/vllm/.installed
 # A small model of each family that docs/operations.md lists, against transformers and PEFT: three minutes.
 test-families: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy tests/worker/test_probe.py --numprocesses $(PROCESSES) --dist worksteal
+
+# The cost of an agent's call, and two hundred agents at once, which fails at times by its shared HTTP client.
+test-agents: $(VENV)/.tests
+	@$(BIN)/python -m pytest -m heavy -s tests/server/test_agents.py
 
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed
