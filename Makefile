@@ -20,7 +20,7 @@ OPENAI_SDK := 3.57.0
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-agents test-s3 test-page test-clients test-fine-tuning test-environments test-sinks test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-clients test-fine-tuning test-environments test-sinks test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -62,10 +62,6 @@ test-vllm: .bench/vllm/.installed
 # A small model of each family that docs/operations.md lists, against transformers and PEFT: three minutes.
 test-families: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy tests/worker/test_probe.py --numprocesses $(PROCESSES) --dist worksteal
-
-# The cost of an agent's call, and two hundred agents at once, which fails at times by its shared HTTP client.
-test-agents: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy -s tests/server/test_agents.py
 
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed
@@ -124,7 +120,7 @@ chaos-at-scale: $(VENV)/.tests
 
 # Whole services: restarts, standby, backups under load, training groups of several processes, other families, a worker's
 # memory over many jobs and adapters, floods of jobs in virtual time, the CUDA path as far as a CPU can tell: six minutes.
-INTEGRATION := tests/test_install.py tests/controller tests/server/tinker tests/worker/trainer \
+INTEGRATION := tests/test_install.py tests/controller tests/server/test_agents.py tests/server/tinker tests/worker/trainer \
 	tests/cli tests/worker/test_memory.py tests/simulation/test_fairness.py \
 	$(filter-out %_smoke.py,$(wildcard tests/benchmarks/test_*.py)) \
 	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_exactness.py tests/worker/engine/hf \

@@ -87,7 +87,11 @@ class Keyed(rookery.Client):
     def __init__(self, service: EmbeddedService) -> None:
         super().__init__(service.url, service.key)
         self.http = httpx.Client(
-            base_url=f"{service.url}/api/v1", headers={"Authorization": f"Bearer {service.key}"}, timeout=70
+            base_url=f"{service.url}/api/v1",
+            headers={"Authorization": f"Bearer {service.key}"},
+            timeout=70,
+            # httpcore may close an idle connection beyond a limit just as another of two hundred threads takes it
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
         )
 
     def read(self, path: str, **params: Any) -> Record:
