@@ -16,7 +16,14 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
-from rookery.controller.prompts import Message, PreparedPrompt, check_logits, prepare_prompt, schema_problem
+from rookery.controller.prompts import (
+    CallOptions,
+    Message,
+    PreparedPrompt,
+    check_logits,
+    prepare_prompt,
+    schema_problem,
+)
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
@@ -88,37 +95,29 @@ class Completions:
         self,
         tenant: str,
         prepared: PreparedPrompt,
-        *,
-        max_tokens: int | None,
-        temperature: float | None,
-        seed: int | None,
-        stop: Sequence[str],
-        stop_tokens: Sequence[int] = (),
-        kind: str = "chat",
-        logits: protocol.LogitsParams | None = None,
-        score_prompt: bool = False,
+        options: CallOptions,
         on_tokens: Callable[[SamplingResult], None] | None = None,
+        *,
         job: str = "",
     ) -> SamplingResult:
-        """One completion of the class ``kind``, with the log-probabilities of its prompt if ``score_prompt``;
-        ``stop_tokens`` end it in addition to the model's own; ``on_tokens`` is called with it each time that tokens
-        have arrived. A ``job`` that asks waits in its own queue, behind clients, within its own limits. A cancellation
-        ends its generation. Raises :class:`UserError` too where the schema of ``logits`` takes too much work at some
-        token."""
+        """One completion; ``on_tokens`` is called with it each time that tokens have arrived. A ``job`` that asks waits
+        in its own queue, behind clients, within its own limits. A cancellation ends its generation. Raises
+        :class:`UserError` too where the schema of the options' logits takes too much work at some token."""
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
-        ttft, tpot = self._objectives(kind, target.model)
-        most = self.answer_tokens if max_tokens is None else max_tokens
+        ttft, tpot = self._objectives(options.kind, target.model)
+        most = self.answer_tokens if options.max_tokens is None else options.max_tokens
+        logits, score_prompt = options.logits, options.score_prompt
         generate = protocol.Generate(
             request=name,
             adapter=target.adapter,
             prompt=prepared.prompt,
             shared_prefix=0 if score_prompt else len(prepared.prompt),
             max_tokens=min(most, chat.context - len(prepared.prompt)),
-            temperature=1.0 if temperature is None else temperature,
-            seed=seed if seed is not None else self.draw_seed(),
-            stop_tokens=[*chat.stop_tokens, *(token for token in stop_tokens if token not in chat.stop_tokens)],
-            stop=list(stop),
+            temperature=1.0 if options.temperature is None else options.temperature,
+            seed=options.seed if options.seed is not None else self.draw_seed(),
+            stop_tokens=[*chat.stop_tokens, *(token for token in options.stop_tokens if token not in chat.stop_tokens)],
+            stop=list(options.stop),
             prompt_logprobs=len(prepared.prompt) if score_prompt else 0,
             top_logprobs=logits.top_logprobs if score_prompt and logits is not None else 0,
             logits=logits,
@@ -145,15 +144,10 @@ class Completions:
         """One completion of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
         found, chat = await self.open(tenant, target)
         prepared = await self._context.threads(self.prepare, found, chat, messages)
-        result = await self.generate(
-            tenant,
-            prepared,
-            max_tokens=sampling["max_tokens"],
-            temperature=sampling["temperature"],
-            seed=sampling.get("seed"),
-            stop=sampling["stop"],
-            kind="sample",
+        options = CallOptions(
+            sampling["max_tokens"], sampling["temperature"], sampling.get("seed"), sampling["stop"], kind="sample"
         )
+        result = await self.generate(tenant, prepared, options)
         return self._completion(found, chat, prepared, result)
 
     @staticmethod
@@ -198,10 +192,8 @@ class Completions:
             self.check_logits(found, logits)
         except UserError:
             logits = None
-        result = await self.generate(
-            tenant, prepared, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=[], kind="judge",
-            logits=logits, job=job,
-        )  # fmt: skip
+        options = CallOptions(max_tokens, temperature, seed, kind="judge", logits=logits)
+        result = await self.generate(tenant, prepared, options, job=job)
         return self._completion(found, chat, prepared, result)
 
     def _objectives(self, kind: str, model: str) -> tuple[float, float]:

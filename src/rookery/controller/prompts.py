@@ -54,6 +54,23 @@ class PreparedPrompt:
     prompt: list[int]
 
 
+@dataclass(frozen=True)
+class CallOptions:
+    """How a reply is sampled. None leaves a value to what samples it."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+    """End the reply in addition to the model's own."""
+    kind: str = "chat"
+    """The class of the request, by which it has objectives."""
+    logits: protocol.LogitsParams | None = None
+    score_prompt: bool = False
+    """Whether the log-probabilities of the prompt are computed too."""
+
+
 def check_letters(
     chat: Chat, source: Sequence[Message] | str | Sequence[int], tools: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -136,15 +153,7 @@ class Sampling(Protocol):
         self,
         tenant: str,
         prepared: PreparedPrompt,
-        *,
-        max_tokens: int | None,
-        temperature: float | None,
-        seed: int | None,
-        stop: Sequence[str],
-        stop_tokens: Sequence[int] = (),
-        kind: str = "chat",
-        logits: protocol.LogitsParams | None = None,
-        score_prompt: bool = False,
+        options: CallOptions,
         on_tokens: Callable[[SamplingResult], None] | None = None,
     ) -> SamplingResult: ...
 

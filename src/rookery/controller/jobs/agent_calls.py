@@ -27,6 +27,7 @@ from rookery.controller.jobs.agent_turns import NONE, AgentTurn, TurnTree, assem
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, TurnRecord, derive_seed
 from rookery.controller.prompts import (
+    CallOptions,
     Message,
     PreparedPrompt,
     PromptTooLong,
@@ -173,26 +174,21 @@ class AgentCalls:
         self,
         tenant: str,
         prepared: PreparedPrompt,
-        *,
-        max_tokens: int | None,
-        temperature: float | None,
-        seed: int | None,
-        stop: Sequence[str],
-        stop_tokens: Sequence[int] = (),
-        kind: str = "chat",
-        logits: protocol.LogitsParams | None = None,
-        score_prompt: bool = False,
+        options: CallOptions,
         on_tokens: Callable[[SamplingResult], None] | None = None,
     ) -> SamplingResult:
         """One reply, recorded. Raises :class:`CallLimit`, :class:`~rookery.controller.fleet.agents.EpisodeEnded`, and
         :class:`~rookery.errors.Unavailable` while the job does not run."""
-        del tenant, kind, score_prompt
+        del tenant
         assert isinstance(prepared, PreparedCall)
         policy, session = self._job.policies[prepared.target.name], self.session
-        given = (policy.name, max_tokens, temperature, seed, [*stop], [*stop_tokens], logits)
-        options = _digest(array("q", prepared.prompt).tobytes(), msgspec.msgpack.encode(given))
+        given = (
+            policy.name, options.max_tokens, options.temperature, options.seed, [*options.stop],
+            [*options.stop_tokens], options.logits,
+        )  # fmt: skip
+        digest = _digest(array("q", prepared.prompt).tobytes(), msgspec.msgpack.encode(given))
         with session.calling():
-            if (place := self._undelivered(options)) is not None:
+            if (place := self._undelivered(digest)) is not None:
                 self._repeated.add(place)
                 prepared.places.append(place)
                 reply = self.tree.turns[place]
@@ -201,11 +197,8 @@ class AgentCalls:
             try:
                 made = await unless(
                     session.ended.wait(),
-                    self._reply(
-                        policy, prepared, number, options, max_tokens, temperature, seed, stop, stop_tokens, logits,
-                        on_tokens,
-                    ),
-                )  # fmt: skip
+                    self._reply(policy, prepared, number, digest, options, on_tokens),
+                )
             except GenerationFailed as error:
                 raise schema_problem(error) or error from None
             finally:
@@ -235,10 +228,10 @@ class AgentCalls:
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
-    def _undelivered(self, options: bytes) -> int | None:
+    def _undelivered(self, digest: bytes) -> int | None:
         """The place of a reply to the same call whose response was lost."""
         for place, turn in enumerate(self.tree.turns):
-            if turn.options == options and not turn.delivered and place not in self._repeated:
+            if turn.options == digest and not turn.delivered and place not in self._repeated:
                 return place
         return None
 
@@ -259,20 +252,17 @@ class AgentCalls:
         policy: JobPolicy,
         prepared: PreparedCall,
         number: int,
-        options: bytes,
-        max_tokens: int | None,
-        temperature: float | None,
-        seed: int | None,
-        stop: Sequence[str],
-        stop_tokens: Sequence[int],
-        logits: protocol.LogitsParams | None,
+        digest: bytes,
+        options: CallOptions,
         on_tokens: Callable[[SamplingResult], None] | None,
     ) -> SamplingResult:
         chat, sampling, tree, prompt = prepared.chat, policy.spec.sampling, self.tree, prepared.prompt
         models = [self._job.policies[turn.policy or self._job.first.name].model == policy.model for turn in tree.turns]
         parent, length = tree.parent_of(prompt, models)
         root = tree.turns[tree.path(parent)[0]].added if parent != NONE else prompt
-        most = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
+        most, seed = sampling.max_tokens, options.seed
+        if options.max_tokens is not None:
+            most = min(options.max_tokens, most)
         line = tree.line_of(parent, number)
         if policy is not self._job.first:
             line += f".{policy.name}"
@@ -282,18 +272,18 @@ class AgentCalls:
             prompt=prompt,
             shared_prefix=len(root),
             max_tokens=min(most, chat.context - len(prompt)),
-            temperature=sampling.temperature if temperature is None else temperature,
+            temperature=sampling.temperature if options.temperature is None else options.temperature,
             seed=derive_seed(self._seed, number) if seed is None else derive_seed(self._seed, "given", seed),
-            stop_tokens=[*chat.stop_tokens, *(token for token in stop_tokens if token not in chat.stop_tokens)],
-            stop=[*sampling.stop, *(text for text in stop if text not in sampling.stop)],
-            logits=logits,
+            stop_tokens=[*chat.stop_tokens, *(token for token in options.stop_tokens if token not in chat.stop_tokens)],
+            stop=[*sampling.stop, *(text for text in options.stop if text not in sampling.stop)],
+            logits=options.logits,
             episode=f"{self._episode}{line}",
         )
         continues = parent != NONE or bool(tree.turns)
         reply, result = await self._sample(policy, generate, continues=continues, on_tokens=on_tokens)
         history = b""
         if prepared.history:
-            shown = chat.read_reply(reply.tokens, stop, prepared.tools)
+            shown = chat.read_reply(reply.tokens, options.stop, prepared.tools)
             history = _digest(prepared.history, b"assistant", message_key(*shown).encode())
         # others may have ended meanwhile, and this call may extend them now
         parent, length = tree.parent_of(prompt, [*models, *(True for _ in tree.turns[len(models) :])])
@@ -301,7 +291,7 @@ class AgentCalls:
             reply.tokens, reply.logprobs, reply.versions, finish=reply.finish, text=reply.text, workers=reply.workers,
             queue_seconds=reply.queue_seconds, generation_seconds=reply.generation_seconds, policy=reply.policy,
             call=number, parent=parent, added=prompt[length:], messages=prepared.said, history=history,
-            options=options, trained=self.trainable(prepared.target, temperature, logits),
+            options=digest, trained=self.trainable(prepared.target, options.temperature, options.logits),
         )  # fmt: skip
         place = tree.add(turn)
         prepared.places.append(place)

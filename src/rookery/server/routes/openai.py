@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rookery.aio import cancel_all, unless
-from rookery.controller.prompts import PreparedPrompt, PromptTooLong, Sampling
+from rookery.controller.prompts import CallOptions, PreparedPrompt, PromptTooLong, Sampling
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, UserError, shortage
@@ -398,9 +398,14 @@ def _seed(seed: int, index: int) -> int:
     return seed if index == 0 else random.Random(f"{seed}:{index}").getrandbits(63)
 
 
+def _prompts(choices: Sequence[Choice]) -> list[PreparedPrompt]:
+    """The prompts of the choices, each once."""
+    return [*{id(choice.prompt): choice.prompt for choice in choices}.values()]
+
+
 def _usage(choices: Sequence[Choice]) -> dict[str, int]:
     """Token counts; each prompt counts once, however many choices it has."""
-    prompts = sum(len(prompt) for prompt in {id(c.prompt): c.prompt.prompt for c in choices}.values())
+    prompts = sum(len(prompt.prompt) for prompt in _prompts(choices))
     sampled = sum(len(choice.reply.tokens) for choice in choices)
     return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
@@ -429,15 +434,17 @@ async def _generate(
             source.generate(
                 owner,
                 choice.prompt,
-                max_tokens=limit if limit is None else max(1, limit),
-                temperature=options.temperature,
-                seed=choice.seed if options.seed is not None else None,
-                stop=options.stops,
-                stop_tokens=options.stop_tokens,
-                kind="chat" if isinstance(options, ChatRequest) else "completion",
-                logits=options.logits,
-                score_prompt=_scores_prompt(options),
-                on_tokens=watch(choice) if limit != 0 else None,
+                CallOptions(
+                    max_tokens=limit if limit is None else max(1, limit),
+                    temperature=options.temperature,
+                    seed=choice.seed if options.seed is not None else None,
+                    stop=options.stops,
+                    stop_tokens=options.stop_tokens,
+                    kind="chat" if isinstance(options, ChatRequest) else "completion",
+                    logits=options.logits,
+                    score_prompt=_scores_prompt(options),
+                ),
+                watch(choice) if limit != 0 else None,
             )
         )
         for choice in choices
@@ -468,11 +475,11 @@ async def _generate(
                         await changed.wait()
                 except TimeoutError:
                     yield None
-        for prompt in {id(choice.prompt): choice.prompt for choice in choices}.values():
+        for prompt in _prompts(choices):
             source.delivered(prompt)
     finally:
         await cancel_all(*tasks.values(), closing)
-        for prompt in {id(choice.prompt): choice.prompt for choice in choices}.values():
+        for prompt in _prompts(choices):
             source.settled(prompt)
 
 
