@@ -53,6 +53,24 @@ def service_url(address: str, name: str, scheme: Literal["http", "ws"] = "http",
     raise UserError(f"{name}: given {shown}, allowed: an address with http:// or https://{hint}")
 
 
+def named_services(text: str, setting: str, form: str, held: str) -> dict[str, list[str]]:
+    """The comma-separated entries of a setting as [URL, word …] by name. ``form`` is an entry's, such as ``NAME=URL
+    MODEL [VARIABLE]``, whose last word may be left out: the environment variable with ``held``. Raises
+    :class:`UserError`."""
+    found = {}
+    most = len(form.split())
+    for entry in filter(None, map(str.strip, text.split(","))):
+        name, _, rest = entry.partition("=")
+        words = rest.split()
+        if not name.strip() or len(words) not in (most - 1, most):
+            raise UserError(
+                f"{setting}: given {short(entry)!r}, allowed: {form}, comma-separated, where VARIABLE is the"
+                f" environment variable with {held}"
+            )
+        found[name.strip()] = [service_url(words[0], setting), *words[1:]]
+    return found
+
+
 def join_address(scheme: str, host: str, port: int) -> str:
     """The URL of a host, which may be an address of IPv6."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

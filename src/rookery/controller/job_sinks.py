@@ -26,7 +26,7 @@ from rookery.controller.mlflow import METRICS_AT_ONCE, Figure, MlflowRun, batche
 from rookery.controller.services import Services
 from rookery.environments.outbound import request_json
 from rookery.errors import NotFound, RookeryError, UserError, short
-from rookery.network import reachable, service_url
+from rookery.network import named_services, reachable, service_url
 from rookery.settings import Settings
 from rookery.spec.job import JobSpec, SinkSpec
 from rookery.storage.models import EvaluationRow, JobRow, JobState
@@ -61,24 +61,14 @@ class NamedSink:
     """An MLflow server that the administrator named."""
 
     url: str
-    variable: str
+    variable: str = ""
     """The environment variable with its credentials; empty for none."""
 
 
 def parse_sinks(text: str) -> dict[str, NamedSink]:
     """The servers of the setting ``sinks``, by name. Raises :class:`UserError`."""
-    found: dict[str, NamedSink] = {}
-    for entry in filter(None, map(str.strip, text.split(","))):
-        name, _, rest = entry.partition("=")
-        parts = rest.split()
-        if not name.strip() or len(parts) not in (1, 2):
-            raise UserError(
-                f"setting ROOKERY_SINKS: given {short(entry)!r}, allowed: NAME=URL [VARIABLE], comma-separated, where"
-                " VARIABLE is the environment variable with the credentials"
-            )
-        url = service_url(parts[0], "setting ROOKERY_SINKS")
-        found[name.strip()] = NamedSink(url, parts[1] if len(parts) == 2 else "")
-    return found
+    named = named_services(text, "setting ROOKERY_SINKS", "NAME=URL [VARIABLE]", "the credentials")
+    return {name: NamedSink(*words) for name, words in named.items()}
 
 
 def sink_problems(spec: JobSpec, settings: Settings) -> list[str]:

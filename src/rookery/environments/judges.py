@@ -11,7 +11,7 @@ from typing import Any
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.outbound import request_json
 from rookery.errors import UserError, short
-from rookery.network import service_url
+from rookery.network import named_services
 
 SECONDS = 60.0
 """Longest wait for a judge's answer."""
@@ -23,7 +23,7 @@ class NamedJudge:
 
     url: str
     model: str
-    variable: str
+    variable: str = ""
     """The environment variable with its key; empty for none."""
 
 
@@ -32,18 +32,8 @@ _named: dict[str, NamedJudge] = {}
 
 def parse_judges(text: str) -> dict[str, NamedJudge]:
     """The judges of the setting ``judges``, by name. Raises :class:`UserError`."""
-    found: dict[str, NamedJudge] = {}
-    for entry in filter(None, map(str.strip, text.split(","))):
-        name, _, rest = entry.partition("=")
-        parts = rest.split()
-        if not name.strip() or len(parts) not in (2, 3):
-            raise UserError(
-                f"setting ROOKERY_JUDGES: given {short(entry)!r}, allowed: NAME=URL MODEL [VARIABLE], comma-separated,"
-                " where VARIABLE is the environment variable with the key"
-            )
-        url = service_url(parts[0], "setting ROOKERY_JUDGES").rstrip("/")
-        found[name.strip()] = NamedJudge(url, parts[1], parts[2] if len(parts) == 3 else "")
-    return found
+    named = named_services(text, "setting ROOKERY_JUDGES", "NAME=URL MODEL [VARIABLE]", "the key")
+    return {name: NamedJudge(*words) for name, words in named.items()}
 
 
 def set_judges(text: str) -> None:
