@@ -18,7 +18,7 @@ MODULES = {
     "rookery.worker.process": ["--help"],
     "rookery.environments.host": ["--help"],
     "rookery.environments.verifiers.pool": ["1", "none"],
-    "rookery.environments.check_process": ["1", "check", "bubblewrap", "", "", "", ""],
+    "rookery.environments.check_process": ["1", "check", "{}"],
     "rookery.server.schema_process": ["1", "schema"],
     "rookery.worker.model.convert": ["--help"],
     "rookery.cluster.ray": ["--help"],

@@ -7,17 +7,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rookery.children import lower_priority
 from rookery.environments.builtins import find
 from rookery.environments.demonstrations import count_rows
-from rookery.environments.foreign.games import set_games
-from rookery.environments.foreign.verifiers import set_verifiers
 from rookery.environments.jsonl import IndexedRows, RowFiles
-from rookery.environments.judges import set_judges
-from rookery.environments.outbound import set_reachable_hosts
-from rookery.environments.sandbox.sandbox import Isolation, set_isolation
+from rookery.environments.rules import EnvironmentRules
 from rookery.environments.verifiers.pool import serve
 from rookery.errors import UserError
 
@@ -27,11 +23,7 @@ LOW_PRIORITY = 10
 
 def prepare() -> Callable[..., dict[str, Any]]:
     """The function that answers the questions. What it needs was imported before the process is confined."""
-    set_isolation(cast(Isolation, sys.argv[3]))
-    set_reachable_hosts(sys.argv[4])
-    set_judges(sys.argv[5])
-    set_verifiers(sys.argv[6])
-    set_games(sys.argv[7])
+    EnvironmentRules.from_argument(sys.argv[3]).apply()
 
     def work(what: str, id: str, options: dict[str, Any]) -> Any:
         match what:

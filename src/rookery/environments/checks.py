@@ -23,7 +23,7 @@ from typing import Any
 from cachetools import LRUCache, TTLCache
 
 from rookery.environments.base import SplitSizes
-from rookery.environments.sandbox.sandbox import Isolation
+from rookery.environments.rules import NOTHING_NAMED, EnvironmentRules
 from rookery.environments.verifiers.pool import VerifierError, VerifierPool, VerifierTimeout
 from rookery.errors import Unavailable, UserError
 
@@ -43,18 +43,9 @@ MEMORY = "MemoryError"
 class EnvironmentChecks:
     """Thread-safe; every method blocks."""
 
-    def __init__(
-        self,
-        sandbox: Isolation = "bubblewrap",
-        reachable_hosts: str = "",
-        judges: str = "",
-        verifiers: str = "",
-        games: str = "",
-    ) -> None:
-        """``sandbox`` is the isolation in which code of replies will run; the others are the settings."""
-        self._pool = VerifierPool(
-            "check", sandbox, reachable_hosts, judges, verifiers, games, module="rookery.environments.check_process"
-        )
+    def __init__(self, rules: EnvironmentRules = NOTHING_NAMED) -> None:
+        """``rules`` are those under which the environments will run."""
+        self._pool = VerifierPool("check", rules.argument(), module="rookery.environments.check_process")
         self._lock = threading.Lock()
         self._fitting: LRUCache[str, SplitSizes | None] = LRUCache(RESULTS)
         """Hashes of options, with the names of their files, that were found right."""

@@ -39,13 +39,12 @@ from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
-from rookery.environments.foreign.games import set_games
-from rookery.environments.foreign.verifiers import set_verifiers
-from rookery.environments.judges import answer_of, named_judge, set_judges
+from rookery.environments.judges import answer_of, named_judge
 from rookery.environments.models import ModelAnswer, ModelQuestion
-from rookery.environments.outbound import reachable_hosts, set_reachable_hosts
+from rookery.environments.outbound import reachable_hosts
 from rookery.environments.reasoning_gym import ReasoningGym
-from rookery.environments.sandbox.sandbox import isolation, set_isolation
+from rookery.environments.rules import EnvironmentRules
+from rookery.environments.sandbox.sandbox import isolation
 from rookery.errors import UserError, short
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 from rookery.settings import HOST_SETTINGS, Settings, token_of
@@ -94,14 +93,11 @@ class Host:
         environments: Mapping[str, Hosted],
         instance: str | None = None,
         ca_file: str = "",
-        judges: str = "",
-        verifiers: str = "",
-        games: str = "",
+        rules: EnvironmentRules | None = None,
     ) -> None:
         """``url`` is the service's (http or https), ``token`` a key of the tenant, or of a worker for the service's own
         host; ``instance`` names this process: one that reconnects under the same name still has its episodes.
-        ``ca_file`` is as in :func:`~rookery.network.client_tls`; ``judges``, ``verifiers`` and ``games`` are the
-        settings."""
+        ``ca_file`` is as in :func:`~rookery.network.client_tls`; ``rules`` are the service's, of its own host."""
         self._url, self._token, self._ca_file = url, token, ca_file
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
@@ -113,7 +109,7 @@ class Host:
         self._questions: dict[str, asyncio.Future[protocol.ModelReply | None]] = {}
         """Unanswered questions. The result None means that the connection ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._checks = EnvironmentChecks(isolation(), reachable_hosts(), judges, verifiers, games)
+        self._checks = EnvironmentChecks(rules or EnvironmentRules(isolation(), reachable_hosts()))
         self.connected = asyncio.Event()
         """Set while the controller has welcomed this host."""
 
@@ -333,16 +329,10 @@ def _refused(message: protocol.Prompts | protocol.Observation, error: str) -> pr
 
 async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     """Hosts the built-ins until a signal ends it. Raises :class:`UserError` when the service refuses."""
-    set_isolation(settings.server.sandbox)
-    set_reachable_hosts(settings.server.reachable_hosts)
-    set_judges(settings.server.judges)
+    rules = EnvironmentRules.of(settings.server)
+    rules.apply()
     builtins = {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()}
-    set_verifiers(settings.server.verifiers)
-    set_games(settings.server.games)
-    host = Host(
-        url, token_of(), builtins, ca_file=settings.trusted, judges=settings.server.judges,
-        verifiers=settings.server.verifiers, games=settings.server.games,
-    )  # fmt: skip
+    host = Host(url, token_of(), builtins, ca_file=settings.trusted, rules=rules)
     running = asyncio.create_task(host.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

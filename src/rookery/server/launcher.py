@@ -46,6 +46,7 @@ from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.foreign.games import parse_games
 from rookery.environments.foreign.verifiers import parse_verifiers
 from rookery.environments.judges import parse_judges
+from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import find as find_sandbox
 from rookery.errors import Unavailable, UserError, shortages
 from rookery.folders import CACHE_FOLDERS, usable_folder
@@ -226,10 +227,7 @@ class Service:
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.callback(readers.close)
         opened.callback(threads.close)
-        server = settings.server
-        checks = EnvironmentChecks(
-            server.sandbox, server.reachable_hosts, server.judges, server.verifiers, server.games
-        )
+        checks = EnvironmentChecks(EnvironmentRules.of(settings.server))
         checkers = TenantThreads(CHECKERS, "check")
         opened.callback(checkers.close)
         opened.callback(checks.close)  # runs first: a check that runs fails
