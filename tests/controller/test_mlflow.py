@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import httpx
 import pytest
@@ -18,7 +17,7 @@ from tests.controller.test_job_sinks import client_of, sink_events, submitted
 from tests.server.test_api import end_of
 from tests.support.faces import ScriptedWorker, served
 from tests.support.tinkered import free_port
-from tests.support.waiting import until
+from tests.support.waiting import until, until_healthy
 
 from rookery.controller.job_sinks import Endpoint
 from rookery.controller.mlflow import MlflowRun, batches
@@ -63,16 +62,8 @@ def mlflow(folder: Path, port: int) -> Iterator[str]:
             list(map(str, command)), env=environment, stdout=log, stderr=log, start_new_session=True
         )
 
-    def healthy() -> bool:
-        assert process.poll() is None, (folder / "mlflow.log").read_text()
-        try:
-            with closing(urlopen(f"{url}/health")) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
     try:
-        until(healthy)
+        until_healthy(process, url, (folder / "mlflow.log").read_text)
         yield url
     finally:
         os.killpg(process.pid, 9)

@@ -155,6 +155,18 @@ def test_a_paused_job_gives_its_agents_an_error_that_passes(tmp_path: Path) -> N
         assert late.status_code == 410
 
 
+@contextlib.contextmanager
+def killed_at_the_end(folder: Path, port: str) -> Iterator[tuple[str, str]]:
+    """(address, key) of a service on this port, with a worker, over the data of the one before."""
+    with contextlib.ExitStack() as opened:
+        service = Serving(folder, "data", f"sqlite:///{folder}/data/rookery.db", ROOKERY_PORT=port)
+        opened.callback(service.kill)
+        service.until("Rookery serves")
+        key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
+        opened.enter_context(Recording(service.url, token, tokenizer(folder)))
+        yield service.url, key
+
+
 def runs(http: httpx.Client, job: str) -> None:
     until(lambda: http.get(f"/jobs/{job}").json()["state"] == "running")
 
@@ -170,15 +182,10 @@ def test_killed_service_loses_nothing_of_an_agents_episode(tmp_path: Path) -> No
     port = str(free_port())
     episode, job, reads = None, "", []
     for life in range(3):
-        with contextlib.ExitStack() as opened:
-            service = Serving(tmp_path, "data", f"sqlite:///{tmp_path}/data/rookery.db", ROOKERY_PORT=port)
-            opened.callback(service.kill)
-            service.until("Rookery serves")
-            key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
-            opened.enter_context(Recording(service.url, token, tokenizer(tmp_path)))
-            http = opened.enter_context(
-                httpx.Client(base_url=f"{service.url}/api/v1", headers={"Authorization": f"Bearer {key}"}, timeout=70)
-            )
+        with (
+            killed_at_the_end(tmp_path, port) as (url, key),
+            httpx.Client(base_url=f"{url}/api/v1", headers={"Authorization": f"Bearer {key}"}, timeout=70) as http,
+        ):
             if life == 0:
                 rows = [{"prompt": f"{number}?"} for number in range(4)]
                 spec = {"name": "killed", **JOB, "environment": {"id": "agent", "rows": rows}}
@@ -203,18 +210,12 @@ def test_killed_service_loses_nothing_of_an_agents_episode(tmp_path: Path) -> No
 def test_hosted_agents_live_through_kills_of_the_service(tmp_path: Path) -> None:
     """No episode of the training fails: each continues where it was."""
     write_model(tmp_path / "cache")
-    port, key, job = str(free_port()), "", ""
+    port, job = str(free_port()), ""
     with contextlib.ExitStack() as hosts:
         for life in range(5):
-            with contextlib.ExitStack() as opened:
-                service = Serving(tmp_path, "data", f"sqlite:///{tmp_path}/data/rookery.db", ROOKERY_PORT=port)
-                opened.callback(service.kill)
-                service.until("Rookery serves")
-                key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
-                opened.enter_context(Recording(service.url, token, tokenizer(tmp_path)))
-                client = opened.enter_context(rookery.Client(service.url, key))
+            with killed_at_the_end(tmp_path, port) as (url, key), rookery.Client(url, key) as client:
                 if life == 0:
-                    hosts.enter_context(hosting(service.url, key, "kept", Twice()))
+                    hosts.enter_context(hosting(url, key, "kept", Twice()))
                     spec = {"name": "hosted", **JOB, "environment": {"hosted": "agent"}, "stop": {"steps": 1_000_000}}
                     job = client.submit(spec).id
                 before = len(list(client.job(job).metrics(follow=False)))

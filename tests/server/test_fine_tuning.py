@@ -89,6 +89,20 @@ def upload(client: openai.OpenAI, rows: list[dict[str, Any]]) -> str:
     return client.files.create(file=("rows.jsonl", content(rows)), purpose="fine-tune").id
 
 
+def reinforced(client: openai.OpenAI, grader: Any) -> Any:
+    """A job of two steps that this grader rewards."""
+    return client.fine_tuning.jobs.create(
+        model=MODEL, training_file=upload(client, questions()), seed=3,
+        method={
+            "type": "reinforcement",
+            "reinforcement": {
+                "grader": grader,
+                "hyperparameters": {"batch_size": 2, "compute_multiplier": 0.5, "n_epochs": 1},
+            },
+        },
+    )  # fmt: skip
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
 def test_each_method_ends_with_a_model_to_chat_with(tmp_path: Path) -> None:
@@ -107,16 +121,7 @@ def test_each_method_ends_with_a_model_to_chat_with(tmp_path: Path) -> None:
             model=MODEL, training_file=upload(client, preferences()),
             method={"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 2, "batch_size": 4, "beta": 0.2}}},
         )  # fmt: skip
-        graded = client.fine_tuning.jobs.create(
-            model=MODEL, training_file=upload(client, questions()), seed=3,
-            method={
-                "type": "reinforcement",
-                "reinforcement": {
-                    "grader": GRADER,  # type: ignore[typeddict-item]
-                    "hyperparameters": {"batch_size": 2, "compute_multiplier": 0.5, "n_epochs": 1},
-                },
-            },
-        )  # fmt: skip
+        graded = reinforced(client, GRADER)
         assert [one.id for one in client.fine_tuning.jobs.list()] == [graded.id, preferred.id, taught.id]
         assert [one.id for one in client.fine_tuning.jobs.list(metadata={"team": "a"})] == [taught.id]
         for job, steps in ((taught, 12), (preferred, 4), (graded, 2)):
@@ -315,16 +320,7 @@ def test_graders_that_run_python_and_models_are_tried_and_train(tmp_path: Path) 
             assert said in errors.python_grader_runtime_error_details, errors
         assert run(python("x = 1")).metadata.errors.python_grader_runtime_error
         assert run({**JUDGE, "model": "nobodys"}).metadata.errors.model_grader_server_error
-        graded = client.fine_tuning.jobs.create(
-            model=MODEL, training_file=upload(client, questions()), seed=3,
-            method={
-                "type": "reinforcement",
-                "reinforcement": {
-                    "grader": RUNNING,  # type: ignore[typeddict-item]
-                    "hyperparameters": {"batch_size": 2, "compute_multiplier": 0.5, "n_epochs": 1},
-                },
-            },
-        )  # fmt: skip
+        graded = reinforced(client, RUNNING)
         found = ended(client, graded.id)
         assert found.status == "succeeded", found
         rows = httpx.get(

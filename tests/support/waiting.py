@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import closing
+from typing import Any, TypeVar
+from urllib.request import urlopen
 
 PATIENCE_SECONDS = 120.0
 """A test that waits longer for something fails: far more than a loaded machine needs."""
@@ -29,3 +32,17 @@ def until(
         assert time.monotonic() < deadline, story() if callable(story) else story
         time.sleep(pause)
     return found
+
+
+def until_healthy(process: subprocess.Popen[Any], url: str, story: Callable[[], str] = str) -> None:
+    """Wait until ``GET /health`` of the server is 200. Fails the test with ``story`` if its process ends before."""
+
+    def healthy() -> bool:
+        assert process.poll() is None, story()
+        try:
+            with closing(urlopen(f"{url}/health")) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    until(healthy)

@@ -7,17 +7,16 @@ import json
 import os
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import httpx
 import pytest
 from tests.server.test_api import end_of
 from tests.support.faces import ScriptedWorker, job, served, tokenizer
 from tests.support.tinkered import free_port
-from tests.support.waiting import until
+from tests.support.waiting import until_healthy
 
 from rookery.environments.base import Reply, Step
 from rookery.environments.builtins import find
@@ -42,16 +41,8 @@ def server(sessions: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     process = subprocess.Popen([str(PYTHON), str(script), str(port), str(sessions)], env=environment)
     url = f"http://127.0.0.1:{port}"
 
-    def healthy() -> bool:
-        assert process.poll() is None
-        try:
-            with closing(urlopen(f"{url}/health")) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
     try:
-        until(healthy)
+        until_healthy(process, url)
         yield url, process
     finally:
         process.kill()
