@@ -16,6 +16,7 @@ from tests.support.peers import ScriptedWorker, Service, eventually, settle
 from tests.support.storing import intercept
 
 from rookery import protocol
+from rookery.controller.prompts import CallOptions
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import FutureExpired, QueueStatus
 from rookery.controller.training.policy_trainer import PolicyTrainer
@@ -353,9 +354,7 @@ async def test_weights_stay_while_requests_sample_from_them(service: Service) ->
     assert target.adapter is not None
     named = target.adapter.hash
     asked = asyncio.ensure_future(
-        answers.generate(
-            "alice", answers.prepare(target, chat, "Hello"), max_tokens=8, temperature=1.0, seed=1, stop=[]
-        )
+        answers.generate("alice", answers.prepare(target, chat, "Hello"), CallOptions(8, temperature=1.0, seed=1))
     )
     await eventually(lambda: len(worker.generates) == 2)
     await visitor.gradient()
