@@ -10,8 +10,10 @@ define pip
 		2> $(VENV)/pip.err || { cat $(VENV)/pip.err >&2; echo "pip failed; its log: $(VENV)/pip.log" >&2; exit 1; }
 endef
 
-# Tests that wait are many, so two processes share even two cores; each has torch in its memory.
-PROCESSES ?= 2
+# Tests that wait are many, and each process computes in one thread, so three share even two cores; each has torch in its
+# memory. Heavy tests start services and workers, so fewer of them run at once.
+PROCESSES ?= 3
+HEAVY_PROCESSES ?= 2
 
 # The newest OpenAI SDK whose fine-tuning API the service speaks (src/rookery/server/fine_tuning.py).
 OPENAI_SDK := 3.57.0
@@ -20,15 +22,20 @@ OPENAI_SDK := 3.57.0
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
+# Modules are compiled once and kept, whatever the environment says: the tests start hundreds of interpreters.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo docs test test-learning test-integration test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-families test-s3 test-page test-clients test-fine-tuning test-environments test-sinks test-sdks nightly install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
 
-# Types are checked while the tests begin: mypy uses one core, and tests wait at times.
+# Types are checked while the tests begin: mypy uses one core, and tests wait at times. The first time, one process compiles
+# the tests meanwhile, which each of several would else do for itself: a minute of computing instead of three.
 test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
 	@$(BIN)/ruff check src tests examples benchmarks
 	@$(BIN)/mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
+		test -e $(VENV)/.compiled || $(BIN)/python -m pytest --collect-only > /dev/null && touch $(VENV)/.compiled; \
 		$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal; tests=$$?; \
 		wait $$types && exit $$tests || { cat $(VENV)/mypy.log; exit 1; }
 
@@ -61,7 +68,7 @@ test-vllm: .bench/vllm/.installed
 
 # A small model of each family that docs/operations.md lists, against transformers and PEFT: three minutes.
 test-families: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy tests/worker/test_probe.py --numprocesses $(PROCESSES) --dist worksteal
+	@$(BIN)/python -m pytest -m heavy tests/worker/test_probe.py --numprocesses $(HEAVY_PROCESSES) --dist worksteal
 
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed
@@ -77,9 +84,10 @@ test-environments: $(VENV)/.tests .bench/verifiers/.installed .bench/verifiers-0
 test-clients: $(VENV)/.tests .bench/clients/.installed .bench/inspect/.installed
 	@$(BIN)/python -m pytest -m heavy tests/clients
 
-# Metrics to the unmodified MLflow server, which has an environment of its own: a minute.
+# Metrics to the unmodified servers of MLflow and trackio, beside the client of Weights & Biases, and as TensorBoard reads
+# them; all in an environment of their own: two minutes.
 test-sinks: $(VENV)/.tests .bench/sinks/.installed
-	@$(BIN)/python -m pytest -m heavy tests/controller/test_mlflow.py
+	@$(BIN)/python -m pytest -m heavy tests/controller/test_mlflow.py tests/controller/test_real_sinks.py
 
 # The page in Debian's chromium, and its pure functions by node's own runner: apt-get install chromium nodejs.
 test-page: $(VENV)/.tests
@@ -90,9 +98,10 @@ test-page: $(VENV)/.tests
 test-sdks: $(SDKS:%=$(VENV)/sdks/%)
 	@$(BIN)/python -m pytest tests/server/tinker/test_sdks.py
 
-# OpenAI's fine-tuning API by its SDK on the real model, from an upload to a chat with the result: three minutes.
+# OpenAI's fine-tuning API by its SDK on the real model, from an upload to a chat with the result; runs on rows that are
+# killed: six minutes.
 test-fine-tuning: $(VENV)/.tests $(VENV)/openai-$(OPENAI_SDK)
-	@PYTHONPATH=$(VENV)/openai-$(OPENAI_SDK) $(BIN)/python -m pytest -m heavy tests/server/test_fine_tuning.py
+	@PYTHONPATH=$(VENV)/openai-$(OPENAI_SDK) $(BIN)/python -m pytest -m heavy tests/server/test_fine_tuning.py tests/chaos/test_row_kills.py
 
 install: $(VENV)/.installed
 
@@ -109,7 +118,7 @@ docs: $(VENV)/.tests
 # `kill -9` of everything at random moments of real runs, a disk and descriptors that run out, mistakes that the simulated
 # chaos must notice; a long run of kills.
 test-chaos: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/chaos/test_simulated.py tests/chaos/test_service_kills.py tests/chaos/test_policy_kills.py tests/server/test_agent_restarts.py tests/server/test_shortages.py --numprocesses $(PROCESSES) --dist worksteal
+	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/chaos/test_simulated.py tests/chaos/test_service_kills.py tests/chaos/test_policy_kills.py tests/server/test_agent_restarts.py tests/server/test_shortages.py --numprocesses $(HEAVY_PROCESSES) --dist worksteal
 
 chaos: $(VENV)/.tests
 	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py --timeout=3600
@@ -121,12 +130,17 @@ chaos-at-scale: $(VENV)/.tests
 # Whole services: restarts, standby, backups under load, training groups of several processes, other families, a worker's
 # memory over many jobs and adapters, floods of jobs in virtual time, the CUDA path as far as a CPU can tell: six minutes.
 INTEGRATION := tests/test_install.py tests/controller tests/server/test_agents.py tests/server/tinker tests/worker/trainer \
-	tests/cli tests/worker/test_memory.py tests/simulation/test_fairness.py \
+	tests/cli tests/worker/model tests/worker/test_memory.py tests/worker/test_tenant_isolation.py \
+	tests/simulation/test_fairness.py \
 	$(filter-out %_smoke.py,$(wildcard tests/benchmarks/test_*.py)) \
 	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_exactness.py tests/worker/engine/hf \
 	tests/worker/engine/test_cuda_engine.py tests/worker/engine/test_cuda_nan.py
+# Then the engine and the trainer with two threads, as in a worker: the processes of `make test` have one each.
+THREADED := tests/worker/engine/test_exactness.py tests/worker/engine/test_golden.py \
+	tests/worker/engine/native/test_drafts.py tests/worker/trainer/test_trainer.py
 test-integration: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy $(INTEGRATION) --numprocesses $(PROCESSES) --dist worksteal
+	@$(BIN)/python -m pytest -m heavy $(INTEGRATION) --numprocesses $(HEAVY_PROCESSES) --dist worksteal
+	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(THREADED)
 
 # Each attack of one caller alone; then twenty minutes of small jobs, chats, Tinker clients, kills, and a tenant that
 # attacks in every way at once: what grows, what others notice.
@@ -149,7 +163,7 @@ fuzz: $(VENV)/.tests
 
 # Every property test with 200 new examples, the learning tasks, a thousand jobs on one worker, twenty rounds of kills: about an hour.
 nightly: $(VENV)/.tests
-	@$(DRAWN) $(BIN)/python -m pytest --timeout=3600 --numprocesses $(PROCESSES) --dist worksteal $(FUZZ) \
+	@$(DRAWN) $(BIN)/python -m pytest --timeout=3600 --numprocesses $(HEAVY_PROCESSES) --dist worksteal $(FUZZ) \
 		$$(grep -rl '^from hypothesis import' tests --include='test_*.py')
 	@$(BIN)/python -m pytest -m heavy tests/test_learning_tasks.py
 	@ROOKERY_MEMORY_JOBS=1000 $(BIN)/python -m pytest -m heavy tests/worker/test_memory.py
@@ -177,6 +191,7 @@ bench-full: $(VENV)/.tests bench-peers
 	$(BIN)/python -m benchmarks.micro.speculation
 	$(BIN)/python -m benchmarks.micro.other_families
 	$(BIN)/python -m benchmarks.micro.multiplex
+	$(BIN)/python -m benchmarks.micro.lanes
 	$(BIN)/python -m benchmarks.scale.jigsaw
 	$(BIN)/python -m benchmarks.jobs.serving
 	$(BIN)/python -m benchmarks.scale.serving_simulation
@@ -241,9 +256,9 @@ controller-scaling: $(VENV)/.tests
 	@.bench/moto/bin/pip install --quiet 'moto[server]==5.2.5'
 	@touch $@
 
-.bench/sinks/.installed:
+.bench/sinks/.installed: benchmarks/peers/sinks.txt
 	@$(PYTHON) -m venv .bench/sinks
-	@.bench/sinks/bin/pip install --quiet 'mlflow==3.17.2'
+	@.bench/sinks/bin/pip install --quiet -r $<
 	@touch $@
 
 .bench/verifiers/.installed:

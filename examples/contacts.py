@@ -15,7 +15,7 @@ from rookery.examples.words import CITIES, PEOPLE, assistant, user
 
 
 def rows() -> list[dict[str, Any]]:
-    """Who moved where. A verifier compares the reply's fields with ``name`` and ``city``."""
+    """Texts about people who moved. A verifier compares the reply's fields with ``name`` and ``city``."""
     example = [user("Hugo moved to Lima. As JSON:"), assistant('{"name": "Hugo", "city": "Lima"}')]
     pairs = random.Random(7).sample(list(itertools.product(PEOPLE, CITIES)), 400)
     return [

@@ -1,4 +1,4 @@
-"""What the learning tasks share: run jobs on a service of their own, and write what was learned.
+"""Support for the learning tasks: run jobs on a service of their own, and write what was learned.
 
 ``results.json`` in the output folder has the curves of every policy on held-out prompts, the counts of episodes and
 tokens, the day, the commit and the machine; ``curves.svg`` shows them.
@@ -156,7 +156,7 @@ def points(evaluations: Sequence[Record], policy: str) -> list[Point]:
 
 
 def learned(job: Job, seconds: float) -> Learned:
-    """What a job that has ended leaves."""
+    """The results of an ended job."""
     view, evaluations, rows = job.show(), job.evaluations(), list(job.metrics(follow=False))
     names = [name for name, policy in view.spec.policies.items() if policy.get("train", True)]
     of = {name: [evaluation for evaluation in evaluations if evaluation.policy == name] for name in names}

@@ -95,7 +95,7 @@ def latency_and_power(workload: Workload, design: Design) -> tuple[float, float]
 
 
 def objective(workload: Workload, design: Design) -> float:
-    """What the goal minimises; for ``both`` the product, in the units of a geometric mean."""
+    """The quantity that the goal minimises; for ``both`` the product, in the units of a geometric mean."""
     latency, power = latency_and_power(workload, design)
     return {"latency": latency, "power": power, "both": math.sqrt(latency * power)}[workload.goal]
 

@@ -1,8 +1,8 @@
 """Route questions to simulated models of unlike accuracy and price: four jobs that weigh the cost differently.
 
-Each job trains one router with the built-in ``xrouter`` environment (arXiv 2510.08439); ``xrouter.yaml`` is one of them
-as a job file. The optimum is known from the table of the models, and so is the best router that always calls the same
-model. The questions show no difficulty; the operation gives it away.
+Each job trains one router with the built-in ``xrouter`` environment (arXiv 2510.08439). The optimum is known from the
+table of the models, and so is the best router that always calls the same model. The questions show no difficulty; the
+operation gives it away.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from rookery.examples.learning import Learned
 WEIGHTS = (0.0, 0.5, 2.0, 5.0)
 """Weights of the cost, λ."""
 HELD_OUT = 24
-STEPS = 16
+STEPS = 40
 MAX_TOKENS = 6
 
-EXAMPLES = (
-    ("12 - 3 =", "call_mid()"),
-    ("8 - 5 =", "call_low()"),
-    ("30 - 7 =", "call_top()"),
-    ("41 - 2 =", "call_low()"),
-    ("9 - 6 =", "call_top()"),
-    ("52 - 4 =", "call_mid()"),
-)
-"""Two calls of each model, so that an untrained router has no favourite."""
+MODELS: dict[str, dict[str, Any]] = {
+    "low": {"price": 0.02, "accuracy": [0.95, 0.05, 0.05]},
+    "mid": {"price": 0.15, "accuracy": [0.95, 0.95, 0.05]},
+    "top": {"price": 0.28, "accuracy": [0.95, 0.95, 0.95]},
+}
+"""Each difficulty has another model that is the cheapest good one. No model is good enough on average to be
+preferred before the router tells the difficulties apart; that is how routers of other tables ended as constants."""
+
+EXAMPLES = (("12 - 3 =", "call_mid()"), ("8 - 5 =", "call_low()"), ("30 - 7 =", "call_top()"))
+"""One call of each model, to show the form."""
 
 
 def environment(weight: float) -> dict[str, Any]:
     return {
-        "id": "xrouter", "answer": "last", "turns": 1, "cost_weight": weight, "prompts": 480, "eval_prompts": HELD_OUT,
+        "id": "xrouter", "models": MODELS, "answer": "last", "turns": 1, "cost_weight": weight, "cost_cap": 1.0,
+        "prompts": 480, "eval_prompts": HELD_OUT,
         "system": "Route", "instruction": "{question} =", "examples": [list(example) for example in EXAMPLES],
     }  # fmt: skip
 
@@ -53,9 +55,10 @@ def options(weight: float) -> XRouterOptions:
 def job(steps: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
     return {
-        "policies": {"main": {"rank": 16, "optimizer": {"lr": 4.0e-4}}},
-        "algorithm": {"name": "grpo", "group_size": 16, "groups_per_step": 4, "max_staleness": 1},
+        "policies": {"main": {"rank": 16, "optimizer": {"lr": 2.0e-4}}},
+        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 1},
         "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
+        "shuffle": False,  # each step has two questions of each difficulty
         "evaluation": {"prompts": HELD_OUT},
         "stop": {"steps": steps},
     }
@@ -88,7 +91,7 @@ def routes(answers: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
 
 CHANGED: dict[str, dict[str, Any]] = {
     "without mid": {"low": {}, "top": {}},
-    "top at the price of mid": {"low": {}, "mid": {}, "top": {"price": 0.08}},
+    "top at the price of mid": {"low": {}, "mid": {}, "top": {"price": MODELS["mid"]["price"]}},
 }
 """Pools that no router was trained on."""
 

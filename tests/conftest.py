@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -15,6 +16,14 @@ from tests.support.room import Room
 
 import rookery.worker  # before any test imports torch: the worker's own setting of the OpenMP runtime  # noqa: F401
 from rookery.aio import cancel_all
+
+if TYPE_CHECKING:
+    from tests.support.faces import Reach
+
+    from rookery.server.launcher import EmbeddedService
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # such processes share the cores: their threads would wait for each other's
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CACHE = Path(os.environ.get("ROOKERY_CACHE", "~/.cache/rookery")).expanduser()
 os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "kernels"))  # or every worker of a test would compile its kernels
@@ -29,6 +38,18 @@ hypothesis.settings.load_profile("rookery")
 def _seeded() -> None:
     """No test depends on a fresh draw, or on the tests before it."""
     seed_everything()
+
+
+@pytest.fixture
+def reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reach:
+    """Commands and clients of the test reach a service by its variables, from an empty working directory."""
+
+    def reached(service: EmbeddedService) -> None:
+        monkeypatch.setenv("ROOKERY_URL", service.url)
+        monkeypatch.setenv("ROOKERY_KEY", service.key)
+        monkeypatch.chdir(tmp_path)
+
+    return reached
 
 
 @pytest.fixture

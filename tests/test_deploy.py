@@ -1,4 +1,4 @@
-"""What an operator copies works: the unit, the container's file and the manifest parse, and their options exist."""
+"""The deployment files work: the unit, the container's file and the manifest parse, and their options exist."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MONITORING = {"grafana.json", "alerts.yaml"}
 """Files of deploy/ for other programs than Kubernetes; they are on the page of operations."""
 
 DRAIN = 2 * Settings().worker.drain_seconds
-"""What a drain takes at most, but for sending."""
+"""The longest time of a drain, without sending."""
 
 
 def worker_options(arguments: list[str]) -> dict[str, Any]:
-    """What ``rookery worker`` understands of these arguments. Raises for what it does not take."""
+    """The options of ``rookery worker`` in these arguments. Raises for an unknown one."""
     command = typer.main.get_command(app).commands["worker"]  # type: ignore[attr-defined]
     environment = ["--connect", "http://service"]  # as its variables give it
     return dict(command.make_context("rookery worker", [*environment, *arguments]).params)

@@ -14,7 +14,7 @@ import pytest
 import typer
 import yaml
 from pydantic import BaseModel
-from tests.support.faces import MODEL, ScriptedWorker, served
+from tests.support.faces import MODEL, Reach, ScriptedWorker, served
 
 from rookery.cli import app
 from rookery.client import AdapterFolder, Client, Job
@@ -35,7 +35,7 @@ PAGES = [
 ]
 
 SMALL = 'algorithm={"group_size": 2, "groups_per_step": 2}, stop={"steps": 1}'
-"""What an example that is run has in the place of its forty steps."""
+"""The steps of an example that is run, instead of its forty."""
 
 MINIMAL = {"name": "x", "base_model": "m", "environment": {"hosted": "x"}, "stop": {"steps": 1}}
 
@@ -108,7 +108,7 @@ def test_readme_shows_the_examples() -> None:
     assert next(blocks(readme, "yaml")) == (examples / "sums.yaml").read_text(encoding="utf-8")
 
 
-def test_environment_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_example_runs(tmp_path: Path, reach: Reach) -> None:
     """One step of it, with a real service and a worker that computes nothing."""
     page = "docs/environments.md"
     text = next(blocks(ROOT / page, "python"))
@@ -116,9 +116,7 @@ def test_environment_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                                 flags=re.DOTALL)  # fmt: skip
     assert replaced == 1
     with served(tmp_path) as service, ScriptedWorker.of(service):
-        monkeypatch.setenv("ROOKERY_URL", service.url)
-        monkeypatch.setenv("ROOKERY_KEY", service.key)
-        monkeypatch.chdir(tmp_path)
+        reach(service)
         names: dict[str, Any] = {"__name__": "example"}
         exec(compile(example, page, "exec"), names)
         with Client() as client:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.faces import Reach
 
 from rookery.client import Client
 from rookery.server.launcher import EmbeddedService
@@ -33,18 +34,16 @@ def check_learned(client: Client, best_constant: float | None) -> None:
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def client(tmp_path: Path, reach: Reach) -> Any:
     """A client of a service with one local worker for the real model."""
     settings = Settings.load({}, data=tmp_path / "data", port=0)
     with EmbeddedService(settings) as service:
-        monkeypatch.setenv("ROOKERY_URL", service.url)
-        monkeypatch.setenv("ROOKERY_KEY", service.key)
-        monkeypatch.chdir(tmp_path)
+        reach(service)
         with Client() as client:
             yield client
 
 
-def test_own_task_learns(client: Client) -> None:
+def test_a_task_of_the_user_learns(client: Client) -> None:
     runpy.run_path(str(ROOT / "examples" / "own_task.py"), run_name="__main__")
     check_learned(client, best_constant=0.16)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -12,9 +14,9 @@ from typer.testing import CliRunner
 
 from rookery.cli import app, main
 from rookery.errors import StorageFull, UserError
-from rookery.folders import CACHE_FOLDERS, expanded, usable_folder
+from rookery.folders import expanded, usable_cache, usable_folder
 from rookery.settings import Settings
-from rookery.storage.data_dir import DataFolder
+from rookery.storage.data_dir import DataFolder, read_secret
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_without_a_home_only_commands_that_need_one_fail(capsys: pytest.CaptureF
 
 
 def test_a_folder_is_made_and_probed(tmp_path: Path) -> None:
-    made = usable_folder(tmp_path / "a" / "b", "ROOKERY_CACHE", CACHE_FOLDERS)
+    made = usable_cache(tmp_path / "a" / "b")
     assert made.is_dir() and list(made.iterdir()) == []
 
 
@@ -65,7 +67,7 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_setting(tmp_path: Path
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "at all")
     for folder in ("file", "file/below", "cache", "link"):
         with pytest.raises(UserError, match=r"setting ROOKERY_CACHE: folder .* cannot be written") as refused:
-            usable_folder(tmp_path / folder, "ROOKERY_CACHE", CACHE_FOLDERS)
+            usable_cache(tmp_path / folder)
         assert "\n" not in str(refused.value)
 
 
@@ -89,6 +91,30 @@ def test_a_full_disk_is_not_the_database(
         DataFolder(tmp_path / "data")
     monkeypatch.undo()
     DataFolder(tmp_path / "data").close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_a_disk_without_locks_is_refused_in_one_line(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(UserError, match=re.escape(f"cannot be locked ({os.strerror(number)})")):
+        DataFolder(tmp_path / "data")
+    with pytest.raises(UserError, match=r"setting ROOKERY_CACHE: folder .* cannot be locked"):
+        usable_cache(tmp_path / "cache")
+    usable_folder(tmp_path / "artifacts", "ROOKERY_DATA", ("logs",))  # nothing in it is locked
+
+
+@pytest.mark.parametrize("name", ["folder", "binary", "loop"])
+def test_a_key_that_cannot_be_read_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match=r"cannot be read .*; mount its disk, or set ROOKERY_KEY"):
+        read_secret(tmp_path, name)
 
 
 def test_settings_keep_given_folders(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is light stays light: each room is imported in a process of its own, and what that brought is looked at."""
+"""Light rooms stay light: each room is imported in a process of its own, and the imported modules are checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_public_name_is_there() -> None:
     assert not loaded & {*HEAVY, "fastapi", "uvicorn", "sqlalchemy"}
 
 
-def test_an_environment_needs_no_more_than_its_own_room() -> None:
+def test_an_environment_imports_only_its_room() -> None:
     assert not loaded_by("import rookery; rookery.Environment; rookery.Step") & {*HEAVY, *SERVER}
 
 

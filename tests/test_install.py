@@ -1,4 +1,4 @@
-"""What ``make install`` installs is enough: the packaged model is made ready with nothing else that is here."""
+"""The packages of ``make install`` are enough: the packaged model is made ready with nothing else that is here."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_a_verdict_compares_with_the_first_version_and_with_the_best_constant() 
 def test_reports_have_figures_and_charts_and_say_whether_policies_learned(
     name: str, good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the examples write, and what the benchmarks keep of it."""
+    """The results of the examples, and the part of them that the benchmarks keep."""
     environment, _ = TASKS[name]
     prompts, first, last = list(environment.prompts("eval")), 0.1, 0.95 if good else 0.12
     if name == "xrouter":
@@ -327,7 +327,7 @@ def test_a_step_of_questions_has_as_many_noisy_ones_as_others() -> None:
     assert not solver_verifier.job(1)["shuffle"]
 
 
-def test_held_out_questions_have_words_of_their_own() -> None:
+def test_held_out_questions_use_other_words() -> None:
     words = {split: {w for q in solver_verifier.questions(split) for w in q["words"]} for split in ("train", "eval")}
     assert not words["train"] & words["eval"]
     for question in solver_verifier.questions("train"):

@@ -28,7 +28,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ):
         client.submit(job(stop={"steps": 1})).wait()
         until(lambda: [worker for worker in client.workers() if worker.beat])
-        yield httpx.get(f"{service.url}/metrics").text
+        yield httpx.get(f"{service.url}/metrics", timeout=60).text
 
 
 def expressions() -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.client import Client
-from rookery.errors import UserError
+from rookery.errors import Unavailable, UserError
 from rookery.network import client_tls, is_loopback, is_public, proxy_of, reachable, service_url
 from rookery.settings import Settings
 
@@ -21,6 +21,8 @@ PROXY = "http://proxy:3128"
 @pytest.mark.parametrize(
     ("no_proxy", "through"),
     [
+        ("a.b example.org  c.d", False),
+        ("a.b\texample.com", True),
         ("", True),
         ("*", False),
         ("127.0.0.1,localhost,::1/128,10.0.0.0/8", True),
@@ -141,7 +143,8 @@ def test_an_address_is_read_in_one_way(address: str, http: str, ws: str) -> None
         ("[::1]:7077", "such as http://[::1]:7077"),
         ("ftp://h", ""), ("http://", ""), ("http:///x", ""), ("//h", ""), ("http://h:x", ""), ("http://h:0", ""),
         ("http://h:99999", ""), ("http://a b", ""), ("http://[::1", ""), ("nonsense here", ""), ("http://h\n", ""),
-        ("http://::1:7077", ""), ("", ""), ("http://h?x=1", ""), ("http://h/#top", ""), ("http://user:secret@h:1", ""),
+        ("http://::1:7077", ""), ("", ""), ("http://h?x=1", ""), ("http://h/#top", ""),
+        ("http://user:secret@h:1", "without a user and a password"),
         ("http://h\\x", ""), ("http://h:-1", ""), ("http://:7077", ""), ("http://h:\N{ARABIC-INDIC DIGIT FOUR}", ""),
     ],
 )  # fmt: skip
@@ -179,6 +182,14 @@ def test_certificates_of_the_settings_win_over_those_of_the_system(tmp_path: Pat
             client_tls("wss://h", ca_file, variables)
 
 
+def test_certificates_that_are_missing_do_not_matter_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell may set SSL_CERT_FILE for other programs."""
+    monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent.pem")
+    monkeypatch.setenv("SSL_CERT_DIR", "/nonexistent")
+    with Client("http://127.0.0.1:1", "tml-x") as client, pytest.raises(Unavailable):
+        client.models()
+
+
 def test_this_machine_has_several_names() -> None:
     for here in ("http://localhost", "http://127.1.2.3:1", "ws://[::1]:9"):
         assert is_loopback(here)
@@ -195,6 +206,10 @@ def test_this_machine_has_several_names() -> None:
         ("::", False), ("fe80::1", False), ("fe80::1%eth0", False), ("fc00::1", False), ("ff02::1", False),
         ("::ffff:127.0.0.1", False), ("::ffff:8.8.8.8", True), ("64:ff9b::127.0.0.1", False),
         ("64:ff9b::8.8.8.8", True), ("2002:7f00:1::", False), ("2002:a9fe:a9fe::1", False), ("not an address", False),
+        ("192.0.0.8", False), ("192.88.99.1", False), ("192.31.196.1", True), ("fec0::1", False),
+        ("::127.0.0.1", False),
+        ("::8.8.8.8", False), ("3fff::1", False), ("5f00::1", False), ("64:ff9b:1::7f00:1", False), ("4000::1", False),
+        ("2001:0:7f00:1::", False), ("2001:4860:4860::8888", True),
     ],
 )  # fmt: skip
 def test_addresses_of_the_public_internet(ip: str, public: bool) -> None:
@@ -230,6 +245,31 @@ def test_private_addresses_are_reached_only_where_they_are_allowed(address: str,
     else:
         found, _ = reachable(address, "environment.url", allowed)
         assert found == ip if ip is not None else found in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed", "confidential", "refused"),
+    [
+        ("http://8.8.8.8", "", False, False),
+        ("http://8.8.8.8", "", True, True),
+        ("http://[2001:4860:4860::8888]:81", "8.8.8.8", True, True),
+        ("ws://8.8.8.8", "", True, True),
+        ("https://8.8.8.8", "", True, False),
+        ("wss://8.8.8.8", "", True, False),
+        ("http://8.8.8.8:81", "8.8.8.8:82", True, True),
+        ("http://8.8.8.8:81", "8.8.8.8:81", True, False),
+        ("http://8.8.8.8", "*", True, False),
+        ("http://localhost:9", "localhost", True, False),
+    ],
+)
+def test_a_secret_goes_in_clear_only_to_hosts_that_are_allowed(
+    address: str, allowed: str, confidential: bool, refused: bool
+) -> None:
+    if refused:
+        with pytest.raises(UserError, match=r"^x: a secret .* in clear; give an address with https://.*HOSTS="):
+            reachable(address, "x", allowed, confidential)
+    else:
+        assert reachable(address, "x", allowed, confidential)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.peers import settle
 
 from rookery.children import add_child_seconds
 from rookery.turns import TENANT, TenantThreads, metered
@@ -47,27 +48,34 @@ async def test_a_tenant_with_many_calls_delays_another_by_one(threads: TenantThr
     assert max(order.index(f"small{n}") for n in range(4)) < 12, order
 
 
-async def test_the_services_own_calls_wait_for_no_tenant(threads: TenantThreads) -> None:
+async def test_calls_of_the_service_wait_for_no_tenant(threads: TenantThreads) -> None:
     free = threading.Event()
     stuck = [asyncio.create_task(as_tenant(f"t{n}", threads, free.wait)) for n in range(5)]
-    await asyncio.sleep(0.05)
+    await settle()
     assert await asyncio.wait_for(threads(lambda: 7), 5) == 7
     free.set()
     await asyncio.gather(*stuck)
 
 
 async def test_errors_and_cancellations_end_their_call_only(threads: TenantThreads) -> None:
-    free, done = threading.Event(), []
-    running = asyncio.create_task(as_tenant("t", threads, free.wait))
-    queued = asyncio.create_task(as_tenant("t", threads, done.append, 1))
-    await asyncio.sleep(0.05)
+    begun, free, done = threading.Event(), threading.Event(), []
+
+    def wait() -> None:
+        begun.set()
+        free.wait()
+        done.append("ran to its end")
+
+    running = asyncio.create_task(as_tenant("t", threads, wait))
+    queued = asyncio.create_task(as_tenant("t", threads, done.append, "was never to begin"))
+    await settle()
+    assert await asyncio.to_thread(begun.wait, 30)
     queued.cancel()
     running.cancel()
     await asyncio.gather(running, queued, return_exceptions=True)
     free.set()
     with pytest.raises(ZeroDivisionError):
         await as_tenant("t", threads, lambda: 1 // 0)
-    assert await as_tenant("t", threads, lambda: 3) == 3 and done == []
+    assert await as_tenant("t", threads, lambda: 3) == 3 and done == ["ran to its end"]
 
 
 async def test_the_time_of_a_call_is_charged_to_its_tenant() -> None:
@@ -114,7 +122,7 @@ async def test_a_metered_coroutine_is_cancelled_and_cleans_up() -> None:
         await metered(work(), lambda seconds: None)
 
     task = asyncio.create_task(run())
-    await asyncio.sleep(0.01)
+    await settle()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

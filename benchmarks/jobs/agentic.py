@@ -217,7 +217,7 @@ def submit(bench: Bench, jobs: Sequence[tuple[rookery.Environment, Cell, dict[st
 
 
 def record(one: rookery.Job) -> Cell:
-    """What a job tells of itself when it has ended: rewards by step, and means over its steps."""
+    """The results of an ended job: rewards by step, and means over its steps."""
     rows = list(one.metrics(follow=False))
     found: Cell = {"compute": one.show().cost.seconds, "rewards": [row.reward for row in rows]}
     found |= {stage: statistics.fmean(row[f"seconds/{stage}"] for row in rows) for stage in STAGES}

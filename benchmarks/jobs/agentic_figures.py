@@ -1,4 +1,4 @@
-"""What the agentic cells say: time saved, busy share, the bound, the number of tenants that fill the worker. Pure.
+"""The figures of the agentic cells: time saved, busy share, the bound, how many tenants fill the worker. Pure.
 
 With T the seconds of a job alone at the crowd's staleness and C the worker's seconds in slices for it:
 
@@ -36,7 +36,7 @@ ABLATIONS = {
     "global barrier": "a barrier between phases, and staleness 0",
     "staleness 0": "staleness 0",
 }
-"""What each arm changes, by the name that its cells have."""
+"""The change of each arm, by the name of its cells."""
 
 LEAST_EFFICIENCY = 0.85
 """Of the bound's makespan."""

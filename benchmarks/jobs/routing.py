@@ -36,7 +36,7 @@ WINDOW = 10
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared."""
+    """The compared arms."""
 
     name: str
     weight: float

@@ -17,7 +17,7 @@ from benchmarks.lib import harness
 from benchmarks.lib.harness import Result
 
 Cell = dict[str, Any]
-"""What one piece measured: JSON."""
+"""The figures of one piece: JSON."""
 
 
 class Cells:

@@ -49,7 +49,7 @@ class Contender:
         self.about: dict[str, Any] = self._answer()
 
     def run(self, **task: Any) -> dict[str, Any]:
-        """What it measured. Raises :class:`ContenderFailed`."""
+        """Its figures. Raises :class:`ContenderFailed`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(task) + "\n")

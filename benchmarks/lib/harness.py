@@ -1,4 +1,4 @@
-"""What every measure shares: the machine's name, medians, the model as peers want it, and where results go.
+"""The shared part of every measure: the machine's name, medians, the model as peers want it, and where results go.
 
 A result is one JSON file in ``results/``: what was measured, on what, with which command, all repeats and the verdicts.
 ``report.py`` makes the tables and plots from these files alone, so that no figure is ever typed.
@@ -91,7 +91,7 @@ class Result:
     """The commit that was measured; ``+`` follows it where files differed from that commit."""
     simulated: bool = False
     data: dict[str, Any] = field(default_factory=dict)
-    """What plots are drawn from."""
+    """The input of plots."""
 
     def add(self, what: str, values: Sequence[float], unit: str, note: str = "") -> Row:
         row = Row(what, [float(value) for value in values], unit, note)
@@ -124,20 +124,20 @@ def result_path(name: str) -> Path:
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """A process that ends meanwhile leaves the file as it was."""
-    aside = path.with_suffix(".new")
-    aside.write_text(json.dumps(result, indent=1) + "\n")
-    aside.replace(path)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.replace(path)
 
 
 @contextmanager
 def whole(folder: Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``folder`` once that is done: a process that ends meanwhile leaves none."""
-    aside = folder.with_name(f"{folder.name}.new")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    yield aside
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    yield new
     shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    new.rename(folder)
 
 
 def machine() -> str:

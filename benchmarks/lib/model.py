@@ -18,12 +18,12 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import best_dtype
 
 OURS = ("GOMP_SPINCOUNT", "MKL_CBWR")
-"""What a worker's package writes into the environment for its own threads and sums: a peer's are as its libraries have
-them. Large pages and the allocator are for everybody."""
+"""The variables that a worker's package sets for its threads and sums: a peer keeps its libraries'
+values. Large pages and the allocator are for everybody."""
 
 
 def number_type() -> str:
-    """What every contender computes in: the quicker of bfloat16 and float32 on this machine, as a worker chooses."""
+    """The type of every contender: the quicker of bfloat16 and float32 on this machine, as a worker chooses."""
     return str(best_dtype()).removeprefix("torch.")
 
 
@@ -49,7 +49,7 @@ def start_peer(name: str, home: str, script: str, *more: str, environment: dict[
 
 
 def attempt(result: Result, peers: dict[str, Contender], name: str, **task: Any) -> dict[str, Any] | None:
-    """What this peer measured. None, with a note, where it fails: then it is ended, and among ``peers`` no more. None
+    """The figures of this peer. None, with a note, where it fails: then it is ended, and among ``peers`` no more. None
     if it is not among them."""
     if name not in peers:
         return None

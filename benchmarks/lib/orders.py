@@ -1,4 +1,4 @@
-"""What a controller orders of an engine and a trainer, without a controller: adapters, requests, optimizer steps."""
+"""A controller's orders to an engine and a trainer, without a controller: adapters, requests, optimizer steps."""
 
 from __future__ import annotations
 

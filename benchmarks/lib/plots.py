@@ -70,9 +70,9 @@ def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
     if not bars:
         return None
     figure, axes = _new(0.45 * len(bars) + 1.3, 1)
-    for place, (_, times, figures, _) in enumerate(bars):
-        axes.barh(place, times, 0.6, color=COLOURS[0] if times >= 1 else COLOURS[2])
-        axes.text(max(times, 1) + 0.08, place, f"{times:.2f} x   ({figures})", va="center", fontsize=9)
+    for index, (_, times, figures, _) in enumerate(bars):
+        axes.barh(index, times, 0.6, color=COLOURS[0] if times >= 1 else COLOURS[2])
+        axes.text(max(times, 1) + 0.08, index, f"{times:.2f} x   ({figures})", va="center", fontsize=9)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(bars)), [what for what, *_ in bars], fontsize=9)
     axes.invert_yaxis()
@@ -124,9 +124,9 @@ def _agentic(results: Mapping[str, dict[str, Any]]) -> Figure | None:
         "all at once, staleness 2": (COLOURS[0], lambda p: p["makespan"]),
     }
     for number, (label, (colour, seconds)) in enumerate(groups.items()):
-        for place, point in enumerate(points):
-            at, value = place + (number - 1) * 0.27, seconds(point)
-            axes.bar(at, value, 0.25, color=colour, label=label if not place else None)
+        for index, point in enumerate(points):
+            at, value = index + (number - 1) * 0.27, seconds(point)
+            axes.bar(at, value, 0.25, color=colour, label=label if not index else None)
             axes.text(at, value, f"{value:,.0f}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(points)), [f"{p['tenants']} tenant{'s' * (p['tenants'] > 1)}" for p in points])
     axes.set_ylabel("seconds until all jobs are done")

@@ -22,11 +22,11 @@ from benchmarks.lib.plots import draw
 from benchmarks.scale import seer, tenants
 
 ORDER = (
-    "generation", "speculation", "engines", "multiplex", "training", "other_families", "grpo_step", "agentic",
+    "generation", "speculation", "engines", "lanes", "multiplex", "training", "other_families", "grpo_step", "agentic",
     "serving", "machines_workers", "machines_ray", "machines_fsdp", "gpu", "tenants", "seer", "serving_simulation",
     "jigsaw",
 )  # fmt: skip
-"""What comes first; others follow by name, simulated ones last."""
+"""The first measures; others follow by name, simulated ones last."""
 
 ROWS = {
     "engines": ("native: a step", "vllm: a step"),
@@ -40,9 +40,9 @@ HIDDEN = {
     "speculation": r"tokens per forward|budget",
     "agentic": r"fill the worker|at staleness 0|latency 0.5 s",
     "tenants": r"saturation|, staleness 0|latency 2 s",
+    "callers": r"^C\d",
     "weights": r"^simulated|kill -9|the star",
     "xrouter": r"above constants|cost falls",
-    "elastic": r"waiting",
     "seer": r"short of memory|oracle|texts equal|rho 0|sigma 0|wrong estimate|draft|no fixed length",
     "serving_simulation": r"costs|saturated|freeze|candidate|without the cut",
     "jigsaw": r"regret|lengths double|inactive|constructed|assumed",
@@ -57,15 +57,17 @@ AGAIN = {
     "the Tinker cookbook's arithmetic": "make cookbook",
     "memory by tenants": "python -m benchmarks.micro.memory",
     "the service's floor per call": "python -m benchmarks.micro.service_floor",
-    "the page over a large database, on a quiet machine": "python -m benchmarks.scale.page_scale",
     "a hostile tenant for twenty minutes, on a quiet machine": "make soak",
     "the memory controller's four policies": "python examples/memory_controller.py",
     "a verifier that begins slowly, next to its solver": "python examples/solver_verifier.py",
     "availability traces": "python -m benchmarks.scale.simulation",
-    "a MoE and a hybrid family by the transformers trainer: no benchmark has them yet": "",
+    "a simulation with the shipped worker's I/O side": "python -m benchmarks.scale.shipped_worker",
+    "a MoE and a hybrid family by the transformers trainer": "python -m benchmarks.micro.other_families",
+    "the planner of lanes, simulated with the slowdowns that were measured": "python -m benchmarks.scale.jigsaw",
+    "next to other programs that always run": "python -m benchmarks.micro.neighbours",
     "any GPU": "make bench-gpu",
 }
-"""What has no figure here, because its code changed after its measurement, and the command that measures it."""
+"""The measures without a figure, because their code changed since, and the commands that measure them."""
 
 HEAD = """# Results
 
@@ -94,7 +96,7 @@ FIGURES: dict[str, Callable[..., Result]] = {
     "seer": seer.figures,
     "tenants": tenants.figures,
 }
-"""What makes rows, verdicts and tables of a measure's cells."""
+"""The makers of rows, verdicts and tables of a measure's cells."""
 
 
 def main() -> None:
@@ -121,7 +123,7 @@ def page(found: list[dict[str, Any]], plots: dict[str, Path]) -> str:
     parts = [HEAD, *markdown(["", "machine"], [[letter, name] for name, letter in machines.items()])]
     for simulated, head in ((False, "\n## Measured\n"), (True, SIMULATED)):
         shown: set[tuple[str, str]] = set()
-        lines = [line for one in found if one["simulated"] is simulated for line in _lines(one, machines, shown)]
+        lines = [line for one in found if one["simulated"] is simulated for line in lines_of(one, machines, shown)]
         parts += [head, *markdown(["measure", "yardstick", "figure", "", "measured on"], lines)]
         for name, title in PICTURES.items():
             if name in plots and (name == "tenants") is simulated:
@@ -142,7 +144,7 @@ def read(path: Path) -> dict[str, Any]:
     return result
 
 
-def _lines(result: dict[str, Any], machines: dict[str, str], shown: set[tuple[str, str]]) -> Iterable[list[str]]:
+def lines_of(result: dict[str, Any], machines: dict[str, str], shown: set[tuple[str, str]]) -> Iterable[list[str]]:
     """A line for every verdict that has a figure and is not in ``shown``, or for the rows of :data:`ROWS`."""
     origin = f"{result['date']}, {result['commit']}, {machines[result['machine']]}"
     name = f"[{result['name']}]({_file(result)})"

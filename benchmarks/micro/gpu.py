@@ -48,7 +48,7 @@ PATIENCE_SECONDS = 20.0
 
 
 class Budget:
-    """What is left of the minutes that the whole run may take."""
+    """The rest of the minutes of the whole run."""
 
     def __init__(self, result: Result, minutes: float) -> None:
         self._result = result
@@ -60,7 +60,7 @@ class Budget:
         return self.attempt(what, lambda: _repeated(make())) or []
 
     def attempt(self, what: str, make: Callable[[], T]) -> T | None:
-        """What ``make`` makes. None, with a note, where that fails or there is no time left."""
+        """The result of ``make``. None, with a note, where that fails or there is no time left."""
         made: T | None = None
         try:
             if time.perf_counter() > self._end:

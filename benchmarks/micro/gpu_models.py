@@ -58,7 +58,7 @@ counts. Others are probed."""
 
 @dataclass(frozen=True)
 class Roof:
-    """What a device reaches at best, and where the figures are from."""
+    """The best figures of a device, and their source."""
 
     flops: float
     bytes: float

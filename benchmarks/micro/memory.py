@@ -64,7 +64,7 @@ def _train(bench: Bench, tenants: int) -> None:
 
 
 def told(peaks: dict[int, list[float]], cache_bytes: int) -> Result:
-    """What the largest resident sets of the repeats so far say, in MiB."""
+    """The figures of the largest resident sets of the repeats so far, in MiB."""
     result = Result("memory", f"Resident memory of the worker with {TENANTS} tenants against 1", command())
     for tenants, found in peaks.items():
         result.add(f"{tenants} tenant{'s' * (tenants > 1)}, peak", found, "MiB")

@@ -3,7 +3,8 @@ the other on all cores.
 
 s = seconds of a unit beside the other work / seconds alone on all cores. A pair gains if 1/s_a + 1/s_b is above 1.05:
 one after the other is 1. The work is a worker's: decode steps of so many rows, prompts of 256 tokens, optimizer steps
-on 8 x 128 tokens. ``benchmarks.scale.jigsaw`` plans with this table."""
+on 8 x 128 tokens. The slowdowns of lanes within one worker are measured by
+``benchmarks.micro.lanes``."""
 
 from __future__ import annotations
 
@@ -30,7 +31,6 @@ from benchmarks.lib.orders import optimizer_steps, trainer_of, unit
 from benchmarks.lib.workload import random_ids
 
 from rookery import protocol
-from rookery.scheduling.pipelines import PAYS
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.native.engine import NativeEngine
@@ -38,6 +38,8 @@ from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
+PAYS = 1.05
+"""1/s_a + 1/s_b of a pair should be above it, s being the slowdown beside the other: 1 is one after the other."""
 ROWS = {f"decode {rows}": rows for rows in (1, 4, 16, 64)}
 KINDS = (*ROWS, "prefill", "train")
 PAIRS = [(kind, "train") for kind in KINDS] + [("decode 4", "decode 4"), ("decode 16", "decode 16"), ("prefill",) * 2]

@@ -1,4 +1,4 @@
-"""What the service itself costs: a call that does nothing, and a queued sample of one token beyond its compute.
+"""The cost of the service itself: a call that does nothing, and a queued sample of one token beyond its compute.
 
 Both over one kept connection from another process. The sample's compute is the time that its worker was busy with it,
 by the worker's own account; everything else (HTTP, queue, wire, scheduling, flush) is the service's. The engine alone

@@ -31,10 +31,11 @@ from typing import Any, Literal
 from benchmarks.lib.harness import Result, command
 from tests.chaos.faults import Plan
 from tests.chaos.network import NetworkConnection, PeerEnd
-from tests.chaos.run import MEMORY, Run
+from tests.chaos.run import Run
 
 from rookery import protocol
 from rookery.simulation.clock import VirtualLoop
+from rookery.simulation.fakes.service import MEMORY
 
 WORKERS = (10, 30, 100, 300, 1000)
 FIXED_JOBS = 20
@@ -148,10 +149,12 @@ class Quiet(Run):
             await asyncio.sleep(1.0)
             if meter.events.total() >= ENOUGH:
                 break
-        spent = time.thread_time_ns() - before - (meter.peers - peers)
+        whole = time.thread_time_ns() - before
+        spent = whole - (meter.peers - peers)
         events = meter.events.total()
         found = {
             "microseconds": spent / events / 1000,
+            "thread_seconds": whole / 1e9,
             "events": events,
             "versions": self.history.versions - steps,
             "seconds": self._loop.time() - began,
@@ -182,12 +185,17 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return statistics.linear_regression(x, y).slope
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def scaling_options(about: str | None, workers: Sequence[int]) -> argparse.Namespace:
+    """The command line of a run at several sizes, ``about`` which a docstring tells. Silences the package's log."""
+    parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3, help="runs of each setting (default: 3)")
-    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="numbers of workers")
-    options = parser.parse_args()
+    parser.add_argument("--workers", type=int, nargs="+", default=workers, help="numbers of workers")
     logging.getLogger("rookery").setLevel(logging.CRITICAL + 1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = scaling_options(__doc__, WORKERS)
     result = Result("controller_scaling", "The controller's time per event", command(), simulated=True)
     settings = {
         "jobs fixed": lambda workers: FIXED_JOBS,

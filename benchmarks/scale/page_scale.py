@@ -41,7 +41,7 @@ SPEC = JobSpec.model_validate({
 
 def episode_text(number: int) -> bytes:
     """A stored episode of one turn with forty tokens."""
-    tokens = [number % 30_000 + place for place in range(40)]
+    tokens = [number % 30_000 + index for index in range(40)]
     trajectory = Trajectory(
         tokens, [-0.5] * 40, [1] * 40, prompt=list(range(60)), mask=[True] * 40, replies=[ReplySpan(0, 40, "main")]
     )

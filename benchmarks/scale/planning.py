@@ -135,12 +135,12 @@ def _correlation(result: Result, plans: int) -> None:
         predicted.append(expected.seconds)
         simulated.append(simulate_plan(devices, demands, roles, [use.rows for use in expected.uses]))
     errors = [abs(p / s - 1) for p, s in zip(predicted, simulated, strict=True)]
-    rho = statistics.correlation(_ranks(predicted), _ranks(simulated))
+    rho = statistics.correlation(ranks(predicted), ranks(simulated))
     result.add("error of the predicted seconds against the simulated ones", errors, "of 1")
     result.judge("rank correlation (Spearman) >= 0.8", f"{rho:.2f}", rho >= RANK_CORRELATION, f"{plans} random plans")
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def ranks(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=lambda i: values[i])
     ranks = [0.0] * len(values)
     for rank, i in enumerate(order):

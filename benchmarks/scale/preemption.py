@@ -1,4 +1,4 @@
-"""What losing workers costs, with real processes: kills in the middle of long generations, random kills over a training
+"""The cost of lost workers, with real processes: kills in the middle of long generations, random kills over a training
 run, a worker that joins, a service that is killed while its workers generate, and T_seed that begins far off.
 
 ``python -m benchmarks.scale.preemption [--only PART ...]``. Processes are those of the chaos tests: a service without
@@ -47,11 +47,11 @@ def town(folder: Path, model: str, cache: Path, **settings: str) -> Deployment:
     return Deployment(folder, cache, Path(model), workers=0, **settings)
 
 
-def ask(place: Deployment, pool: ThreadPoolExecutor) -> Replies:
+def ask(running: Deployment, pool: ThreadPoolExecutor) -> Replies:
     """Long texts, each with a seed of its own."""
     texts = questions(REQUESTS)
     return [
-        pool.submit(place.client.sample, place.model, text, max_tokens=TOKENS, seed=seed, temperature=1.5)
+        pool.submit(running.client.sample, running.model, text, max_tokens=TOKENS, seed=seed, temperature=1.5)
         for seed, text in enumerate(texts)
     ]
 
@@ -60,11 +60,11 @@ def told(replies: Replies) -> list[Any]:
     return [(reply.tokens, reply.logprobs) for reply in (future.result() for future in replies)]
 
 
-def generated(place: Deployment, worker: str, least: int) -> int:
+def generated(running: Deployment, worker: str, least: int) -> int:
     """Tokens that a worker's process has sampled, once it has told of ``least``."""
-    wait_until(lambda: place.wait_serving(worker).beat["generated"] >= least, f"{worker} has sampled {least} tokens")
+    wait_until(lambda: running.wait_serving(worker).beat["generated"] >= least, f"{worker} has sampled {least} tokens")
     time.sleep(2.0)  # a beat or more: had it sampled others, it would have told
-    return int(place.wait_serving(worker).beat["generated"])
+    return int(running.wait_serving(worker).beat["generated"])
 
 
 # --- kill -9 in the middle of long generations ------------------------------------------------------------------------
@@ -75,34 +75,34 @@ def kills(result: Result) -> None:
     again, differing, missing = 0, 0, 0
     flushed: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(REQUESTS) as pool:
-        with town(Path(folder) / "calm", MODEL, cache) as place:
-            place.join("one")
-            place.wait_serving("one")
-            calm = told(ask(place, pool))
+        with town(Path(folder) / "calm", MODEL, cache) as running:
+            running.join("one")
+            running.wait_serving("one")
+            calm = told(ask(running, pool))
         total = sum(len(tokens) for tokens, _ in calm)
         for share in SHARES:
-            with town(Path(folder) / str(share), MODEL, cache) as place:
-                place.join("one")
-                place.wait_serving("one")
-                replies = ask(place, pool)
+            with town(Path(folder) / str(share), MODEL, cache) as running:
+                running.join("one")
+                running.wait_serving("one")
+                replies = ask(running, pool)
                 wait_until(
-                    lambda place=place, share=share: place.metric_total("sampled_tokens") >= share * total,
+                    lambda running=running, share=share: running.metric_total("sampled_tokens") >= share * total,
                     "tokens came",
                 )
-                flushed.append(place.worker("one").max_flush_tokens)
-                place.joined["one"].kill()
-                place.joined.pop("one").wait()
-                wait_until(lambda place=place: place.worker("one").state == "suspect", "it is noticed")
-                received = place.metric_total("sampled_tokens")
+                flushed.append(running.worker("one").max_flush_tokens)
+                running.joined["one"].kill()
+                running.joined.pop("one").wait()
+                wait_until(lambda running=running: running.worker("one").state == "suspect", "it is noticed")
+                received = running.metric_total("sampled_tokens")
                 began = time.perf_counter()
-                place.join("two")
-                place.wait_serving("two")
+                running.join("two")
+                running.wait_serving("two")
                 result.add(f"killed at {share:.0%}: a new worker serves after", [time.perf_counter() - began], "s")
                 texts = told(replies)
-                repeated = generated(place, "two", total - received) - (total - received)
+                repeated = generated(running, "two", total - received) - (total - received)
                 again += repeated
                 differing += sum(one != other for one, other in zip(texts, calm, strict=True))
-                missing += abs(place.metric_total("sampled_tokens") - total)
+                missing += abs(running.metric_total("sampled_tokens") - total)
     rows = f"{len(SHARES)} kills, {REQUESTS} requests of up to {TOKENS} tokens, {total} tokens"
     result.add("received tokens generated again", [again], "tokens", rows)
     result.add("texts that differ from the uninterrupted run's, log-probabilities included", [differing], "texts", rows)
@@ -167,30 +167,30 @@ def training(result: Result) -> None:
         folder = Path(name)
         model = save_small_model(folder / "small")
         prepare(str(model), folder / "cache")
-        with town(folder / "run", str(model), folder / "cache", retry_limit=str(KILLS)) as place:
+        with town(folder / "run", str(model), folder / "cache", retry_limit=str(KILLS)) as running:
             for worker in THREE:
-                place.join(worker, "--preemptible")
-                place.wait_serving(worker)
-            place.host()
-            calm = [end_of(place, [submit(place, "steady", seed=seed)])[0] for seed in SEEDS]
+                running.join(worker, "--preemptible")
+                running.wait_serving(worker)
+            running.host()
+            calm = [end_of(running, [submit(running, "steady", seed=seed)])[0] for seed in SEEDS]
             chance, deaths, jobs = random.Random(0), 0, 0
             equal, compared = 0, 0
             while deaths < KILLS:
                 seed = SEEDS[jobs % len(SEEDS)]
-                job = submit(place, "steady", seed=seed)
+                job = submit(running, "steady", seed=seed)
                 jobs += 1
                 while deaths < KILLS and job.show().state in ("queued", "running"):
                     time.sleep(chance.uniform(*KILL_SECONDS))
-                    place.kill(chance.choice(THREE))
+                    running.kill(chance.choice(THREE))
                     deaths += 1
-                (after,) = end_of(place, [job])
+                (after,) = end_of(running, [job])
                 after.check()
                 equal += after.assert_equal_episodes(calm[seed])
                 compared += len(after.outcomes)
-            migrated, losses = place.metric_total("requests_migrated"), place.metric_total("worker_losses")
-            tried = place.metric_total("training_retries")
+            migrated, losses = running.metric_total("requests_migrated"), running.metric_total("worker_losses")
+            tried = running.metric_total("training_retries")
             for worker in THREE:
-                place.wait_serving(worker)  # the last one killed is back: what is just starting cannot leave in order
+                running.wait_serving(worker)  # the last one killed is back: what is just starting cannot leave in order
         note = f"{jobs} jobs of {STEPS} steps, one after another, on {len(THREE)} workers, all of which train"
         result.add("random kills of workers", [deaths], "kills", note)
         result.add("of them noticed while they worked", [losses], "losses")
@@ -212,11 +212,11 @@ def joining(result: Result) -> None:
     cache = Settings.load().cache
     first, loaded, pulled, lent = [], [], [], []
     for _ in range(3):
-        with tempfile.TemporaryDirectory() as folder, town(Path(folder) / "t", MODEL, cache) as place:
-            place.join("one")
-            place.wait_serving("one")
+        with tempfile.TemporaryDirectory() as folder, town(Path(folder) / "t", MODEL, cache) as running:
+            running.join("one")
+            running.wait_serving("one")
             rows = [{"prompt": text, "answer": ""} for text in questions(32)]
-            place.client.submit(
+            running.client.submit(
                 {
                     "name": "long",
                     "base_model": MODEL,
@@ -227,19 +227,20 @@ def joining(result: Result) -> None:
                 }
             )
             wait_until(
-                lambda place=place: place.metric_total("sampled_tokens") > 2000, "the job is in the middle of a step"
+                lambda running=running: running.metric_total("sampled_tokens") > 2000,
+                "the job is in the middle of a step",
             )
             elsewhere = Path(folder) / "elsewhere"
             (elsewhere / "models").mkdir(parents=True)
             (elsewhere / "models" / MODEL).symlink_to(prepare(MODEL, cache))
             began = time.perf_counter()
-            place.join("two", "--preemptible", "--roles", "rollout", "--cache", str(elsewhere))
-            wait_until(lambda place=place: place.worker("two") is not None, "it dialled in")
-            place.wait_serving("two")
+            running.join("two", "--preemptible", "--roles", "rollout", "--cache", str(elsewhere))
+            wait_until(lambda running=running: running.worker("two") is not None, "it dialled in")
+            running.wait_serving("two")
             loaded.append(time.perf_counter() - began)
-            wait_until(lambda place=place: place.worker("two").beat["generated"] > 0, "its first tokens")
+            wait_until(lambda running=running: running.worker("two").beat["generated"] > 0, "its first tokens")
             first.append(time.perf_counter() - began)
-            beat = place.worker("two").beat
+            beat = running.worker("two").beat
             lent.append(beat["gauges"]["pulled_from_peers_bytes"] / MEGABYTE)
             pulled.append(lent[-1] + beat["gauges"]["pulled_from_service_bytes"] / MEGABYTE)
     result.add("a worker that joins in the middle of a step serves after", loaded, "s", "Python, torch, model, adapter")
@@ -256,21 +257,21 @@ def restart(result: Result) -> None:
         folder = Path(name)
         model = save_small_model(folder / "small")
         prepare(str(model), folder / "cache")
-        with town(folder / "run", str(model), folder / "cache") as place:
+        with town(folder / "run", str(model), folder / "cache") as running:
             for worker in THREE:
-                place.join(worker)
-                place.wait_serving(worker)
-            calm = end_of(place, [submit(place, "jsonl", seed=1)])[0]
-            before = sum(generated(place, worker, 0) for worker in THREE)
-            job = submit(place, "jsonl", seed=1)
+                running.join(worker)
+                running.wait_serving(worker)
+            calm = end_of(running, [submit(running, "jsonl", seed=1)])[0]
+            before = sum(generated(running, worker, 0) for worker in THREE)
+            job = submit(running, "jsonl", seed=1)
             deaths = 4
             for death in range(deaths):
-                place.wait_for_episodes([job], (death * 8 + 2, 0.1))
-                place.kill("service")
-            story = end_of(place, [job])[0]
+                running.wait_for_episodes([job], (death * 8 + 2, 0.1))
+                running.kill("service")
+            story = end_of(running, [job])[0]
             story.check()
             same = story.assert_equal_episodes(calm)
-            after = sum(generated(place, worker, 0) for worker in THREE)
+            after = sum(generated(running, worker, 0) for worker in THREE)
             again = after - before - story.sampled
             twice = json.loads(story.row["counters"])["tokens"] - story.sampled
     result.add("the service killed and restarted while 3 workers generate", [deaths], "times")

@@ -79,15 +79,15 @@ def _steps(bench: Bench, name: str, steps: int) -> list[float]:
 # --- with remote workers ----------------------------------------------------------------------------------------------
 
 
-def submit(place: Deployment, steps: int) -> Job:
+def submit(running: Deployment, steps: int) -> Job:
     rows = [{"prompt": text, "answer": ""} for text in questions(PROMPTS * steps)]
     spec = job("seeded", steps, micro_batch=MICRO_BATCH)
     spec["environment"] = {"id": "jsonl", "rows": rows, "verifier": {"name": "regex", "pattern": "[a-m].*[n-z]"}}
     spec["sampling"]["max_tokens"] = TOKENS
-    return place.client.submit(spec)
+    return running.client.submit(spec)
 
 
-def world(folder: str, initial: float) -> Deployment:
+def deployment(folder: str, initial: float) -> Deployment:
     cache = Settings.load().cache
     return Deployment(Path(folder) / "t", cache, Path(MODEL), workers=0, seed_initial_seconds=f"{initial:g}")
 
@@ -112,12 +112,12 @@ def far_off(result: Result, repeats: int) -> None:
     settled = 0.0
     for name, initial in (("near", None), ("far off", OFF)):
         start = Settings().offload.seed_initial_seconds / 4 if initial is None else max(settled, 0.5) * initial
-        with tempfile.TemporaryDirectory() as folder, world(folder, start) as place:
-            place.join("home")
-            place.wait_serving("home")
-            place.join(REMOTE[0], "--preemptible", "--roles", "rollout")
-            place.wait_serving(REMOTE[0])
-            rows = list(submit(place, LOOKED_AT).metrics())
+        with tempfile.TemporaryDirectory() as folder, deployment(folder, start) as running:
+            running.join("home")
+            running.wait_serving("home")
+            running.join(REMOTE[0], "--preemptible", "--roles", "rollout")
+            running.wait_serving(REMOTE[0])
+            rows = list(submit(running, LOOKED_AT).metrics())
         curves[name] = found(rows)
         tail = curves[name][SETTLED:]
         if initial is None:
@@ -142,25 +142,25 @@ def settling(gaps: list[float]) -> int:
 
 
 def away_and_back(result: Result, repeats: int) -> None:
-    with tempfile.TemporaryDirectory() as folder, world(folder, 2.0) as place:
-        place.join("home")
-        place.wait_serving("home")
+    with tempfile.TemporaryDirectory() as folder, deployment(folder, 2.0) as running:
+        running.join("home")
+        running.wait_serving("home")
         for name in REMOTE:
-            place.join(name, "--preemptible", "--roles", "rollout")
-            place.wait_serving(name)
-        task = submit(place, 30)
+            running.join(name, "--preemptible", "--roles", "rollout")
+            running.wait_serving(name)
+        task = submit(running, 30)
         _after(task, 6)
         before = found(_rows(task))[-1]
         for name in REMOTE[1:]:
-            process = place.joined.pop(name)
+            process = running.joined.pop(name)
             process.kill()
             process.wait()
         gone = task.show().step
         _after(task, gone + 6)
         few = found(_rows(task))[-1]
         for name in REMOTE[1:]:
-            place.join(name, "--preemptible", "--roles", "rollout")
-            place.wait_serving(name)
+            running.join(name, "--preemptible", "--roles", "rollout")
+            running.wait_serving(name)
         back = task.show().step
         _after(task, back + 4)
         after = next(row for row in found(_rows(task)) if row["step"] >= back + 2)

@@ -107,8 +107,8 @@ class OneWorkerPerGroup(WorkerPool):
 
     homes: dict[str, Worker]
 
-    def choose(self, inflight: InflightRequest, express: bool) -> Worker | None:
-        found = super().choose(inflight, express)
+    def choose(self, inflight: InflightRequest, interactive: bool) -> Worker | None:
+        found = super().choose(inflight, interactive)
         return self.homes.setdefault(inflight.request.generate.group, found) if found is not None else None
 
     def find_migration(self, model: str) -> Migration | None:
@@ -376,7 +376,7 @@ GAINS = {
     "requests": "throughput of placing requests one by one over whole groups at a worker",
     "context": "throughput that the order adds",
 }
-"""What the arms' gains over the arm before are called."""
+"""The names of the arms' gains over the arm before."""
 
 
 def _ladder(result: Result, ratios: Ratios, curve: str) -> None:

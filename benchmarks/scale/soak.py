@@ -57,11 +57,11 @@ LOOK_SECONDS, KILL_SECONDS = 1.0, 20.0
 WORKER_SLOPE = 10e3
 """Bytes that a worker may grow by a job."""
 SERVICE_BYTES = 1 << 30
-"""What the service may hold at most while it is attacked."""
+"""The most memory of the service during an attack."""
 API_SECONDS = 0.1
 """Within which 99% of API calls are answered while it is attacked."""
 END_SECONDS = 10.0
-"""What callers get to notice the end."""
+"""The time for callers to notice the end."""
 ABREAST = 3
 """Jobs at a time with ``--jobs``."""
 FEWEST_JOBS = 10
@@ -96,11 +96,11 @@ class Soak:
     """Seconds of an API call of theirs."""
     looks: list[Look] = field(default_factory=list)
     answers: Counter[str] = field(default_factory=Counter)
-    """What the hostile tenant got, by attack and status."""
+    """The answers to the hostile tenant, by attack and status."""
     loads: list[float] = field(default_factory=list)
     """Load averages of a minute, at each look."""
     wrong: list[str] = field(default_factory=list)
-    """What should not have happened to the other tenants."""
+    """The faults that other tenants saw."""
 
     def tenant(self, name: str) -> str:
         """A key of a new tenant."""

@@ -19,6 +19,9 @@ from pydantic_core import CoreSchema, core_schema
 NAME, LINE, ERROR = 200, 4096, 1 << 16
 """Characters of a name; of a path, an address or a description; of an error, which may bring a story."""
 
+GIVEN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+"""The form of a name that a user gives to a job, a tenant or a secret; with a bound of 100 characters."""
+
 LONGEST_TEXT = 1 << 24
 """Characters of a text that a model reads or writes. The limits of a request's bytes are lower."""
 
@@ -35,6 +38,13 @@ first."""
 
 ENTRIES = 1 << 20
 """Items of a list of tokens, chunks or hashes: more than the longest context has."""
+
+CONVERSATION, PROMPTS = 2048, 1024
+"""Messages of one conversation, as in OpenAI's API, and prompts of one request. Checking a message takes 6 µs in which
+nothing else runs; each takes some tokens of the context."""
+
+CHUNKS = 32 << 10
+"""Chunks of one prompt, of which a client may make one for each token."""
 
 METADATA = 16 << 10
 """Bytes of a client's own metadata as JSON: it is stored, and returned with every listing."""

@@ -76,6 +76,10 @@ class DatabaseAway(Unavailable):
     """The database does not answer, or what answers is not the database that the service opened."""
 
 
+class DatabaseReadOnly(DatabaseAway):
+    """The database answers and takes no writes: its server became a replica, or its disk was mounted read-only."""
+
+
 class ArtifactsAway(Unavailable):
     """The place of the artifacts is not there, cannot be read, or carries another owner's mark: nothing can be
     concluded about any artifact."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from rookery.errors import NO_ROOM, StorageFull, UserError
 CACHE_FOLDERS = ("models", "prepared", "adapters", "kernels")
 """Parts of the cache. Where another user has made one, it has to be writable like the cache itself."""
 
+LOCKED_FOLDERS = ("", "models", "prepared", "kernels")
+"""Of them those in which processes wait for each other by locks, and the cache itself, where they are made."""
 
 PROBE_BYTES = 1 << 20
 """Bytes that are written to see whether there is room: a new database with its log takes about as many. A full disk
@@ -30,17 +33,29 @@ def without_home(folder: Path) -> bool:
     return str(folder).startswith("~")
 
 
-def usable_folder(folder: Path, setting: str, parts: tuple[str, ...] = ()) -> Path:
+def usable_cache(folder: Path) -> Path:
+    """The cache, as :func:`usable_folder`."""
+    return usable_folder(folder, "ROOKERY_CACHE", CACHE_FOLDERS, LOCKED_FOLDERS)
+
+
+def usable_folder(folder: Path, setting: str, parts: tuple[str, ...] = (), locked: tuple[str, ...] = ()) -> Path:
     """``folder``, made where it is missing, once a file could be written in it and in those of its ``parts`` that
-    exist. Raises :class:`UserError`, which names the ``setting``, or :class:`StorageFull`."""
+    exist, and locked in those that are ``locked``; the empty part is the folder itself. Raises :class:`UserError`,
+    which names the ``setting``, or :class:`StorageFull`."""
     if without_home(folder):
         raise UserError(f"setting {setting}: {folder} needs a home, and HOME is not set; set {setting} to a folder")
-    at = folder
+    at, done = folder, "written"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for at in (folder, *(folder / part for part in parts if (folder / part).exists())):
+        for part in ("", *parts):
+            if not (folder / part).exists():
+                continue
+            at, done = folder / part, "written"
             with tempfile.TemporaryFile(dir=at) as file:
                 file.write(bytes(PROBE_BYTES))
+                if part in locked:
+                    done = "locked"
+                    fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno in NO_ROOM:
             raise StorageFull(
@@ -48,7 +63,11 @@ def usable_folder(folder: Path, setting: str, parts: tuple[str, ...] = ()) -> Pa
             ) from None
         reason = error.strerror or str(error)
         raise UserError(
-            f"setting {setting}: folder {at} cannot be written ({reason}); make it writable for this user, or set"
-            f" {setting} to one that is"
+            f"setting {setting}: folder {at} cannot be {done} ({reason}); "
+            + (
+                f"its disk has no locks; set {setting} to one that has"
+                if done == "locked"
+                else f"make it writable for this user, or set {setting} to one that is"
+            )
         ) from None
     return folder

@@ -3,7 +3,8 @@ environment hosts, workers and their transfers.
 
 * The variables ``http_proxy``, ``https_proxy``, ``all_proxy`` and ``no_proxy``, also in capitals, choose the proxy.
   Addresses of this machine are reached without one. ``no_proxy`` has names (each with its sub-domains), addresses and
-  networks such as ``10.0.0.0/8`` or ``::1/128``, separated by commas, each with an optional port; ``*`` is everything.
+  networks such as ``10.0.0.0/8`` or ``::1/128``, separated by commas or spaces, each with an optional port; ``*`` is
+  everything.
 * A proxy speaks HTTP. A mistake in an address or a variable is one line, before anything is sent.
 """
 
@@ -34,6 +35,12 @@ NO_PROXY_VARIABLES = ("no_proxy", "NO_PROXY")
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All of IPv6 that is assigned to the public internet."""
+
+_SPECIAL = [ipaddress.ip_network(network) for network in ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")]
+"""Networks of IANA's special-purpose registries that some versions of Python call global."""
+
 _BRACKETED = re.compile(r"\[([^\[\]]+)\](/[0-9]+)?(?::([0-9]+))?")
 """An entry of ``no_proxy`` that is an address or a network of IPv6 in brackets, with or without a port."""
 
@@ -50,6 +57,8 @@ def service_url(address: str, name: str, scheme: Literal["http", "ws"] = "http",
             return f"{scheme}{tls}://{parts.netloc}{parts.path.rstrip('/')}{path}"
     shown = short(repr(_without_password(address)))
     hint = f", such as http://{address}" if "://" not in address and _is_host(address) else ""
+    if "@" in address.partition("://")[2 if "://" in address else 0].partition("/")[0]:
+        hint = ", without a user and a password"
     raise UserError(f"{name}: given {shown}, allowed: an address with http:// or https://{hint}")
 
 
@@ -112,11 +121,11 @@ def proxy_of(address: str, environment: Mapping[str, str] = os.environ) -> str |
     )
 
 
-def reachable(address: str, name: str, allowed: str) -> tuple[str, int]:
+def reachable(address: str, name: str, allowed: str, confidential: bool = False) -> tuple[str, int]:
     """The IP address and the port at which a stranger's URL, which ``name`` gave, may be reached. Connect to that
     address and to no other: the name may mean another one when it is looked up again. Addresses that are not of the
-    public internet are refused unless ``allowed`` names the host or the address, written as ``no_proxy`` is. Blocks;
-    raises :class:`UserError`."""
+    public internet are refused unless ``allowed`` names the host or the address, written as ``no_proxy`` is; so are all
+    addresses without TLS for a ``confidential`` request. Blocks; raises :class:`UserError`."""
     parts = urlsplit(service_url(address, name))
     host, port = (parts.hostname or "").rstrip("."), parts.port or DEFAULT_PORTS[parts.scheme]
     try:
@@ -131,6 +140,11 @@ def reachable(address: str, name: str, allowed: str) -> tuple[str, int]:
                 f"{name}: {short(host)} is {ip}, which is not an address of the public internet; the administrator"
                 f" allows it with ROOKERY_REACHABLE_HOSTS={short(host)}"
             )
+        if confidential and not named and parts.scheme not in ("https", "wss"):
+            raise UserError(
+                f"{name}: a secret would be sent to {short(host)} in clear; give an address with https://, or the"
+                f" administrator allows it with ROOKERY_REACHABLE_HOSTS={short(host)}"
+            )
     return str(found[0][4][0]), port
 
 
@@ -139,8 +153,12 @@ def is_public(ip: str) -> bool:
     address = _ip(ip)
     if address is None or not address.is_global or address.is_multicast:
         return False
+    if any(address in network for network in _SPECIAL):
+        return False
     if isinstance(address, ipaddress.IPv4Address):
         return True
+    if address not in _GLOBAL_UNICAST and address not in _NAT64:
+        return False
     teredo = address.teredo
     inner = [address.sixtofour, *(teredo or ())]
     if address in _NAT64:
@@ -166,7 +184,7 @@ def _is_excepted(parts: SplitResult, no_proxy: str) -> bool:
     """Whether ``no_proxy`` names the host of an address."""
     host = (parts.hostname or "").rstrip(".").lower()
     port = parts.port or DEFAULT_PORTS.get(parts.scheme)
-    return any(_names(entry.strip().lower(), host, port) for entry in no_proxy.split(","))
+    return any(_names(entry, host, port) for entry in re.split(r"[,\s]+", no_proxy.lower()))
 
 
 def _names(entry: str, host: str, port: int | None) -> bool:

@@ -92,7 +92,7 @@ class ServerSettings(Section):
     URL is that of OpenAI's API with its `/v1`, this service's too; VARIABLE is the environment variable of the service
     with the key."""
     sinks: str = ""
-    """MLflow servers that jobs may name as sinks: `NAME=URL [VARIABLE]`, comma-separated. VARIABLE is the environment
+    """Servers that jobs may name as sinks: `NAME=URL [VARIABLE]`, comma-separated. VARIABLE is the environment
     variable of the service with a token, or with USER:PASSWORD. Every tenant may write to them."""
     verifiers: str = ""
     """Environments of the library verifiers that jobs may name: `PYTHON PACKAGE [PACKAGE …]`, the path of the
@@ -132,7 +132,7 @@ class ServerSettings(Section):
 
 
 class EdgeSettings(Section):
-    """What one client can make the service hold. A request above a limit is refused with its name, and counted."""
+    """The limits of one client. A request above a limit is refused with its name, and counted."""
 
     json_bytes: int = Field(1 << 20, ge=1 << 10)
     """Largest JSON body; parsing it holds up everybody for some milliseconds. A prompt of 100,000 token ids has 0.7 MB.
@@ -276,6 +276,12 @@ class WorkerSettings(Section):
     threads: int = Field(0, ge=0)
     """Cores that a worker computes with. 0 is all of them; local workers started by `models` and `workers` share
     them."""
+    lanes: Literal["turns", "beside", "auto"] = "turns"
+    """How a worker with several cores generates and trains: in `turns`, each on all cores, the one `beside` the other
+    on half of them, or, with `auto`, as is predicted to end the present jobs sooner: the worker measures both when it
+    starts, which takes seconds."""
+    plan_depth: int = Field(0, ge=0, le=4)
+    """With `ROOKERY_LANES=auto`: choices ahead that a prediction looks; 0 takes the most work per second now."""
     allocator: str = "tcmalloc_minimal"
     """Memory allocator that workers are started with: a library's name without `lib` and `.so`. Where the machine lacks
     it, or with an empty name, the C library's is used; tcmalloc is about 10% faster."""

@@ -35,7 +35,7 @@ def test_points_and_verdicts() -> None:
     assert many["saved_async"] == pytest.approx(1 - 4 / 0.9 / 14)
 
 
-def test_the_bound_does_not_follow_the_crowds_own_run() -> None:
+def test_the_bound_does_not_depend_on_the_concurrent_run() -> None:
     """A crowd that computes twice as much for the same jobs is further from it."""
     cells = agentic_cells()
     before = {(p["latency"], p["tenants"]): p for p in points(cells)}
@@ -59,7 +59,7 @@ def test_a_target_that_is_missed_is_not_met() -> None:
     assert [verdict.met for verdict in slow if "overlap" in verdict.target] == [False] * len(LATENCIES)
 
 
-def test_whatever_is_missing_is_not_made_up() -> None:
+def test_missing_measurements_are_not_reported() -> None:
     cells = agentic_cells()
     assert not any(verdict.met is not None for verdict in figures({}).verdicts)
     for count in range(0, len(cells), 7):

@@ -57,7 +57,7 @@ def test_a_shift_shifts_the_interval(first: list[float], second: list[float], sh
         assert getattr(moved, name) == pytest.approx(getattr(plain, name) + shift, rel=1e-3, abs=1e-2)
 
 
-def test_one_run_alone_proves_nothing() -> None:
+def test_one_run_is_not_significant() -> None:
     assert welch([1.0], [2.0, 3.0]).null
     assert paired([5.0]).null
 
@@ -75,9 +75,14 @@ def counted(cells: dict[str, Any]) -> Result:
     return result
 
 
-def test_a_second_start_resumes_with_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
+@pytest.fixture
+def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of this test lie in its folder."""
+    for name in ("RESULTS", "ROOT"):
+        monkeypatch.setattr(harness, name, tmp_path)
+
+
+def test_a_second_start_resumes_with_the_missing_parts(tmp_path: Path, kept_here: None) -> None:
     ran = []
 
     def run(value: int) -> dict[str, Any]:
@@ -109,8 +114,8 @@ def test_a_second_start_resumes_with_the_missing_parts(tmp_path: Path, monkeypat
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_a_result_that_is_computed_again_is_whole_for_every_reader(tmp_path: Path) -> None:
-    """Whoever opened the file before reads its old content to the end; the new content is another file."""
+def test_a_result_is_replaced_atomically(tmp_path: Path) -> None:
+    """A reader that opened the file before reads its old content to the end; the new content is another file."""
     path = tmp_path / "agentic.json"
     stored = asdict(figures(agentic_cells(seeds=(0,))))
     stored["title"] = "An old title"
@@ -134,7 +139,15 @@ def test_the_page_is_made_from_the_results_and_every_picture_exists() -> None:
     plots = {path.stem: path for path in FOLDER.glob("*.png")}
     assert report.page(results(), plots) == text, "run: python -m benchmarks.lib.report"
     assert set(plots) == {"speed", "agentic", "tenants"}
-    assert len(text.splitlines()) < 130, "one page"
+
+
+def test_a_measure_has_few_lines_on_the_page() -> None:
+    """One page: parts of a figure, and checks of how it was made, stay in the file (``report.HIDDEN``)."""
+    shown: set[tuple[str, str]] = set()
+    lines = {
+        (one["name"], one["date"]): len([*report.lines_of(one, {one["machine"]: "A"}, shown)]) for one in results()
+    }
+    assert {measure: count for measure, count in lines.items() if count > 6} == {}
 
 
 def test_every_result_has_a_day_a_commit_and_a_machine() -> None:
@@ -158,7 +171,7 @@ def test_no_figure_of_a_simulation_stands_among_the_measured_ones() -> None:
         assert f"[{result['name']}]" not in (measured if result["simulated"] else simulated)
 
 
-def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
+def test_plots_are_drawn_of_the_results_that_exist(tmp_path: Path) -> None:
     cells = {"agentic": {**asdict(figures(agentic_cells())), "date": "2026-11-25", "machine": "two cores"}}
     assert [path.name for path in draw(json.loads(json.dumps(cells)), tmp_path).values()] == ["agentic.png"]
     assert (tmp_path / "agentic.png").read_bytes().startswith(b"\x89PNG")
@@ -174,7 +187,7 @@ def test_pages_have_the_figures_of_the_results(page: str) -> None:
     assert {match[2] for match in pages.MARKED.finditer(text)} <= found.keys()
 
 
-def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
     for ends_early in (True, True, False):
         with suppress(Ended), harness.whole(tmp_path / "work" / "model") as folder:
             (folder / str(len(list(folder.iterdir())))).write_text("x")
@@ -185,9 +198,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "work").iterdir()] == ["model"]
 
 
-def test_cells_of_another_plan_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
+def test_cells_of_another_plan_are_not_mixed(kept_here: None) -> None:
     Cells(counted, {"steps": 5}).measure("1", lambda: {"value": 1})
     with pytest.raises(SystemExit, match=r"another plan.*--discard"):
         Cells(counted, {"steps": 6})

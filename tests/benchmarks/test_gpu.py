@@ -79,7 +79,7 @@ def test_the_page_names_the_missing_gpu_and_the_machine_of_each_line(
     assert "| [small](results/other/small.json) | a step < 3 s | 2 s | met | 2026-11-25, 0123abc, A |" in text
 
 
-def test_what_is_right_passes_and_what_is_wrong_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_results_pass_and_wrong_ones_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     one = dict([next(iter(gpu_check.MODELS.items()))])
     monkeypatch.setattr(gpu_check, "MODELS", one)
     good = gpu_check.checks(torch.device("cpu"), torch.float32)
@@ -162,7 +162,7 @@ def test_operations_are_counted_from_the_weights(name: str, billions: float) -> 
     assert gpu_models.training_work(config, 10, 0, 16) == 10 * (4 * linear + 6 * lora)
 
 
-def test_the_roof_is_the_devices_own_or_probed() -> None:
+def test_the_roofline_is_that_of_the_device_or_probed() -> None:
     def never() -> tuple[float, float]:
         raise AssertionError("a known device is not probed")
 

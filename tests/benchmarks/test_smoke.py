@@ -17,7 +17,7 @@ from benchmarks.lib.workload import random_ids
 pytestmark = pytest.mark.heavy
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 LEAST_TURNS, MOST_TURNS = 2, 8
-"""What else runs on the machine for a while spoils two turns, seldom eight; what has become slow is so in all."""
+"""Other programs on the machine spoil two turns, seldom eight; a slower measure is slow in all."""
 VOCABULARY = 49152
 
 

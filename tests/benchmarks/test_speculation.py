@@ -1,4 +1,4 @@
-"""What the benchmark of drafts says of its pieces."""
+"""The verdicts of the benchmark of drafts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def test_the_budget_is_as_good_as_the_best_fixed_length_for_each_load() -> None:
     assert all(min(least) < 0.97 for way, least in table.items() if way != "budget")
 
 
-def test_verdicts_are_those_of_the_pieces_that_are_there() -> None:
+def test_verdicts_are_of_the_parts_that_were_measured() -> None:
     assert figures({}).verdicts == []
     cells = {task: {str(n): 1.0 + n for n in SIBLINGS} for task in TASKS}
     cells |= {f"JSON {rows}": {"off": [10.0], "on": [12.0], "acceptance": 0.5, "drafts": 1.0} for rows in ROWS}
     verdicts = {verdict.target: verdict.met for verdict in figures(cells).verdicts}
     assert verdicts["JSON, up to 4 rows: >= 1.3 x"] is False
-    assert verdicts["JSON, up to 64 rows: >= 0.98 x"] is True
+    assert verdicts["JSON, up to 64 rows: >= 0.99 x"] is True
     assert verdicts["tokens per forward rise with siblings, arithmetic"] is True

@@ -10,7 +10,7 @@ from benchmarks.scale.tenants import crowd, figures, full_cost
 pytestmark = pytest.mark.heavy
 
 
-def test_a_crowd_is_faster_than_one_after_another_where_its_tool_makes_it_wait() -> None:
+def test_concurrent_tenants_are_faster_where_a_tool_waits() -> None:
     cells = {f"2/1/{staleness}": crowd(2.0, 1, staleness) for staleness in (0, 2)}
     cells["2/2/2"] = crowd(2.0, 2)
     assert cells["2/2/2"]["tokens"] == 2 * cells["2/1/2"]["tokens"] == 2 * 2400

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T | None], what: str) -> T:
-    """What ``condition`` gives as soon as that is true."""
+    """The result of ``condition`` as soon as it is true."""
     return until(condition, f"never came to pass: {what}", patience=PATIENCE_SECONDS)
 
 
@@ -182,7 +182,7 @@ class Deployment:
         raise AssertionError(f"the service has no figure {name}")
 
     def worker(self, name: str) -> Any:
-        """What the service knows of a worker, or None."""
+        """The service's view of a worker, or None."""
         return next((row for row in self.client.workers() if row.name == name), None)
 
     def wait_serving(self, name: str) -> Any:
@@ -271,7 +271,7 @@ class Deployment:
             raise AssertionError(f"orphans: {left}") from None
 
     def staged_files(self) -> set[str]:
-        """What lies half-written among the artifacts."""
+        """The half-written files among the artifacts."""
         folder = self.data / "artifacts" / ".staging"
         return set(os.listdir(folder)) if folder.exists() else set()
 

@@ -1,4 +1,4 @@
-"""What happened, in order: hashed whole, the end of it kept to be printed, and the first thing that must not be."""
+"""The events in order: hashed whole, the last ones kept to be printed, and the first violation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong, how often, and when: one plan for a run, drawn from one seed."""
+"""The faults of a run, their number and their times: one plan, drawn from one seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ for a while, its connection open · close: the stream ends cleanly in the middle
 an environment host's connection breaks · host-kill: so, and another process takes its place."""
 
 PREEMPTIONS: frozenset[Kind] = frozenset({"kill", "power", "drain"})
-"""Those that end a worker's process."""
+"""The faults that end a worker's process."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Plan:
     hosts: int = 3
     trainers: float = 0.1
     """Share of the workers that train; they are reserved, and preempted a third as often."""
+    sites: int = 3
+    hosted: int = 3
+    """Workers of one host, which share a cache of artifacts; hosts are at the sites in turn."""
+    partners: float = 0.4
+    """Share of the jobs that have two policies, which reply in turn."""
     seeding: bool = False
     """Whether they generate too: then the controller decides for how long, and uses no more of the other workers than
     pay off; else it uses all."""
@@ -81,6 +86,8 @@ class Plan:
     upload_twice: float = 0.1
     upload_corrupt: float = 0.01
     pull_failures: float = 0.01
+    evictions: float = 0.1
+    """After a pull, that an adapter leaves the worker's disk to make room."""
     disk_losses: float = 0.2
     """Of new processes, those that find none of the adapters that the one before had pulled."""
     engine_errors: float = 0.0005

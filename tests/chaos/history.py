@@ -1,4 +1,4 @@
-"""What must hold of groups, versions and leases, told from the database's transactions as they succeed and from the
+"""The invariants of groups, versions and leases, checked on the database's transactions as they succeed and from the
 bytes of the artifacts that they name.
 
 * **durable** – when a version is committed, and at every start after, its artifact is there and verifies; a frame
@@ -6,8 +6,10 @@ bytes of the artifacts that they name.
 * **chain** – a version's parent is the head before it, its number the next one; its bytes are exactly what training on
   the steps that it claims makes of its parent's.
 * **lease** – leases only grow, and only the newest commits.
-* **groups** – each is consumed by at most one version, after it was ready, and by one whose training had its episodes:
-  no more and no less. Ordinals have no gap.
+* **groups** – each is consumed by at most one version of each policy, after it was ready, and by one whose training had
+  its episodes: no more and no less. Ordinals have no gap.
+* **follows** – a policy that plays an earlier version of another one moves each so many of its steps only.
+* **masks** – each sampled token belongs to one policy, and a policy is trained on its tokens alone.
 * **stale** – no group is trained on at a step more than ``max_staleness`` after the one that its oldest token came
   from.
 * **jobs** – none fails; each that was begun ends when the faults do.
@@ -27,7 +29,7 @@ from tests.chaos.invariants import Lasting
 
 from rookery import protocol
 from rookery.algorithms.advantages import advantages
-from rookery.controller.jobs.trajectory import episode_result_decoder
+from rookery.controller.jobs.trajectory import EpisodeResult, episode_result_decoder
 from rookery.errors import RookeryError
 from rookery.simulation.fakes.trainer import ADAPTER, AdapterState, Example, chain_of
 from rookery.spec.job import JobSpec
@@ -36,30 +38,45 @@ from rookery.storage.db import Database
 from rookery.storage.models import FINAL_JOB_STATES, GroupRow, JobState, PolicyRow, VersionRow
 from rookery.storage.repositories import versions as version_rows
 
-Trace = tuple[int, int]
-"""A training sequence as told apart from others: hashes of its prompt and of what follows."""
+Trace = tuple[int, int, int]
+"""A training sequence as told apart from others: hashes of its prompt, of what follows, and of which tokens of that are
+trained on."""
+
+
+def trace_of(prompt: Sequence[int], tokens: Sequence[int], trained: Sequence[float]) -> Trace:
+    return hash(tuple(prompt)), hash(tuple(tokens)), hash(tuple(weight != 0 for weight in trained))
 
 
 def traces(example: Example) -> Counter[Trace]:
     """The sequences of a group in a training batch."""
     assert isinstance(example, protocol.SharedPrefixGroup)
-    return Counter((hash(tuple(example.prompt)), hash(tuple(member.tokens))) for member in example.members)
+    return Counter(trace_of(example.prompt, member.tokens, member.weights) for member in example.members)
+
+
+@dataclass
+class _Use:
+    """A group as one policy is trained on it."""
+
+    oldest: int | None = None
+    """The oldest version among the policy's tokens in its episodes."""
+    rewards: list[float] = field(default_factory=list)
+    traces: list[list[Trace]] = field(default_factory=list)
+    """By surviving episode."""
+    state: str = "open"
 
 
 @dataclass
 class _Group:
     job: str
     state: str = "open"
-    oldest: int | None = None
-    """The oldest version among its episodes' tokens."""
-    rewards: list[float] = field(default_factory=list)
-    traces: list[list[Trace]] = field(default_factory=list)
-    """By surviving episode."""
+    uses: dict[str, _Use] = field(default_factory=dict)
+    """By the ids of the policies that train."""
 
 
 @dataclass
 class _Policy:
     job: str
+    name: str
     lease: int = 0
     head: int | None = None
     versions: dict[int, VersionRow] = field(default_factory=dict)
@@ -102,7 +119,7 @@ class History:
     def submitted(self, job: str, spec: Mapping[str, Any], policies: Sequence[PolicyRow]) -> None:
         self.specs[job] = JobSpec.model_validate(spec)
         for policy in policies:
-            self._policies[policy.id] = _Policy(job)
+            self._policies[policy.id] = _Policy(job, policy.name)
 
     def is_now(self, job: str, state: JobState, reason: str) -> None:
         self.events.note("job", job, state, reason)
@@ -133,26 +150,56 @@ class History:
             if group.ordinal != self._cursors[job]:
                 self.events.fail("groups", f"{group.id} comes where number {self._cursors[job]} should", job)
             self._cursors[job] += 1
-            self._groups[group.id] = _Group(job)
+            trained = self.specs[job].trained
+            uses = {id: _Use() for id, one in self._policies.items() if one.job == job and one.name in trained}
+            self._groups[group.id] = _Group(job, uses=uses)
 
     def turned(self, episode: str, turns: int) -> None:
         self.lasting.durable.add(f"{episode}.{turns - 1}")
 
-    def closed(self, episode: str, state: str, trajectories: bytes, reward: float | None) -> None:
+    def closed(self, episode: str, state: str, trajectories: bytes) -> None:
         group = self._groups[episode.rpartition("-")[0]]
         if state != "done":
             return
         outcome = episode_result_decoder.decode(trajectories)
-        group.rewards.append(reward or 0.0)
-        group.traces.append(
-            [(hash(tuple(t.prompt)), hash(tuple(t.tokens))) for t in outcome.trajectories if t.num_action_tokens]
-        )
-        group.oldest = min([*outcome.versions, *([group.oldest] if group.oldest is not None else [])])
+        self._check_masks(episode, group, outcome)
+        for id, use in group.uses.items():
+            part = outcome.of(self._policies[id].name)
+            if part is None:
+                continue
+            use.rewards.append(part.reward)
+            use.traces.append([trace_of(t.prompt, t.tokens, t.mask) for t in part.trajectories if t.num_action_tokens])
+            use.oldest = min([*part.versions, *([use.oldest] if use.oldest is not None else [])])
 
-    def grouped(self, group: str, state: Literal["ready", "failed", "dropped"]) -> None:
-        if self._groups[group].state not in ("open", "ready"):
-            self.events.fail("groups", f"{group} becomes {state}, it was {self._groups[group].state}", group)
-        self._groups[group].state = state
+    def _check_masks(self, episode: str, group: _Group, outcome: EpisodeResult) -> None:
+        names = self.specs[group.job].policies
+        if len(names) == 1:
+            return
+        for trajectory in outcome.trajectories:
+            parts = [trajectory.of(name).mask for name in names]
+            if [sum(flags) for flags in zip(*parts, strict=True)] != [int(flag) for flag in trajectory.mask]:
+                self.events.fail("masks", f"{episode}: a token is of two policies, or of none", group.job)
+        for name, spec in names.items():
+            if spec.follows is not None and (part := outcome.of(name)) is not None:
+                for version in part.versions:
+                    self._check_followed(episode, group.job, spec.follows.policy, spec.follows.every, version)
+
+    def _check_followed(self, episode: str, job: str, name: str, every: int, version: int) -> None:
+        [leader] = [one for one in self._policies.values() if (one.job, one.name) == (job, name)]
+        step = leader.versions[version].step
+        if version and step // every == leader.versions[version - 1].step // every:
+            self.events.fail("follows", f"{episode}: a follower, moved each {every} steps, played step {step}", job)
+
+    def grouped(self, group: str, state: Literal["ready", "failed", "dropped"], policy: str = "") -> None:
+        """``policy``: only that one makes no use of it any more."""
+        known = self._groups[group]
+        if known.state not in ("open", "ready"):
+            self.events.fail("groups", f"{group} becomes {state}, it was {known.state}", group)
+        for id, use in known.uses.items():
+            if policy in ("", id) and use.state in ("open", "ready"):
+                use.state = state
+        left = {use.state for use in known.uses.values()}
+        known.state = state if left <= {state} else "ready" if "ready" in left else "consumed"
 
     def retired(self, policy: str, version: int) -> None:
         versions = self._policies[policy].versions
@@ -180,12 +227,16 @@ class History:
                 self.events.fail("chain", f"{name} has {len(state.steps)} steps of {row.step - parent}", job)
             policy.chains[row.version] = state.chain
             if row.parent is not None:
-                self._trained(job, policy, name, parent, state, groups)
+                self._trained(row, name, parent, state, groups)
         policy.versions[row.version], policy.head = row, row.version
         for group in groups:
-            if self._groups[group].state != "ready":
-                self.events.fail("groups", f"{name} consumed {group}, which is {self._groups[group].state}", group)
-            self._groups[group] = _Group(job, "consumed")
+            known = self._groups[group]
+            use = known.uses[row.policy]
+            if known.state != "ready" or use.state != "ready":
+                self.events.fail("groups", f"{name} consumed {group}, which is {use.state} for its policy", group)
+            known.uses[row.policy] = _Use(state="consumed")
+            if all(use.state != "ready" for use in known.uses.values()):
+                known.state = "consumed"
 
     def _read(self, row: VersionRow, name: str) -> AdapterState | None:
         try:
@@ -195,18 +246,17 @@ class History:
             self.events.fail("durable", f"{name} is committed and its artifact is not whole: {error}", row.policy)
             return None
 
-    def _trained(
-        self, job: str, policy: _Policy, name: str, step: int, state: AdapterState, groups: Sequence[str]
-    ) -> None:
-        """What the version consumed is what its trainer was given, each sequence once, in time."""
-        algorithm = self.specs[job].algorithm
+    def _trained(self, row: VersionRow, name: str, step: int, state: AdapterState, groups: Sequence[str]) -> None:
+        """A version consumed the sequences that its trainer was given, each once, in time."""
+        id, policy = row.policy, self._policies[row.policy]
+        job, algorithm = policy.job, self.specs[policy.job].algorithm
         wanted: Counter[Trace] = Counter()
         origin: dict[Trace, int] = {}
         for group_id in groups:
-            group = self._groups[group_id]
-            scores = advantages(algorithm.name, group.rewards)
-            oldest = policy.versions[group.oldest].step if group.oldest is not None else 0
-            for score, sequences in zip(scores, group.traces, strict=True):
+            use = self._groups[group_id].uses[id]
+            scores = advantages(algorithm.name, use.rewards)
+            oldest = policy.versions[use.oldest].step if use.oldest is not None else 0
+            for score, sequences in zip(scores, use.traces, strict=True):
                 if score != 0.0 or algorithm.kl_weight > 0:
                     wanted.update(sequences)
                     origin.update(dict.fromkeys(sequences, oldest))
@@ -226,7 +276,7 @@ class History:
     # --- now and then -------------------------------------------------------------------------------------------------
 
     def check_heads(self) -> None:
-        """What every job would go on from is there."""
+        """The version from which each job would continue exists."""
         for name, policy in self._policies.items():
             if policy.head is not None:
                 self._read(policy.versions[policy.head], f"version {policy.head} of {name}")
@@ -279,14 +329,14 @@ class WatchedDatabase(Database):
             case "add_groups", (job, groups):
                 history.added(job, groups)
             case "save_turns", (episode, turns) if result:
-                history.turned(episode, len(msgspec.msgpack.decode(turns)))
+                history.turned(episode, len(msgspec.msgpack.decode(b"".join(turns))))
             case "finish_episode", (episode, state, _) if result:
-                history.closed(episode, state, named.get("trajectories", b""), named.get("reward"))
+                history.closed(episode, state, named.get("trajectories", b""))
             case "finish_group", (group, state, _):
                 history.grouped(group, state)
             case "drop_groups", _:
                 for group in result:
-                    history.grouped(group, "dropped")
+                    history.grouped(group, "dropped", named.get("policy", ""))
             case "commit_step", _:
                 history.committed(named["job"], result, named["lease"], named["groups"])
             case "retire_version", (policy, version):

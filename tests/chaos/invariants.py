@@ -1,5 +1,5 @@
-"""What must hold of requests, told from outside: from the frames that cross the controller's links, the calls that ask
-for replies, and nothing that the controller says about itself.
+"""The invariants of requests, checked from outside: from the frames on the controller's links, the calls that ask for
+replies, and nothing that the controller says about itself.
 
 The account kept here is a model of the promise, a few lines for each frame:
 
@@ -8,6 +8,7 @@ The account kept here is a model of the promise, a few lines for each frame:
   number received never falls and grows by what arrived from the worker that it is with, and by nothing else.
 * **epochs** – a frame of an old epoch, or of a connection given up, changes nothing; epochs only grow.
 * **once** – a request ends once: with its whole text, an error that its engine sent, or its caller's cancellation.
+* **holders** – see :mod:`tests.chaos.holders`.
 * **room** – no worker holds more than its rows and the few ahead, and what it brought along.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from tests.chaos.events import Events
 from tests.chaos.faults import LENGTH
+from tests.chaos.holders import Holders
 from tests.chaos.network import NetworkConnection
 from tests.support.replies import reply_of
 
@@ -42,7 +44,7 @@ class Connection:
 
 @dataclass(eq=False)
 class Account:
-    """What is known of one request."""
+    """The observed state of one request."""
 
     id: str
     job: str
@@ -82,10 +84,11 @@ class Requests:
         self._before: tuple[Connection, tuple[Any, ...]] | None = None
         """Whose late frame came, and how things stood."""
         self._over = False
-        world = controller.context
-        self._fleet, self._rollouts = world.rooms.fleet, world.rooms.rollouts
-        self._sample = world.rooms.rollouts.sample
-        setattr(world.rooms.rollouts, "sample", self.sample)  # noqa: B010 (a method for an instance)
+        self._holders = Holders(events)
+        context = controller.context
+        self._fleet, self._rollouts = context.rooms.fleet, context.rooms.rollouts
+        self._sample = context.rooms.rollouts.sample
+        setattr(context.rooms.rollouts, "sample", self.sample)  # noqa: B010 (a method for an instance)
 
     def on_event(self, event: WorkerEvent) -> None:
         """Before the reactions of the others."""
@@ -191,6 +194,8 @@ class Requests:
         if worker.epoch <= self._lasting.epoch:
             self._events.fail("epochs", f"{worker.name} got {worker.epoch} after {self._lasting.epoch}", worker.name)
         self._lasting.epoch = worker.epoch
+        if not self._over:
+            self._holders.joined(worker)
         post = worker.post
 
         def posted(message: protocol.Message) -> None:
@@ -203,6 +208,7 @@ class Requests:
 
     def _posted(self, connection: Connection, message: protocol.Message) -> None:
         named = self._lasting.named
+        self._holders.posted(connection.worker, message)
         match message:
             case protocol.Generate():
                 self._given(connection, message)
@@ -257,6 +263,7 @@ class Requests:
         if connection is None or self._over or not connection.alive:
             return
         connection.alive = False
+        self._holders.lost(worker)
         for account in connection.requests.values():
             account.holder = None
         self._events.note("lost", worker.name, len(connection.requests), reason)
@@ -279,6 +286,8 @@ class Requests:
             self._events.note("late", type(message).__name__, connection.worker.name)
         elif isinstance(message, protocol.Output):
             self._output(connection, message)
+        else:
+            self._holders.arrived(connection.worker, message)
 
     def handled(self, link: NetworkConnection) -> None:
         if self._before is not None:
@@ -318,7 +327,7 @@ class Requests:
 
 @dataclass
 class Lasting:
-    """What the onlooker knows across the controller's lives."""
+    """The observer's state across the controller's lives."""
 
     named: Callable[[protocol.AdapterRef, str], None]
     """Checks a version that a frame of the named kind tells a worker of."""

@@ -7,6 +7,7 @@ Processes are :class:`~rookery.simulation.fakes.worker.FakeWorker` and
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from tests.chaos.events import Events
@@ -31,6 +32,8 @@ from rookery.storage.artifacts import Artifacts, Staging
 MODEL = "smollm2-135m-instruct"
 """The base model of every worker: any name of the catalogue."""
 ENVIRONMENT = "chaos"
+PARTNER = "partner"
+"""The second policy of a job that has two."""
 CONTEXT = 2048
 
 SLOW_SHARE = 0.1
@@ -57,6 +60,14 @@ class SimulatedFleet(Protocol):
         """The live one; None while it is down."""
         ...
 
+    def peer(self, address: str) -> FakeWorker | None:
+        """The live worker that answers at an address."""
+        ...
+
+    def policies(self, job: str) -> list[str]:
+        """The names of a job's policies."""
+        ...
+
     def dial(self, kind: Literal["worker", "host"]) -> PeerEnd:
         """A new connection to the live controller. Raises ``ConnectionClosed`` when there is none."""
         ...
@@ -65,33 +76,39 @@ class SimulatedFleet(Protocol):
 class LiveTickets:
     """The HTTP routes of the live controller: they open nothing while it is down."""
 
-    def __init__(self, world: SimulatedFleet) -> None:
-        self._world = world
-        self.artifacts = world.artifacts
+    def __init__(self, simulated: SimulatedFleet) -> None:
+        self._simulated = simulated
+        self.artifacts = simulated.artifacts
 
     def open_batch(self, ticket: str) -> bytes | None:
-        controller = self._world.controller
+        controller = self._simulated.controller
         return controller.tickets.open_batch(ticket) if controller is not None else None
 
     def staging(self, ticket: str) -> Staging | None:
-        controller = self._world.controller
+        controller = self._simulated.controller
         return controller.tickets.staging(ticket) if controller is not None else None
 
 
 class PlannedFaults(Faults):
     """The faults of one machine's processes, drawn as often as the plan says."""
 
-    def __init__(self, world: SimulatedFleet, machine: SpotMachine) -> None:
-        self._world, self._machine = world, machine
-        self._random, self._plan = world.random, world.plan
+    def __init__(self, simulated: SimulatedFleet, machine: SpotMachine) -> None:
+        self._simulated, self._machine = simulated, machine
+        self._random, self._plan = simulated.random, simulated.plan
 
     def _chance(self, share: float) -> bool:
-        return not self._world.calm and self._random.chance(share)
+        return not self._simulated.calm and self._random.chance(share)
 
     def delay(self, kind: Literal["pull", "batch", "upload", "redial"], seconds: float) -> float:
         pull = self._plan.pull * (10 if self._machine.slow else 1)
         means = {"pull": pull, "batch": self._plan.operation, "upload": self._plan.operation, "redial": 1.0}
         return self._random.around(means[kind])
+
+    def peer(self, address: str) -> FakeWorker | None:
+        return self._simulated.peer(address)
+
+    def evicts(self) -> bool:
+        return self._chance(self._plan.evictions)
 
     def pull_fails(self) -> bool:
         return self._chance(self._plan.pull_failures)
@@ -121,7 +138,7 @@ class PlannedFaults(Faults):
     def dies(self, worker: FakeWorker, phase: Phase) -> bool:
         if self._machine.process is not worker or not self._chance(self._plan.phase_deaths):
             return False
-        self._world.events.note("dies", worker.hello.instance, phase)
+        self._simulated.events.note("dies", worker.hello.instance, phase)
         self._machine.kill(reported=self._random.chance(0.5))
         return True
 
@@ -140,14 +157,17 @@ class PlannedFaults(Faults):
 class SpotMachine:
     """A machine that runs one worker process after the other."""
 
-    def __init__(self, world: SimulatedFleet, number: int, *, trains: bool) -> None:
+    def __init__(self, simulated: SimulatedFleet, number: int, *, trains: bool) -> None:
         self.name = f"w{number}"
+        self.address = f"http://{self.name}:1"
+        """That of every process of the machine."""
+        self._host, self._site = place(number, simulated.plan)
         self.trains = trains
         self.process: FakeWorker | None = None
-        self._world = world
+        self._simulated = simulated
         self._loop = asyncio.get_running_loop()
         self._births = 0
-        random, plan = world.random, world.plan
+        random, plan = simulated.random, simulated.plan
         self.slow = random.chance(SLOW_SHARE)
         speed = 1 if self.slow else random.random.randint(2, 8)
         step = plan.flush / speed
@@ -162,21 +182,22 @@ class SpotMachine:
 
     def start(self) -> None:
         """Start a new process."""
-        world, trains = self._world, self.trains
+        simulated, trains = self._simulated, self.trains
         if self._closed:
             return
         self._births += 1
         hello = worker_hello(
             self._machine, self.name, MODEL, instance=f"{self.name}-{self._births}",
-            roles=["rollout"] * (world.plan.seeding or not trains) + ["train"] * trains,
-            kind="reserved" if trains else "preemptible",
+            roles=["rollout"] * (simulated.plan.seeding or not trains) + ["train"] * trains,
+            kind="reserved" if trains else "preemptible", address=self.address, host=self._host,
+            cache=self._host, site=self._site,
         )  # fmt: skip
         worker = self.process = FakeWorker(
-            lambda: world.dial("worker"),
-            LiveTickets(world), hello, self._machine, LENGTH, trainer=FakeTrainer(world.history.add_example),
-            faults=PlannedFaults(world, self),
-            cached=[] if world.random.chance(world.plan.disk_losses) else self._disk,
-            loaded=not world.random.chance(LOADING_SHARE),
+            lambda: simulated.dial("worker"),
+            LiveTickets(simulated), hello, self._machine, LENGTH, trainer=FakeTrainer(simulated.history.add_example),
+            faults=PlannedFaults(simulated, self),
+            cached=[] if simulated.random.chance(simulated.plan.disk_losses) else self._disk,
+            loaded=not simulated.random.chance(LOADING_SHARE),
         )  # fmt: skip
         worker.start()
         assert worker.life is not None
@@ -196,7 +217,7 @@ class SpotMachine:
         self.kill(reported=True)
 
     def _ended(self, worker: FakeWorker, life: asyncio.Task[None]) -> None:
-        events = self._world.events
+        events = self._simulated.events
         if not life.cancelled() and (error := life.exception()) is not None:
             invariant = "jobs" if isinstance(error, RegistrationRefused) else "raises"
             events.fail(invariant, f"{self.name} ended with {error!r}", self.name)
@@ -205,21 +226,27 @@ class SpotMachine:
         self._disk = worker.cached_adapters
         events.note("gone", worker.hello.instance)
         if not self._closed:
-            self._loop.call_later(self._world.random.around(self._world.plan.rebirth), self.start)
+            self._loop.call_later(self._simulated.random.around(self._simulated.plan.rebirth), self.start)
+
+
+def place(number: int, plan: Plan) -> tuple[str, str]:
+    """Host and site of a machine. Trainers come first, so they are on different hosts."""
+    hosts = max(1, plan.workers // plan.hosted)
+    return f"h{number % hosts}", f"s{number % hosts % plan.sites}"
 
 
 class HostPlace:
     """Environment hosts of one place; the next process takes over when one ends."""
 
-    def __init__(self, world: SimulatedFleet, number: int) -> None:
-        self._world = world
+    def __init__(self, simulated: SimulatedFleet, number: int) -> None:
+        self._simulated = simulated
         self._name = f"host{number}"
         self._births = 0
-        random = world.random
+        random = simulated.random
         self._host = FakeHost(
-            lambda: world.dial("host"),
-            environments={BUILTIN + ENVIRONMENT: True}, observe=observe, instance=f"{self._name}-0",
-            seconds=lambda environment: random.around(world.plan.answer), keeps_episodes=False,
+            lambda: simulated.dial("host"),
+            environments={BUILTIN + ENVIRONMENT: True}, observe=partial(observe, simulated), instance=f"{self._name}-0",
+            seconds=lambda environment: random.around(simulated.plan.answer), keeps_episodes=False,
         )  # fmt: skip
         self._running = asyncio.ensure_future(self._host.run(lambda: random.around(1.0)))
 
@@ -237,14 +264,23 @@ class HostPlace:
         await self._host.leave()
 
 
-def observe(call: EpisodeCall) -> dict[str, Any]:
-    """The reply is a function of the episode alone, so that any host can step it."""
+def observe(simulated: SimulatedFleet, call: EpisodeCall) -> dict[str, Any]:
+    """The reply is a function of the episode alone, so that any host can step it. In a job of two policies the second
+    one replies to the first, which may reply again."""
     if isinstance(call, protocol.Reset):
         return {"messages": [user_message(f"{call.prompt.decode()} of {call.job}")]}
-    done = call.turn >= derive_seed(call.episode) % 2
-    return {
+    names = simulated.policies("-".join(call.episode.split("-")[:2]))
+    last = derive_seed(call.episode) % 2 + len(names) - 1
+    done = call.turn >= last
+    reward = float(derive_seed(call.text) % REWARDS)
+    answer: dict[str, Any] = {
         "messages": [] if done else [user_message("continue")],
-        "reward": float(derive_seed(call.text) % REWARDS),
+        "reward": reward,
         "done": done,
         "metrics": {"turns": call.turn + 1.0},
     }
+    if len(names) > 1 and not done:
+        answer["policy"] = names[(call.turn + 1) % len(names)]
+    elif len(names) > 1:
+        answer["rewards"] = {names[0]: float(derive_seed(f"{call.text} again") % REWARDS)}
+    return answer

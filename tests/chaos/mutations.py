@@ -16,12 +16,16 @@ from rookery.controller.jobs import buffer as buffer_module
 from rookery.controller.jobs import policy_loop as policy_loop_module
 from rookery.controller.jobs.buffer import GroupBuffer
 from rookery.controller.jobs.policy_loop import PolicyLoop
+from rookery.controller.jobs.trajectory import Trajectory
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.controller.weights import handed as handed_module
+from rookery.controller.weights.store import WeightStore
 from rookery.protocol import TokenLog
+from rookery.scheduling import replication as replication_module
 from rookery.scheduling.rollout_order import RolloutOrder
 from rookery.storage.repositories import versions as versions_module
 from rookery.worker.engine.native import engine as engine_module
@@ -154,6 +158,53 @@ MUTATIONS = [
         "move a chunk whose tokens are still on their way", RolloutScheduler, "on_output",
         'self.apply(inflight, "divide", Details(target))', "self._requeue(inflight, 'return', 'divided')",
         "given", "tokens", "room",
+    ),
+    _one(
+        "train a policy on the tokens of its partner", Trajectory, "of", "if reply.policy == policy:", "if True:",
+        "masks", partners=1.0,
+    ),
+    _one(
+        "let a follower play the newest version", PolicyVersions, "followed",
+        "return None if version is None else self._versions[version]", "return self.head", "follows", "durable",
+        partners=1.0,
+    ),
+    Mutation(
+        "give a policy again what it consumed before a restart",
+        (
+            Change(GroupBuffer, "restore", 'not group.uses or group.uses.get(self.id, "") is None', "True"),
+            Change(versions_module, "use_shared", "uses.get(policy, DROPPED) is not None", "policy not in uses"),
+        ),
+        frozenset({"groups", "jobs"}),
+        {"partners": 1.0, "restart_every": 15.0},
+    ),
+    _one(
+        "name a source that failed its receiver", WeightStore, "_reroute", "excluded=move.failed", "excluded=()",
+        "holders",
+    ),
+    _one(
+        "keep a lost worker among the sources", WeightStore, "on_worker_lost", "worker.serves = False", "return",
+        "holders",
+    ),
+    _one(
+        "keep an earlier process of an address among the sources", WeightStore, "on_worker_joined",
+        "earlier.serves = False", "pass", "holders", half_opens=0.05,
+    ),
+    _one(
+        "read an evicted artifact from where it was", WeightStore, "on_evicted", "del entry.holders[worker]", "pass",
+        "holders", evictions=0.5,
+    ),
+    _one(
+        "let two workers read from each other", replication_module.SourceTable, "_reads_from",
+        "if receiver not in self._readers:", "if True:", "holders", pull=2.0, lifetime=10.0,
+    ),
+    _one(
+        "hand a version to workers of other machines", handed_module, "_share",
+        "return bool(here.cache) and (here.cache, here.host, one.reads) == (there.cache, there.host, other.reads)",
+        "return bool(here.cache)", "holders",
+    ),
+    _one(
+        "take every source for one of the same site", replication_module.SourceTable, "_push",
+        '("site", one.site)', '("site", "s0")', "holders",
     ),
 ]  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from tests.chaos.machines import (
     CONTEXT,
     ENVIRONMENT,
     MODEL,
+    PARTNER,
     SLOW_SHARE,
     HostPlace,
     SpotMachine,
@@ -39,14 +39,13 @@ from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.protocol.connection import ConnectionClosed
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
+from rookery.simulation.fakes.service import MEMORY
 from rookery.simulation.fakes.text import chat
+from rookery.simulation.fakes.worker import FakeWorker
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES
 from rookery.storage.repositories import tenants
 from rookery.storage.store import Store
-
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Nothing here has to outlive a crash of this machine: where there is a folder in memory, no disk is waited for."""
 
 RETRIES = 100
 """Of a training step: here a worker lasts about as long as a few operations, so an honest step may need many."""
@@ -60,7 +59,7 @@ GRACE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class ChaosResult:
-    """What a run did. ``digest`` is that of its event log."""
+    """The result of a run. ``digest`` is that of its event log."""
 
     digest: str
     events: int
@@ -187,6 +186,9 @@ class Run:
     @property
     def controller(self) -> Controller | None:
         return self._controller
+
+    def peer(self, address: str) -> FakeWorker | None:
+        return next((one.process for one in self.machines if one.address == address), None)
 
     def dial(self, kind: Literal["worker", "host"]) -> PeerEnd:
         controller = self._controller
@@ -398,9 +400,20 @@ class Run:
             "evaluation": {"prompts": draw.choice([0, 2]), "every": draw.randint(0, 2)},
             "checkpoints": {"commit_every": draw.randint(1, staleness + 1), "keep_last": draw.randint(1, 3)},
             "stop": {"steps": draw.randint(3, 12)},
-            "policies": {"main": {"trainers": draw.choice([1, 1, 3])}},
+            "policies": {"main": {"trainers": draw.choice([1, 1, 3])}} | self._partner(draw),
             "seed": number,
         }
+
+    def _partner(self, draw: Random) -> dict[str, Any]:
+        """A second policy, or none: one that trains, or that plays an earlier version of the first one."""
+        if draw.random() >= self.plan.partners:
+            return {}
+        trains = {"rank": 8, "trainers": draw.choice([1, 1, 2])}
+        plays = {"train": False, "follows": {"policy": "main", "every": draw.randint(1, 3)}}
+        return {PARTNER: draw.choice([trains, trains, plays])}
+
+    def policies(self, job: str) -> list[str]:
+        return list(self.history.specs[job].policies)
 
     # --- at the end ---------------------------------------------------------------------------------------------------
 
@@ -409,13 +422,15 @@ class Run:
         controller = self._controller
         if controller is None:
             return
-        world = controller.context
+        context = controller.context
         left = self.requests.left()
-        holding = [worker.name for worker in world.rooms.fleet.all() if world.rooms.rollouts.pool.outstanding(worker)]
-        if left or holding or world.rooms.rollouts.waiting():
+        holding = [
+            worker.name for worker in context.rooms.fleet.all() if context.rooms.rollouts.pool.outstanding(worker)
+        ]
+        if left or holding or context.rooms.rollouts.waiting():
             self.events.fail("once", f"requests {left} are left, workers {holding} hold some", *left[:1])
-        if world.rooms.collector.pins:
-            self.events.fail("durable", f"artifacts {dict(world.rooms.collector.pins)} were never named")
+        if context.rooms.collector.pins:
+            self.events.fail("durable", f"artifacts {dict(context.rooms.collector.pins)} were never named")
 
     def _outcome(self) -> ChaosResult:
         counts, live = dict(sorted(self.events.counts.items())), self._controller

@@ -81,9 +81,9 @@ class SlowWriter:
     def _next(self) -> None:
         if self._waiting and not self._carrying:
             self._carrying = True
-            self._loop.call_later(self._seconds * self._random.expovariate(1.0), self._carry_out)
+            self._loop.call_later(self._seconds * self._random.expovariate(1.0), self._complete)
 
-    def _carry_out(self) -> None:
+    def _complete(self) -> None:
         self._carrying = False
         if not self._waiting:
             return
@@ -116,7 +116,7 @@ class SlowWriter:
 
 
 def _is_database(call: Callable[[], Any]) -> bool:
-    """What else goes through the writer (artifacts, files of metrics) does not ask the database's server."""
+    """Other work of the writer (artifacts, files of metrics) does not ask the database's server."""
     inner = call.func if isinstance(call, partial) else call
     return _is_commit(call) or isinstance(getattr(inner, "__self__", None), Database)
 

@@ -42,7 +42,7 @@ LATER_SECONDS = 0.4
 """Victims die up to this long after the event that dooms them: an episode, a step and a commit fit in it."""
 
 RETURN_SECONDS = 20
-"""What episodes that cannot be replayed wait for their host when the service does not know either what became of it."""
+"""The time for which episodes that cannot be replayed wait for a host of unknown state."""
 
 STEPS, GROUPS, MEMBERS = 6, 2, 4
 
@@ -162,11 +162,13 @@ class JobRecord:
         """Episodes of both, sampled from the same weights, are equal to the last bit. Returns their number."""
         mine, theirs = ([version["hash"] for version in story.versions] for story in (self, other))
         alike = 0
-        for place in self.outcomes.keys() & other.outcomes.keys():
+        for outcome in self.outcomes.keys() & other.outcomes.keys():
             # all but where and how long it ran
-            one, two = (msgspec.structs.replace(story.outcomes[place], seconds={}, steps=[]) for story in (self, other))
+            one, two = (
+                msgspec.structs.replace(story.outcomes[outcome], seconds={}, steps=[]) for story in (self, other)
+            )
             if [mine[version] for version in one.versions] == [theirs[version] for version in two.versions]:
-                assert one == two, f"episode {place} differs"
+                assert one == two, f"episode {outcome} differs"
                 alike += 1
         return alike
 

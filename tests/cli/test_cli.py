@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from tests.support import waiting
 from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
 from tests.support.small_model import save_small_model
 from tests.support.traces import check
@@ -242,10 +242,7 @@ def test_run_waits_while_its_job_is_paused_by_its_owner(here: Path, service: Emb
     path = written(here, job(name="waited-for", environment={"hosted": "nobody"}))
     process = started(here, "run", path)
     with Client(service.url, service.key) as client:
-        deadline = time.monotonic() + 60
-        while not (views := [view for view in client.views() if view.name == "waited-for"]):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
+        views = waiting.until(lambda: [view for view in client.views() if view.name == "waited-for"])
         followed = client.job(views[0].id)
         for _ in range(2):
             followed.pause()
@@ -272,13 +269,45 @@ def test_uploads_are_listed_and_deleted(
 ) -> None:
     headers = {"X-API-Key": service.key}
     content = b'{"prompt": "5+5?", "answer": "10"}\n'
-    digest = httpx.post(f"{service.url}/api/v1/datasets", content=content, headers=headers).json()["dataset"]
+    digest = httpx.post(f"{service.url}/api/v1/datasets", content=content, headers=headers, timeout=60).json()[
+        "dataset"
+    ]
     assert call("uploads", "list") == 0
     assert f"{digest}  dataset" in capsys.readouterr().out
     assert call("uploads", "delete", digest, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"deleted": digest}
     assert call("uploads", "delete", digest) == 2
     assert capsys.readouterr().err == f"rookery: no upload {digest}\n"
+
+
+def test_secrets_are_set_from_standard_input_listed_and_deleted(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("very-secret\n"))
+    assert call("secrets", "set", "board") == 0
+    assert call("secrets", "list") == 0
+    assert call("secrets", "list", "--json") == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert call("secrets", "set", "board") == 2
+    assert call("secrets", "delete", "board") == 0
+    assert call("secrets", "delete", "board") == 2
+    shown = capsys.readouterr()
+    assert "board is set" in shown.out and "very-secret" not in shown.out + shown.err
+    assert "rookery: no secret on standard input" in shown.err and "rookery: no secret 'board'" in shown.err
+
+
+def test_a_job_is_written_for_tensorboard(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", written(here, job(name="boarded", evaluation={"prompts": 2}))) == 0
+    for _ in range(2):
+        assert call("jobs", "tensorboard", "boarded", "board") == 0
+    [file] = (here / "board").iterdir()
+    content, tags = file.read_bytes(), []
+    while content:
+        length = int.from_bytes(content[:8], "little")
+        tags.append(content[12 : 12 + length])
+        content = content[16 + length :]
+    assert b"brain.Event:2" in tags[0] and sum(b"evaluation/mean" in tag for tag in tags) == 2
+    assert sum(b"\x06reward\x15" in tag for tag in tags) == 2 and str(file.name) in capsys.readouterr().out
 
 
 def test_chat_with_a_job_a_version_and_a_base_model(
@@ -422,6 +451,7 @@ def until(process: subprocess.Popen[str], stream: str, *texts: str) -> None:
     pytest.fail(f"the output has no line with {texts!r}: {said}")
 
 
+@pytest.mark.heavy
 def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> None:
     path = written(alone, job())
     ids = []
@@ -535,3 +565,11 @@ def test_trace_is_written_to_a_file(here: Path, service: EmbeddedService, capsys
         with pytest.raises(SystemExit) as end:
             main(["trace", *arguments])
         assert end.value.code == 2 and problem in capsys.readouterr().err
+
+
+def test_children_keep_the_docstrings_that_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell or an image may set PYTHONOPTIMIZE=2."""
+    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert "PYTHONOPTIMIZE" not in os.environ

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, served
+from tests.support.faces import MODEL, Reach, ScriptedWorker, served
 
 from rookery.cli.demo import HELD_OUT, Task, compare, view_of
 from rookery.client import Client, Job, Record
@@ -77,16 +77,12 @@ def test_demo_waits_for_a_service_that_is_silent_for_a_while(monkeypatch: pytest
         view_of(SilentJob())
 
 
-def test_own_task_runs_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_of_the_user_runs_as_written(tmp_path: Path, reach: Reach, capsys: pytest.CaptureFixture[str]) -> None:
     source = (EXAMPLES / "own_task.py").read_text(encoding="utf-8")
     script = tmp_path / "own_task.py"
     script.write_text(source.replace("smollm2-135m-instruct", MODEL))
-    monkeypatch.chdir(tmp_path)
     with served(tmp_path) as service:
-        monkeypatch.setenv("ROOKERY_URL", service.url)
-        monkeypatch.setenv("ROOKERY_KEY", service.key)
+        reach(service)
         with ScriptedWorker.of(service):
             runpy.run_path(str(script), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()

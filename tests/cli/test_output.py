@@ -8,9 +8,15 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rookery.cli.output import show
 
 CODE = """
 import sys
@@ -27,7 +33,7 @@ flush_output()
 
 
 def written(monkeypatch: pytest.MonkeyPatch, encoding: str) -> bytes:
-    """What the code writes to a stream of this encoding that is no terminal."""
+    """The output of the code to a stream of this encoding that is no terminal."""
     stream = io.TextIOWrapper(content := io.BytesIO(), encoding=encoding)
     with monkeypatch.context() as here:
         here.setattr(sys, "stdout", stream)
@@ -45,7 +51,7 @@ def test_every_encoding_takes_every_text(encoding: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"])
-def test_a_pipe_gets_no_cursor_codes_whatever_the_platform_sets(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_no_cursor_codes_on_any_platform(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     text = written(monkeypatch, "utf-8")
@@ -83,6 +89,22 @@ def test_a_full_disk_under_the_output_is_one_line() -> None:
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     done = main_with("models", "| true")
     assert done.stderr == b"" and done.returncode in (0, 1)
+
+
+@pytest.mark.parametrize("odd", ["\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "\r", "\x08", "\x00"])
+@pytest.mark.parametrize("within", [str, Text, lambda text: rows_of(text)], ids=["line", "Text", "table"])
+def test_foreign_text_never_moves_the_cursor(
+    odd: str, within: Callable[[str], RenderableType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(within(f"be{odd}fore"))
+    printed = capsys.readouterr().out
+    assert printed.strip() and all(letter == "\n" or letter.isprintable() for letter in printed), repr(printed)
+
+
+def rows_of(text: str) -> Table:
+    table = Table(text)
+    table.add_row(text)
+    return table
 
 
 def test_a_terminal_of_eighty_columns_is_used_whole() -> None:

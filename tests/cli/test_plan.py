@@ -11,7 +11,7 @@ from tests.scheduling.test_plan import machine
 from tests.support.small_model import save_small_model
 
 from rookery.cli import main
-from rookery.cli.plan import add_entry, demand_of
+from rookery.cli.plan import add_entry, demands_of
 from rookery.errors import UserError
 from rookery.spec.fleet import FleetSpec, read_fleet, read_plan
 from rookery.spec.parsing import parse_job
@@ -66,6 +66,13 @@ def test_plan_refuses_what_it_cannot_plan_in_one_line(
     assert "give the path of a fleet file" in capsys.readouterr().err
 
 
+def test_a_job_that_samples_nothing_has_no_plan() -> None:
+    row = {"prompt": "a", "completion": "b"}
+    rows = {"environment": {"id": "demonstrations", "rows": [row]}, "algorithm": {"name": "sft"}, "sampling": {}}
+    with pytest.raises(UserError, match="sft samples nothing"):
+        demands_of(parse_job(JOB | rows), None, 0.6, 64, 0.0)
+
+
 def test_an_entry_is_added_to_a_fleet_file_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     for decode in (1.0, 2.0):
@@ -88,15 +95,29 @@ def test_a_65th_machine_and_a_file_that_is_none_are_refused_before_anything_is_w
     path.write_text("[")
     assert code(["profile", "--out", str(path)]) == 2
     assert code(["profile", "--name", "x" * 1000]) == 2
-    assert "at most" in capsys.readouterr().err
+    assert "allowed: 1 to 100 letters" in capsys.readouterr().err
 
 
-def test_a_job_with_several_policies_is_not_planned_as_one() -> None:
-    policies = {"solver": {}, "verifier": {}}
-    with pytest.raises(UserError, match="trains 2 policies; plan a job for each"):
-        demand_of(parse_job({**JOB, "policies": policies}), None, 0.5, 64, 0.0)
+def test_each_trained_policy_of_a_job_is_planned(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    fleet, job = files
     frozen = {"judge": {"train": False, "base": True}, "solver": {"algorithm": {"max_staleness": 2}}}
-    assert demand_of(parse_job({**JOB, "policies": frozen}), None, 0.5, 64, 0.0).staleness == 2
+    [demand] = demands_of(parse_job({**JOB, "policies": frozen}), None, 0.5, 64, 0.0)
+    assert (demand.name, demand.staleness, demand.turns, demand.policies, demand.replies) == ("sums", 2, 2, 1, 32)
+    several = {"solver": {}, "verifier": {}, "judge": {"train": False, "base": True}}
+    Path(job).write_text(yaml.safe_dump({**JOB, "policies": several}))
+    found = demands_of(parse_job({**JOB, "policies": several}), None, 0.5, 64, 0.0)
+    assert [demand.name for demand in found] == ["sums/solver", "sums/verifier"]
+    assert sum(demand.replies for demand in found) == 3 * 16
+    assert code(["plan", "--workers", fleet, "--jobs", job, "--simulate", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {name for worker in report["workers"] for name in worker["policies"]} == {"sums/solver", "sums/verifier"}
+    assert report["step_seconds"] == pytest.approx(report["simulated_seconds"], rel=0.6)
+
+
+def test_policies_of_several_base_models_are_not_planned_together() -> None:
+    policies = {"solver": {}, "verifier": {"base_model": "qwen3-0.6b"}}
+    with pytest.raises(UserError, match=r"qwen3-0\.6b and smollm2-135m-instruct; a plan is for one base model"):
+        demands_of(parse_job({**JOB, "policies": policies}), None, 0.5, 64, 0.0)
 
 
 @pytest.mark.heavy

@@ -60,7 +60,7 @@ def test_advice_is_by_the_steps_of_one_policy() -> None:
 
 
 @given(width=st.integers(10, 300), size=st.floats(-1e12, 1e12) | st.sampled_from([None, float("nan")]))
-def test_lines_keep_their_columns_whatever_the_numbers(width: int, size: float | None) -> None:
+def test_lines_keep_their_columns_for_all_numbers(width: int, size: float | None) -> None:
     lines = StepLines(width)
     values = {column.metric: size for column in STEP_COLUMNS if column.metric not in ("step", "tokens/s")}
     *_, text = (line for line in lines.of(row(7, **values), {}) if not line.startswith("advice"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import Reach, ScriptedWorker, job, served
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
@@ -80,7 +80,7 @@ async def test_runs_are_sorted_searched_and_opened_by_keys(service: EmbeddedServ
         assert app.return_code == 0
 
 
-async def test_tenant_sees_its_own_runs_and_no_fleet(service: EmbeddedService) -> None:
+async def test_tenant_sees_only_its_runs_and_no_fleet(service: EmbeddedService) -> None:
     with Client(service.url, service.key) as admin:
         admin.add_tenant("ada")
         key = str(admin.add_key("ada").key)
@@ -107,10 +107,9 @@ async def test_service_that_does_not_answer_is_reported_and_the_table_stays(serv
 
 
 def test_text_and_json_are_printed_once(
-    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    service: EmbeddedService, reach: Reach, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("ROOKERY_URL", service.url)
-    monkeypatch.setenv("ROOKERY_KEY", service.key)
+    reach(service)
     for arguments in (["top"], ["top", "--once"]):
         with pytest.raises(SystemExit) as end:
             main(arguments)

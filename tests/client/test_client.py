@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
+from tests.support.faces import MODEL, Reach, ScriptedWorker, adapter_files, job, served
 from tests.support.waiting import until
 
 import rookery
-from rookery.client import Client, JobTimeout, Record, RequestRefused
+from rookery.client import Client, Job, JobTimeout, Record, RequestRefused
 from rookery.client.connection import ConnectionBroken, HttpConnection
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
@@ -233,6 +233,7 @@ def test_event_that_is_not_json_is_a_broken_connection(data: bytes) -> None:
     class Events(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
             self.wfile.write(b'event: metrics\ndata: {"step": 0}\n\ndata: %b\n\n' % data)
 
@@ -274,13 +275,12 @@ def test_refused_submit_raises_one_line_and_hosts_nothing(client: Client) -> Non
 
 
 def test_service_and_key_are_found_from_settings_and_variables(
-    service: EmbeddedService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: EmbeddedService, tmp_path: Path, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = Path(service.settings.data)
     with Client(settings=Settings.load({}, url=service.url, data=data)) as found:
         assert found.views() is not None
-    monkeypatch.setenv("ROOKERY_URL", service.url)
-    monkeypatch.setenv("ROOKERY_KEY", service.key)
+    reach(service)
     with rookery.Client() as found:
         assert found.models()
     monkeypatch.setenv("ROOKERY_KEY", f"{service.key}\n")  # as read from a file
@@ -300,6 +300,42 @@ def test_key_that_is_not_a_valid_header_is_refused_and_not_shown(service: Embedd
             with pytest.raises(UserError, match="ROOKERY_KEY") as caught:
                 ask()
             assert service.key not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_following_continues_after_every_answer_of_an_absent_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a standby, a service without its database, a limit of requests, and a load balancer, in any order."""
+    json, html, events = "application/json", "text/html", "text/event-stream"
+    answers = [
+        (200, events, b'event: job\ndata: {"state": "running"}\n\n'),
+        (503, json, b'{"error": "this service is a standby: another one has the database"}'),
+        (429, json, b'{"error": "8 requests of yours are open; end some first"}'),
+        (507, json, b'{"error": "the disk is full"}'),
+        (502, html, b"<h1>Bad Gateway</h1>"),
+        (503, html, b"<h1>Service Temporarily Unavailable</h1>"),
+        (504, html, b""),
+        (200, html, b"<h1>Maintenance</h1>"),
+        (200, events, b'event: end\ndata: {"state": "completed"}\n\n'),
+    ]
+    left = [*answers]
+
+    class Away(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, kind, body = left.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *about: object) -> None:
+            pass
+
+    monkeypatch.setattr("rookery.client.job.RETRY_SECONDS", 0.0)
+    with HTTPServer(("127.0.0.1", 0), Away) as server:
+        threading.Thread(target=lambda: [server.handle_request() for _ in answers], daemon=True).start()
+        connection = HttpConnection(f"http://127.0.0.1:{server.server_port}", None)
+        seen = [kind for kind, _ in Job(connection, "job-1", "sums").follow()]
+        connection.close()
+    assert seen == ["job", "end"] and not left
 
 
 def test_following_resumes_after_the_service_restarts(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def misread(connection: limits.HttpConnection, number: int) -> int:
     return sum(connection.call("GET", path).path != path for path in (f"/{number}/{i}" for i in range(40)))
 
 
-def test_forked_processes_never_read_each_others_responses() -> None:
+def test_forked_processes_read_only_responses_to_their_requests() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         connection = limits.HttpConnection(f"http://127.0.0.1:{server.server_port}", "tml-x")

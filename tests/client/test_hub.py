@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,10 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import yaml
-from tests.support.faces import MODEL, ScriptedWorker, job, served
+from tests.support.faces import MODEL, Reach, ScriptedWorker, job, served
 
 from rookery.cli import main
-from rookery.client import Client
+from rookery.client import Client, Job
 from rookery.client.hub import CARD_ROWS, model_card
 from rookery.errors import Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
@@ -162,11 +163,36 @@ def test_adapter_is_pushed_whole_with_its_card(service: EmbeddedService, hub: Hu
     assert "4+4?" not in card, "no row of the tenant"
 
 
-def test_push_by_the_command_line(
-    service: EmbeddedService, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_export_merges_into_the_base_model_of_the_policy_that_it_downloads(
+    service: EmbeddedService, reach: Reach, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("ROOKERY_URL", service.url)
-    monkeypatch.setenv("ROOKERY_KEY", service.key)
+    """Also where that is the first policy that trains, and has another base model than the job."""
+    reach(service)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    show = Job.show
+
+    def shown(job: Job) -> Any:
+        view = show(job)
+        frozen = {"train": False, "base": True, "base_model": "judges"}
+        view["spec"]["policies"] = {"judge": frozen, "main": {"train": True, "base_model": "other"}}
+        return view
+
+    monkeypatch.setattr(Job, "show", shown)
+    for number, options in enumerate(([], ["--policy", "main"])):
+        assert call("adapters", "export", "sums", "--merge", str(tmp_path / str(number)), *options) == 0
+    assert all("other" in command and "judges" not in command for command in commands) and len(commands) == 2
+
+
+def test_push_by_the_command_line(
+    service: EmbeddedService, hub: Hub, reach: Reach, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reach(service)
     assert call("adapters", "push", "sums@1", "acme/sums-1", "--public", "--json") == 0
     assert json.loads(capsys.readouterr().out)["url"] == f"{hub.url}/acme/sums-1"
     card = hub.files["README.md"].decode()
@@ -184,6 +210,7 @@ def test_push_by_the_command_line(
         (500, "hf_secret", "acme/sums", Unavailable, r"the Hub answers 500"),
         (0, "hf_secret", "a/b/c", UserError, r"push: .*a/b/c"),
         (0, "hf_secret", "acme/..", UserError, r"push: "),
+        (0, "hf_secret", "acme/a\nb", UserError, r"push: "),
     ],
 )
 def test_refusal_of_the_hub_is_one_line_without_the_token(

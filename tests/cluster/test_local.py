@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
@@ -20,6 +19,7 @@ from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
+from tests.support import waiting
 from tests.support.processes import runs
 
 from rookery.cluster import ray, supervisor
@@ -46,9 +46,7 @@ STUBBORN = """
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (the event happens in another process)
-            await asyncio.sleep(0.02)
+    await asyncio.to_thread(waiting.until, condition)
 
 
 def up(folder: Path, name: str, times: int = 1) -> bool:
@@ -219,10 +217,7 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
         process.kill()
-    deadline = time.monotonic() + 60
-    while any(map(runs, pids)):
-        assert time.monotonic() < deadline, "children outlive their parent"
-        time.sleep(0.02)
+    waiting.until(lambda: not any(map(runs, pids)), "children outlive their parent")
 
 
 def test_local_workers_follow_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

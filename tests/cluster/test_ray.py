@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from benchmarks.lib.harness import Result
 from tests.support.clusters import job_of_texts
 from tests.support.small_model import save_small_model
 from tests.support.tinkered import free_port
@@ -30,6 +31,12 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rook
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 
+MANY_KILLS = 50
+"""Kills of which a run writes ``benchmarks/results/chaos_ray.json``."""
+NAMED = {
+    "node": "a node", "raylet": "a node's raylet", "actor": "an actor", "worker": "a worker's process",
+    "reserved": "a reserved worker's process",
+}  # fmt: skip
 KILLS = int(os.environ.get("ROOKERY_RAY_KILLS", "4"))
 STEPS = 12
 SPOT = {"labels": {"pool": "spot"}, "num_cpus": 1}
@@ -145,7 +152,18 @@ def test_random_kills_of_nodes_raylets_actors_and_workers_lose_nothing(client: C
                     (process.parent() if victim == "actor" else process).kill()
         nodes.remove_node(node, allow_graceful=victim != "node")
     equals_quiet(disturbed[-1])
-    print(f"{dict(kills)} over {len(disturbed)} jobs of {STEPS} steps in {time.monotonic() - began:.0f} s")
+    seconds = time.monotonic() - began
+    print(f"{dict(kills)} over {len(disturbed)} jobs of {STEPS} steps in {seconds:.0f} s")
+    if KILLS >= MANY_KILLS:
+        result = Result("chaos_ray", "Kills on a Ray cluster while jobs train", "make chaos-ray")
+        for victim, count in sorted(kills.items()):
+            result.add(f"kills of {NAMED[victim]}", [count], "")
+        result.add("all of it", [seconds], "s", f"{len(disturbed)} jobs of {STEPS} steps, one after another")
+        result.judge(
+            f"{KILLS} random kills on a Ray cluster: texts and versions of all jobs equal the undisturbed one's",
+            f"{len(disturbed)} of {len(disturbed)} jobs", met=True,
+        )  # fmt: skip
+        result.save()
 
 
 def test_draining_node_has_its_workers_drained(client: Client, nodes: Any) -> None:

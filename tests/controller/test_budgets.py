@@ -144,7 +144,7 @@ async def test_the_administrator_may_name_any_hub_id(service: Service) -> None:
     assert (await service.controller.submit("root", job_of(base_model="some/model")))[0].base_model == "some/model"
 
 
-async def test_everybody_may_name_a_model_of_the_catalogue_by_its_hub_id(service: Service) -> None:
+async def test_a_tenant_may_name_a_model_of_the_catalogue_by_its_hub_id(service: Service) -> None:
     view, _ = await service.controller.submit("alice", job_of(base_model="huggingfacetb/SmolLM2-135M-Instruct"))
     assert view.base_model == "smollm2-135m-instruct"
 
@@ -193,30 +193,30 @@ async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Serv
         views = [await service.controller.queries.show("alice", job) for job in jobs]
         return [(view.state, view.waits_for if view.state == "queued" else "") for view in views]
 
-    def place(number: int, limit: int = 2) -> tuple[str, str]:
+    def position(number: int, limit: int = 2) -> tuple[str, str]:
         return "queued", f"one of the tenant's {limit} running jobs to end (place {number})"
 
     runs, ended = ("running", ""), ("cancelled", "")
     for job in jobs[:2]:
         await service.ends(job, "running")
-    assert await shown() == [runs, runs, place(1), place(2), place(3)]
+    assert await shown() == [runs, runs, position(1), position(2), position(3)]
     assert service.controller.queries.health().gauges["jobs_waiting"] == 3
     await service.ends(other.id, "running", "bob")
     await service.controller.cancel("alice", jobs[2])
     await service.controller.cancel("alice", jobs[0])
     await service.ends(jobs[3], "running")
-    assert await shown() == [ended, runs, ended, runs, place(1)]
+    assert await shown() == [ended, runs, ended, runs, position(1)]
     await service.controller.pause("alice", jobs[4])
     await service.controller.resume("alice", jobs[4])
-    assert (await shown())[4] == place(1)
+    assert (await shown())[4] == position(1)
     await service.controller.limit_tenant("alice", {"jobs": 1})
     await service.controller.cancel("alice", jobs[1])
-    assert (await shown())[4] == place(1, limit=1)
+    assert (await shown())[4] == position(1, limit=1)
     await service.crash()
     await service.start()
     await starting(service)
     await service.ends(jobs[3], "running")
-    assert await shown() == [ended, ended, ended, runs, place(1, limit=1)]
+    assert await shown() == [ended, ended, ended, runs, position(1, limit=1)]
     await service.controller.limit_tenant("alice", {"jobs": None})
     await service.ends(jobs[4], "running")
 
@@ -224,7 +224,7 @@ async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Serv
 # --- outages ----------------------------------------------------------------------------------------------------------
 
 
-async def test_job_that_waited_too_long_for_a_host_resumes_by_itself(service: Service) -> None:
+async def test_job_whose_host_did_not_come_in_time_resumes_by_itself(service: Service) -> None:
     await service.worker().join()
     view, _ = await service.controller.submit("alice", job_of(environment__return_timeout=2))
     await eventually(lambda: service.database.read(get_job, "alice", view.id).state == "paused")
@@ -266,8 +266,9 @@ async def test_job_that_ends_the_service_again_and_again_is_held_for_longer_each
     other, _ = await service.controller.submit("bob", job_of())
     held = []
     for crash in range(1, 8):
+        await eventually(lambda: all(service.controller.jobs.runners[id].job for id in (view.id, other.id)))
         service.controller.record.started(other.id)
-        service.controller.record.starts(view.id)  # it ends while the service works on its start
+        await service.controller.record.starts(view.id)  # it ends while the service works on its start
         await service.crash()
         await service.start()
         await eventually(lambda: other.id in service.controller.jobs.runners)
@@ -315,7 +316,8 @@ async def test_job_that_has_started_is_no_suspect(service: Service, how: str) ->
             await service.clock.advance(START_SECONDS)
             await settle()
         if how != "orderly stop":
-            assert view.id.encode() not in service.controller.record.path.read_bytes()
+            path = service.controller.record.path
+            await eventually(lambda path=path: view.id.encode() not in path.read_bytes())
         await (service.close() if how == "orderly stop" else service.crash())
         await service.start()
         await eventually(lambda: view.id in service.controller.jobs.runners)

@@ -200,7 +200,7 @@ def test_metrics_that_are_no_numbers_stop_nothing(troubled: Troubled) -> None:
         assert (row["reward_episodes/share"], row["reward_episodes/huge"]) == (0.0, row["episodes"])
 
 
-def test_a_neighbour_of_failing_jobs_is_not_affected(troubled: Troubled) -> None:
+def test_a_job_next_to_failing_jobs_is_not_affected(troubled: Troubled) -> None:
     view = troubled.neighbour
     assert (view.state, view.step) == ("completed", 6)
     assert not view.counters.get("episodes_failed")
@@ -244,7 +244,10 @@ def test_a_folder_that_is_no_model_and_a_type_that_is_not_supported_are_refused(
         "smollm2-135m-instruckt": "did you mean smollm2-135m-instruct",
         "": "base_model",
     }
-    with served(tmp_path) as service, httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+    with (
+        served(tmp_path) as service,
+        httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client,
+    ):
         for model, said in expected.items():
             for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run"):
                 response = client.post(path, json=job(base_model=model))
@@ -253,8 +256,11 @@ def test_a_folder_that_is_no_model_and_a_type_that_is_not_supported_are_refused(
         assert client.get("/api/v1/jobs").json() == []
 
 
-def test_numbers_that_nothing_holds_are_refused_and_no_error_of_ours(tmp_path: Path) -> None:
-    with served(tmp_path) as service, httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+def test_numbers_out_of_range_are_refused_as_mistakes_of_the_user(tmp_path: Path) -> None:
+    with (
+        served(tmp_path) as service,
+        httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client,
+    ):
         made = client.post("/api/v1/jobs", json=job(environment={"hosted": "nobody"})).json()["id"]
         huge = 2**70
         for changes in (

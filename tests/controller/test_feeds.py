@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tests.support.peers import settle
 
 from rookery.aio import Signal
 from rookery.controller.feeds import PAGE, ROWS_KEPT, FeedRow, JobFeeds
@@ -58,10 +59,10 @@ async def collected(events: AsyncIterator[Any], pause: float = 0.0) -> list[Any]
 async def test_two_hundred_followers_cost_the_reads_of_one() -> None:
     stored = Stored(3)
     followers = [asyncio.create_task(collected(stored.feeds.follow("alice", "j", after=2))) for _ in range(200)]
-    await asyncio.sleep(0.05)
+    await settle()
     for _ in range(10):
         stored.commit()
-        await asyncio.sleep(0.01)
+        await settle()
     stored.end()
     for found in await asyncio.gather(*followers):
         assert found == ["job", *range(3, 13), "job", "end"]
@@ -73,9 +74,9 @@ async def test_followers_that_begin_early_or_read_slowly_miss_nothing() -> None:
     late = asyncio.create_task(collected(stored.feeds.follow("alice", "j")))
     slow = asyncio.create_task(collected(stored.feeds.follow("alice", "j", after=2 * PAGE), pause=0.0001))
     for _ in range(6):
-        await asyncio.sleep(0.01)
+        await settle()
         stored.commit(ROWS_KEPT // 2 + 1)
-    await asyncio.sleep(0.01)
+    await settle()
     stored.end()
     steps = stored.steps
     assert [one for one in await late if isinstance(one, int)] == list(range(steps))

@@ -17,7 +17,7 @@ from tests.support.faces import ScriptedWorker, job, served
 from tests.support.waiting import until
 
 from rookery.controller.job_sinks import parse_sinks
-from rookery.controller.mlflow import METRICS_AT_ONCE, batches, metric_name, params
+from rookery.controller.sink_run import METRICS_AT_ONCE, batches, metric_name, params
 from rookery.errors import UserError
 
 
@@ -201,7 +201,17 @@ def test_a_dead_sink_changes_nothing_and_a_restarted_service_continues_the_run(t
         ({}, "exactly one of"),
         ({"url": "http://example.com", "server": "team"}, "exactly one of"),
         ({"url": "http://example.com", "experiment": "it's"}, "experiment"),
-        ({"url": "http://example.com", "kind": "wandb"}, "mlflow"),
+        ({"url": "http://example.com", "kind": "neptune"}, "'mlflow', 'trackio' or 'wandb'"),
+        (
+            {"url": "http://93.184.215.14", "secret": "mine"},
+            "sent to 93.184.215.14 in clear; give an address with https://",
+        ),
+        ({"url": "https://example.com", "secret": "mine"}, "no secret 'mine'; give it with rookery secrets set mine"),
+        ({"server": "team", "secret": "mine"}, "secret belongs to url"),
+        ({"url": "http://example.com", "entity": "ada"}, "entity belongs to the kind wandb"),
+        ({"url": "http://example.com", "traces": 2}, "traces belongs to the kind trackio"),
+        ({"url": "http://example.com", "kind": "wandb", "experiment": "a/b"}, "no /"),
+        ({"url": "http://example.com", "kind": "trackio", "experiment": "a/b"}, "no /"),
     ],
 )
 def test_sinks_that_cannot_be_used_are_refused_in_a_line(client: httpx.Client, sink: Any, says: str) -> None:

@@ -20,7 +20,8 @@ from tests.support.tinkered import free_port
 from tests.support.waiting import until, until_healthy
 
 from rookery.controller.job_sinks import Endpoint
-from rookery.controller.mlflow import MlflowRun, batches
+from rookery.controller.mlflow import MlflowRun
+from rookery.controller.sink_run import batches
 from rookery.settings import Settings
 from rookery.spec.job import SinkSpec
 from rookery.turns import in_thread

@@ -28,10 +28,7 @@ RESUMED_SECONDS = 20.0
 
 def next_step(of: Job, after: int) -> int:
     """The first step after another. The stream of a job ends while it is paused."""
-    while True:
-        for row in of.metrics(after=after):
-            return int(row.step)
-        time.sleep(0.05)
+    return int(until(lambda: next(iter(of.metrics(after=after)), None)).step)
 
 
 def readiness(service: EmbeddedService, *, ready: bool) -> httpx.Response | None:

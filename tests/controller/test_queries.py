@@ -65,7 +65,7 @@ async def test_metrics_later_than_a_step(service: Service) -> None:
         await service.controller.queries.metrics("bob", "job")
 
 
-async def test_a_follower_is_woken_by_its_own_job_alone(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_follower_is_woken_by_its_job_alone(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     for name in ("quiet", "loud"):
         view, _ = await service.controller.submit("alice", job_of(name=name, environment={"hosted": "nobody"}))

@@ -93,7 +93,7 @@ async def test_tokens_of_waiting_generations_are_bounded(service: Service) -> No
 @pytest.mark.parametrize("settings", [{"tenant_queued_bytes": 11 * SIZE // 2, "session_commit_every": 2}])
 @pytest.mark.parametrize("waiting", [True, False])
 async def test_operations_in_memory_are_bounded(service: Service, waiting: bool) -> None:
-    """Those that wait, and those that would be repeated after the loss of a worker, were kept without bound."""
+    """Waiting requests, and those repeated after the loss of a worker, have a bound."""
     worker = await join(service)
     alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
     if waiting:

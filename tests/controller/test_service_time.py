@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.support.peers import settle
 
 from rookery.children import add_child_seconds
 from rookery.controller.service_time import BURST, FIRST_GUESS, LONGEST_WAIT, MEMORY, ServiceTime
@@ -71,7 +72,7 @@ async def test_many_requests_at_once_do_not_all_begin() -> None:
     clock.now += 100
     begun = [asyncio.create_task(times.begin("a")) for _ in range(100)]
     clock.sleep = lambda seconds: asyncio.sleep(60)  # type: ignore[method-assign]
-    await asyncio.sleep(0.05)
+    await settle()
     assert sum(task.done() for task in begun) <= BURST / 0.02 + 3
     for task in begun:
         task.cancel()

@@ -108,12 +108,12 @@ async def test_warnings_are_in_the_dry_run_and_once_in_the_events(service: Servi
     await service.host().join()
     job = job_of(policies__main__optimizer__schedule={"name": "linear", "total_steps": 1})
     plan = await service.controller.dry_run("alice", job)
-    assert len(plan["warnings"]) == 1
+    assert len(plan.warnings) == 1
     for _ in range(2):
         view, _ = await service.controller.submit("alice", job, "once")
     events = await service.controller.queries.events("alice", view.id)
-    assert [event.text for event in events if event.kind == "warning"] == plan["warnings"]
-    assert (await service.controller.dry_run("alice", job_of()))["warnings"] == []
+    assert [event.text for event in events if event.kind == "warning"] == plan.warnings
+    assert (await service.controller.dry_run("alice", job_of())).warnings == []
 
 
 def evaluated(**changes: Any) -> JobSpec:

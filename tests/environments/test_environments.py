@@ -97,6 +97,7 @@ def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": "cut \\ud83d"}', r"line 2: prompt: given .* allowed: whole characters"),
         ('{"prompt": "a"}\n{"prompt": "a", "score": 1e400}', "line 2: score: given 1e400, allowed: a number between"),
         ("\n\n", "no rows; write"),
+        ("\n" * 100_001, "more than 100000 blank lines; remove them"),
         ('{"prompt": "a"}\n\n[1]', "line 3 is list, not an object"),
         ('{"question": "a"}', "line 1 has neither prompt nor messages, but 'question'; give one"),
         ('{"prompt": "a", "messages": []}', "line 1 has both"),
@@ -121,6 +122,15 @@ def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, s
     assert "\n" not in str(caught.value)
 
 
+def test_rows_leave_room_for_what_a_judge_reads() -> None:
+    """A task of an agent, and a conversation to learn from, are no answer of an environment: they may be longer."""
+    rows = [{"messages": [user("a")] * count, "answer": "b"} for count in (253, 254)]
+    Jsonl(JsonlOptions.model_validate({"verifier": "exact", "rows": rows[:1]}))
+    with pytest.raises(UserError, match="row 1 has 254 messages; give at most 253"):
+        Jsonl(JsonlOptions.model_validate({"verifier": "exact", "rows": rows[1:]}))
+    assert len(read_jsonl(json.dumps(rows[1]).encode())) == 1
+
+
 @pytest.mark.parametrize(
     ("verifier", "answer", "says"),
     [
@@ -143,7 +153,7 @@ def test_answers_that_nothing_can_equal_are_refused_with_their_line(
     good |= {"b": 1} if isinstance(verifier, dict) and verifier["name"] == "json" else {}
     path, name = tmp_path / "rows.jsonl", verifier if isinstance(verifier, str) else verifier["name"]
     path.write_text("\n\n".join(json.dumps(row) for row in (good, good, bad)))
-    for options, place in [
+    for options, where in [
         ({"path": str(path)}, "dataset: line 5: "),
         ({"rows": [good, good, bad]}, "dataset: row 3: "),
         ({"rows": [good], "eval_path": str(path)}, "eval: line 5: "),
@@ -151,7 +161,7 @@ def test_answers_that_nothing_can_equal_are_refused_with_their_line(
     ]:
         with pytest.raises(UserError) as caught:
             BUILTINS["jsonl"].validate_options({**options, "verifier": verifier})
-        assert str(caught.value).startswith(place) and says in str(caught.value)
+        assert str(caught.value).startswith(where) and says in str(caught.value)
         assert str(caught.value).endswith(f" (verifier {name})") and "\n" not in str(caught.value)
     BUILTINS["jsonl"].validate_options({"rows": [good], "verifier": verifier})
 
@@ -471,7 +481,7 @@ def test_a_reply_on_which_the_scorer_raises_scores_nothing(gym: None) -> None:
     assert play(environment, prompt, "0")[:2] == (1, {"right": 1, "unjudged": 0})
 
 
-def test_what_scores_replies_has_no_secrets_and_opens_no_file(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scoring_process_has_no_secrets_and_opens_no_file(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOKERY_TOKEN", "secret")
     environment = find("reasoning-gym")({"task": "count"})
     prompt = next(iter(environment.prompts("train")))

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rookery.environments.failures import PLACES, FailureLog
+from rookery.environments.failures import LINES, FailureLog
 
 log = logging.getLogger("tests.failures")
 
@@ -34,7 +34,7 @@ def test_another_job_and_another_error_have_their_tracebacks(caplog: pytest.LogC
     for job, kind in (("a", ValueError), ("b", ValueError), ("a", KeyError), ("a", ValueError)):
         fail(failures, job, kind)
     assert [bool(record.exc_info) for record in caplog.records] == [True, True, True]
-    for number in range(PLACES):
+    for number in range(LINES):
         fail(failures, str(number))
     caplog.clear()
     fail(failures, "a")

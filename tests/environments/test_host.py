@@ -28,6 +28,7 @@ from rookery.environments.agent import LLM
 from rookery.environments.base import Environment, Step
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
+from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.host import Host, Hosted
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.errors import UserError
@@ -161,6 +162,36 @@ async def test_an_episode_from_hello_to_reward() -> None:
         assert controller.beats
 
 
+class SaysTenant(Environment):
+    """Its messages name the tenant whose call each method serves."""
+
+    def __init__(self) -> None:
+        self.built_for = calling_tenant.get()
+
+    def prompts(self, split: str) -> list[str]:
+        return [self.built_for, calling_tenant.get()]
+
+    async def reset(self, prompt: Any, seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{self.built_for} {calling_tenant.get()}"}]
+
+
+class SaysTenantInThread(SaysTenant):
+    def reset(self, prompt: Any, seed: int) -> list[dict[str, str]]:  # type: ignore[override]
+        return [{"role": "user", "content": f"{self.built_for} {calling_tenant.get()}"}]
+
+
+async def test_each_method_knows_the_tenant_that_calls() -> None:
+    async with hosting(env=SaysTenant, thread=SaysTenantInThread) as controller:
+        for name in ("env", "thread"):
+            asked = prompts(name, count=2)
+            asked.tenant = "alice"
+            assert [json.loads(one) for one in (await controller.ask(asked)).prompts] == ["alice", "alice"]
+            for tenant in ("bob", "alice"):
+                begun = reset(f"{name}-{tenant}", name)
+                begun.tenant = tenant
+                assert (await controller.ask(begun)).messages[0].content == f"alice {tenant}"
+
+
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
@@ -183,7 +214,7 @@ async def test_an_episode_from_hello_to_reward() -> None:
         ),
     ],
 )
-async def test_what_goes_wrong_in_an_environment_is_its_calls_error(environment: Hosted, says: str) -> None:
+async def test_an_exception_in_an_environment_is_the_error_of_its_call(environment: Hosted, says: str) -> None:
     async with hosting(env=environment, good=faulty.Good(), later=faulty.SlowAsync(0.0)) as controller:
         answer = await controller.ask(reset("e1"))
         if not answer.error:
@@ -376,7 +407,7 @@ async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    episodes = Episodes(UserCodeExecutor(), prototype, asks_nobody, lambda reset: LLM("", "", []))
+    episodes = Episodes(UserCodeExecutor(), prototype, asks_nobody, lambda reset: LLM("", "", []), asks_nobody)
     names = [f"e{number}" for number in range(10_001)]
     turns = [episodes.reset(reset(name)) for name in names]
     await asyncio.sleep(0)

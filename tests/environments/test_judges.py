@@ -100,6 +100,18 @@ def test_a_wrong_setting_is_refused(text: str) -> None:
         parse_judges(text)
 
 
+@pytest.mark.parametrize("verifier", [{}, {"policy": None}, {"prompt": "Good?"}])
+def test_a_job_with_a_judge_that_names_none_leaves_the_line_to_the_verifier(verifier: dict[str, Any]) -> None:
+    options = {"id": "jsonl", "rows": [ROW], "verifier": {"name": "judge", **verifier}}
+    assert EnvironmentSpec.model_validate(options).judge is None
+    with pytest.raises(UserError, match="exactly one of policy"):
+        find("jsonl")({"rows": [ROW], "verifier": options["verifier"]})
+
+
+def test_a_question_may_be_a_rubric(endpoint: Endpoint) -> None:
+    assert judged({"model": "strict", "prompt": "Is it good? " * 300}).done
+
+
 def test_an_episode_with_an_outside_judge_has_one_turn() -> None:
     options = {"id": "jsonl", "rows": [ROW], "verifier": {"name": "judge", "model": "strict"}}
     assert EnvironmentSpec.model_validate(options).turns == 1 and EnvironmentSpec.model_validate(options).judge is None

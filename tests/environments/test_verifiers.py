@@ -172,7 +172,7 @@ def test_markers_that_are_special_tokens_are_seen_and_others_are_not_judged() ->
     assert VERIFIERS["exact"].model_validate({}).score("5", {"answer": 5}, "5<|extra|>", ["<|extra|>"])[0] == 1
 
 
-def test_what_encloses_an_answer_is_the_part_that_is_judged() -> None:
+def test_the_enclosed_answer_is_the_part_that_is_judged() -> None:
     for options, _, _ in PARTS:
         judge = Exact.model_validate(options)
         assert judge.part(judge.enclose("5")) == "5"

@@ -42,3 +42,12 @@ test("a run from a version keeps every policy, and starts those that train from 
   });
   assert.deepEqual(form.likeJob(view).policies, policies);
 });
+
+test("a field is described by a sentence", () => {
+  assert.equal(form.brief("Weight of a penalty (k3), per token. Not with full."), "Weight of a penalty (k3), per token.");
+  assert.equal(form.brief("Which loss"), "Which loss");
+  assert.equal(form.brief("At most 0.5 of it; more is cut"), "At most 0.5 of it.");
+  assert.equal(form.brief("How rewards become gradients: algorithm."), "How rewards become gradients.");
+  assert.equal(form.brief("sft, dpo: rows of one optimizer step, 16 when absent."), "sft, dpo: rows of one optimizer step, 16 when absent.");
+  assert.equal(form.brief(""), "");
+});

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import tarfile
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.support.faces import ScriptedWorker, job, served
 from tests.support.traces import check
+from tests.support.waiting import until
 
 from rookery.client import Client, Job
 from rookery.server.launcher import EmbeddedService
@@ -32,11 +36,26 @@ MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='
 """Text of a prompt, a name or an error that would take over a page which shows it as markup."""
 
 
-class Town:
-    """A service with a worker, two tenants, and finished jobs of the first."""
+class Broken(BaseHTTPRequestHandler):
+    """A server of metrics that answers every request with an error, whose text is markup."""
 
-    def __init__(self, service: EmbeddedService, admin: Client) -> None:
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(500)
+        self.send_header("Content-Length", str(len(MARKUP)))
+        self.end_headers()
+        self.wfile.write(MARKUP.encode())
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+class Town:
+    """A service with a worker, two tenants, and finished jobs of the first, one of which writes to a broken server."""
+
+    def __init__(self, service: EmbeddedService, admin: Client, sink: str) -> None:
         self.service = service
+        self.sink = sink
         self.keys = {}
         for name in ("ada", "bob"):
             admin.add_tenant(name)
@@ -51,16 +70,66 @@ class Town:
                 stop={"steps": 6})
         )  # fmt: skip
         assert self.done.wait().state == "completed"
+        self.driven, self.episodes = self._driven()
+        self.judged = self._judged()
+
+    def _driven(self) -> tuple[Job, list[str]]:
+        """A job of an agent whose texts are all markup: one episode fails, two have a branch and end well."""
+        environment = {"id": "agent", "rows": [{"prompt": MARKUP}] * 2}
+        driven = self.ada.submit(
+            job(name="driven", environment=environment, metadata={"note": MARKUP}, stop={"steps": 1},
+                algorithm={"group_size": 2, "groups_per_step": 1}, sinks=[{"url": self.sink}])
+        )  # fmt: skip
+        path, bearer = (
+            f"{self.service.url}/api/v1/jobs/{driven.id}/episodes",
+            {"Authorization": f"Bearer {self.keys['ada']}"},
+        )
+        until(lambda: driven.show().state == "running")
+        ended: list[str] = []
+        with httpx.Client(headers=bearer, timeout=60) as http:
+            failed = http.post(path, json={"wait": 30}).json()["episode"]
+            http.post(f"{path}/{failed}/fail", json={"reason": MARKUP}).raise_for_status()
+            while (opened := http.post(path, json={"wait": 30})).status_code == 200:
+                one = opened.json()
+                if one["episode"] is None:
+                    continue
+                for messages in ([MARKUP], [MARKUP, "4", MARKUP], ["another"]):
+                    said = [
+                        {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)
+                    ]
+                    asked = {"model": "main", "messages": said, "temperature": 0.5 if len(messages) == 1 else 1.0}
+                    key = {"Authorization": f"Bearer {one['key']}"}
+                    http.post(f"{one['base_url']}/chat/completions", json=asked, headers=key).raise_for_status()
+                about = {"reward": float(len(ended) % 2), "metrics": {MARKUP[:60]: 1.0}}
+                if http.post(f"{path}/{one['episode']}/finish", json=about).is_success:
+                    ended.append(one["episode"])
+        assert driven.wait().state == "completed"
+        return driven, [failed, *ended]
+
+    def _judged(self) -> Job:
+        """A job with two policies and a grader whose prompt is markup."""
+        rows = [{"prompt": f"{MARKUP} {a}?", "answer": "4"} for a in range(4)]
+        verifier = {"name": "judge", "policy": "judge", "prompt": MARKUP + " {reply} {answer}", "scale": 4}
+        policies = {"solver": {"rank": 4, "targets": ["q"]}, "judge": {"train": False, "base": True}}
+        judged = self.ada.submit(
+            job(name="judged", environment={"id": "jsonl", "rows": rows, "verifier": verifier}, policies=policies)
+        )
+        assert judged.wait().state == "completed"
+        return judged
 
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with (
-        served(tmp_path_factory.mktemp("town")) as service,
-        ScriptedWorker.of(service),
-        Client(service.url, service.key) as admin,
-    ):
-        yield Town(service, admin)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as broken:
+        threading.Thread(target=broken.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{broken.server_port}"
+        with (
+            served(tmp_path_factory.mktemp("town"), reachable_hosts=address) as service,
+            ScriptedWorker.of(service),
+            Client(service.url, service.key) as admin,
+        ):
+            yield Town(service, admin, f"http://{address}")
+        broken.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +167,7 @@ def sign_in(page: Any, town: Town, who: str) -> None:
     page.wait_for_selector("header.top")
 
 
-def test_tenant_signs_in_and_sees_the_runs_of_its_own(page: Any, town: Town) -> None:
+def test_tenant_signs_in_and_sees_only_its_runs(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.click("tbody >> text=sums")
     page.wait_for_selector(".chart canvas")
@@ -325,7 +394,7 @@ def test_job_is_tried_submitted_watched_paused_resumed_and_cancelled(page: Any, 
     page.goto(f"{town.service.url}/#/new?from={town.done.id}")
     page.wait_for_selector(".yaml >> text=base_model: qwen3-0.6b")
     page.fill("label:has-text('name') input >> nth=0", "by-form")
-    page.fill("details:has(summary:text-is('stop')) label:has-text('steps') input", "4000")
+    page.fill("details:has(summary:has-text('When the job ends')) label:has-text('Optimizer steps.') input", "4000")
     page.click("button >> text=Dry run")
     page.wait_for_selector(".dry article >> nth=2")
     assert "<|im_start|>user" in page.locator(".dry article pre").first.inner_text()
@@ -347,11 +416,22 @@ def test_job_is_tried_submitted_watched_paused_resumed_and_cancelled(page: Any, 
     assert "by-form" not in [view.name for view in town.ada.views()]
 
 
+def test_a_field_that_is_not_json_is_named_before_anything_is_sent(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/new")
+    page.wait_for_selector(".yaml")
+    page.fill("label:has-text('environment') textarea", "{ nothing")
+    before = len(town.ada.views())
+    page.click("button >> text=Submit")
+    page.wait_for_selector("[role=alert] >> text=environment: not JSON")
+    assert len(town.ada.views()) == before
+
+
 def test_a_refused_job_has_a_reason(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.goto(f"{town.service.url}/#/new")
     page.wait_for_selector(".yaml")
-    page.fill("details:has(summary:text-is('stop')) label:has-text('steps') input", "-1")
+    page.fill("details:has(summary:has-text('When the job ends')) label:has-text('Optimizer steps.') input", "-1")
     page.click("button >> text=Submit")
     page.wait_for_selector("[role=alert] >> text=stop.steps")
 
@@ -361,7 +441,7 @@ def test_chat_shows_base_and_version_side_by_side(page: Any, town: Town) -> None
     page.goto(f"{town.service.url}/#/chat?target={town.done.id}")
     page.wait_for_selector("select[aria-label='Model on the right: version'] option >> nth=2", state="attached")
     page.fill("label:has-text('samples') input", "3")
-    page.fill("textarea", "2+2?")
+    page.fill("textarea[aria-label='Message']", "2+2?")
     page.click("button >> text=Send")
     for side in (1, 2):
         page.wait_for_selector(f".side:nth-child({side}) .message.assistant >> nth=2")
@@ -370,9 +450,53 @@ def test_chat_shows_base_and_version_side_by_side(page: Any, town: Town) -> None
     page.select_option("select[aria-label='Model on the right: version']", "6")
     page.click(".side:nth-child(2) >> text=Replay")
     page.wait_for_selector(".side:nth-child(2) .message.assistant >> nth=2")
-    page.fill("textarea", "And 3+3?")
+    page.fill("textarea[aria-label='Message']", "And 3+3?")
     page.keyboard.press("Enter")
     page.wait_for_selector(".side:nth-child(1) .message.user >> nth=1")
+
+
+def test_message_that_was_not_answered_can_be_sent_again(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/chat")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json={"error": "busy"}))
+    page.wait_for_selector("text=Its replies stand here")
+    page.fill("textarea[aria-label='Message']", "2+2?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[role=alert] >> text=busy")
+    assert page.locator(".message").count() == 0
+    page.unroute_all(behavior="wait")
+    page.wait_for_function("() => document.querySelector(\"textarea[aria-label='Message']\").value === '2+2?'")
+    page.fill("label:has-text('temperature') input", "")
+    page.keyboard.press("Tab")
+    page.click("summary >> text=System message")
+    page.fill("textarea[aria-label='System message']", "Count.")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.click("button >> text=Send")
+    asked = sent.value.post_data_json
+    assert "temperature" not in asked and asked["messages"][0] == {"role": "system", "content": "Count."}
+    page.wait_for_selector(".message.assistant .token")
+
+
+def test_episode_of_an_agent_names_its_branches_and_what_is_not_trained_on(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.driven.id}/episode/{town.episodes[1]}")
+    page.wait_for_selector("h3 >> text=Another conversation of the agent")
+    assert page.locator(".message.assistant >> text=/turn 1, not trained on/").count() == 1
+    page.goto(f"{town.service.url}/#/run/{town.driven.id}/episode/{town.episodes[0]}")
+    page.wait_for_selector(".notice.bad >> text=onerror")
+
+
+def test_policies_are_named_with_their_colors(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    group = town.judged.groups()[0].group
+    page.goto(f"{town.service.url}/#/run/{town.judged.id}/group/{group}")
+    page.wait_for_selector(".answer .speaker >> text=solver")
+    page.wait_for_selector(".answer .speaker >> text=judge")
+    page.goto(f"{town.service.url}/#/run/{town.judged.id}/episode/{group}-0")
+    page.wait_for_selector(".message.p0 >> text=solver")
+    page.wait_for_selector(".message.p1 >> text=judge")
+    page.click("button >> text=policy")
+    assert page.locator(".token.v0").count() > 0 and page.locator(".token.v1").count() > 0
 
 
 def test_adapter_is_downloaded_with_the_cookie(page: Any, town: Town, tmp_path: Path) -> None:
@@ -400,7 +524,7 @@ def test_run_without_a_policy_called_main_has_downloads_chat_and_a_run_from_it(p
     page.goto(f"{town.service.url}/#/chat?target={run.id}")
     page.select_option("select[aria-label='Model on the right: policy']", "solver")
     page.select_option("select[aria-label='Model on the right: version']", "1")
-    page.fill("textarea", "2+2?")
+    page.fill("textarea[aria-label='Message']", "2+2?")
     page.click("button >> text=Send")
     page.wait_for_selector(".side:nth-child(2) .message.assistant .token")
 
@@ -449,11 +573,19 @@ AXE = """async () => (await axe.run()).violations.map((one) => [one.id, one.node
 
 
 def views(town: Town) -> list[str]:
-    job, group = town.done.id, town.done.groups()[0].group
-    of_run = ["", "/steps", "/step/3", f"/group/{group}", f"/episode/{group}-0", "/episodes?text=fiv", "/events"]
-    of_run += ["/timeline"]
-    others = ["runs", "new", "chat", "timeline", "usage", "fleet", "tenants", f"compare/{job}"]
-    return [*others, *(f"run/{job}{one}" for one in of_run)]
+    return [*others_of(town), *of_run(town.done), f"run/{town.judged.id}", f"new?from={town.driven.id}"] + [
+        f"run/{town.driven.id}/episode/{episode}" for episode in town.episodes[:2]
+    ]
+
+
+def others_of(town: Town) -> list[str]:
+    return ["runs", "new", "chat", "timeline", "usage", "fleet", "tenants", f"compare/{town.done.id}/{town.judged.id}"]
+
+
+def of_run(job: Job) -> list[str]:
+    group = job.groups()[0].group
+    inside = ["", "/steps", "/step/1", f"/group/{group}", f"/episode/{group}-0", "/episodes?text=fiv", "/events"]
+    return [f"run/{job.id}{one}" for one in [*inside, "/timeline", "/episodes?failed=true"]]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -515,8 +647,12 @@ def test_keyboard_alone_reaches_a_token(page: Any, town: Town) -> None:
 def test_prompts_errors_and_warnings_with_markup_are_text_everywhere(page: Any, town: Town) -> None:
     """Whatever stands in a job, no view makes an element of it."""
     sign_in(page, town, "ada")
-    for view in views(town):
+    every = {*views(town), *of_run(town.driven), *of_run(town.judged), f"new?from={town.judged.id}"}
+    for view in sorted(every):
         page.goto(f"{town.service.url}/#/{view}")
         page.wait_for_function("() => !document.querySelector('main').textContent.includes('Loading …')")
         page.wait_for_timeout(200)
         assert page.locator("main img, main script, main b:text-is('b')").count() == 0, view
+    page.goto(f"{town.service.url}/#/run/{town.driven.id}/events")
+    page.wait_for_selector("main :text('sinks.0')")
+    assert "<img src=x" in page.inner_text("main")

@@ -29,6 +29,19 @@ test("a strip without a tokenizer or a gradient shows ids", () => {
   assert.equal(token.gap, null);
 });
 
+test("replies have their turns, whatever else is in a conversation, and branches are named", () => {
+  const said = (role) => ({ role, content: "" }), turn = (message, follows = null) => ({ message, follows });
+  const messages = ["user", "assistant", "user", "assistant", "user", "assistant", "user", "assistant", "user", "assistant"].map(said);
+  const found = text.turnsOf({ messages, turns: [turn(3), turn(5, 0), turn(9, -1)] });
+  assert.deepEqual(found.map((one) => one.number), [null, null, null, 0, null, 1, null, null, null, 2]);
+  assert.deepEqual(found.map((one) => one.branch), [null, null, null, null, 0, null, -1, null, null, null]);
+  assert.deepEqual(text.turnsOf({ messages: null, turns: [] }), []);
+});
+
+test("the keyboard reaches a box whose text may scroll", () => {
+  assert.deepEqual(["", "short", "x".repeat(501), "\n".repeat(12)].map(text.reach), [undefined, undefined, 0, 0]);
+});
+
 test("shades are bounded for any number", () => {
   for (const value of [0, -0.4, -3, -1e9, 5, NaN, null]) assert.ok([0, 1, 2, 3, 4, 5].includes(text.surprise(value)));
   for (const value of [0, 0.049, -0.3, 1e9, -1e9, null]) assert.ok(Math.abs(text.gapStep(value)) <= 5);

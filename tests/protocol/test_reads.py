@@ -18,7 +18,7 @@ def permitted(header: str, digest: str = DIGEST, now: float = NOW, known: dict[s
 
 
 @given(st.floats(-1000, 1000))
-def test_signature_is_valid_for_minutes_around_its_own(drift: float) -> None:
+def test_signature_is_valid_for_minutes_around_its_time(drift: float) -> None:
     """For every drift under two minutes, and for none above three."""
     valid = permitted(sign_read(KEY, DIGEST, NOW + drift))
     assert valid or abs(drift) > 120

@@ -97,7 +97,7 @@ def test_one_pending_request_moves_from_the_most_pending_to_a_worker_without_any
     assert balance([a, b, tie, idle], [idle]) == MigrationPlan("0", "c", 1, executing=False)
 
 
-def test_else_an_idle_worker_takes_what_the_busiest_executes_beyond_the_plateau() -> None:
+def test_an_idle_worker_takes_executing_requests_beyond_the_plateau_of_the_busiest() -> None:
     a, b, idle = at("a", 0, 20, 44, flat=8), at("b", 0, 30, 34, flat=8), at("c", 0, 0, 64, flat=8)
     assert balance([a, b, idle], [a, b, idle]) == MigrationPlan("b", "c", 22, executing=True)
     assert balance([a, b], [a, b]) is None, "nobody is idle"
@@ -354,7 +354,7 @@ async def test_a_worker_never_has_more_pending_requests_than_theta(tmp_path: Pat
     await finish(room, seeds, replies, worker)
 
 
-async def test_an_idle_worker_takes_what_decodes_beyond_the_plateau(tmp_path: Path) -> None:
+async def test_an_idle_worker_takes_decoding_requests_beyond_the_plateau(tmp_path: Path) -> None:
     """B is learned from beats: twice as many rows gave no more tokens."""
     room = Room(tmp_path)
     old = await frozen(room, "old", 16)

@@ -1,4 +1,4 @@
-"""Who is suspected after a crash: the cause is found among any others, and nobody else waits for long."""
+"""The suspects after a crash: the cause is found among any others, and no other job waits for long."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rookery.scheduling import elastic
 from rookery.scheduling.elastic import StepWindow, wanted_workers, within
-from rookery.simulation.elastic import PoolRun, StepTrace, replay
+from rookery.simulation.elastic import PoolRun, StepTrace, best_fixed, replay
 
 SEEDS = range(20)
 
@@ -92,14 +92,21 @@ def test_elastic_pool_costs_fewer_worker_hours_than_half_and_double() -> None:
     assert all(statistics.median(found) < 1.0 for found in gains.values()), gains
 
 
-def test_headroom_and_dead_band_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headroom_and_dead_band_are_needed() -> None:
     """Without either the pool moves to and fro."""
 
-    def moves() -> float:
-        return statistics.fmean(reversals(replay(StepTrace.steady(40, 200, seed), 80, elastic=True)) for seed in SEEDS)
+    def moves(**change: float) -> float:
+        traces = [StepTrace.steady(40, 200, seed) for seed in SEEDS]
+        return statistics.fmean(reversals(replay(trace, 80, elastic=True, **change)) for trace in traces)
 
     whole = moves()
-    for constant, value in (("HEADROOM", 1.0), ("WAITS_LONG", 0.0)):
-        with monkeypatch.context() as changed:
-            changed.setattr(elastic, constant, value)
-            assert moves() > whole + 1, constant
+    for change in ({"headroom": 1.0}, {"long": 0.0}):
+        assert moves(**change) > whole + 1, change
+
+
+def test_best_fixed_size_is_the_right_one_where_that_is_constant() -> None:
+    for seed in SEEDS:
+        trace = StepTrace.steady(10, 200, seed)
+        best = best_fixed(trace, 0.05)
+        assert set(best.sizes) == {10}
+        assert best.worker_seconds < replay(trace, 5, elastic=True).worker_seconds < 1.1 * best.worker_seconds

@@ -61,7 +61,7 @@ def test_healthy_job_raises_no_alarm() -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_each_fault_raises_its_own_alarm_and_no_other(name: str) -> None:
+def test_each_fault_raises_its_alarm_and_no_other(name: str) -> None:
     (found,) = alarms(replace(HEALTHY, **WRONG[name]))
     assert found.name == name and found.problem and found.remedy
 
@@ -130,7 +130,7 @@ def test_groups_that_no_policy_got_are_stale_for_each() -> None:
     assert [(alarm.name, alarm.policy) for alarm in alarms(job)] == [("stale groups", name) for name in NAMES]
 
 
-def test_advice_of_several_policies_is_by_their_own_steps_and_sampling() -> None:
+def test_advice_of_several_policies_is_by_the_steps_and_sampling_of_each() -> None:
     rows = [row(step, policy=name, turns_mean=1, length_max=4) for step in STEPS for name in ("solver", "verifier")]
     policies = {"solver": {}, "verifier": {"sampling": {"max_tokens": 4}}, "judge": {"train": False}}
     (line,) = advice_lines(rows, {"sampling": {"max_tokens": 8}, "policies": policies})

@@ -96,7 +96,7 @@ def test_one_more_machine_never_worsens_a_plan_and_a_slower_link_never_improves_
         )
 
 
-def test_what_does_not_fit_the_memory_is_never_planned() -> None:
+def test_plans_fit_the_memory() -> None:
     small = MachineMemory(total=10**9, base=9 * 10**8, cache_token=10**6, train_token=10**5)
     fleet = FleetSpec(machines=[machine("small", 4.0, 4.0, memory=small), machine("large", count=2)])
     devices = devices_of(fleet)
@@ -160,7 +160,11 @@ def test_a_fleet_of_machines_that_may_vanish_has_no_plan() -> None:
         ({"memory": {"total": -1, "base": 0, "cache_token": 1, "train_token": 1}}, "memory.total"),
         ({"decode": [[8, 0.1], [1, 0.2]]}, "rows ascend"),
         ({"count": 65}, "count"),
+        ({"count": 0}, "count"),
         ({"gpu": "big"}, "gpu"),
+        ({"name": ""}, "name"),
+        ({"name": "my box; true"}, "name"),
+        ({"name": "a/b"}, "name"),
         ({"links": [{"between": ["", "moon"], "bandwidth": 1e6, "latency": 1}]}, "no machine is at the site 'moon'"),
     ],
 )
@@ -173,6 +177,16 @@ def test_a_wrong_fleet_file_is_refused_in_one_line(tmp_path: Path, change: dict[
     with pytest.raises(UserError, match=r"fleet\.yaml: ") as refusal:
         read_fleet(path)
     assert says in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_machine_whose_context_holds_no_prompt_does_not_generate() -> None:
+    fleet = FleetSpec(machines=[machine("short", 9.0, context=TWO[0].prompt_tokens), machine("long")])
+    devices = devices_of(fleet)
+    found = search(fleet, devices, TWO)
+    roles = dict(zip([device.name for device in devices], found.roles, strict=True))
+    assert math.isfinite(found.prediction.seconds) and roles["short-0"] in ("off", "train")
+    alone = FleetSpec(machines=[machine("short", context=TWO[0].prompt_tokens)])
+    assert "context of" in search(alone, devices_of(alone), TWO).prediction.problem
 
 
 def test_a_plan_for_machines_that_its_fleet_lacks_is_refused(tmp_path: Path) -> None:

@@ -106,6 +106,17 @@ def test_receiver_without_an_address_is_no_source() -> None:
     assert {route.source for route in routes(mute, [])} == {SERVICE}
 
 
+def test_address_of_a_receiver_is_no_source_of_it() -> None:
+    """A process came to the address of one whose end nobody has noticed yet, and is nearest to it."""
+    earlier = replica("earlier", "s1", address="a")
+    later = Replica("later", earlier.machine, "s1", source="trainer", address="a")
+    near = replica("near", "s1", address="b")
+    [route] = routes([earlier], [TRAINER, later, near])
+    assert route.sources == ("near",)
+    [route] = routes([earlier], [TRAINER, later])
+    assert route.source == "trainer"
+
+
 def test_reserved_receivers_come_before_preemptible_ones() -> None:
     spot, reserved = replica("a", "s1", reserved=False), replica("b", "s1")
     assert [route.receiver for route in routes([spot, reserved], [TRAINER])] == ["b", "a"]

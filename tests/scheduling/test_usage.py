@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
 from tests.support.peers import MODEL, Service, eventually, job_of
-from tests.support.storing import intercept
 
 from rookery import protocol
 from rookery.cli.jobs import cost_lines
@@ -269,8 +268,8 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
     reply = await rollouts.sample(question())
     assert reply.tokens
     row = PolicyRow(id="policy-of-a-client", tenant="bob", name="run", rank=16, alpha=32.0, targets=["q"])
-    trainee = PolicyTrainer(training, row, MODEL, lease)
-    manifest = await trainee.init(0, None)
+    trainer = PolicyTrainer(training, row, MODEL, lease)
+    manifest = await trainer.init(0, None)
     parent = protocol.AdapterRef(policy="policy-of-a-client", version=0, hash=manifest.hash, rank=16, alpha=32.0)
     busy.worker.answer = None
 
@@ -278,7 +277,7 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
         return protocol.OperationDone(epoch=0, op=op.op, metrics={"tokens": 5.0, "seconds": 3.0})
 
     busy.worker.answer = answer
-    await trainee.forward(
+    await trainer.forward(
         parent, ForwardRequest(protocol.encode(protocol.TrainingBatch()), protocol.Loss(name="cross_entropy"))
     )
     service.clock.now += 10.0
@@ -344,20 +343,24 @@ async def test_a_draining_worker_is_paid_for_until_it_is_gone(service: Service) 
 
 
 async def test_an_unavailable_database_delays_only_the_counters(
-    service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     busy = await Busy(service, "worker", 1.0).join()
     await service.controller.context.rooms.rollouts.sample(question())
     service.clock.now += 10.0
     await busy.beat(decode=4.0)
 
-    def away(*arguments: Any) -> None:
-        raise Unavailable("the database does not answer")
+    away = True
 
-    with monkeypatch.context() as patch:
-        intercept(patch, service.database, "save_usage", away)
-        await service.clock.advance(40.0)
-        await eventually(lambda: "usage is not stored yet" in caplog.text)
+    def save_usage(real: Any, *arguments: Any) -> Any:
+        if away:
+            raise Unavailable("the database does not answer")
+        return real(*arguments)
+
+    service.database.intercept("save_usage", save_usage)
+    await service.clock.advance(40.0)
+    await eventually(lambda: "usage is not stored yet" in caplog.text)
+    away = False
     await service.controller.context.rooms.usage.save()
     assert service.database.read(tenants.job_usage, "bob", TENANT_TOTAL)["reserved"]["decode"]["cost"] == 4
 

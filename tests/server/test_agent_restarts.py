@@ -140,7 +140,7 @@ def test_a_paused_job_gives_its_agents_an_error_that_passes(tmp_path: Path) -> N
             driver.job.pause()
             headers = {"Authorization": f"Bearer {episode.key}"}
             body = {"messages": [{"role": "user", "content": "b?"}]}
-            refused = httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers)
+            refused = httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers, timeout=60)
             assert refused.status_code == 503 and "Retry-After" in refused.headers, refused.text
             assert driver.finish(episode).status_code == 503
             driver.job.resume()
@@ -151,7 +151,7 @@ def test_a_paused_job_gives_its_agents_an_error_that_passes(tmp_path: Path) -> N
         turns = driver.read(episode).turns
         assert len(turns) == 2 and sum(strip.mask) == sum(turn.tokens for turn in turns)
         driver.job.cancel()
-        late = httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers)
+        late = httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers, timeout=60)
         assert late.status_code == 410
 
 

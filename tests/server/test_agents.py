@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,15 @@ from tests.support.waiting import until
 
 import rookery
 from rookery import protocol
+from rookery.cli.jobs import conversation_lines
 from rookery.client.connection import Record, record
+from rookery.controller.jobs import agent_calls
 from rookery.controller.jobs.job_context import Progress
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.environments.episodes import UserCodeExecutor
 from rookery.server.launcher import EmbeddedService
+from rookery.server.routes import openai as openai_routes
 from rookery.storage.repositories import jobs
 from rookery.tokenization.registry import CONFIG, model_folder
 
@@ -226,7 +231,7 @@ FAILURES = {
     "other model, caught": "its agent ended without a reply of a policy: 1 calls were refused (model gpt-4o)",
     "no outcome": "run returned float, not a rookery.Outcome",
     "no number": "Faulty.run gave the reward nan (float), expected a finite number (",
-    "stuck": "its agent made no call for 1 s (environment.step_timeout), after 1 replies",
+    "stuck": "its agent made no call for 3 s (environment.step_timeout), after 1 replies",
     "not sampled plainly": "none of its agent's 1 calls can be trained on: they change how tokens are sampled",
     "too many calls": "the episode has had its 3 replies (environment.max_turns)",
 }
@@ -235,7 +240,7 @@ FAILURES = {
 def test_each_failure_of_an_agent_is_counted_with_one_line(client: Keyed) -> None:
     Faulty.how = list(FAILURES)
     job = client.train(
-        environment={"hosted": Faulty(), "step_timeout": "1s", "max_turns": 3}, new=True, shuffle=False,
+        environment={"hosted": Faulty(), "step_timeout": "3s", "max_turns": 3}, new=True, shuffle=False,
         **{**JOB, "algorithm": {"group_size": 2, "groups_per_step": len(FAILURES)}},
     )  # fmt: skip
 
@@ -248,6 +253,82 @@ def test_each_failure_of_an_agent_is_counted_with_one_line(client: Keyed) -> Non
     for number, (how, line) in enumerate(FAILURES.items()):
         assert line in found[number], how
         assert "\n" not in found[number]
+
+
+class Plain(rookery.Agent):
+    """It works for a while and calls, or never returns until ``free`` is set."""
+
+    seconds = 0.4
+    free: threading.Event | None = None
+
+    def prompts(self, split: str) -> list[dict[str, Any]]:
+        return [{"number": number} for number in range(4)]
+
+    def run(self, task: Any, llm: rookery.LLM) -> rookery.Outcome:
+        if self.free is not None:
+            self.free.wait()
+        time.sleep(self.seconds)
+        messages: Any = [{"role": "user", "content": QUESTION}]
+        llm.sync_client.chat.completions.create(model=llm.model, messages=messages)
+        return rookery.Outcome(1.0)
+
+
+def one_thread_per_job(patch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, asyncio.Semaphore] = {}
+    patch.setattr(UserCodeExecutor, "thread_limit", lambda _, job: limits.setdefault(job, asyncio.Semaphore(1)))
+
+
+def test_a_plain_agent_that_waits_for_a_thread_is_not_silent(client: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight agents run one after the other: the last one begins long after the limit."""
+    one_thread_per_job(monkeypatch)
+    environment = {"hosted": Plain(), "step_timeout": "1.5s"}
+    algorithm = {"group_size": 4, "groups_per_step": 2}
+    job = client.train(environment=environment, new=True, **{**JOB, "algorithm": algorithm, "stop": {"steps": 1}})
+    view = ends(job)
+    assert view.state == "completed", view.reason
+    assert view.counters.get("episodes_failed", 0) == 0
+
+
+def test_agents_that_keep_all_threads_and_those_that_wait_for_one_fail(
+    client: Keyed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_thread_per_job(monkeypatch)
+    monkeypatch.setattr(Plain, "free", free := threading.Event())
+    job = client.train(environment={"hosted": Plain(), "step_timeout": "0.5s"}, new=True, **JOB)
+    try:
+        until(lambda: len({row.error for row in episodes(client, job.id, failed=True)}) == 2)
+        silent, waits = sorted({row.error for row in episodes(client, job.id, failed=True)}, key=len)
+        assert "its agent made no call for 0.5 s (environment.step_timeout), after 0 replies" in silent
+        assert "its agent waited 0.5 s (environment.step_timeout) for a thread of its host" in waits
+    finally:
+        job.cancel()
+        free.set()
+
+
+class Team(Twice):
+    """A solver, and a critic that is the base model: each call names its policy."""
+
+    async def run(self, task: Any, llm: rookery.LLM) -> rookery.Outcome:
+        assert llm.models == ["solver", "critic"] and llm.model == "solver"
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        for name in ("solver", "critic", "solver"):
+            reply = (await llm.client.chat.completions.create(model=name, messages=messages)).choices[0].message
+            messages += [reply.to_dict(), {"role": "user", "content": f"{name}?"}]
+        return rookery.Outcome(1.0, rewards={"solver": float(messages[1]["content"] == "4")})
+
+
+def test_a_call_names_the_policy_that_replies(client: Keyed, worker: Recording) -> None:
+    worker.asked.clear()
+    policies = {"solver": {"rank": 4, "targets": ["q"]}, "critic": {"train": False, "base": True}}
+    job = client.train(environment=Team(), new=True, **{**JOB, "policies": policies})
+    view = ends(job)
+    assert view.state == "completed", view.reason
+    for episode in episodes(client, job.id):
+        whole = reading(client, job.id, episode)
+        assert [turn.policy for turn in whole.turns] == ["solver", "critic", "solver"]
+    asked = [request for request in worker.asked if request.request.startswith(job.id)]
+    assert {request.adapter is None for request in asked if request.request.endswith(".1")} == {True}
+    assert all(request.adapter is not None for request in asked if request.request.endswith((".0", ".2")))
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------------------
@@ -341,6 +422,13 @@ def test_branches_share_their_prefix_and_each_token_is_trained_on_once(driver: D
     caches = {request.episode for request in worker.asked if request.request.startswith(episode.episode)}
     assert len(caches) == 4
     assert not any(read.trajectories[2].mask[: len(first["content"]) + 1]), "the branch does not train it again"
+    assert [turn.follows for turn in read.turns] == [None, -1, None, None, 1, -1]
+    asked = [read.messages[turn.message - 1].content for turn in read.turns]
+    assert asked == ["a?", "b?", "c?", "e?", "d?", "c?"], "a reply that the agent changed is no turn"
+    shown = conversation_lines(read)
+    assert [line for line in shown if line.startswith("—")] == [
+        "— another conversation —", "— after turn 2 —", "— another conversation —"
+    ]  # fmt: skip
 
 
 def test_calls_at_once_are_all_recorded_with_different_randomness(driver: Driver, worker: Recording) -> None:
@@ -361,17 +449,19 @@ def test_every_face_is_recorded_token_by_token(driver: Driver, service: Embedded
         streamed = "".join(
             chunk.choices[0].delta.content or "" for chunk in ask(llm, "a?", stream=True) if chunk.choices
         )
-        answer = llm.responses.create(model="main", input="b?")
+        answer = llm.responses.create(input="b?")
         again = llm.responses.create(
             model="main", input=[{"role": "user", "content": "b?"}, *answer.output, {"role": "user", "content": "c?"}]
         )
         prompt = words.encode("xyz").ids
         body = {"token_ids": prompt, "sampling_params": {"max_tokens": 8}}
         headers = {"Authorization": f"Bearer {episode.key}"}
-        face = httpx.post(f"{episode.token_url}/generate", json=body, headers=headers).json()["choices"][0]
+        face = httpx.post(f"{episode.token_url}/generate", json=body, headers=headers, timeout=60).json()["choices"][0]
         more = {"token_ids": [*prompt, *face["token_ids"], *prompt]}
-        assert httpx.post(f"{episode.token_url}/generate", json=more, headers=headers).status_code == 200
-        assert [model.id for model in llm.models.list()] == ["main"]
+        assert httpx.post(f"{episode.token_url}/generate", json=more, headers=headers, timeout=60).status_code == 200
+        assert [model.id for model in llm.models.list()] == ["main"] and llm.models.retrieve("main").id == "main"
+        with pytest.raises(openai.NotFoundError, match="give main"):
+            llm.models.retrieve("gpt-4o")
         driver.finish(episode)
     read = driver.read(episode)
     assert [turn.finish for turn in read.turns] == ["stop"] * 5
@@ -406,14 +496,15 @@ def test_calls_that_change_the_sampling_are_read_and_not_trained_on(driver: Driv
     driver.job.cancel()
 
 
-def test_calls_of_tools_keep_the_tokens_that_were_sampled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", [CALL, CALL.replace('{"a":1}', "{ }")], ids=["arguments", "no arguments"])
+def test_calls_of_tools_keep_the_tokens_that_were_sampled(tmp_path: Path, call: str) -> None:
     """Which are not those that the template writes: it puts a space after each colon."""
     with served(tmp_path) as service:
         config = model_folder(service.settings.cache, MODEL) / CONFIG
         config.write_text(config.read_text().replace("512", "4096"))
         words = tokenizer(service.settings.cache.parent)
         token = (service.settings.data / "worker.token").read_text().strip()
-        with Recording(service.url, token, words, (CALL, CALL)), Keyed(service) as client:
+        with Recording(service.url, token, words, (call, call)), Keyed(service) as client:
             driver = Driver(client, sampling={"max_tokens": 200})
             with opened(driver) as (episode, llm):
                 reply = ask(llm, "a?", tools=[ADD]).choices[0].message
@@ -424,7 +515,7 @@ def test_calls_of_tools_keep_the_tokens_that_were_sampled(tmp_path: Path) -> Non
                 ask(llm, "b?", plain.to_dict(), "go on")
                 assert driver.finish(episode).status_code == 200
             strips = driver.read(episode).trajectories
-            sampled = words.encode(CALL).ids
+            sampled = words.encode(call).ids
             assert len(strips) == 2
             for strip in strips:
                 assert strip.tokens[: len(sampled)] == sampled and all(strip.mask[: len(sampled) + 1])
@@ -439,7 +530,7 @@ def refused(llm: OpenAI, kind: type[openai.APIStatusError], line: str, **options
     assert line in found.value.message and "\n" not in found.value.message
 
 
-def test_a_key_opens_its_own_episode_while_it_runs_and_nothing_else(driver: Driver, service: EmbeddedService) -> None:
+def test_a_key_opens_its_episode_while_it_runs_and_no_other(driver: Driver, service: EmbeddedService) -> None:
     with opened(driver) as (episode, llm):
         refused(llm, openai.NotFoundError, "no model 'gpt-4o'", model="gpt-4o")
         other = driver.open()
@@ -452,7 +543,7 @@ def test_a_key_opens_its_own_episode_while_it_runs_and_nothing_else(driver: Driv
         headers = {"Authorization": f"Bearer {episode.key}"}
         for path in ("", f"/{episode.episode}/finish", f"/{other.episode}/finish"):  # an agent that would train itself
             url = f"{service.url}/api/v1/jobs/{driver.job.id}/episodes{path}"
-            assert httpx.post(url, json={"reward": 1}, headers=headers).status_code == 401
+            assert httpx.post(url, json={"reward": 1}, headers=headers, timeout=60).status_code == 401
         with pytest.raises(openai.NotFoundError, match="nothing at /v1/embeddings"):
             llm.embeddings.create(model="main", input="x")
         ask(llm, "a?", model="")
@@ -481,7 +572,9 @@ def test_another_tenant_finds_no_episode(driver: Driver, service: EmbeddedServic
     key = driver.client.http.post(f"/tenants/{tenant.id}/keys", json={"role": "tenant"}).json()["key"]
     for path in ("", f"/{episode.episode}/finish", f"/{episode.episode}/fail"):
         url = f"{service.url}/api/v1/jobs/{driver.job.id}/episodes{path}"
-        answer = httpx.post(url, json={"reward": 1, "reason": "x"}, headers={"Authorization": f"Bearer {key}"})
+        answer = httpx.post(
+            url, json={"reward": 1, "reason": "x"}, headers={"Authorization": f"Bearer {key}"}, timeout=60
+        )
         assert answer.status_code in (404, 422), answer.text
     answer = driver.post(f"/{driver.job.id}-g0-99/finish", reward=1)
     assert answer.status_code == 404 and "no episode" in answer.text
@@ -530,7 +623,7 @@ def test_an_end_that_was_not_stored_can_be_repeated(driver: Driver, monkeypatch:
         ask(llm, "a?")
         patch.setattr(Progress, "store", held)
         ending = pool.submit(driver.finish, episode, 0.5)
-        until(lambda: httpx.get(f"{episode.base_url}/models", headers=llm.auth_headers).status_code != 200)
+        until(lambda: httpx.get(f"{episode.base_url}/models", headers=llm.auth_headers, timeout=60).status_code != 200)
         driver.job.pause()
         answer = ending.result(10)
         assert answer.status_code == 503 and "was not stored" in answer.text
@@ -562,6 +655,54 @@ def test_a_call_whose_response_was_lost_gets_the_reply_that_was_sampled(
         assert driver.finish(episode).status_code == 200
         turns = driver.read(episode).turns
     assert len(turns) == 2 and text in ("4", "five"), "only one whose response was lost is repeated"
+
+
+def test_the_tokens_of_an_episode_have_a_bound(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_calls, "STORED_CONTEXTS", 1)
+    with opened(driver) as (episode, llm):
+        used = 0
+        while used < 512:  # the context of the model
+            usage = ask(llm, f"{used} {'a b ' * 40}").usage
+            used += usage.total_tokens
+        refused(llm, openai.BadRequestError, "1 times the model's context of tokens")
+        assert driver.finish(episode).status_code == 200
+
+
+def test_calls_in_flight_count_as_stored_tokens(
+    driver: Driver, worker: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_calls, "STORED_CONTEXTS", 1)
+    with opened(driver) as (episode, llm), ThreadPoolExecutor(8) as threads:
+        worker.stuck, limited = True, llm.with_options(timeout=5)
+        try:
+            calls = [threads.submit(ask, limited, f"{number} {'a b ' * 60}") for number in range(8)]
+            ended = [call.exception() for call in calls]
+        finally:
+            worker.stuck = False
+        lines = [error.message for error in ended if isinstance(error, openai.BadRequestError)]
+        assert 0 < len(lines) < 8 and all("calls in flight included" in line for line in lines)
+        assert any(isinstance(error, openai.APITimeoutError) for error in ended), "those before the bound are sampled"
+
+        def answered() -> bool:
+            with contextlib.suppress(openai.BadRequestError):
+                return bool(ask(llm, "a?").usage)
+            return False
+
+        until(answered, "a call that has ended does not count")
+        assert driver.finish(episode).status_code == 200
+
+
+def test_a_call_without_a_limit_counts_as_long_as_the_job_lets_it_be(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = JOB["sampling"]["max_tokens"]
+    monkeypatch.setattr(openai_routes, "MAX_LOGPROBS", most * 3)
+    with opened(driver) as (_, llm):
+        for limit in ({}, {"max_tokens": 100_000}):
+            line = f"logprobs: at most {most * 3}"
+            refused(llm, openai.BadRequestError, line, logprobs=True, top_logprobs=3, **limit)
+        sampled = "the engine sent"  # the worker here finds no likeliest tokens
+        refused(llm, openai.APIStatusError, sampled, logprobs=True, top_logprobs=2)
 
 
 def test_nothing_is_kept_of_calls_that_an_agent_gave_up(

@@ -25,7 +25,7 @@ import pytest
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
 from tests.support.waiting import until
 
-from rookery.controller import views
+from rookery.controller import episode_views, views
 from rookery.errors import UserError
 from rookery.protocol.gauges import GAUGES, Gauge
 from rookery.server import schemas
@@ -426,7 +426,7 @@ def test_job_starts_from_an_uploaded_adapter(faces: Faces) -> None:
 def test_upload_above_the_limit_is_refused(tmp_path: Path) -> None:
     with served(tmp_path, upload_bytes=2000) as service:
         headers = {"X-API-Key": service.key}
-        with httpx.Client(base_url=service.url, headers=headers) as client:
+        with httpx.Client(base_url=service.url, headers=headers, timeout=60) as client:
             assert "2000" in refused(client.post("/api/v1/datasets", content=b"x" * 3000), 413)
             for path in ("/api/v1/jobs", "/api/v1/sample", "/v1/chat/completions", "/v1/completions"):
                 assert client.post(path, content=b"x" * 3000).status_code == 413
@@ -485,7 +485,7 @@ def test_missing_and_wrong_key_get_the_same_refusal(faces: Faces) -> None:
             named = {"job": faces.done["id"], "policy": "main", "version": "1", "action": "pause"}
             url = path.format_map(defaultdict(lambda: "unknown", named))
             for headers in ({}, {"Authorization": "Bearer tml-wrong"}, {"X-API-Key": "tml-wrong"}):
-                response = httpx.request(method, faces.service.url + url, headers=headers, json={})
+                response = httpx.request(method, faces.service.url + url, headers=headers, json={}, timeout=60)
                 assert response.status_code == 401, (method, url, response.text)
                 checked += 1
     assert checked > 50
@@ -525,16 +525,16 @@ def test_a_gauge_of_the_table_reaches_metrics_and_views(faces: Faces, monkeypatc
         return gauges == {"test_figure_bytes": 7.5, "stranger": 1.0, "absurd": None}
 
     until(arrived, lambda: faces.admin.get("/api/v1/workers").text)
-    text = httpx.get(f"{faces.service.url}/metrics").text
+    text = httpx.get(f"{faces.service.url}/metrics", timeout=60).text
     assert "# HELP rookery_test_figure_bytes A figure of this test\n" in text
     assert "\nrookery_test_figure_bytes 7.5\n" in text
     assert "stranger" not in text, "a worker makes no metrics of the service"
 
 
 def test_health_metrics_and_openapi_document(faces: Faces) -> None:
-    assert httpx.get(f"{faces.service.url}/healthz").json()["service"] == "rookery"
+    assert httpx.get(f"{faces.service.url}/healthz", timeout=60).json()["service"] == "rookery"
     assert faces.ada.get("/api/v1/health").json()["totals"]["sampled_tokens"] > 0
-    text = httpx.get(f"{faces.service.url}/metrics").text
+    text = httpx.get(f"{faces.service.url}/metrics", timeout=60).text
     assert 'rookery_jobs{state="completed"}' in text and "rookery_sampled_tokens_total" in text
     for secret in (faces.done["id"], "ada", "sums"):
         assert not re.search(rf"\b{secret}\b", text)
@@ -543,13 +543,13 @@ def test_health_metrics_and_openapi_document(faces: Faces) -> None:
     documented = {*re.findall(r"`(rookery_\w*\w)`", told), *(f"rookery_{name}" for name in GAUGES)} - {"rookery_"}
     documented |= set(re.findall(r"`(rookery_\w+)\{", told))
     assert documented == {name for name in shown if not name.endswith("_created")}
-    document = httpx.get(f"{faces.service.url}/openapi.json").json()
+    document = httpx.get(f"{faces.service.url}/openapi.json", timeout=60).json()
     schemas = document["components"]["schemas"]
     assert "group_size" in schemas["AlgorithmSpec"]["properties"]
     submit = document["paths"]["/api/v1/jobs"]["post"]
     assert submit["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/JobSpec"}
     assert "waits_for" in schemas["JobView"]["properties"]
-    assert httpx.get(f"{faces.service.url}/docs").status_code == 200
+    assert httpx.get(f"{faces.service.url}/docs", timeout=60).status_code == 200
     models = {row["name"]: row["state"] for row in faces.ada.get("/api/v1/models").json()}
     assert models[MODEL] == "loaded" and models["qwen3-1.7b"] == "known"
 
@@ -563,7 +563,7 @@ def test_responses_match_the_documented_models(faces: Faces) -> None:
     for client, address, shape in (
         (faces.ada, f"{path}/metrics", schemas.MetricsRow),
         (faces.ada, f"{path}/events", views.JobEvent),
-        (faces.ada, f"{path}/trajectories", schemas.EpisodeView),
+        (faces.ada, f"{path}/trajectories", episode_views.EpisodeView),
         (faces.ada, f"/api/v1/jobs/{measured['id']}/evaluations", views.EvaluationView),
         (faces.ada, f"{path}/policies/main/versions", views.VersionView),
         (faces.ada, "/api/v1/models", views.BaseModelView),
@@ -583,7 +583,7 @@ def test_responses_match_the_documented_models(faces: Faces) -> None:
     for row in costs.tenants:
         keys = faces.admin.get(f"/api/v1/tenants/{row.tenant}/keys").json()
         assert keys and all(schemas.KeyView.model_validate(key) for key in keys)
-    schemas.DryRun.model_validate(faces.ada.post("/api/v1/jobs/dry-run", json=job()).json())
+    episode_views.DryRun.model_validate(faces.ada.post("/api/v1/jobs/dry-run", json=job()).json())
 
 
 def test_interrupted_upload_does_not_harm_the_service(faces: Faces) -> None:
@@ -621,7 +621,7 @@ def test_port_in_use_and_second_service_are_refused(faces: Faces, tmp_path: Path
     with pytest.raises(UserError, match="in use by another service"):
         EmbeddedService(Settings.load({}, data=faces.root / "data", port=0, models="", workers=0)).__enter__()
     with served(tmp_path) as second:  # what was refused left nothing locked
-        assert httpx.get(f"{second.url}/healthz").status_code == 200
+        assert httpx.get(f"{second.url}/healthz", timeout=60).status_code == 200
 
 
 def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> 
 
     with served(tmp_path) as service:
         headers = {"X-API-Key": service.key}
-        id = httpx.post(f"{service.url}/api/v1/jobs", json=job(), headers=headers).json()["id"]
+        id = httpx.post(f"{service.url}/api/v1/jobs", json=job(), headers=headers, timeout=60).json()["id"]
         reader = threading.Thread(target=follow, args=(service.url, service.key, id))
         reader.start()
         assert opened.wait(30)
@@ -644,7 +644,7 @@ def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> 
     assert ended.is_set()
     with (
         served(tmp_path) as service,
-        httpx.Client(base_url=service.url, headers=headers) as client,
+        httpx.Client(base_url=service.url, headers=headers, timeout=60) as client,
         ScriptedWorker.of(service),
     ):
         assert end_of(client, id)[1]["state"] == "completed"
@@ -662,7 +662,10 @@ def test_pages_of_metrics_are_bounded_and_give_every_row(faces: Faces) -> None:
 def test_a_reader_that_leaves_a_quiet_stream_leaves_nothing_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with served(tmp_path) as service, httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+    with (
+        served(tmp_path) as service,
+        httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client,
+    ):
         id = client.post("/api/v1/jobs", json=job()).json()["id"]
         path = f"/api/v1/jobs/{id}/metrics/stream"
         for _ in range(3):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +18,7 @@ from rookery.cli import main
 from rookery.cli.jobs import conversation_lines
 from rookery.client import Client, Job
 from rookery.client.report import HEIGHT, WIDTH, chart, outcome
+from rookery.controller import episodes
 from rookery.errors import NotFound
 from rookery.server.launcher import EmbeddedService
 
@@ -87,14 +90,15 @@ def test_episode_has_what_each_turn_earned_and_its_tokens(recorded: Recorded) ->
         assert sum(turn.reward for turn in one.turns) == one.reward == line.reward
         assert [turn.metrics for turn in one.turns] == [{"turn1": one.turns[0].reward}, {"turn2": one.turns[1].reward}]
         assert [turn.finish for turn in one.turns] == ["stop", "stop"]
+        assert [(turn.message, turn.follows, turn.trained) for turn in one.turns] == [(1, None, True), (3, None, True)]
         assert all(turn.workers == [[0, "scripted"]] and turn.generation_seconds >= 0 for turn in one.turns)
         assert {turn.policy for turn in one.turns} == {"main"} and all(turn.rewards == {} for turn in one.turns)
         sampled = 0
         for strip in one.trajectories:
             spoken = [
-                place for start, stop, policy in strip.replies for place in range(start, stop) if policy == "main"
+                index for start, stop, policy in strip.replies for index in range(start, stop) if policy == "main"
             ]
-            assert spoken == [place for place, action in enumerate(strip.mask) if action]
+            assert spoken == [index for index, action in enumerate(strip.mask) if action]
             texts = "".join(text for text, action in zip(strip.texts, strip.mask, strict=True) if action)
             sampled += sum(strip.mask)
             assert len(strip.tokens) == len(strip.texts) == len(strip.versions) and "<|im_end|>" in texts
@@ -118,7 +122,7 @@ def test_episodes_are_found_by_text_reward_state_and_step(recorded: Recorded) ->
     every = job.episodes(limit=1000)
     assert len({one.episode for one in every}) == len(every) > 40, "pages do not overlap"
     headers = {"Authorization": f"Bearer {recorded.service.key}"}
-    with httpx.Client(base_url=f"{recorded.service.url}/api/v1/jobs/{job.id}", headers=headers) as http:
+    with httpx.Client(base_url=f"{recorded.service.url}/api/v1/jobs/{job.id}", headers=headers, timeout=60) as http:
         best = http.get("/episodes", params={"min_reward": 2}).json()["episodes"]
         assert best and all(one["reward"] == 2 for one in best)
         assert http.get("/episodes", params={"before": "x"}).status_code == 400
@@ -137,7 +141,8 @@ def test_outcome_of_an_episode_in_every_state(state: str, reward: float | None, 
 
 
 def test_an_episode_that_has_not_ended_is_shown_whole() -> None:
-    turn = {"reward": None, "tokens": 2, "finish": "stop", "generation_seconds": 0.5, "environment_seconds": 0.25}
+    turn = {"reward": None, "tokens": 2, "finish": "stop", "generation_seconds": 0.5, "environment_seconds": 0.25,
+            "message": 1}  # fmt: skip
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     one = {"episode": "g-0", "state": "open", "reward": None, "error": "", "turns": [turn], "messages": messages}
     assert conversation_lines(one) == [
@@ -210,3 +215,23 @@ def run_command(arguments: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def test_prompts_are_decoded_outside_of_the_loop(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have megabytes."""
+    inside, decode = [], episodes.shown_prompt
+
+    def shown(prompt: bytes) -> Any:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            inside.append(False)
+        else:
+            inside.append(True)
+        return decode(prompt)
+
+    monkeypatch.setattr(episodes, "shown_prompt", shown)
+    for read in (recorded.job.groups, lambda: recorded.job.episode(recorded.job.groups()[0].members[0].episode)):
+        inside.clear()
+        read()
+        assert inside and not any(inside)

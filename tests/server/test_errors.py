@@ -93,7 +93,7 @@ def test_an_error_within_a_response_ends_its_connection(
         raise ValueError("no more")
 
     monkeypatch.setattr(JobFeeds, "follow", follow)
-    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client:
         id = client.post("/api/v1/jobs", json=job()).json()["id"]
         with pytest.raises(httpx.RemoteProtocolError):
             client.get(f"/api/v1/jobs/{id}/metrics/stream")
@@ -127,7 +127,7 @@ def test_every_way_in_refuses_what_a_run_cannot_carry(service: EmbeddedService, 
     for environment in (f'"verifier": "exact", "rows": [{row}]', f'"x": {value}'):
         spec = job(environment={"id": "jsonl", "@": 0})
         jobs.append(json.dumps(spec).replace('"@": 0', environment).encode())
-    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client:
         response = client.post("/api/v1/datasets", content=f'{{"prompt": "a"}}\n{row}'.encode())
         error = response.json()["error"]
         assert response.status_code == 400 and error.startswith("dataset: line 2: ") and says in error
@@ -143,7 +143,7 @@ def test_every_way_in_refuses_what_a_run_cannot_carry(service: EmbeddedService, 
 def test_an_inline_row_may_be_as_large_as_an_uploaded_one(service: EmbeddedService) -> None:
     rows = [{"prompt": "a", "answer": "4"}, {"prompt": "x" * (256 << 10), "answer": "4"}]
     spec = job(environment={"id": "jsonl", "verifier": "exact", "rows": rows})
-    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client:
         response = client.post("/api/v1/jobs/dry-run", json=spec)
         assert response.status_code == 422 and "environment.rows.1: 2621" in response.text, response.text
         assert "ROOKERY_ROW_BYTES" in response.text
@@ -189,7 +189,10 @@ def test_rows_whose_roles_the_chat_template_refuses_are_named_at_submission(tmp_
     tool = {"role": "tool", "content": "c"}
     rows = [{"prompt": "a"}, {"messages": [user, user]}, {"prompt": [user, tool]}, {"messages": [system, user]}]
     environment = {"id": "jsonl", "verifier": {"name": "regex", "pattern": "4"}, "rows": rows}
-    with served(tmp_path) as service, httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as client:
+    with (
+        served(tmp_path) as service,
+        httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client,
+    ):
         response = client.post("/api/v1/jobs", json=job(environment=environment))
         assert response.status_code == 422 and response.json()["problems"] == [
             "environment: dataset: row 3: the chat template refuses messages with roles [user, tool]: no tool; give"

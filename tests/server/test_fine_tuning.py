@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +77,12 @@ GRADER: dict[str, Any] = {
 
 def ended(client: openai.OpenAI, job: str) -> Any:
     """The job once it has ended."""
-    deadline = time.monotonic() + SECONDS
-    while (found := client.fine_tuning.jobs.retrieve(job)).status not in ("succeeded", "failed", "cancelled"):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.5)
-    return found
+
+    def found() -> Any:
+        shown = client.fine_tuning.jobs.retrieve(job)
+        return shown if shown.status in ("succeeded", "failed", "cancelled") else None
+
+    return until(found, patience=SECONDS, pause=0.5)
 
 
 def upload(client: openai.OpenAI, rows: list[dict[str, Any]]) -> str:
@@ -144,6 +144,7 @@ def test_each_method_ends_with_a_model_to_chat_with(tmp_path: Path) -> None:
         pairs = httpx.get(
             f"{service.url}/api/v1/jobs/{preferred.id.replace('ftjob', 'job')}/metrics",
             headers={"Authorization": f"Bearer {service.key}"},
+            timeout=60,
         ).json()
         assert pairs[-1]["loss"] < pairs[0]["loss"] and pairs[-1]["accuracy"] == 1
         done = client.fine_tuning.jobs.retrieve(graded.id)
@@ -326,6 +327,7 @@ def test_graders_that_run_python_and_models_are_tried_and_train(tmp_path: Path) 
         rows = httpx.get(
             f"{service.url}/api/v1/jobs/{graded.id.replace('ftjob', 'job')}/metrics",
             headers={"Authorization": f"Bearer {service.key}"},
+            timeout=60,
         ).json()
         assert {f"reward/{name}" for name in ("short", "judge", "label", "grader")} <= set(rows[-1]), rows[-1]
         assert rows[-1]["reward/unjudged"] == 0

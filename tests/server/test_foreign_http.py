@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -104,6 +105,27 @@ def test_connection_is_closed_where_the_client_asks_for_it(service: EmbeddedServ
     assert received.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize(("path", "status"), [("/wire/worker", 426), ("/wire/host", 426), ("/healthz", 200)])
+@pytest.mark.parametrize(
+    "body", ["Content-Length: 3\r\n\r\nabc", "Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"]
+)
+def test_a_get_with_a_body_is_no_socket(service: EmbeddedService, path: str, status: int, body: str) -> None:
+    url = httpx.URL(service.url)
+    request = f"GET {path} HTTP/1.1\r\nHost: x\r\n{SOCKET}Sec-WebSocket-Version: 13\r\n{body}".encode()
+    with socket.create_connection((url.host, url.port or 80), timeout=10) as connection:
+        connection.sendall(request)
+        assert response_of(connection, bytearray())[0] == status
+
+
+@pytest.mark.parametrize("headers", ["", H2C, SOCKET])
+def test_connect_is_refused_and_closes_its_connection(service: EmbeddedService, headers: str) -> None:
+    with socket.create_connection((service.settings.server.host, int(service.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(f"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode())
+        status, body = response_of(connection, bytearray())
+        assert status == 501 and "no proxy" in body["error"]
+        assert connection.recv(1) == b""
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/api/v1/jobs", "/metrics", "/docs", "/nothing"])
 def test_head_is_get_without_the_body(http: httpx.Client, path: str) -> None:
     head, get = http.head(path), http.get(path)
@@ -140,6 +162,25 @@ def test_methods_that_a_path_lacks_are_refused_with_those_it_has(
     if method != "HEAD":
         error = refused.json()["error"]
         assert path in (error["message"] if path.startswith("/v1/") else error)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/healthz"), ("GET", "/v1/models"), ("GET", "/api/v1/jobs"), ("POST", "/api/v1/jobs/dry-run"),
+     ("POST", "/v1/chat/completions"), ("GET", f"/v1/models/{MODEL}"), ("GET", "/tinker"), ("POST", "/v1/nothing"),
+     ("GET", "/wire/worker"), ("GET", "/docs"), ("PUT", "/api/v1/jobs")],
+)  # fmt: skip
+def test_slash_at_the_end_of_a_path_makes_no_difference(http: httpx.Client, method: str, path: str) -> None:
+    plain, slashed = http.request(method, path), http.request(method, f"{path}/")
+    assert plain.status_code == slashed.status_code and not plain.has_redirect_location
+    assert plain.text.replace(path, "") == slashed.text.replace(path, "") or plain.status_code == 200
+
+
+def test_a_compressed_body_is_named(http: httpx.Client) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    for path in ("/v1/chat/completions", "/api/v1/jobs"):
+        refused = http.post(path, content=gzip.compress(CHAT), headers=headers)
+        assert refused.status_code in (400, 422) and "Content-Encoding gzip, which is not read" in refused.text
 
 
 @pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])

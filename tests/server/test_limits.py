@@ -20,14 +20,18 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
 from tests.support.waiting import until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from rookery import protocol
+from rookery.bounds import CHUNKS, CONVERSATION, PROMPTS
+from rookery.protocol.envhost import MOST_EPISODES
 from rookery.server.bodies import BodyRefused, parse
 from rookery.server.launcher import EmbeddedService
+from rookery.server.tinker.schemas import ModelInput
 
 JSON = {"Content-Type": "application/json"}
 
@@ -66,22 +70,33 @@ def tenant_models(client: httpx.Client) -> str:
 
 
 def metric(service: EmbeddedService, name: str) -> float:
-    found = re.search(rf"^rookery_{name} (\S+)$", httpx.get(f"{service.url}/metrics").text, re.MULTILINE)
+    found = re.search(rf"^rookery_{name} (\S+)$", httpx.get(f"{service.url}/metrics", timeout=60).text, re.MULTILINE)
     assert found is not None, name
     return float(found[1])
 
 
+LONGEST_WAIT = 15.0
+"""Seconds in which ``/healthz`` answers also where the machine is busy with others. A loop that waits, as for a lock,
+a child or the database, computes nothing meanwhile."""
+
+
 @contextmanager
 def pauses(service: EmbeddedService) -> Iterator[list[float]]:
-    """The times, in seconds, that another client waits for ``/healthz`` during the block."""
-    waited, stop, watching = [], threading.Event(), threading.Event()
+    """How long another client waits for ``/healthz`` during the block: each time, in seconds that this process computes
+    meanwhile, which is the service's too. A machine that is busy with others changes little. Fails where an answer
+    takes more than :data:`LONGEST_WAIT`, or does not come."""
+    waited, answered, stop, watching = [], [], threading.Event(), threading.Event()
 
     def watch() -> None:
         with httpx.Client(base_url=service.url, timeout=60) as client:
             while not stop.is_set():
-                began = time.monotonic()
-                client.get("/healthz")
-                waited.append(time.monotonic() - began)
+                computed, began = time.process_time(), time.monotonic()
+                try:
+                    status = client.get("/healthz").status_code
+                except httpx.HTTPError as error:
+                    status = repr(error)
+                waited.append(time.process_time() - computed)
+                answered.append((time.monotonic() - began, status))
                 watching.set()
                 time.sleep(0.01)
 
@@ -93,6 +108,7 @@ def pauses(service: EmbeddedService) -> Iterator[list[float]]:
     finally:
         stop.set()
         thread.join()
+    assert all(seconds < LONGEST_WAIT and status == 200 for seconds, status in answered), max(answered)
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -150,6 +166,33 @@ def test_many_mistakes_below_the_limit_are_counted_not_listed(service: EmbeddedS
         response = tenant.post("/api/v1/jobs/dry-run", content=body, headers=JSON)
     assert response.status_code == 422 and len(response.content) < 1000, response.text[:500]
     assert max(waited) < 2
+
+
+MESSAGE = {"role": "user", "content": "a"}
+
+
+def test_a_prompt_may_have_a_chunk_for_each_token() -> None:
+    """As ``ModelInput.append_int`` of Tinker's SDK makes them."""
+    assert len(ModelInput.model_validate({"chunks": [{"tokens": [1]}] * CHUNKS}).chunks) == CHUNKS
+    with pytest.raises(ValidationError, match="too_long"):
+        ModelInput.model_validate({"chunks": [{"tokens": [1]}] * (CHUNKS + 1)})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"model": MODEL, "messages": [MESSAGE] * (CONVERSATION + 1)}),
+        ("/v1/responses", {"model": MODEL, "input": [MESSAGE] * (CONVERSATION + 1)}),
+        ("/api/v1/sample", {"target": MODEL, "messages": [MESSAGE] * (CONVERSATION + 1)}),
+        ("/v1/completions", {"model": MODEL, "prompt": ["a"] * (PROMPTS + 1)}),
+        ("/v1/completions", {"model": MODEL, "prompt": [[1]] * (PROMPTS + 1)}),
+    ],
+)
+def test_parts_of_a_request_are_counted_before_they_are_checked(
+    tenant: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    refused = tenant.post(path, json=body)
+    assert refused.status_code in (400, 422) and re.search("at most (2048|1024)", refused.text), refused.text
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/v1/sample"])
@@ -301,8 +344,12 @@ def test_long_text_of_a_name_is_refused_in_one_short_line(
 def test_metadata_with_line_ends_is_one_line_of_the_log(service: EmbeddedService, tenant: httpx.Client) -> None:
     forged = "0.38\n12:00:00 error: the database is lost\x1b[2K"
     tenant.post("/tinker/api/v1/create_session", json={"sdk_version": forged}).raise_for_status()
-    lines = (service.settings.data / "logs" / "service.jsonl").read_text().splitlines()
-    said = [json.loads(line)["message"] for line in lines if "the database is lost" in line]
+
+    def written() -> list[str]:
+        lines = (service.settings.data / "logs" / "service.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line)["message"] for line in lines if "the database is lost" in line and line.endswith("\n")]
+
+    said = until(written)
     assert len(said) == 1 and said[0].isprintable()
 
 
@@ -323,7 +370,7 @@ def test_half_open_connections_make_no_one_wait(tmp_path: Path) -> None:
             half = opened.enter_context(socket.create_connection((url.host, url.port or 80), timeout=10))
             half.sendall(HEAD)
         for _ in range(3):
-            assert httpx.get(f"{service.url}/healthz").status_code == 200
+            assert httpx.get(f"{service.url}/healthz", timeout=60).status_code == 200
         assert tenant_models(client) == "loaded"
         assert metric(service, "connections") <= 40 and metric(service, "connections_evicted_total") >= 250
         assert client.get("/api/v1/health").json()["totals"]["worker_losses"] == 0
@@ -498,6 +545,27 @@ def test_hosts_of_a_tenant_are_bounded(tmp_path: Path) -> None:
         opened.enter_context(dialled(service, greedy, "host-4")[0])
 
 
+def test_episodes_that_a_host_brings_back_are_bounded(tmp_path: Path) -> None:
+    """The names of half a million fit into a hello, and each is looked up while everybody waits."""
+    with served(tmp_path) as service:
+        url = service.url.replace("http", "ws", 1) + "/wire/host"
+        headers = {"Authorization": f"Bearer {keys_of(service, 'ada')[0]}"}
+        for count, welcomed in ((MOST_EPISODES, True), (MOST_EPISODES + 1, False)):
+            hello = protocol.HostHello(
+                protocol=protocol.PROTOCOL, instance=f"host-{count}", environments=[], episodes=["a"] * count
+            )
+            with warnings.catch_warnings(action="ignore"):
+                host = connect(url, additional_headers=headers, max_size=None, close_timeout=2)
+            with host:
+                host.send(protocol.encode(hello))
+                if welcomed:
+                    answer = protocol.decode(protocol.to_host, bytes(host.recv(timeout=10)))
+                    assert isinstance(answer, protocol.HostWelcome)
+                else:
+                    with pytest.raises(ConnectionClosed):
+                        host.recv(timeout=10)
+
+
 def test_messages_of_a_tenants_host_are_bounded(tmp_path: Path) -> None:
     with served(tmp_path, host_bytes=1 << 16) as service:
         host, welcome = dialled(service, keys_of(service, "ada")[0], "host")
@@ -547,9 +615,9 @@ def test_wrong_keys_are_limited_and_valid_ones_are_not(tmp_path: Path) -> None:
         assert admin.get("/api/v1/health").status_code == 200
         for path in ("/api/v1/health", "/v1/models", "/tinker/api/v1/sessions"):
             wrong = {"X-API-Key": f"tml-wrong{path}"}
-            assert httpx.get(service.url + path, headers=wrong).status_code == 401
+            assert httpx.get(service.url + path, headers=wrong, timeout=60).status_code == 401
         for path in ("/api/v1/health", "/v1/models", "/tinker/api/v1/sessions"):
-            response = httpx.get(service.url + path, headers={"X-API-Key": "tml-wrong"})
+            response = httpx.get(service.url + path, headers={"X-API-Key": "tml-wrong"}, timeout=60)
             assert response.status_code == 429 and int(response.headers["Retry-After"]) > 0, response.text
         for path in ("/wire/worker", "/wire/host"):
             with pytest.raises(InvalidStatus) as refused:

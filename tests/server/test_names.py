@@ -31,7 +31,7 @@ def admin(service: EmbeddedService) -> Iterator[Client]:
 
 
 def admin_get(service: EmbeddedService, path: str) -> object:
-    response = httpx.get(f"{service.url}{path}", headers={"X-API-Key": service.key})
+    response = httpx.get(f"{service.url}{path}", headers={"X-API-Key": service.key}, timeout=60)
     return response.raise_for_status().json()
 
 

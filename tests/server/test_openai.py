@@ -241,7 +241,7 @@ def test_examples_of_the_serving_page_run(face: Open, monkeypatch: pytest.Monkey
 
 
 def alone(face: Open, prompt: list[int], seed: int, adapter: Path | None = None) -> tuple[list[int], list[float]]:
-    """What the engine samples when nothing is around it."""
+    """The text that the engine alone samples."""
     decoder = Decoder.load(face.folder)
     chat = Chat.load(face.folder)
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
@@ -471,29 +471,31 @@ def test_image_and_too_long_prompt_are_refused(face: Open) -> None:
         openai.BadRequestError, match="maximum context length is 512 tokens; the prompt has 600"
     ) as refused:
         face.text(prompt="x" * 600)
-    assert refused.value.code == "context_length_exceeded"
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "param"),
     [
-        {"logprobs": 21},
-        {"best_of": 3},
-        {"echo": True, "stream": True},
-        {"max_tokens": 0},
-        {"suffix": "end"},
-        {"prompt": ""},
-        {"prompt": [5, 100_000]},
-        {"prompt": [-1]},
-        {"prompt": [1 << 32]},
-        {"prompt": []},
-        {"prompt": ["x"] * 100, "n": 100},
+        ({"logprobs": 21}, "logprobs"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "stream": True}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"suffix": "end"}, "suffix"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [5, 100_000]}, "prompt"),
+        ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": [[5], [6, 1 << 32]]}, "prompt.1.1"),
+        ({"prompt": ["x", 5]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["x"] * 100, "n": 100}, "n"),
     ],
     ids=str,
 )
-def test_prompt_that_cannot_be_continued_is_refused(face: Open, asked: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError):
+def test_prompt_that_cannot_be_continued_is_refused(face: Open, asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
         face.text(**asked)
+    assert refused.value.param == param, refused.value.message
 
 
 def test_arguments_with_default_values_are_accepted(face: Open) -> None:
@@ -508,6 +510,9 @@ def test_arguments_with_default_values_are_accepted(face: Open) -> None:
 def test_malformed_requests_and_unknown_paths_have_openais_format(face: Open) -> None:
     response = face.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+    half = b'{"model": "x", "messages": [{"role": "user", "content": "\\ud800"}]}'
+    response = face.http.post("/v1/chat/completions", content=half, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "half of one" in response.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="there are /v1/chat/completions"):
         face.client.moderations.create(input="x")
 

@@ -100,6 +100,19 @@ def test_calls_of_a_reply_are_returned_whole_and_streamed(scripted: OpenAI) -> N
         assert CALLS in plain.choices[0].message.content and plain.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("options", [{}, {"parallel_tool_calls": False}, {"n": 2}], ids=str)
+def test_the_sdks_stream_closes_every_call(scripted: OpenAI, options: dict[str, Any]) -> None:
+    """Which it does before the chunk with the end of the choice."""
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    with scripted.chat.completions.stream(model=MODEL, messages=USER, tools=[strict], seed=3, **options) as stream:
+        kinds = [event.type for event in stream]
+        whole = stream.get_final_completion()
+    calls = sum(len(choice.message.tool_calls or []) for choice in whole.choices)
+    assert calls == (1 if "parallel_tool_calls" in options else 2 * options.get("n", 1))
+    assert kinds.count("tool_calls.function.arguments.done") == calls
+    assert [choice.finish_reason for choice in whole.choices] == ["tool_calls"] * options.get("n", 1)
+
+
 def test_results_and_null_content_come_back(scripted: OpenAI) -> None:
     first = asked(scripted, tools=[ADD]).choices[0].message
     messages = [*USER, first.to_dict(), *(
@@ -155,6 +168,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "tools.0.function.parameters"),
     ({"tools": [NOW] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "perhaps", "tools": [NOW]}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [NOW]}, "tool_choice.type"),
+    ({"tool_choice": {"type": "function"}, "tools": [NOW]}, "tool_choice.function"),
     ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {
         "x": {"not": {"type": "string"}}}}}}], "tool_choice": "required"}, "tools"),
@@ -234,6 +250,14 @@ def test_response_has_the_text_and_calls_of_the_chat(scripted: OpenAI) -> None:
     assert again.usage and answer.usage and again.usage.input_tokens > 100
 
 
+def test_reasoning_among_the_items_is_not_read(scripted: OpenAI) -> None:
+    item = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "x" * 70_000}],
+            "content": [{"type": "reasoning_text", "text": "x"}], "encrypted_content": "y" * 70_000}  # fmt: skip
+    plain = scripted.responses.create(model=MODEL, input=USER)
+    with_it = scripted.responses.create(model=MODEL, input=[item, *USER])
+    assert plain.usage and with_it.usage and with_it.usage.input_tokens == plain.usage.input_tokens
+
+
 def test_streamed_response_ends_with_the_whole_one(scripted: OpenAI) -> None:
     with scripted.responses.stream(model=MODEL, input="What is 1 + 2?", tools=[TOOL]) as stream:
         events = list(stream)
@@ -267,8 +291,17 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "banana"}}]},
-         "tools.0.function.parameters"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "banana"}}]}, "tools.0.parameters"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format"),
+        ({"instructions": "Be brief.", "input": [
+            {"type": "reasoning", "id": "r", "summary": []}, *USER,
+            {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]}, "input.2.tool_calls"),
+        ({"input": "x" * 60_000}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content"),
         ({"input": [{"type": "message", "content": "x"}]}, "input.0.role"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
@@ -283,3 +316,5 @@ def test_wrong_responses_requests_are_refused_by_name(small: tuple[OpenAI, str],
     with pytest.raises(openai.BadRequestError) as refused:
         small[0].responses.create(**{"model": small[1], "input": "x", **options})
     assert str(refused.value.param).startswith(param), refused.value.message
+    line = refused.value.message
+    assert "messages" not in line and "response_format" not in line and "\n" not in line, "names of this API"

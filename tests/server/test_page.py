@@ -53,7 +53,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServic
 
 @pytest.fixture
 def browser(service: EmbeddedService) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, headers=PAGE) as client:
+    with httpx.Client(base_url=service.url, headers=PAGE, timeout=60) as client:
         yield client
 
 
@@ -72,7 +72,7 @@ def test_vendored_files_are_those_of_their_release() -> None:
     }  # fmt: skip
 
 
-def test_page_needs_no_key_and_allows_its_own_files_only(browser: httpx.Client) -> None:
+def test_page_needs_no_key_and_allows_only_its_files(browser: httpx.Client) -> None:
     page = browser.get("/")
     assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
     policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
@@ -93,7 +93,7 @@ def test_page_needs_no_key_and_allows_its_own_files_only(browser: httpx.Client) 
 
 @pytest.mark.parametrize("path", ["/page/", "/page/none.js", "/page/../app.py", "/page/%2e%2e/app.py", "/page/vendor"])
 def test_no_file_outside_the_page_is_served(service: EmbeddedService, path: str) -> None:
-    response = httpx.get(service.url + path)
+    response = httpx.get(service.url + path, timeout=60)
     assert response.status_code == 404 and "import" not in response.text
 
 
@@ -142,7 +142,7 @@ def test_request_that_another_page_may_have_sent_has_no_rights(
     service: EmbeddedService, browser: httpx.Client, headers: dict[str, str], method: str, status: int
 ) -> None:
     sign_in(browser, service.key)
-    with httpx.Client(base_url=service.url, cookies=browser.cookies) as other:
+    with httpx.Client(base_url=service.url, cookies=browser.cookies, timeout=60) as other:
         path = "/api/v1/sign-out" if method == "POST" else "/api/v1/account"
         assert other.request(method, path, headers=headers).status_code == status
 
@@ -187,11 +187,14 @@ def test_changed_cookie_opens_nothing(service: EmbeddedService, browser: httpx.C
         f"{key}.{end}.{salt}.{'0' * 64}", f"{key}.{end}.{salt}.{code[:-1]}", f"{key}.{end}.{salt}.{code}x", "é.é.é.é",
     ):  # fmt: skip
         headers = {"Cookie": f"{name}={forged}".encode()}
-        assert httpx.get(f"{service.url}/api/v1/account", headers=headers).status_code == 401, forged
+        assert httpx.get(f"{service.url}/api/v1/account", headers=headers, timeout=60).status_code == 401, forged
 
 
 def test_wrong_keys_are_counted_and_limited(tmp_path: Path) -> None:
-    with served(tmp_path, failed_keys_per_minute=3) as service, httpx.Client(base_url=service.url, headers=PAGE) as one:
+    with (
+        served(tmp_path, failed_keys_per_minute=3) as service,
+        httpx.Client(base_url=service.url, headers=PAGE, timeout=60) as one,
+    ):
         for _ in range(3):
             assert one.post("/api/v1/sign-in", headers={"Authorization": "Bearer tml-wrong"}).status_code == 401
         assert one.post("/api/v1/sign-in", headers={"Authorization": "Bearer tml-wrong"}).status_code == 429
@@ -204,7 +207,7 @@ def test_link_signs_in_once_and_only_from_the_page(service: EmbeddedService, bro
         link = client.sign_in_link()
     assert link.startswith(f"{service.url}/#/link/")
     path = f"/api/v1/sign-in/links/{link.rpartition('/')[2]}"
-    assert httpx.post(service.url + path).status_code == 403
+    assert httpx.post(service.url + path, timeout=60).status_code == 403
     assert browser.post(path).status_code == 204 and browser.get("/api/v1/account").status_code == 200
     again = browser.post(path)
     assert again.status_code == 401 and "rookery open" in again.json()["error"]
@@ -223,10 +226,10 @@ def test_cookies_and_links_expire_and_are_not_interchangeable() -> None:
 
 
 def test_cookie_survives_a_restart(tmp_path: Path) -> None:
-    with served(tmp_path) as service, httpx.Client(base_url=service.url, headers=PAGE) as browser:
+    with served(tmp_path) as service, httpx.Client(base_url=service.url, headers=PAGE, timeout=60) as browser:
         sign_in(browser, service.key)
         cookies = browser.cookies
-    with served(tmp_path) as service, httpx.Client(base_url=service.url, cookies=cookies) as browser:
+    with served(tmp_path) as service, httpx.Client(base_url=service.url, cookies=cookies, timeout=60) as browser:
         assert browser.get("/api/v1/account").json()["name"] == "admin"
 
 

@@ -24,6 +24,7 @@ from rookery.storage.models import (
     EvaluationRow,
     EventRow,
     KeyRow,
+    SecretRow,
     StepRow,
     UploadRow,
     VersionRow,
@@ -48,6 +49,7 @@ LISTS: dict[str, tuple[str, Any]] = {
     "uploads": ("/api/v1/uploads", (LATE, f"{ROWS - 150:064}", "dataset")),
     "tenants": ("/api/v1/tenants", None),
     "keys": ("/api/v1/tenants/ADMIN/keys", (LATE, f"{ROWS - 150:064}")),
+    "secrets": ("/api/v1/secrets", (f"secret-{ROWS - 150:06}",)),
     "versions": ("/api/v1/jobs/first/policies/main/versions", (ROWS - 150,)),
     "evaluations": ("/api/v1/jobs/first/evaluations", None),
     "metrics": ("/api/v1/jobs/first/metrics", ROWS - 150),
@@ -63,6 +65,7 @@ MOST_WORK = {
     "uploads": (40, 40),
     "tenants": (3000, 3000),
     "keys": (5500, 5500),
+    "secrets": (40, 40),
     "versions": (2200, 2200),
     "evaluations": (40, 40),
     "metrics": (40, 40),
@@ -123,6 +126,10 @@ def fill(service: EmbeddedService) -> None:
             KeyRow(hash="f", tenant=admin.id, label="", created=0.0, role="host"),
             {"hash": "printf('%064d', i)", "created": TIME},
         ),
+        "secrets": (
+            SecretRow(tenant=admin.id, name="s", value="text", created=0.0),
+            {"name": "printf('secret-%06d', i)", "created": TIME},
+        ),
         "steps": (
             StepRow(job=first.id, step=-1, tenant=admin.id, version=-1, reward=0.5, metrics=METRICS),
             {"step": "i", "version": "i", "metrics": "json_set(metrics, '$.step', i)"},
@@ -164,7 +171,7 @@ def rows_of(response: httpx.Response) -> list[Any]:
 
 
 class Work:
-    """What SQLite does for a service in this process, in hundreds of its instructions: the same on every machine."""
+    """The work of SQLite for a service in this process, in hundreds of its instructions: the same on every machine."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -190,8 +197,8 @@ def work() -> Iterator[Work]:
 @pytest.mark.parametrize("name", LISTS)
 def test_a_page_of_a_long_list_costs_what_it_holds(http: httpx.Client, work: Work, name: str) -> None:
     path, late = LISTS[name]
-    place = encoded(late) if isinstance(late, tuple) else late
-    params = {"offset": ROWS - 50} if late == "offset" else {} if late is None else {"after": place}
+    cursor = encoded(late) if isinstance(late, tuple) else late
+    params = {"offset": ROWS - 50} if late == "offset" else {} if late is None else {"after": cursor}
     tracemalloc.start()
     try:
         steps = {}

@@ -11,7 +11,7 @@ from rookery.errors import DatabaseAway
 from rookery.server.readiness import KEPT_SECONDS, Readiness
 
 
-async def test_an_answer_is_kept_for_a_second_and_serves_everybody() -> None:
+async def test_an_answer_is_cached_for_a_second_for_all_callers() -> None:
     clock, asked, away = ManualClock(), 0, False
 
     async def ask() -> None:

@@ -55,6 +55,7 @@ WITHOUT_IDS = {
     "POST /v1/fine_tuning/alpha/graders/validate": "test_files_and_fine_tuning_jobs_are_their_owners",
     "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/runs": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/secrets": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/usage": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/usage.csv": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/account": "test_lists_contain_only_the_tenants_objects",
@@ -86,8 +87,8 @@ WITHOUT_IDS = {
     "POST /api/v1/datasets": "test_hash_is_not_a_permission",
     "POST /api/v1/adapters": "test_hash_is_not_a_permission",
     "GET /api/v1/uploads": "test_lists_contain_only_the_tenants_objects",
-    "WEBSOCKET /wire/worker": "test_each_role_of_a_key_opens_its_own_doors",
-    "WEBSOCKET /wire/host": "test_each_role_of_a_key_opens_its_own_doors",
+    "WEBSOCKET /wire/worker": "test_each_role_of_a_key_opens_its_routes",
+    "WEBSOCKET /wire/host": "test_each_role_of_a_key_opens_its_routes",
 }
 """Routes without an id in their path, and the test here that tries them."""
 
@@ -193,6 +194,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         town.done = ended(town.ada, made["id"])
         assert town.done["state"] == "completed", town.done
         waiting = job(name=f"{SECRET}-2", environment={"hosted": "adas"})
+        town.ada.put("/api/v1/secrets/mine", json={"value": SECRET}).raise_for_status()
         town.paused = town.ada.post("/api/v1/jobs", json=waiting).json()["id"]
         town.ada.post(f"/api/v1/jobs/{town.paused}/pause").raise_for_status()
         town.versions = town.ada.get(f"/api/v1/jobs/{town.done['id']}/policies/main/versions").json()
@@ -251,6 +253,8 @@ def test_ids_of_another_tenant_answer_exactly_like_unknown_ones(town: Town, meth
                 answers.append((response.status_code, headers, told))
             assert answers[0] == answers[1]
             unopened = (401,) if path.startswith("/agents/") else (403, 404)  # those take the key of an episode alone
+            if (method, path) == ("PUT", "/api/v1/secrets/{secret}"):
+                unopened = (422,)  # of the missing text: names of secrets are each tenant's
             assert answers[0][0] in unopened, answers[0]
             assert SECRET not in answers[0][2]
     assert town.adas() == before
@@ -260,7 +264,7 @@ NAMES = ("job", "tenant", "digest", "ticket", "key", "upload")
 
 
 def ids(job: str, tenant: str, digest: str, ticket: str, key: str, upload: str) -> dict[str, str]:
-    """What a path names, by parameter. A parameter that is not here is a new one: say what it means."""
+    """The meaning of each parameter of a path. A parameter that is missing here is a new one: add its meaning."""
     return {
         "job": job,
         "tenant": tenant,
@@ -279,6 +283,7 @@ def ids(job: str, tenant: str, digest: str, ticket: str, key: str, upload: str) 
         "file_id": f"file-{upload}",
         "tuning": f"ftjob-{job.removeprefix('job-')}",
         "link": "none",
+        "secret": "mine",
     }
 
 
@@ -288,10 +293,15 @@ def test_lists_contain_only_the_tenants_objects(town: Town) -> None:
     for route in WITHOUT_IDS:
         method, path = route.split(" ")
         if method == "GET":
-            for client in (town.bob, httpx.Client(base_url=town.service.url)):
+            for client in (town.bob, httpx.Client(base_url=town.service.url, timeout=60)):
                 text = client.get(path).text
                 assert not [secret for secret in hidden if secret in text], route
-    assert town.bob.get("/api/v1/jobs").json() == []
+    assert town.bob.get("/api/v1/jobs").json() == [] == town.bob.get("/api/v1/secrets").json()
+    [secret] = town.ada.get("/api/v1/secrets").json()
+    assert secret["name"] == "mine" and SECRET not in str(secret)
+    town.bob.put("/api/v1/secrets/mine", json={"value": "his"}).raise_for_status()
+    town.bob.delete("/api/v1/secrets/mine").raise_for_status()
+    assert town.ada.get("/api/v1/secrets").json() == [secret]
     for path in (
         "/api/v1/workers",
         "/api/v1/workers/events",
@@ -346,7 +356,7 @@ def test_a_cookie_opens_what_its_key_opens(town: Town) -> None:
     """Signed in, a browser sees its tenant's jobs; nobody signs in for another."""
     page = {"X-Rookery-Page": "1"}
     for client, jobs in ((town.ada, {town.done["id"], town.paused}), (town.bob, set())):
-        with httpx.Client(base_url=town.service.url, headers=page) as browser:
+        with httpx.Client(base_url=town.service.url, headers=page, timeout=60) as browser:
             assert browser.post("/api/v1/sign-in").status_code == 401
             assert browser.post("/api/v1/sign-out").status_code == 401
             assert browser.post("/api/v1/sign-in/links").status_code == 401
@@ -365,7 +375,7 @@ def test_revoked_key_is_refused_and_other_keys_still_work(town: Town) -> None:
     (row,) = [row for row in town.admin.get(keys).json() if row["label"] == "lost"]
     assert row["revoked"] is None and row["created"] > 0
     assert made not in town.admin.get(keys).text and hash_key(made) not in town.admin.get(keys).text
-    lost = httpx.Client(base_url=town.service.url, headers={"X-API-Key": made})
+    lost = httpx.Client(base_url=town.service.url, headers={"X-API-Key": made}, timeout=60)
     assert lost.get("/api/v1/jobs").json() == town.ada.get("/api/v1/jobs").json()
     for client in (lost, town.ada, town.bob):
         assert client.delete(f"{keys}/{row['id']}").status_code == 403
@@ -466,7 +476,7 @@ def test_another_tenants_policies_cannot_be_sampled(town: Town) -> None:
 
 
 def test_hash_is_not_a_permission(town: Town) -> None:
-    """Who brings the same bytes has them, and only from then on."""
+    """A tenant that uploads the same bytes may read them, and only from then on."""
     environment = {"id": "jsonl", "dataset": town.dataset, "verifier": "exact"}
     wanted = job(name="same-bytes", environment=environment, stop={"steps": 1})
     assert town.bob.post("/api/v1/jobs", json=wanted).status_code == 422
@@ -560,7 +570,7 @@ def test_hosts_with_one_name_get_episodes_of_their_tenant_only(town: Town) -> No
 
 
 def greeted(town: Town, path: str, token: str, frame: bytes) -> Any:
-    """What the service answers to a first frame; None where it only hangs up."""
+    """The answer of the service to a first frame; None where it closes the connection."""
     headers = {"Authorization": f"Bearer {token}"}
     with connect(town.service.url.replace("http", "ws", 1) + path, additional_headers=headers) as socket:
         socket.send(frame)
@@ -586,7 +596,7 @@ def refusal(town: Town, path: str, token: str) -> tuple[int, str]:
     return refused.value.response.status_code, json.loads(refused.value.response.body)["error"]
 
 
-def test_each_role_of_a_key_opens_its_own_doors(town: Town) -> None:
+def test_each_role_of_a_key_opens_its_routes(town: Town) -> None:
     def new(tenant: str, **wanted: Any) -> httpx.Response:
         return town.admin.post(f"/api/v1/tenants/{tenant}/keys", json=wanted)
 
@@ -608,7 +618,7 @@ def test_each_role_of_a_key_opens_its_own_doors(town: Town) -> None:
                 assert refusal(town, path, key)[0] == 403
         for path in ("/api/v1/jobs", "/v1/models", "/api/v1/tenants"):
             for headers in ({"Authorization": f"Bearer {key}"}, {"X-API-Key": key}):
-                answer = httpx.get(town.service.url + path, headers=headers)
+                answer = httpx.get(town.service.url + path, headers=headers, timeout=60)
                 assert answer.status_code == (200 if path in paths else 403), (path, answer.text)
     for wrong in ("", "wrong", town.token[:-1], town.keys["bob"][:-1]):
         for path in ("/wire/worker", "/wire/host"):
@@ -630,7 +640,7 @@ def test_key_expires(town: Town) -> None:
     made = town.admin.post(f"/api/v1/tenants/{town.tenant}/keys", json={"lifetime_seconds": 0.5}).json()
 
     def refused() -> httpx.Response | None:
-        answer = httpx.get(f"{town.service.url}/api/v1/jobs", headers={"X-API-Key": made["key"]})
+        answer = httpx.get(f"{town.service.url}/api/v1/jobs", headers={"X-API-Key": made["key"]}, timeout=60)
         return None if answer.is_success else answer
 
     answer = until(refused)
@@ -645,12 +655,12 @@ def test_a_formerly_valid_key_gets_the_reason_and_an_unknown_one_does_not(town: 
     (row,) = [row for row in town.admin.get(path).json() if row["label"] == "old laptop"]
     town.admin.delete(f"{path}/{row['id']}").raise_for_status()
     for key, said in ((made["key"], "the API key 'old laptop' was revoked on "), (made["key"] + "x", UNKNOWN_KEY)):
-        answer = httpx.get(f"{town.service.url}/api/v1/jobs", headers={"X-API-Key": key})
+        answer = httpx.get(f"{town.service.url}/api/v1/jobs", headers={"X-API-Key": key}, timeout=60)
         assert answer.status_code == 401 and answer.json()["error"].startswith(said)
-    assert httpx.get(f"{town.service.url}/api/v1/jobs").json()["error"] == NO_KEY
+    assert httpx.get(f"{town.service.url}/api/v1/jobs", timeout=60).json()["error"] == NO_KEY
 
 
-def test_hello_of_a_host_does_not_tell_which_episodes_exist(town: Town) -> None:
+def test_hello_of_a_host_does_not_reveal_which_episodes_exist(town: Town) -> None:
     """It is sent a close for every episode that is not of its tenant's unfinished jobs, whether or not there is one."""
     asked = [f"{town.paused}-0-0", f"{town.done['id']}-0-0", f"job-{'0' * 24}-0-0"]
     url, headers = town.service.url.replace("http", "ws", 1), {"Authorization": f"Bearer {town.keys['bob']}"}
@@ -677,7 +687,7 @@ def test_artifacts_are_read_with_a_worker_s_signature_only(town: Town) -> None:
 
     def read(digest: str, signature: str, name: str = "/adapter_model.safetensors") -> httpx.Response:
         headers = {protocol.READ_HEADER: signature.encode()}
-        return httpx.get(f"{town.service.url}/wire/artifacts/{digest}{name}", headers=headers)
+        return httpx.get(f"{town.service.url}/wire/artifacts/{digest}{name}", headers=headers, timeout=60)
 
     def signed(digest: str, at: float = now, key: protocol.ReadKey = key) -> str:
         return protocol.sign_read(key, digest, at)
@@ -705,9 +715,11 @@ def test_artifacts_are_read_with_a_worker_s_signature_only(town: Town) -> None:
         assert read(digest, signed(first)).status_code == 404
     for text in (town.ada, town.bob):
         headers = {**dict(text.headers), protocol.READ_HEADER: ""}
-        assert httpx.get(f"{town.service.url}/wire/artifacts/{first}", headers=headers).status_code == 404
+        assert httpx.get(f"{town.service.url}/wire/artifacts/{first}", headers=headers, timeout=60).status_code == 404
     for path in (f"/wire/uploads/{town.worker.uploads[-1]}/adapter_config.json", "/wire/uploads/x/adapter_config.json"):
-        assert httpx.put(town.service.url + path, content=b"{}").status_code == 404, "an upload that is over"
+        assert httpx.put(town.service.url + path, content=b"{}", timeout=60).status_code == 404, (
+            "an upload that is over"
+        )
 
 
 def test_paths_on_the_service_reveal_nothing_to_a_tenant(town: Town, tmp_path: Path) -> None:

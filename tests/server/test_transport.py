@@ -100,7 +100,7 @@ def test_keys_are_looked_up_by_their_digest(secured: EmbeddedService, monkeypatc
 
     monkeypatch.setattr(tenants, "valid_key", recorded)
     near = fresh[:-1] + ("a" if fresh[-1] != "a" else "b")
-    with httpx.Client(base_url=secured.url, verify=False) as http:  # its certificate is the test's own
+    with httpx.Client(base_url=secured.url, verify=False, timeout=60) as http:  # its certificate is the test's own
         for key in (fresh, near):
             for headers in ({"X-API-Key": key}, {"Authorization": f"Bearer {key}"}):
                 assert http.get("/api/v1/health", headers=headers).status_code == (200 if key == fresh else 401)
@@ -127,7 +127,7 @@ def test_tickets_are_compared_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_response_has_the_headers_that_browsers_heed(secured: EmbeddedService) -> None:
-    with httpx.Client(base_url=secured.url, verify=False) as http:  # its certificate is the test's own
+    with httpx.Client(base_url=secured.url, verify=False, timeout=60) as http:  # its certificate is the test's own
         for path, status in (
             ("/docs", 200),
             ("/healthz", 200),

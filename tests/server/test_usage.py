@@ -18,7 +18,7 @@ def test_usage_of_jobs_is_the_same_as_json_and_csv(tmp_path: Path) -> None:
             assert client.submit(job(name=name)).wait().state == "completed"
         last = client.submit(job(name="third", environment={"hosted": "none"})).cancel()
         headers = {"Authorization": f"Bearer {service.key}"}
-        with httpx.Client(base_url=f"{service.url}/api/v1", headers=headers) as http:
+        with httpx.Client(base_url=f"{service.url}/api/v1", headers=headers, timeout=60) as http:
             found = http.get("/usage").json()
             assert found["total"] == 3 and [one["name"] for one in found["jobs"]] == ["third", "second", "first"]
             assert found["jobs"][1]["tokens"] == client.job("second").show().tokens > 0

@@ -21,7 +21,7 @@ from websockets.sync.client import ClientConnection, connect
 from rookery import protocol
 from rookery.server.launcher import EmbeddedService
 
-EXAMPLES = 120
+EXAMPLES = 50
 
 WORKER = protocol.FromWorker.__args__
 HOST = protocol.FromHost.__args__
@@ -134,7 +134,7 @@ def check(peers: Peers, failures: list[str], before: int) -> None:
     assert peers.state("scripted") == "serving"
     assert not failures, failures[0]
     assert psutil.Process().memory_info().rss - before < 128 << 20
-    metrics = httpx.get(f"{peers.service.url}/metrics")
+    metrics = httpx.get(f"{peers.service.url}/metrics", timeout=60)
     assert metrics.status_code == 200
     for path in ("workers", "health", "costs", "jobs"):
         assert peers.http.get(f"/api/v1/{path}").status_code == 200, path

@@ -187,7 +187,7 @@ def running_in(engine: FakeEngine) -> list[str]:
 
 @settings(max_examples=examples(60))
 @given(st.randoms(use_true_random=False), st.booleans())
-def test_every_token_is_sent_once_whatever_comes_and_goes(dice: random.Random, together: bool) -> None:
+def test_every_token_is_sent_once_while_workers_join_and_leave(dice: random.Random, together: bool) -> None:
     """Requests come, are aborted, change their adapter; decode steps are taken one by one or together."""
     engine = FakeEngine(small(), LongTailed(8, 0.7), 4)
     sent: defaultdict[str, list[int]] = defaultdict(list)
@@ -408,6 +408,15 @@ def test_jobs_end_after_their_steps_and_share_the_machines() -> None:
     outcome = replay(Scenario(quick(), COMING_AND_GOING, jobs=2, steps=3, micro_batch=4), MODES["rookery"])
     assert outcome.seconds < COMING_AND_GOING.seconds
     assert len({step.job for step in outcome.steps}) == 2 and len(outcome.steps) == 6
+
+
+def test_each_policy_of_a_job_steps_on_the_tokens_of_its_replies() -> None:
+    scenario = Scenario(quick(), Trace("none", ((0.0, 0),), 6000.0), jobs=1, policies=2, steps=2, reserved=2)
+    outcome = replay(scenario, MODES["co-located"])
+    alone = replay(replace(scenario, policies=1), MODES["co-located"])
+    assert (len(outcome.steps), len(alone.steps)) == (4, 2)
+    assert outcome.tokens == pytest.approx(2 * alone.tokens, rel=0.3)
+    assert outcome.seconds > alone.seconds
 
 
 def test_modes_are_parsed_and_unknown_ones_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a job is told whose author has used another trainer before, or has mistyped a name."""
+"""The advice for a job whose author has used another trainer before, or has mistyped a name."""
 
 from __future__ import annotations
 

@@ -69,6 +69,23 @@ def test_a_python_value_that_is_not_json_is_refused_by_its_field(value: Any, say
         values.encode(value)
 
 
+@pytest.mark.parametrize("value", [["x" * 10**6], {"x" * 10**6: 1}, [[]] * 10**6, [{}] * 10**5])
+def test_a_large_value_is_shown_by_its_beginning(value: Any) -> None:
+    whole = json.dumps(value)
+    assert values.escaped(value)[:70] == whole[:70] and len(values.escaped(value)) <= 80
+
+
+def test_no_more_of_a_large_value_is_written_than_is_shown() -> None:
+    read = iter(range(10**9))
+
+    class Entry:
+        def __str__(self) -> str:
+            return str(next(read))
+
+    values.escaped([Entry() for _ in range(10_000)])
+    assert next(read) < 1000
+
+
 def test_a_list_that_contains_itself_is_refused() -> None:
     ring: list[Any] = []
     ring.append(ring)

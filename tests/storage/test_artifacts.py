@@ -162,7 +162,9 @@ def test_the_same_content_from_many_threads_is_one_artifact(tmp_path: Path) -> N
     assert staged(tmp_path) == []
 
 
-def test_what_appears_or_goes_while_it_is_read_is_not_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_artifacts_that_appear_or_are_deleted_during_a_read_are_not_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others commit and delete the same content: a reader finds the whole of it, or nothing."""
     artifacts = Artifacts(tmp_path)
     hash = store(artifacts, {"a": b"same"}).hash

@@ -148,9 +148,7 @@ def test_a_job_resumes_as_soon_as_a_disk_takes_writes_again(
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
+def bucket(s3_keys: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 1)
     with s3() as server:
         yield server

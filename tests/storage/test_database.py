@@ -38,7 +38,8 @@ from tests.support.storing import (
 )
 
 from rookery.client import Client
-from rookery.errors import Conflict, NotFound, Unavailable, UserError
+from rookery.controller.outages import outage_of
+from rookery.errors import Conflict, DatabaseReadOnly, NotFound, Unavailable, UserError
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
@@ -46,7 +47,7 @@ from rookery.storage.columns import Base, rows
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database
 from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, SpanRow, UsageRow
-from rookery.storage.repositories import episodes, jobs, runs, sessions, spans, tenants
+from rookery.storage.repositories import episodes, jobs, runs, secrets, sessions, spans, tenants
 from rookery.storage.repositories import versions as version_rows
 from rookery.storage.repositories.episodes import EpisodeChoice, FoundEpisodes
 
@@ -220,7 +221,7 @@ def test_the_end_of_a_job_is_logged_and_closes_its_groups(database: Database) ->
     said = [(event.time, event.kind, event.text) for event in database.read(tenants.events, "alice", "job", 10)]
     assert said == [(5.0, "state", "running"), (8.0, "state", "failed: the environment is broken")]
     assert group_counts(database, "job") == {"dropped": 2, "failed": 1}
-    assert not database.write(jobs.save_turns, "job-train-0-0", b"late"), "a dropped group's episodes are closed"
+    assert not database.write(jobs.save_turns, "job-train-0-0", [b"late"]), "a dropped group's episodes are closed"
     assert group_counts(database, "other") == {"open": 1}
 
 
@@ -279,8 +280,8 @@ def test_an_ordinal_is_used_once(database: Database) -> None:
 def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, database: Database) -> None:
     submit(database)
     database.write(jobs.add_groups, "job", [new_group(0), new_group(1), new_group(2)])
-    assert database.write(jobs.save_turns, "job-train-0-1", b"one turn", version=3, host_instance="host")
-    assert database.write(jobs.save_turns, "job-train-0-1", b"two turns")
+    assert database.write(jobs.save_turns, "job-train-0-1", [b"one turn"], version=3, host_instance="host")
+    assert database.write(jobs.save_turns, "job-train-0-1", [b"two turns"])
     make_ready(database, new_group(1), version=2)
     database.write(jobs.finish_episode, "job-train-2-0", "failed", 5.0, error="TimeoutError: late")
     database.write(jobs.finish_group, "job-train-2", "failed", 6.0, reason="one member left")
@@ -305,8 +306,8 @@ def test_closed_groups_and_episodes_do_not_change(database: Database) -> None:
     database.write(jobs.add_groups, "job", [new_group(n) for n in range(4)])
     assert database.write(jobs.finish_episode, "job-train-0-0", "done", 2.0, reward=1.0)
     assert not database.write(jobs.finish_episode, "job-train-0-0", "failed", 3.0, error="late")
-    assert not database.write(jobs.save_turns, "job-train-0-0", b"late")
-    assert not database.write(jobs.save_turns, "nothing", b"")
+    assert not database.write(jobs.save_turns, "job-train-0-0", [b"late"])
+    assert not database.write(jobs.save_turns, "nothing", [b""])
     with pytest.raises(Conflict, match="1 open episodes"):
         database.write(jobs.finish_group, "job-train-0", "ready", 3.0)
     assert [group.id for group in database.read(jobs.open_groups, "job")] == [f"job-train-{n}" for n in range(4)]
@@ -318,7 +319,7 @@ def test_closed_groups_and_episodes_do_not_change(database: Database) -> None:
     asked = ["job-train-2", "job-train-1", "job-train-0", "nothing"]
     assert database.write(jobs.drop_groups, asked, "too old", 4.0) == ["job-train-2", "job-train-0"]
     assert database.write(jobs.drop_groups, asked, "again", 5.0) == []
-    assert not database.write(jobs.save_turns, "job-train-2-0", b"late"), "a dropped group's episodes are closed"
+    assert not database.write(jobs.save_turns, "job-train-2-0", [b"late"]), "a dropped group's episodes are closed"
     assert group_counts(database, "job") == {"consumed": 1, "dropped": 2, "open": 1}
 
 
@@ -327,7 +328,7 @@ def test_recent_episodes_and_their_trimming(database: Database) -> None:
     groups = [new_group(n, members=1) for n in range(4)]
     database.write(jobs.add_groups, "job", groups)
     for n, group in enumerate(groups):
-        database.write(jobs.save_turns, group.episodes[0].id, b"turns")
+        database.write(jobs.save_turns, group.episodes[0].id, [b"turns"])
         database.write(
             jobs.finish_episode,
             group.episodes[0].id,
@@ -561,7 +562,7 @@ def test_a_corrupt_head_is_replaced_by_the_newest_kept_version(database: Databas
 
 _NOT_FOUND = """revoke_key get_upload get_job find_job get_policy version get_session get_model get_sampler
 get_group get_episode
-get_checkpoint expire_checkpoint delete_checkpoint get_future delete_job delete_upload""".split()
+get_checkpoint expire_checkpoint delete_checkpoint get_future delete_job delete_upload secret delete_secret""".split()
 _EMPTY: dict[str, Any] = {
     "keys": [],
     "events": [],
@@ -595,8 +596,9 @@ _EMPTY: dict[str, Any] = {
     "last_step": -1,
     "version_of_step": None,
     "last_evaluations": [],
+    "secrets": [],
 }
-_NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups".split()
+_NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups set_secret".split()
 """The reply of each function that takes a tenant when bob names alice's rows."""
 
 
@@ -622,6 +624,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     )
     database.write(tenants.add_upload, "alice", "dataset", "d" * 64, 1, 0.0)
     database.write(tenants.add_event, "alice", "job", 0.0, "state", "text")
+    database.write(secrets.set_secret, "alice", "main", "very-secret", 0.0)
     database.write(tenants.save_usage, {("alice", "job"): {"reserved": {}}}, {}, (0, {}))
     visit(database)
     database.write(sessions.open_future, future_row("one/0", "alice", None))
@@ -655,7 +658,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     }
     scoped = {
         name: (function, inspect.signature(function))
-        for module in (episodes, jobs, runs, sessions, tenants, version_rows)
+        for module in (episodes, jobs, runs, secrets, sessions, tenants, version_rows)
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__
         and "tenant" in inspect.signature(function).parameters
@@ -675,7 +678,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
                 method(tenant="bob", **arguments)
         else:
             assert method(tenant="bob", **arguments) == _EMPTY[name], name
-        if name not in ("revoke_key", "expire_checkpoint", "delete_checkpoint", "delete_job", "delete_upload"):
+        if name not in ("revoke_key", "expire_checkpoint", *(n for n in _NOT_FOUND if n.startswith("delete_"))):
             shown = method(tenant="alice", **arguments)
             assert shown and shown != _EMPTY.get(name), f"{name} shows them to their owner"
     database.write(tenants.add_upload, "bob", "dataset", "d" * 64, 1, 5.0)
@@ -713,19 +716,28 @@ def test_search_of_a_text_finds_each_episode_once(
     newest = end_episodes(database, [f"{'needle' if n % 4 == 0 else 'hay'} {n}" for n in range(25)], failed={8, 9})
     wanted = [id for id in newest if int(id.rpartition("-")[2]) % 4 == 0]
     for limit in (1, 2, 100):
-        found, place, answers = list[str](), None, 0
+        found, cursor, answers = list[str](), None, 0
         while True:
-            chosen = EpisodeChoice(text="needle", before=place, limit=limit)
+            chosen = EpisodeChoice(text="needle", before=cursor, limit=limit)
             page = database.read(episodes.episodes_page, "alice", "job", chosen)
             assert len(page.episodes) <= limit
             found += [episode.id for _, episode in page.episodes]
-            place, answers = page.next, answers + 1
-            if place is None:
+            cursor, answers = page.next, answers + 1
+            if cursor is None:
                 break
         assert found == wanted
         assert (answers == 1) == (limit == 100 and seconds > 0)
     none = database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(text="nothing like that"))
     assert none.episodes == [] and (none.next is None) == (seconds > 0)
+
+
+@pytest.mark.parametrize("odd", ["\x00", "a\x00b", "\ud800", "%", "_", "\\", "'", "\u0130", "x" * 10_000])
+def test_any_text_can_be_searched_for(odd: str, database: Database) -> None:
+    end_episodes(database, ["needle"] * 3, failed={1})
+    found = database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(text=odd))
+    assert [episode for _, episode in found.episodes] == []
+    assert database.read(runs.chosen_jobs, runs.RunChoice("alice", text=odd)) == ([], 0)
+    assert database.read(runs.chosen_jobs, runs.RunChoice("alice", text="JOB"))[1] == 1
 
 
 def test_failed_episodes_are_counted_and_listed_by_their_index(database: Database) -> None:
@@ -790,7 +802,7 @@ def test_oldest_hours_of_a_tenant_beyond_its_bytes_are_deleted(database: Databas
     assert [len(row.spans) for row in database.read(spans.span_rows, [("alice", "job", 5)])] == [90]
 
 
-def test_own_hours_of_a_timeline_come_before_those_of_others(database: Database) -> None:
+def test_hours_of_a_tenants_timeline_come_before_those_of_others(database: Database) -> None:
     submit(database)
     submit(database, "bob", "other")
     database.write(spans.save_spans, [hour("", at, "bob") for at in (1, 2)], 10**6)
@@ -969,6 +981,50 @@ def test_lost_server_is_reported_as_such_by_the_call_and_its_batch(postgres: str
     database.close()
 
 
+@pytest.mark.parametrize(("option", "expected"), [("", "30000"), ("&tcp_user_timeout=7000&application_name=x", "7000")])
+def test_a_connection_notices_that_its_server_has_vanished(postgres: str, option: str, expected: str) -> None:
+    database = Database(new_database(postgres) + option)
+    database.create()
+    with database.reading() as connection:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        options = driver.info.get_parameters()
+        waits = connection.execute(text("SHOW lock_timeout")).scalar()
+    database.close()
+    assert options["tcp_user_timeout"] == expected and waits == "1min"
+    assert int(options["keepalives_idle"]) + 3 * int(options["keepalives_interval"]) <= 30
+
+
+def set_read_only(url: str, database: Database, value: str) -> None:
+    """As the server of a replica, or a file system after an error; new and old connections alike."""
+    if url.startswith("sqlite"):
+        with database.reading() as connection:
+            connection.exec_driver_sql(f"PRAGMA query_only={value}")
+        return
+    with connected(url, isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("SET default_transaction_read_only = off"))
+        name = connection.execute(text("SELECT current_database()")).scalar()
+        connection.execute(text(f"ALTER DATABASE {name} SET default_transaction_read_only = {value}"))
+        connection.execute(text(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        ))  # fmt: skip
+
+
+def test_a_read_only_database_is_an_outage_of_writes_that_lasts_until_it_takes_them(
+    database: Database, url: str
+) -> None:
+    set_read_only(url, database, "on")
+    for fail in (database.check_writes, partial(database.write, tenants.create_tenant, "carol", "Carol", 0.0)):
+        with pytest.raises(DatabaseReadOnly, match="takes no writes") as refused:
+            fail()
+        assert outage_of(refused.value) == "writes"
+    database.ping()  # it answers: the outage would seem to be over
+    set_read_only(url, database, "off")
+    database.check_writes()
+    database.write(tenants.create_tenant, "carol", "Carol", 0.0)
+
+
 # --- odd values, odd places -------------------------------------------------------------------------------------------
 
 json_values = st.recursive(
@@ -1003,7 +1059,7 @@ def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> No
     assert not created and again.spec == row.spec == values
     database.write(jobs.add_groups, "job", [new_group(0, members=1)])
     episode = "job-train-0-0"
-    database.write(jobs.save_turns, episode, blob)
+    database.write(jobs.save_turns, episode, [blob])
     database.write(
         jobs.finish_episode,
         episode,
@@ -1031,6 +1087,8 @@ def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> No
     [
         "nonsense",
         "nodb://x",
+        "mysql://rookery:secret@host/x",
+        "postgres://rookery:secret@host:port/x",
         "sqlite:////nowhere/to/be/found.db",
         "postgresql://rookery:secret@/x?host=/nowhere/to/be/found",
     ],
@@ -1040,6 +1098,11 @@ def test_a_database_that_cannot_be_opened_is_refused_in_one_line(bad: str) -> No
         database = Database(bad)
         database.create()
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("driver", ["postgres", "postgresql", "postgresql+psycopg2", "postgresql+asyncpg"])
+def test_driver_of_another_program_in_an_address_does_not_matter(driver: str) -> None:
+    assert Database(f"{driver}://u@127.0.0.1:1/x").engine.dialect.driver == "psycopg"
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------------------

@@ -56,13 +56,11 @@ def moto() -> Iterator[str]:
 
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.heavy)])
-def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+def opened(request: pytest.FixtureRequest, tmp_path: Path, s3_keys: None) -> Iterator[Opener]:
     """Opens the same empty store again and again, for one owner or another."""
     if request.param == "memory":
         yield opener(MemoryStore(), tmp_path / "spool")
         return
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
     with moto() as endpoint:
         yield opener(open_store(f"s3://rookery/{uuid.uuid4().hex}/more", endpoint), tmp_path / "spool")
 
@@ -167,12 +165,10 @@ class Refusing(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(("status", "match"), [(403, "permission denied; set AWS_"), (404, "no such bucket")])
 def test_a_bucket_that_cannot_be_used_is_refused_at_start_in_one_line(
-    status: int, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: int, match: str, tmp_path: Path, s3_keys: None
 ) -> None:
-    monkeypatch.setattr(Refusing, "status", status)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+    refusing = type("Refusing", (Refusing,), {"status": status})
+    with ThreadingHTTPServer(("127.0.0.1", 0), refusing) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_address[1]}"
@@ -191,9 +187,9 @@ def test_a_url_of_no_store_is_refused(url: str, tmp_path: Path) -> None:
         served(tmp_path, artifacts_url=url).__enter__()
 
 
-def test_a_store_that_does_not_answer_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
+def test_a_store_that_does_not_answer_is_unavailable(
+    tmp_path: Path, s3_keys: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 0)
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
@@ -203,10 +199,8 @@ def test_a_store_that_does_not_answer_is_unavailable(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.heavy)])
-def test_a_service_keeps_its_artifacts_there(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_keeps_its_artifacts_there(place: str, tmp_path: Path, s3_keys: None) -> None:
     """A job trains, its worker resumes a broken download, its adapter is downloaded, old versions are deleted."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
     if place == "memory":
         train(tmp_path, "memory:///")
     else:

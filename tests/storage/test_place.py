@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from rookery.errors import (
     Unavailable,
     UserError,
 )
-from rookery.storage.artifacts import Artifacts, Place
+from rookery.storage.artifacts import NO_FOLDER_SYNC, Artifacts, Place
 from rookery.storage.object_artifacts import ObjectArtifacts
 from rookery.storage.opening import artifacts_at, open_artifacts
 from rookery.storage.place import OWNER, Owner, admit, understood
@@ -182,6 +183,26 @@ def test_nothing_is_concluded_written_or_deleted_while_the_place_is_away(
     staging.commit()
     assert artifacts.hashes() >= {kept.hash, dead.hash}
     assert artifacts.verify(kept.hash) == kept and artifacts.verify(dead.hash) == dead
+
+
+@pytest.mark.parametrize("number", sorted({errno.EIO, errno.ENOSPC, *NO_FOLDER_SYNC}))
+def test_a_disk_that_writes_no_folders_on_request_is_used_without(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts, really = open_artifacts(Place(), tmp_path, owner_of()), os.fsync
+
+    def refused(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        really(handle)
+
+    monkeypatch.setattr(os, "fsync", refused)
+    if number in NO_FOLDER_SYNC:
+        manifest = store(artifacts, {"a": b"content"})
+        assert artifacts.verify(manifest.hash) == manifest
+        return
+    with pytest.raises((Unavailable, StorageFull)):
+        store(artifacts, {"a": b"content"})
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE, errno.EPERM, errno.ETIMEDOUT, errno.ELOOP])

@@ -27,7 +27,7 @@ class Store:
         self.pending: list[int] = []
         self.groups: list[list[int]] = []
         self.end: Exception | None = None
-        """What goes wrong at the end of a group."""
+        """The fault at the end of a group."""
 
     @contextmanager
     def batch_transaction(self) -> Iterator[None]:
@@ -192,11 +192,11 @@ def test_a_full_disk_undoes_all_of_them(database: Database) -> None:
 
     event.listen(database.engine, "connect", small)
     with pytest.raises(StorageFull), database.batch_transaction():
-        database.write(jobs.save_turns, group.episodes[0].id, b"small")
+        database.write(jobs.save_turns, group.episodes[0].id, [b"small"])
         with pytest.raises(StorageFull):
-            database.write(jobs.save_turns, group.episodes[1].id, b"x" * 100_000)
+            database.write(jobs.save_turns, group.episodes[1].id, [b"x" * 100_000])
         with pytest.raises(StorageFull):
-            database.write(jobs.save_turns, group.episodes[0].id, b"after")
+            database.write(jobs.save_turns, group.episodes[0].id, [b"after"])
         with pytest.raises(StorageFull):
             database.read(jobs.get_job, "alice", "job")
     event.remove(database.engine, "connect", small)
@@ -215,7 +215,7 @@ async def test_the_writer_batches_calls_of_the_database(database: Database, writ
     await writer(database.write, jobs.add_groups, "job", [group])
     event.listen(database.engine, "commit", count)
     saved = await asyncio.gather(
-        *(writer(database.write, jobs.save_turns, episode.id, b"said", version=0) for episode in group.episodes)
+        *(writer(database.write, jobs.save_turns, episode.id, [b"said"], version=0) for episode in group.episodes)
     )
     assert saved == [True] * 40
     assert commits <= 10, "far fewer waits for the disk than calls"

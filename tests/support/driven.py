@@ -61,7 +61,7 @@ class Client:
         return self
 
     async def outcome(self, request: str) -> AnyResult:
-        while isinstance(found := await self.sessions.futures.wait(self.tenant, request), QueueStatus):
+        while isinstance(found := await self.sessions.wait(self.tenant, request), QueueStatus):
             pass
         return found
 

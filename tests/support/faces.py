@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,9 @@ from rookery.protocol.connection import Channel, stay_connected
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.tokenization.registry import CONFIG, PREPARED, WEIGHTS, model_folder
+
+Reach = Callable[[EmbeddedService], None]
+"""Of the fixture ``reach``."""
 
 MODEL = "qwen3-0.6b"
 """A catalogue name that no test prepares for real: the test's cache has the tiny model in its place."""
@@ -99,7 +102,7 @@ class ScriptedWorker:
             self._url, "/wire/worker", protocol.to_worker, token=self._token, ca_file="", hello=self._hello,
             converse=self._converse, ping_seconds=20.0, ping_timeout=20.0,
         )  # fmt: skip
-        async with httpx.AsyncClient(base_url=self._url) as self._http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=60) as self._http:
             await unless(stopping.wait(), connected)
 
     def _hello(self) -> protocol.Hello:

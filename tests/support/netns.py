@@ -6,10 +6,11 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from tests.support.waiting import until
 
 SUBNET = "10.77.0"
 LEAVE_SECONDS = 10.0
@@ -46,7 +47,7 @@ class Host:
             )  # fmt: skip
 
     def output(self, arguments: Sequence[str], environment: Mapping[str, str], seconds: float = 60) -> str:
-        """What a command prints. Raises CalledProcessError with its standard error in ``output``."""
+        """The output of a command. Raises CalledProcessError with its standard error in ``output``."""
         done = subprocess.run(
             self.command(arguments), env=dict(environment), capture_output=True, text=True, timeout=seconds, check=False
         )
@@ -58,13 +59,15 @@ class Host:
         """End everything that runs here at once, as a power cut would. The link is down first: nothing says goodbye."""
         with suppress(subprocess.CalledProcessError):
             run("ip", "-n", self.name, "link", "set", "eth0", "down")
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while pids := run("ip", "netns", "pids", self.name).split():
-            assert time.monotonic() < deadline, pids
+
+        def empty() -> bool:
+            pids = run("ip", "netns", "pids", self.name).split()
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            time.sleep(0.05)
+            return not pids
+
+        until(empty, "its processes do not end", patience=LEAVE_SECONDS)
 
     def restore(self) -> None:
         """The link is up again."""

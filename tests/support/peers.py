@@ -23,6 +23,7 @@ import msgspec
 from sqlalchemy import create_engine, select, update
 from tests.support.replies import UniformLength, reply_of
 from tests.support.rules import split
+from tests.support.storing import FaultyDatabase
 
 from rookery import protocol
 from rookery.clock import RandomIds
@@ -38,7 +39,6 @@ from rookery.simulation.fakes.text import TEMPLATE, byte_tokenizer, draw
 from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, GRADIENT, FakeTrainer, peft_config
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.db import Database
 from rookery.storage.repositories import jobs, tenants
 from rookery.storage.repositories import versions as version_rows
 from rookery.storage.store import StorageWriter, Store
@@ -468,7 +468,7 @@ class MortalWriter:
 
 
 class Service:
-    """What survives (database, artifacts, folders) and the controller that runs on it now."""
+    """The surviving parts (database, artifacts, folders) and the controller that runs on them now."""
 
     def __init__(
         self, folder: Path, clock: Any = None, writer: Callable[[], Any] = StorageWriter, **settings: Any
@@ -481,14 +481,14 @@ class Service:
         usual = {"worker_wait_seconds": 30.0, "reconnect_seconds": 0.0, "start_crashes": 1000}
         changed, self.rules = split(usual | settings)
         self.settings = Settings(data=folder, cache=folder / "cache", **changed)
-        self.database = Database(f"sqlite:///{folder}/rookery.db")
+        self.database = FaultyDatabase(f"sqlite:///{folder}/rookery.db")
         self.database.create()
         for tenant in {"alice", "bob"} - {row.id for row in self.database.read(tenants.list_tenants)}:
             self.database.write(tenants.create_tenant, tenant, tenant.title(), 1.0)
         self.artifacts = Artifacts(folder / "artifacts")
         self.chat = Chat.load(model_folder(folder / "model"))
         self.chats: dict[str, Chat] = {}
-        """Those of base models that have another one than ``chat``."""
+        """The templates of base models that have another one than ``chat``."""
         self.no_model = ""
         """Why base models cannot be prepared."""
         self.provided: list[str] = []
@@ -630,10 +630,10 @@ def job_of(**changes: Any) -> dict[str, Any]:
     }
     for path, value in changes.items():
         *parents, last = path.split("__")
-        place = job
+        found = job
         for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = value
+            found = found.setdefault(name, {})
+        found[last] = value
     return job
 
 

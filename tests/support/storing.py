@@ -1,4 +1,4 @@
-"""What the storage tests share: rows to store, a look past the database's methods, a PostgreSQL of one's own."""
+"""Support for the storage tests: rows to store, direct reads of the database, a separate PostgreSQL."""
 
 from __future__ import annotations
 
@@ -241,18 +241,26 @@ def new_database(server: str) -> str:
     return server.replace("NAME", name)
 
 
-def intercept(patch: pytest.MonkeyPatch, database: Database, name: str, call: Callable[..., Any]) -> None:
-    """``database`` runs ``call(real, *arguments, **named)`` in place of the repository function ``name``."""
+class FaultyDatabase(Database):
+    """A database whose calls of chosen repository functions a test replaces."""
 
-    def intercepting(run: Callable[..., Any]) -> Callable[..., Any]:
-        def chosen(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-            real = partial(run, function)
-            return call(real, *arguments, **named) if function.__name__ == name else real(*arguments, **named)
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._replaced: dict[str, Callable[..., Any]] = {}
 
-        return chosen
+    def intercept(self, name: str, call: Callable[..., Any]) -> None:
+        """From now on ``call(real, *arguments, **named)`` runs in place of the repository function ``name``."""
+        self._replaced[name] = call
 
-    patch.setattr(database, "write", intercepting(database.write))
-    patch.setattr(database, "read", intercepting(database.read))
+    def write(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return self._run(partial(super().write, function), function.__name__, *arguments, **named)
+
+    def read(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return self._run(partial(super().read, function), function.__name__, *arguments, **named)
+
+    def _run(self, real: Callable[..., Any], name: str, *arguments: Any, **named: Any) -> Any:
+        replaced = self._replaced.get(name)
+        return real(*arguments, **named) if replaced is None else replaced(real, *arguments, **named)
 
 
 def group_counts(database: Database, job: str) -> dict[str, int]:

@@ -77,7 +77,7 @@ def client(service: EmbeddedService, key: str | None = None, url: str | None = N
 def new_key(service: EmbeddedService, name: str) -> str:
     """A key of a new tenant."""
     headers = {"Authorization": f"Bearer {service.key}"}
-    with httpx.Client(base_url=service.url, headers=headers) as http:
+    with httpx.Client(base_url=service.url, headers=headers, timeout=60) as http:
         tenant = http.post("/api/v1/tenants", json={"name": name}).raise_for_status().json()["id"]
         return str(http.post(f"/api/v1/tenants/{tenant}/keys", json={}).raise_for_status().json()["key"])
 

@@ -20,7 +20,7 @@ from rookery.worker.model.decoder import Decoder, best_dtype
 from rookery.worker.model.published import fuse
 
 COMPUTED = best_dtype()
-"""What a worker computes in on this machine: what is promised bit for bit is promised of it."""
+"""The type in which a worker computes on this machine: promises of equal bits hold for it."""
 
 SIZES = {
     "vocab_size": 211,

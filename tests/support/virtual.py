@@ -57,14 +57,14 @@ def by_number(episode: str, turn: int) -> float:
 
 @dataclass
 class Played:
-    """What happened, by job name."""
+    """The events, by job name."""
 
     commits: dict[str, list[float]]
     """Seconds at which its steps were committed."""
     computed: dict[str, float]
     """Seconds of the worker's time that went into it."""
     episodes: dict[str, list[list[Any]]]
-    """What its episodes sampled, newest first: (reward, tokens)."""
+    """The samples of its episodes, newest first: (reward, tokens)."""
     metrics: dict[str, list[dict[str, Any]]]
     """Its rows."""
 
@@ -128,8 +128,8 @@ def play(
             now = await controller.queries.show(tenant, view.id)
             assert now.state == "running" or view is not views[0][1], (view.name, now.state, now.reason)
             computed[view.name] = worker.compute.by_policy[now.policies[0].id]
-            ended = await controller.queries.trajectories(tenant, view.id, 1000)
-            episodes[view.name] = [[row["reward"], row["trajectories"]] for row in ended if row["state"] == "done"]
+            ended = await controller.queries.episodes.trajectories(tenant, view.id, 1000)
+            episodes[view.name] = [[row.reward, row.trajectories] for row in ended if row.state == "done"]
         await cancel_all(*requests)
         await worker.kill()
         await host.leave()

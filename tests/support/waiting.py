@@ -25,7 +25,7 @@ def until(
     patience: float = PATIENCE_SECONDS,
     pause: float = LOOK_SECONDS,
 ) -> T:
-    """What ``look`` returns as soon as that is true. Fails the test with ``story`` after ``patience`` seconds; it looks
+    """The result of ``look`` as soon as it is true. Fails the test with ``story`` after ``patience`` seconds; it looks
     each ``pause`` seconds."""
     deadline = time.monotonic() + patience
     while not (found := look()):
@@ -34,13 +34,15 @@ def until(
     return found
 
 
-def until_healthy(process: subprocess.Popen[Any], url: str, story: Callable[[], str] = str) -> None:
-    """Wait until ``GET /health`` of the server is 200. Fails the test with ``story`` if its process ends before."""
+def until_healthy(
+    process: subprocess.Popen[Any], url: str, story: Callable[[], str] = str, path: str = "/health"
+) -> None:
+    """Wait until a ``GET`` of the server is 200. Fails the test with ``story`` if its process ends before."""
 
     def healthy() -> bool:
         assert process.poll() is None, story()
         try:
-            with closing(urlopen(f"{url}/health")) as answer:
+            with closing(urlopen(f"{url}{path}")) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -44,7 +44,7 @@ def test_names_and_ids_are_whole_at_any_width_and_no_word_is_lost(name: str, id:
         assert len(line) <= max(width, len(name), len(id) + 8, 28 + 8)
 
 
-def test_what_is_too_wide_is_shown_under_its_row() -> None:
+def test_wide_values_are_shown_under_their_row() -> None:
     table = Rows(columns(("job", "id"), notes=("reason",)))
     table.add("sums", "job-" + "0" * 24, "waits for the engine, which has ninety-three replies to give first")
     beside, under = shown(table, 120), shown(table, 50)

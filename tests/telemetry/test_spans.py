@@ -87,7 +87,7 @@ def test_a_reader_sees_nothing_of_others_but_when_workers_are_busy(found: list[T
 
 
 @given(MANY)
-def test_idle_times_do_not_tell_when_others_worked(found: list[TraceSpan]) -> None:
+def test_idle_times_do_not_reveal_when_others_worked(found: list[TraceSpan]) -> None:
     """They begin and end with the reader's own work, with whole seconds, or with the worker's connection."""
     found, start, end = [span for span in found if span.kind not in ("idle", "busy")], 0.0, 1000.0
     own = [span for span in found if span.tenant == "ada" or span.kind == "connected"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import io
 import json
 import logging
 import math
+import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,65 @@ def test_log_lines_have_context_fields_and_logging_is_restored(tmp_path: Path) -
     assert log.TerminalLines().format(record).endswith("warning: hello  [job=j]")
 
 
+class Hangs(logging.Handler):
+    """Its write ends when ``released`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.begun.set()
+        self.released.wait()
+
+
+def test_lines_that_wait_hold_no_objects_and_those_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "WAITING_LINES", 2)
+    logger, hangs, before = logging.getLogger("rookery.test"), Hangs(), log.dropped_lines()
+
+    class Large:
+        pass
+
+    large = Large()
+    lives = weakref.ref(large)
+
+    def fail(held: Large) -> None:
+        raise ValueError(f"wrong {type(held).__name__}")
+
+    with log.logging_to([hangs], "INFO"):
+        logger.info("first")
+        assert hangs.begun.wait(60)
+        try:
+            fail(large)
+        except ValueError:
+            logger.exception("it broke")
+        del large
+        gc.collect()
+        assert lives() is None
+        for _ in range(4):
+            logger.info("more")
+        assert log.dropped_lines() - before == 3
+        hangs.released.set()
+
+
+def test_a_terminal_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
+    """Nobody reads the pipe, which takes 64 KB."""
+    program = (
+        "import logging, sys; from rookery.telemetry import log; log.STOP_SECONDS = 0.1\n"
+        "with log.logging_to([log.terminal_handler()], 'INFO'):\n"
+        "    for number in range(200): logging.getLogger('rookery.test').info('a' * 1900)\n"
+        "print('ended', flush=True)\n"
+        "logging.shutdown()\n"
+        "print('shut', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.read(len("ended\nshut\n")) == b"ended\nshut\n"
+        finally:
+            process.kill()
+
+
 def view(**more: Any) -> dict[str, Any]:
     shown = {"id": "job-1", "name": "sums", "state": "running", "step": 3, "steps": 40, "reward": 0.5, "staleness": 0.0}
     return {
@@ -171,7 +233,7 @@ FORGED = (
 
 
 @pytest.mark.parametrize("text", FORGED)
-def test_log_line_of_a_strangers_text_is_one_printable_line(text: str) -> None:
+def test_log_line_of_untrusted_text_is_one_printable_line(text: str) -> None:
     record = logging.makeLogRecord(
         {"name": "rookery.x", "msg": "%s", "args": (text,), "levelno": 20, "levelname": "INFO", "worker": text}
     )

@@ -21,6 +21,7 @@ from rookery.tokenization.tool_calls import (
     Style,
     ToolCall,
     forced_schema,
+    message_key,
     read_json,
     style_of,
 )
@@ -161,6 +162,14 @@ def test_pieces_of_a_stream_are_those_of_the_whole_text(style: Style, text: str,
         read += reader.feed(text[at:end], last=False)
         at = end
     assert joined([*read, *reader.feed("", last=True)]) == joined(make(["add"]).feed(text, last=True))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": 1}, {"a": None}, {"b": [], "a": ""}])
+def test_calls_as_text_and_as_data_are_the_same_message(arguments: dict[str, Any]) -> None:
+    text = json.dumps(arguments, indent=1)
+    assert message_key(" So: ", [("f", text)]) == message_key("So:", [("f", arguments)])
+    assert message_key("", [("f", text)]) != message_key("", [("f", {**arguments, "c": 1})])
+    assert message_key("", [("f", "{")]) == message_key("", [("f", "{")]) != message_key("", [("f", {})])
 
 
 def test_long_text_is_read_in_linear_time() -> None:

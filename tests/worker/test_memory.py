@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from tests.support.dialled import Connection, Dialled
 from tests.support.forked import ForkedProcess
+from tests.support.live_objects import live_objects
 from tests.support.small_model import save_small_model
 
 from rookery import protocol
@@ -24,6 +26,10 @@ from rookery.worker.model.adapter import PARTS
 from rookery.worker.model.convert import prepare
 
 MEGABYTE = 1 << 20
+COUNTS = "objects.json"
+"""The file to which a worker writes the numbers of its objects."""
+WARM_JOBS, COUNTED_JOBS = 3, 8
+"""Jobs after which everything that is made once exists, and those after which nothing more may exist."""
 JOBS = int(os.environ.get("ROOKERY_MEMORY_JOBS") or 0)
 NIGHTLY = pytest.mark.skipif(not JOBS, reason="minutes on the real model: make nightly")
 
@@ -34,7 +40,8 @@ def serving(folder: Path, model: str, cache: Path, **settings: str) -> Iterator[
     with Dialled(folder / "artifacts") as service:
         environment = {**os.environ, "ROOKERY_TOKEN": "token", "ROOKERY_CACHE": str(cache), "ROOKERY_THREADS": "1"}
         environment |= {f"ROOKERY_{name.upper()}": value for name, value in settings.items()}
-        code = "import sys; from rookery.worker.process import main; sys.exit(main(sys.argv[1:]))"
+        counting = f"from tests.support.live_objects import count_on_signal; count_on_signal({str(folder / COUNTS)!r})"
+        code = f"import sys; {counting}; from rookery.worker.process import main; sys.exit(main(sys.argv[1:]))"
         process = ForkedProcess(code, ["--connect", service.url, "--model", model], environment)
         try:
             link = service.connection(0)
@@ -118,21 +125,55 @@ class Policy:
             ),
         )  # fmt: skip
 
-    def end(self) -> None:
-        """The policy's job is over: only its last version stays."""
+    def end(self, *, keep_last: bool = True) -> None:
+        """The policy's job is over: only its last version stays, or nothing, as when the job is deleted."""
+        gone = self.versions[:-1] if keep_last else self.versions
         self.link.send(
             protocol.EvictArtifacts(policy=self.name),
-            protocol.EvictArtifacts(hashes=[version.hash for version in self.versions[:-1]]),
+            protocol.EvictArtifacts(hashes=[version.hash for version in gone]),
         )
 
 
-def run_job(service: Dialled, link: Connection, name: str, rng: random.Random) -> None:
+def run_job(service: Dialled, link: Connection, name: str, rng: random.Random, *, keep_last: bool = True) -> None:
     policy = Policy(service, link, name, 8, rng)
     policy.commit("init")
     for step in (1, 2):
         policy.train(policy.generate(2, 4))
         policy.commit(f"step {step}")
-    policy.end()
+    policy.end(keep_last=keep_last)
+
+
+def chat(link: Connection, name: str) -> None:
+    """A request to the base model."""
+    link.send(
+        protocol.Generate(
+            request=name, adapter=None, prompt=[1, 2, 3], shared_prefix=0, max_tokens=4, temperature=1.0, seed=1,
+            stop_tokens=[],
+        )
+    )  # fmt: skip
+    assert link.finished(name).finish == "length"
+    link.send(protocol.Abort(request=name))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+def test_no_object_of_a_worker_outlives_the_job_that_made_it(tmp_path: Path) -> None:
+    """No type has one more object after each job with chats between. Where hashed files were remembered for ever, each
+    job left five paths."""
+    cache, rng = tmp_path / "cache", random.Random(3)
+    model = str(save_small_model(tmp_path / "small"))
+    prepare(model, cache)
+    with serving(tmp_path, model, cache) as (service, link, pid):
+        before: Counter[str] = Counter()
+        for number in range(WARM_JOBS + COUNTED_JOBS):
+            if number == WARM_JOBS:
+                before = live_objects(pid, tmp_path / COUNTS)
+            run_job(service, link, f"p{number}", rng, keep_last=False)
+            chat(link, f"chat {number}")
+            link.frames.clear()
+        after = live_objects(pid, tmp_path / COUNTS)
+    grown = {name: count for name, count in (after - before).items() if count >= COUNTED_JOBS}
+    assert before["torch.Tensor"] and not grown, grown
 
 
 @pytest.mark.heavy

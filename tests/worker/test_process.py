@@ -21,9 +21,11 @@ from tests.support.dialled import PATIENCE_SECONDS, Connection, Dialled, Stream
 from tests.support.forked import ForkedProcess
 from tests.support.peers import eventually
 from tests.support.small_model import save_small_model
+from tests.support.tiny import COMPUTED
 
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
+from rookery.worker import teams
 from rookery.worker.compute import IDLE, TimeSlice, next_slice
 from rookery.worker.connection import progress
 from rookery.worker.engine.native import kernels
@@ -258,7 +260,7 @@ NativeEngine.step = stuck
     ("how", "says"),
     [("wait(3600)", "a slice has not ended, it is in <string>"), ("return False", "(a rollout, 5 of 40 tokens) needs")],
 )
-def test_heartbeats_of_a_worker_that_stands_still_tell_why(service: Dialled, start: Start, how: str, says: str) -> None:
+def test_heartbeats_of_a_stalled_worker_name_the_reason(service: Dialled, start: Start, how: str, says: str) -> None:
     start(before=STUCK.format(how=how))
     link = service.connection(0)
     service.until(lambda: link.of(protocol.Ready))
@@ -845,8 +847,15 @@ def test_computation_continues_during_an_upload_and_sigterm_waits_for_it(service
     assert ended(worker)[0] == 0
 
 
-def test_sigterm_during_generation_and_training_sends_sampled_tokens(service: Dialled, start: Start) -> None:
-    worker = start(before=SLOW)
+BESIDE = {"threads": "2", "lanes": "beside"}
+"""Settings of a worker that trains beside decoding, where the machine allows it."""
+
+
+@pytest.mark.parametrize("settings", [{}, BESIDE], ids=["turns", "beside"])
+def test_sigterm_during_generation_and_training_sends_sampled_tokens(
+    service: Dialled, start: Start, settings: dict[str, str]
+) -> None:
+    worker = start(before=SLOW, **settings)
     link, parent, whole = begun(service)
     service.flush_seconds = 60
     link.drop()
@@ -916,6 +925,92 @@ def test_fault_of_the_compute_thread_exits_after_sampled_tokens_are_sent(service
     code, said = ended(worker)
     assert code == 1
     assert "on fire" in said
+
+
+LANE_BROKEN = """
+import threading, time
+from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.trainer.operation_queue import OperationQueue
+step, train = NativeEngine.step, OperationQueue.step
+def lane():
+    return any(thread.name == "engine" for thread in threading.enumerate())
+def broken_engine(self):
+    time.sleep(0.002)
+    if lane():
+        FAULT
+    return step(self)
+def broken_trainer(self):
+    if lane():
+        FAULT
+    return train(self)
+"""
+RAISES = 'raise RuntimeError("the arithmetic unit is on fire")'
+HALTS = "time.sleep(3600)"
+
+
+def train_and_generate(service: Dialled, link: Connection) -> None:
+    """Work of both kinds for longer than a test."""
+    parent = make_policy(service, link, "p")
+    link.send(generate("r", parent))
+    link.some("r", 5)
+    link.send(*(generate(f"r{number}", parent) for number in range(200)))
+    link.send(*(forward(f"f{number}", parent, batch(service, 40), operations=number) for number in range(200)))
+
+
+needs_lanes = pytest.mark.skipif(
+    not kernels.load(None) or bool(teams.why_inexact(torch.device("cpu"), COMPUTED, kernels=True)),
+    reason="no lanes on this processor",
+)
+
+
+@needs_lanes
+@pytest.mark.parametrize("part", ["engine", "trainer"])
+def test_fault_in_either_lane_ends_the_worker_with_its_reason(service: Dialled, start: Start, part: str) -> None:
+    owner = "NativeEngine" if part == "engine" else "OperationQueue"
+    worker = start(before=f"{LANE_BROKEN.replace('FAULT', RAISES)}{owner}.step = broken_{part}", **BESIDE)
+    link = service.connection(0)
+    train_and_generate(service, link)
+    service.until(lambda: link.closed)
+    assert isinstance(link.frames[-1], protocol.Draining)
+    code, said = ended(worker)
+    assert code == 1 and "on fire" in said
+
+
+@needs_lanes
+@pytest.mark.parametrize("part", ["engine", "trainer"])
+def test_a_lane_that_stands_still_shows_although_the_other_works(service: Dialled, start: Start, part: str) -> None:
+    owner = "NativeEngine" if part == "engine" else "OperationQueue"
+    early = "from rookery.worker import compute\ncompute.STUCK_SECONDS = 0.3\n"
+    slow = SLOW_LAYERS.replace("sleep(1)", "sleep(0.05)")  # the trainer has work for longer than the test
+    start(before=f"{early}{slow}{LANE_BROKEN.replace('FAULT', HALTS)}{owner}.step = broken_{part}", **BESIDE)
+    link = service.connection(0)
+    train_and_generate(service, link)
+
+    def work(beat: protocol.Heartbeat) -> float:
+        """Of the part that does not stand still."""
+        return beat.train_seconds if part == "engine" else beat.generated
+
+    def stands_still() -> bool:
+        beats = link.of(protocol.Heartbeat)[-4:]
+        busy = len(beats) == 4 and all(
+            beat.lanes.startswith("beside") and beat.active and beat.training for beat in beats
+        )
+        return busy and len({beat.progress for beat in beats}) == 1 and work(beats[0]) < work(beats[-1])
+
+    service.until(stands_still)
+
+
+@needs_lanes
+def test_requests_and_operations_end_by_cancellation_in_both_lanes(service: Dialled, start: Start) -> None:
+    start(before=SLOW, **BESIDE)
+    link = service.connection(0)
+    train_and_generate(service, link)
+    service.until(lambda: link.of(protocol.Heartbeat)[-1].lanes.startswith("beside"))
+    link.send(protocol.Abort(request="r"), *(protocol.CancelOperation(op=f"f{number}") for number in range(200)))
+    service.until(lambda: (beat := link.of(protocol.Heartbeat)[-1]).active + beat.waiting + beat.training == 0)
+    link.send(generate("again", max_tokens=8))
+    assert len(link.finished("again").tokens) == 8
+    assert link.of(protocol.Heartbeat)[-1].lanes.startswith("turns: ")
 
 
 def test_pulled_bytes_are_progress_only_while_nothing_computes() -> None:

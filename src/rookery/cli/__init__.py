@@ -3,13 +3,29 @@ never imports torch; a worker is a separate process."""
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from rookery.cli import adapters, admin, demo, doctor, jobs, models, page, plan, run, serve, simulate, top, trace
+from rookery.cli import (
+    adapters,
+    admin,
+    demo,
+    doctor,
+    jobs,
+    models,
+    page,
+    plan,
+    run,
+    secrets,
+    serve,
+    simulate,
+    top,
+    trace,
+)
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.cli.output import flush_output, prepare_streams, show
 from rookery.errors import RookeryError
@@ -31,6 +47,7 @@ app.command("run", epilog=EXIT_CODES)(run.run)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(jobs.uploads, name="uploads")
+app.add_typer(secrets.app, name="secrets")
 app.command("chat")(models.chat)
 app.command("models")(models.models)
 app.command("worker")(serve.worker)
@@ -67,6 +84,7 @@ def root(
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits with its code."""
     prepare_streams()
+    os.environ.pop("PYTHONOPTIMIZE", None)  # its 2 takes from children the docstrings that transformers reads
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
     try:

@@ -12,9 +12,9 @@ import typer
 from rookery.children import interpreter
 from rookery.cli.options import Cli, with_options
 from rookery.client.client import Client
-from rookery.client.job import AdapterFolder, Job
+from rookery.client.job import AdapterFolder, Job, first_trained
 from rookery.errors import UserError, short
-from rookery.folders import CACHE_FOLDERS, usable_folder
+from rookery.folders import usable_cache
 
 app = typer.Typer(help="Download adapters, push them to the Hugging Face Hub, merge them.", no_args_is_help=True)
 
@@ -83,13 +83,13 @@ def export(
     for option, path in targets.items():
         if path.exists():
             raise UserError(f"{option}: {path} exists; give a new path")
-    usable_folder(cli.settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)
+    usable_cache(cli.settings.cache)
     with tempfile.TemporaryDirectory(prefix="rookery-export-") as folder:
         with cli.client() as client:
             found, number, adapter = _found(client, job, policy)
             spec = found.show().spec
             files = adapter.download(folder)
-        model = spec.policies.get(policy, {}).get("base_model") if policy else None
+        model = spec.policies.get(policy or first_trained(spec.policies), {}).get("base_model")
         command = interpreter(
             "rookery.worker.model.exports", model or spec.base_model, "--cache", str(cli.settings.cache),
             "--adapter", str(files),

@@ -19,7 +19,8 @@ from rookery.cli.options import Cli
 from rookery.cli.output import console, is_terminal, print_json, show
 from rookery.cli.steps import StepLines
 from rookery.client import Job, Record
-from rookery.errors import RookeryError, Unavailable
+from rookery.client.job import TEMPORARY
+from rookery.errors import RookeryError
 from rookery.telemetry.rows import printable
 from rookery.telemetry.table import job_line
 
@@ -65,7 +66,7 @@ class Follower:
                     self._row(data, view)
                 self._events(last=kind == "end")
                 if self._live is not None and kind != "end":
-                    with suppress(Unavailable):  # the next event tries again, and the stream reports what is wrong
+                    with suppress(*TEMPORARY):  # the next event tries again, and the stream reports what is wrong
                         self._live.update(_status(self._job.show()), refresh=True)
                 if view.state == "paused" and self._ends_paused and view.paused_by == "fault":
                     self._events(last=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,7 +164,7 @@ def episodes(
     limit: Annotated[int, typer.Option(help="How many, newest first.", min=1, max=10_000)] = 20,
     episode: Annotated[str | None, typer.Option("--id", help="One episode whole, with every turn.")] = None,
 ) -> None:
-    """What a job's policy wrote and earned, newest first; ``--json`` has prompts and metrics too."""
+    """List the episodes of a job with texts and rewards, newest first; ``--json`` has prompts and metrics too."""
     with cli.client() as client:
         found = client.job(job)
         if episode is not None:
@@ -189,7 +190,11 @@ def episode_lines(row: Mapping[str, Any]) -> list[str]:
     lines = [f"{row['episode']}  {of}, {outcome(row)}, {row['tokens']} tokens{ended}"]
     if row["error"]:
         lines.append(f"  error: {printable(row['error'])}")
-    return [*lines, *(f"  {printable(line)}" for reply in row["replies"] for line in reply.splitlines() or [""])]
+    for reply, policy in itertools.zip_longest(row["replies"], row.get("speakers") or []):
+        first, *others = reply.splitlines() or [""]
+        lines.append(f"  {printable(f'{policy}: {first}' if policy else first)}")
+        lines += [f"  {printable(line)}" for line in others]
+    return lines
 
 
 def conversation_lines(one: Mapping[str, Any]) -> list[str]:
@@ -197,17 +202,22 @@ def conversation_lines(one: Mapping[str, Any]) -> list[str]:
     lines = [f"{one['episode']}: {outcome(one)}"]
     if one["error"]:
         lines.append(f"error: {printable(one['error'])}")
-    replies = sum(message["role"] == "assistant" for message in one["messages"] or [])
     several = len({turn.get("policy") for turn in one["turns"]}) > 1
-    turns = iter([None] * (replies - len(one["turns"])) + one["turns"])  # environments may begin with examples
-    for message in one["messages"] or []:
-        turn = next(turns, None) if message["role"] == "assistant" else None
+    turns = {turn["message"]: turn for turn in one["turns"]}
+    begins = {0} | {before["message"] + 1 for before in one["turns"]}  # where the messages of a turn begin
+    for index, message in enumerate(one["messages"] or []):
+        turn = turns.get(index)
+        following = next((turn for turn in one["turns"] if turn["message"] >= index), None)
+        if index in begins and following is not None and following.get("follows") is not None:
+            after = following["follows"]
+            lines.append(f"— after turn {after + 1} —" if after >= 0 else "— another conversation —")
         role = message["role"] + (f" ({printable(turn['policy'])})" if several and turn is not None else "")
         lines += [f"{role}:", *(f"  {printable(line)}" for line in message["content"].splitlines() or [""])]
         if turn is not None:
             seconds = f"{turn['generation_seconds']:.2f} s generation, {turn['environment_seconds']:.2f} s environment"
             earned = reward_text(turn["reward"])
-            lines.append(f"  → {earned}, {turn['tokens']} tokens, ended by {turn['finish']}, {seconds}")
+            untrained = "" if turn.get("trained", True) else ", not trained on"
+            lines.append(f"  → {earned}, {turn['tokens']} tokens, ended by {turn['finish']}, {seconds}{untrained}")
     if one["messages"] is None:
         lines.append("its text is not kept any more")
     return lines
@@ -227,6 +237,21 @@ def export(
         written = report(found, limit)
     file.write_text(written, encoding="utf-8")
     cli.show({"job": found.id, "file": str(file)}, f"{file} has {found.name} ({len(written.encode()):,} bytes)")
+
+
+@app.command("tensorboard")
+@with_options
+def tensorboard(
+    cli: Cli,
+    job: Name,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder for tensorboard --logdir.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Write until the job has ended.")] = False,
+) -> None:
+    """Write a job's metrics and evaluations for TensorBoard, into a file of the job that replaces an earlier one."""
+    with cli.client() as client:
+        found = client.job(job)
+        file = found.write_tensorboard(folder, follow)
+    cli.show({"job": found.id, "file": str(file)}, f"{file} has {found.name}")
 
 
 @uploads.command("list")

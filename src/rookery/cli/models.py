@@ -15,7 +15,7 @@ from rookery.children import interpreter
 from rookery.cli.options import Cli, with_options
 from rookery.cli.output import print_json, visible
 from rookery.errors import Unavailable, UserError
-from rookery.folders import CACHE_FOLDERS, usable_folder
+from rookery.folders import usable_cache
 from rookery.telemetry.rows import Rows, columns
 from rookery.tokenization.registry import CATALOGUE, prepared_models, resolve, status
 
@@ -56,7 +56,7 @@ def prepare(cli: Cli, name: str, export: Path | None = None) -> None:
     resolve(name)  # refuses an impossible name before a process is started for it
     if export is not None and export.exists():
         raise UserError(f"--export: {export} exists; give a new folder")
-    usable_folder(cli.settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)
+    usable_cache(cli.settings.cache)
     command = interpreter("rookery.worker.model.convert", name, "--cache", str(cli.settings.cache))
     if export is not None:
         command += ["--export", str(export)]

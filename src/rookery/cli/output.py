@@ -2,7 +2,8 @@
 
 * A character that the stream's encoding lacks is written as a similar one, and JSON as an escape: no output fails for
   its letters. A stream that was closed before the start is one to nowhere.
-* Cursor codes go to a terminal only, also where ``FORCE_COLOR`` asks for colours in a pipe.
+* Cursor codes go to a terminal only, also where ``FORCE_COLOR`` asks for colours in a pipe, and none comes from a text
+  of somebody else: a prompt, a reply, a name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
+from rich.segment import Segment
 
 from rookery.errors import RookeryError
 from rookery.telemetry.rows import printable
@@ -33,7 +35,7 @@ SIMILAR = {
     "‘": "'", "’": "'", "“": '"', "”": '"', "\u00a0": " ", "\u202f": " ",
     **dict(zip("▁▂▃▄▅▆▇█", "12345678", strict=True)),
 }  # fmt: skip
-"""What stands for a character that an encoding lacks; any other is a question mark."""
+"""The substitutes of characters that an encoding lacks; any other becomes a question mark."""
 
 ENCODING_ERRORS = "rookery.similar"
 """The name of the error handler of :data:`SIMILAR`."""
@@ -95,9 +97,11 @@ def is_terminal(stream: TextIO | None = None) -> bool:
 def console(stream: TextIO | None = None) -> Console:
     """A console on standard output, as wide as its terminal."""
     terminal = is_terminal(stream)
-    return Console(
+    made = Console(
         file=stream, highlight=False, force_interactive=terminal, width=None if terminal else PIPED_WIDTH, emoji=False
     )
+    made.push_render_hook(_VisibleTexts())
+    return made
 
 
 def show(value: RenderableType) -> None:
@@ -121,6 +125,22 @@ def time_of(seconds: float) -> str:
 def visible(text: str) -> str:
     """``text`` without the control characters that move a terminal's cursor or change its colours."""
     return "".join(letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
+
+
+class _Visible:
+    """A renderable whose texts bring no control characters; the console's own codes stay."""
+
+    def __init__(self, inner: ConsoleRenderable) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._inner, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+class _VisibleTexts(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Visible(renderable) for renderable in renderables]
 
 
 def fields(lines: Mapping[str, Any] | Iterable[tuple[str, Any]], width: int = 28) -> None:

@@ -15,7 +15,7 @@ RUNS_SHOWN = 200
 
 @dataclass
 class Overview:
-    """What ``rookery top`` shows, as one look at the service."""
+    """The data of ``rookery top``, read from the service at one time."""
 
     url: str
     runs: list[Any]
@@ -64,8 +64,8 @@ class ServiceReader:
         return Overview(self.client.url, list(page.runs), page.total, self.client.figures(), workers)
 
     def alarms(self, run: str) -> list[str]:
-        """What is wrong with a run, and what to do."""
+        """The faults of a run, with advice."""
         return [
-            f"{one.name}{f' ({one.policy})' if one.policy else ''}: {one.problem} {one.remedy}"
+            f"{one.name}{f' ({one.policy})' if one.policy else ''}: {one.problem}; {one.remedy}"
             for one in self.client.job(run).health().alarms
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsons
 import math
+import re
 import shlex
 import socket
 import subprocess
@@ -13,11 +14,11 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rookery.bounds import NAME
+from rookery.bounds import GIVEN_NAME, NAME
 from rookery.children import interpreter
 from rookery.cli.options import JsonOption
 from rookery.cli.output import print_json, show
-from rookery.errors import UserError
+from rookery.errors import UserError, short
 from rookery.scheduling.plan.predict import PLAYS, Device, devices_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.spec.files import read_job
@@ -52,7 +53,8 @@ def plan(
     """Choose roles for unlike machines: which generate, which train, and which are not needed."""
     fleet = read_fleet(workers)
     devices = devices_of(fleet)
-    demands = [demand_of(parse_job(read_job(path)), reply_tokens, sigma, prompt_tokens, environment) for path in jobs]
+    texts = (reply_tokens, sigma, prompt_tokens, environment)
+    demands = [demand for path in jobs for demand in demands_of(parse_job(read_job(path)), *texts)]
     found = search(fleet, devices, demands, budget=budget, seed=seed)
     if math.isinf(found.prediction.seconds):
         raise UserError(f"{workers}: no plan can run these jobs: {found.prediction.problem}")
@@ -100,8 +102,8 @@ def profile(
 ) -> None:
     """Measure this machine in under two minutes: its entry of a fleet file."""
     named = name or socket.gethostname().split(".")[0]
-    if len(named) > NAME:
-        raise UserError(f"--name: {len(named)} characters, at most {NAME}")
+    if re.fullmatch(GIVEN_NAME, named) is None:
+        raise UserError(f"--name: given {short(repr(named))}, allowed: 1 to 100 letters, digits, dot, dash, underscore")
     if out is not None and out.exists():
         read_fleet(out)  # a file that cannot be used is refused before the measurement
     run = subprocess.run(
@@ -129,27 +131,43 @@ def add_entry(path: Path, entry: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
 
 
-def demand_of(
+def demands_of(
     spec: JobSpec, reply_tokens: float | None, sigma: float, prompt_tokens: int, environment: float
-) -> JobDemand:
-    """The work of a step of the job; its file does not say how long replies are."""
-    if len(spec.trained) > 1:
-        raise UserError(f"{spec.name}: trains {len(spec.trained)} policies; plan a job for each")
-    spec = spec.of_policy(spec.trained[0])
-    algorithm, (_, policy) = spec.algorithm, spec.policy
-    return JobDemand(
-        name=spec.name,
-        group_size=algorithm.group_size,
-        groups_per_step=algorithm.groups_per_step,
-        prompt_tokens=prompt_tokens,
-        median_tokens=reply_tokens if reply_tokens is not None else max(1.0, spec.sampling.max_tokens / 2),
-        sigma=sigma,
-        max_tokens=spec.sampling.max_tokens,
-        environment=environment,
-        staleness=algorithm.max_staleness,
-        micro_batch=algorithm.micro_batch,
-        trainers=policy.trainers,
-    )
+) -> list[JobDemand]:
+    """The work of a step of each policy that the job trains; its file does not say how long replies are, and a policy
+    counts as one that replies once in an episode. Raises :class:`UserError` for an
+    algorithm on rows, and for policies of several base models."""
+    if spec.algorithm.on_rows:
+        raise UserError(
+            f"{spec.name}: {spec.algorithm.name} samples nothing, and a plan divides sampling and training; leave the"
+            " job out: any worker with the role train runs it"
+        )
+    models = {spec.base_model_of(name) for name in spec.policies}
+    if len(models) > 1:
+        names = " and ".join(sorted(models))
+        raise UserError(f"{spec.name}: its policies have the base models {names}; a plan is for one base model")
+    found = []
+    for name in spec.trained:
+        one = spec.of_policy(name)
+        algorithm, (_, policy) = one.algorithm, one.policy
+        found.append(
+            JobDemand(
+                name=f"{spec.name}/{name}"[:NAME] if len(spec.trained) > 1 else spec.name,
+                turns=len(spec.policies),
+                policies=len(spec.trained),
+                group_size=algorithm.group_size,
+                groups_per_step=algorithm.groups_per_step,
+                prompt_tokens=prompt_tokens,
+                median_tokens=reply_tokens if reply_tokens is not None else max(1.0, one.sampling.max_tokens / 2),
+                sigma=sigma,
+                max_tokens=one.sampling.max_tokens,
+                environment=environment,
+                staleness=algorithm.max_staleness,
+                micro_batch=algorithm.micro_batch,
+                trainers=policy.trainers,
+            )
+        )
+    return found
 
 
 def plan_of(fleet: FleetSpec, devices: list[Device], demands: list[JobDemand], found: Found) -> Plan:

@@ -24,8 +24,11 @@ def simulate(
     hours: Annotated[float, typer.Option(min=0.01, max=1000, help="Virtual hours of the trace.")] = 0.5,
     faster: Annotated[float, typer.Option(min=0.001, help="Replay the trace this many times faster.")] = 1.0,
     jobs: Annotated[int, typer.Option(min=1, max=1000, help="Concurrent jobs, each of a different tenant.")] = 1,
+    policies: Annotated[
+        int, typer.Option(min=1, max=8, help="Policies of each job, which reply in turn and are trained.")
+    ] = 1,
     groups: Annotated[int | None, typer.Option(min=1, help="Groups per step, instead of the profile's.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="End each job after this many steps.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="End each policy after this many steps.")] = None,
     staleness: Annotated[int, typer.Option(min=0, max=64, help="The jobs' max_staleness; 0 is on-policy.")] = 0,
     micro_batch: Annotated[
         int | None,
@@ -59,6 +62,7 @@ def simulate(
         trace=load_trace(trace).faster(faster).cut(hours * HOUR),
         seed=seed,
         jobs=jobs,
+        policies=policies,
         steps=steps,
         max_staleness=staleness,
         micro_batch=load.episodes // 4 if micro_batch is None else micro_batch,

@@ -110,7 +110,7 @@ class RunScreen(Screen[None]):
         for alarm in health.alarms:
             whose = f" ({printable(alarm.policy)})" if alarm.policy else ""
             lines.append(f"\n{printable(alarm.name)}{whose}: ", "bold red").append(
-                printable(f"{alarm.problem} {alarm.remedy}")
+                printable(f"{alarm.problem}; {alarm.remedy}")
             )
         for advice in health.advice:
             lines.append("\nadvice: ", "cyan").append(printable(advice))
@@ -279,11 +279,11 @@ def fill(table: DataTable[Any], rows: Sequence[tuple[str, Sequence[Text | str]]]
                     table.update_cell(key, column, cell, update_width=True)
         return
     at = keys[table.cursor_row].value if keys and table.cursor_row < len(keys) else None
-    place = table.scroll_y
+    scroll = table.scroll_y
     table.clear()
     for key, cells in rows:
         table.add_row(*cells, key=key)
     names = [key for key, _ in rows]
     if at in names:
         table.move_cursor(row=names.index(at), scroll=False)
-        table.scroll_to(y=place, animate=False)
+        table.scroll_to(y=scroll, animate=False)

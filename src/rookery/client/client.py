@@ -180,6 +180,8 @@ class Client:
         """The job with this id or name. Of several jobs with one name it is the newest; ``NAME~1`` is the one before
         it. Raises :class:`~rookery.errors.NotFound`."""
         try:
+            if not id:  # its path would be that of the list
+                raise NotFound("no id")
             return self._job(self._connection.call("GET", f"/api/v1/jobs/{quote(id, safe='~')}"))
         except NotFound:
             raise NotFound(f"no job {id!r}; rookery jobs list shows yours") from None
@@ -211,6 +213,18 @@ class Client:
         it."""
         self._connection.call("DELETE", f"/api/v1/uploads/{quote(hash, safe='')}")
 
+    def set_secret(self, name: str, value: str) -> None:
+        """Store a text that jobs use by its name, such as the key of a sink, or replace it. It is never shown again."""
+        self._connection.call("PUT", f"/api/v1/secrets/{quote(name, safe='')}", json={"value": value})
+
+    def secrets(self) -> list[Record]:
+        """The names of this tenant's secrets, and when each was set."""
+        return list(self._connection.rows("/api/v1/secrets"))
+
+    def delete_secret(self, name: str) -> None:
+        """Delete a secret."""
+        self._connection.call("DELETE", f"/api/v1/secrets/{quote(name, safe='')}")
+
     def sign_in_link(self) -> str:
         """An address that opens the service's page in a browser, signed in with this key: once, within a minute."""
         return self.url + str(self._connection.call("POST", "/api/v1/sign-in/links").path)
@@ -226,7 +240,7 @@ class Client:
         return self._connection.call("GET", "/api/v1/workers")
 
     def timeline(self, start: float | None = None, end: float | None = None) -> Record:
-        """What workers, environments and the trainer did between two Unix times, by default the last ten minutes:
+        """The work of workers, environments and the trainer between two Unix times, by default the last ten minutes:
         ``spans`` with their kind, start, end, worker, job and policy."""
         return self._connection.call("GET", "/api/v1/timeline", params=times(start, end))
 
@@ -383,7 +397,7 @@ def _check_same(spec: Mapping[str, Any], view: Record) -> None:
 
 
 def not_an_environment(given: object) -> str:
-    """What to do with an object that was given as an environment and is none."""
+    """The advice about an object that was given as an environment and is none."""
     kind = given if isinstance(given, type) else type(given)
     if kind.__module__ == "builtins":
         shown = short(repr(given))

@@ -98,7 +98,10 @@ class HttpConnection:
             return opened
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         way = httpx.HTTPTransport(
-            retries=CONNECT_RETRIES, verify=client_tls(self.url, self._ca_file) or True, proxy=proxy_of(self.url)
+            retries=CONNECT_RETRIES,
+            verify=client_tls(self.url, self._ca_file) or True,
+            proxy=proxy_of(self.url),
+            trust_env=False,  # it would read SSL_CERT_FILE also for an address without TLS
         )
         try:
             made = httpx.Client(base_url=self.url, transport=way, headers=headers, trust_env=False)
@@ -119,9 +122,9 @@ class HttpConnection:
         while True:
             response = self._send("GET", path, self._seconds or READ_SECONDS, params=params)
             yield from self._content(response)
-            if not (place := response.headers.get(NEXT_PAGE)):
+            if not (after := response.headers.get(NEXT_PAGE)):
                 return
-            params["after"] = place
+            params["after"] = after
 
     def download(self, path: str, file: IO[bytes]) -> None:
         """Write the response's content to ``file`` as it arrives."""
@@ -143,6 +146,8 @@ class HttpConnection:
                 if response.status_code >= 400:
                     response.read()
                     self._raise_error(response)
+                if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise self._foreign()
                 kind = ""
                 for line in chain.from_iterable(map(LineSplitter().feed, response.iter_bytes())):
                     if line.startswith(b"event: "):
@@ -175,7 +180,11 @@ class HttpConnection:
         try:
             return record(response.json()) if response.status_code != 204 else None
         except ValueError:
-            raise errors.Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL") from None
+            raise self._foreign() from None
+
+    def _foreign(self) -> errors.Unavailable:
+        """The error of an answer in another form, such as a load balancer's page."""
+        return errors.Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL")
 
     def _data(self, line: bytes) -> Record:
         try:
@@ -229,6 +238,15 @@ _ERRORS = {
 }
 
 
+GATEWAY_ERRORS = (502, 504)
+"""Statuses of a proxy or load balancer whose service is away, as during its restart."""
+
+
+def _seconds(text: str) -> float:
+    """The value of ``Retry-After``; 1 for a date, or none."""
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 1.0
+
+
 def _timeout(seconds: float) -> httpx.Timeout:
     """Of a request whose response may be silent for ``seconds``."""
     return httpx.Timeout(max(seconds, CHANGE_SECONDS), connect=min(CONNECT_SECONDS, seconds), read=seconds)
@@ -245,6 +263,10 @@ def _raise_error(response: httpx.Response) -> NoReturn:
         message, problems = f"{response.request.url} returned {response.status_code}: is that a Rookery service?", []
     if response.status_code in _ERRORS:
         raise _ERRORS[response.status_code](message)
+    if response.status_code == errors.TooManyRequests.status:
+        raise errors.TooManyRequests(message, _seconds(response.headers.get("Retry-After", "")))
+    if response.status_code in GATEWAY_ERRORS:
+        raise errors.Unavailable(message)
     if response.status_code < 500:
         raise RequestRefused(message, problems or [message])
     raise errors.RookeryError(message)

@@ -32,7 +32,7 @@ def push_folder(
         made = api.create_repo(repo, private=private, exist_ok=True, repo_type="model")
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
     except HFValidationError as error:
-        raise UserError(f"push: {short(str(error))}") from None
+        raise UserError(f"push: {short(_line(error))}") from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", 0)
         reason = f"push: the Hub answers {status} for {short(repo)}: {short(_line(error))}"

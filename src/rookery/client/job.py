@@ -8,21 +8,26 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import httpx
 
-from rookery.client.connection import WORK_SECONDS, ConnectionBroken, HttpConnection, Record
+from rookery.client.connection import WORK_SECONDS, HttpConnection, Record
 from rookery.client.hub import model_card, push_folder
-from rookery.errors import RookeryError, StorageFull
+from rookery.client.tensorboard import FILE_VERSION, event
+from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable
+from rookery.telemetry.numbers import numbers
 
 log = logging.getLogger("rookery.client")
 
 RECONNECT_SECONDS = 120.0
 """Longest absence of the service, such as a restart, that following a job tolerates."""
+
+TEMPORARY = (Unavailable, TooManyRequests, StorageFull)
+"""Errors of a service that may answer later."""
 
 RETRY_SECONDS = 1.0
 """Pause between attempts to resume a broken stream."""
@@ -77,6 +82,36 @@ class Job:
             elif kind == "job" and data.state == "paused":
                 log.warning("job %s is paused: %s; job.resume() resumes it", self.name, data.reason)
 
+    def write_tensorboard(self, folder: str | Path, follow: bool = False) -> Path:
+        """Write the job's metrics and evaluations into ``folder``, into a file of the job that replaces an earlier one;
+        with ``follow``, the metrics as they arrive until the job has ended. Returns the file, whose folder
+        ``tensorboard --logdir`` reads."""
+        created = self.show().created
+        target = Path(folder).expanduser()
+        target.mkdir(parents=True, exist_ok=True)
+        file = target / f"events.out.tfevents.{int(created)}.{self.id}"
+        steps: dict[tuple[str, int], tuple[int, float]] = {}
+        """By policy and version: the last step in it, and when it was taken."""
+        with file.open("wb") as out:
+            out.write(event(created, version=FILE_VERSION))
+            for row in self.metrics(follow=follow):
+                values, policy = dict(numbers(row)), row.get("policy") or ""
+                step, time = int(values.pop("step")), values.pop("time", created)
+                steps[policy, int(values.pop("version", step))] = step, time
+                prefix = f"{policy}/" if policy else ""
+                out.write(event(time, step, {prefix + name: value for name, value in values.items()}))
+                if follow:
+                    out.flush()
+            found = self.evaluations()
+            several = len({one.policy for one in found}) > 1
+            for one in found:
+                unknown = (one.version, created)  # the untrained version
+                step, time = steps.get((one.policy, one.version), steps.get(("", one.version), unknown))
+                prefix = f"{one.policy}/" if several else ""
+                values = {f"{prefix}evaluation/{name}": value for name, value in numbers(one) if name != "version"}
+                out.write(event(time, step, values))
+        return file
+
     def wait(self, timeout: float | None = None) -> Record:
         """Blocks until the job has ended; returns it (``state``: completed, failed or cancelled, ``reason``). Raises
         :class:`JobTimeout` if it has not ended after ``timeout`` seconds, within a heartbeat."""
@@ -90,10 +125,11 @@ class Job:
 
     def follow(self, after: int = -1) -> Iterator[tuple[str, Record]]:
         """The job's events: ``("metrics", row)``, ``("job", view)`` first and when its state changes, ``("heartbeat",
-        {})`` every few seconds, and last ``("end", view)``. Resumes after a broken connection, and while the service's
-        disk is full; raises the error if that lasts."""
+        {})`` every few seconds, and last ``("end", view)``. Resumes after a broken connection, and while the service is
+        not available, refuses further requests for a while or has a full disk; raises the error if that lasts."""
         last_event = time.monotonic()
         while True:
+            pause = RETRY_SECONDS
             try:
                 for kind, data in self._connection.stream(f"{self._path}/metrics/stream", params={"after": after}):
                     last_event = time.monotonic()
@@ -104,11 +140,12 @@ class Job:
                     yield kind, data
                     if kind == "end":
                         return
-            except (ConnectionBroken, StorageFull) as error:
+            except TEMPORARY as error:
                 if time.monotonic() - last_event > RECONNECT_SECONDS:
                     raise
                 log.debug("following %s: %s", self.name, error)
-            time.sleep(RETRY_SECONDS)
+                pause = min(max(pause, getattr(error, "retry_after", 0.0)), RECONNECT_SECONDS / 4)
+            time.sleep(pause)
 
     def events(self, limit: int = 100) -> list[Record]:
         """The job's event log, newest last."""
@@ -184,7 +221,7 @@ class Job:
         return list(self._connection.call("GET", f"{self._path}/groups", params=params).groups)
 
     def timeline(self, start: float | None = None, end: float | None = None) -> Record:
-        """What workers, environments and the trainer did for the job between two Unix times, by default the last ten
+        """The work of workers, environments and the trainer for the job between two Unix times, by default the last ten
         minutes; all other work is ``busy``."""
         return self._connection.call("GET", f"{self._path}/timeline", params=times(start, end))
 
@@ -213,8 +250,7 @@ class Job:
 
     def _policy_path(self, policy: str | None) -> str:
         if policy is None:
-            policies = self.show().spec.policies
-            policy = next(name for name, settings in policies.items() if settings.get("train", True))
+            policy = first_trained(self.show().spec.policies)
         return f"{self._path}/policies/{quote(policy, safe='')}"
 
     def _act(self, action: str) -> Record:
@@ -222,6 +258,11 @@ class Job:
 
     def _rows(self, path: str, **params: int) -> list[Record]:
         return self._connection.call("GET", f"{self._path}/{path}", params=params)
+
+
+def first_trained(policies: Mapping[str, Any]) -> str:
+    """The name of the first policy that trains, of the policies of a job's spec."""
+    return next(name for name, settings in policies.items() if settings.get("train", True))
 
 
 class AdapterFolder:

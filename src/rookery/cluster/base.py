@@ -1,4 +1,4 @@
-"""What every place where workers run shares: the protocol, and the processes' environments and names.
+"""The shared part of all clusters: the protocol, and the processes' environments and names.
 
 Tokens are passed in the environment, where other users of the machine cannot read them.
 """
@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from ctypes.util import find_library
+from functools import cache
 from typing import Protocol
 
 from rookery.cluster.supervisor import Child
@@ -59,8 +60,14 @@ def preloaded(environment: Mapping[str, str], name: str) -> dict[str, str]:
     before = environment.get(PRELOAD, "")
     if not name or "malloc" in before:
         return dict(environment)
-    found = find_library(name)
+    found = _library(name)
     return {**environment, PRELOAD: f"{found} {before}".strip()} if found else dict(environment)
+
+
+@cache
+def _library(name: str) -> str | None:
+    """The file of a library on this machine; finding it starts processes."""
+    return find_library(name)
 
 
 def environment_host(settings: Settings, url: str, token: str) -> Child:

@@ -47,7 +47,7 @@ class ProcessCluster:
         if self._settings.cluster.cluster == "ray":
             await asyncio.to_thread(ray.check, self._settings.cluster.ray_address)
             await asyncio.to_thread(ray.clear_scale, self._settings.data)  # of an earlier service
-        self.processes.add(self._workers(self._models))
+        self.processes.add(await asyncio.to_thread(self._workers, self._models))
         host = ray_environment_host if self._settings.cluster.cluster == "ray" else environment_host
         self.processes.add([host(self._settings, self._url, self._token)])
         await self.processes.start()

@@ -48,7 +48,7 @@ from rookery.settings import Settings, token_of
 
 LOST = 1
 """Exit code of a worker whose actor was lost, and of this process without the service."""
-PLACE = "{place}"
+NODE = "{node}"
 """In a worker's name: its node's address and its actor's id."""
 LOG_LINES = 20
 """Last lines of a worker's output that its node reports when it has ended; Ray has the whole log."""
@@ -89,9 +89,9 @@ class ProcessActor:
         import ray
 
         context = ray.get_runtime_context()
-        place = f"{ray.util.get_node_ip_address()}/{context.get_actor_id()[:8]}"
+        node = f"{ray.util.get_node_ip_address()}/{context.get_actor_id()[:8]}"
         self._process = subprocess.Popen(
-            interpreter(*[text.replace(PLACE, place) for text in self._arguments]),
+            interpreter(*[text.replace(NODE, node) for text in self._arguments]),
             stdin=subprocess.PIPE,  # never written to: it closes when this actor ends
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -178,7 +178,7 @@ class RayActors:
         """When Ray's autoscaler was asked last."""
         self.stopped = asyncio.Event()
         self._processes: WeakSet[RayProcess] = WeakSet()
-        """Those that the supervisor holds, except the drained ones."""
+        """The workers that the supervisor holds, except the drained ones."""
         children, logs = [*reserved, *spot, *hosts], settings.data / "logs"
         # The service waits for this process as long as the setting says: its workers get half of that.
         self.supervisor = Supervisor(children, logs, settings.server.stop_seconds / 2, self._spawn)
@@ -263,8 +263,8 @@ class RayActors:
         gpus = await self._gpus(spot=child not in self._reserved)
         resources = {"num_cpus": self._settings.ray_cpus, "num_gpus": gpus}
         if child in self._reserved:
-            place = PlacementGroupSchedulingStrategy(self._group, self._reserved[child])
-            return {**resources, "scheduling_strategy": place}
+            strategy = PlacementGroupSchedulingStrategy(self._group, self._reserved[child])
+            return {**resources, "scheduling_strategy": strategy}
         return {**resources, "label_selector": {self._label: self._value}}
 
     async def _spawn(self, child: Child, path: Path) -> Process:
@@ -335,7 +335,7 @@ def workers(
     environment = child_environment(settings.replace(threads=threads), token, {})
 
     def child(name: str, *more: str) -> Child:
-        arguments = ["--connect", url, "--model", model, "--name", f"{name}@{PLACE}", "--die-with-parent", *more]
+        arguments = ["--connect", url, "--model", model, "--name", f"{name}@{NODE}", "--die-with-parent", *more]
         return Child(f"ray-worker-{name}", ["rookery.worker.process", *arguments], environment)
 
     name = file_name(model)

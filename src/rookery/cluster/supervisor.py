@@ -223,9 +223,9 @@ def _rotate(path: Path) -> None:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log, which may have been deleted."""
+    """The last line of a log, which may have been deleted, or be on a disk that cannot be read now."""
     lines: list[str] = []
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         lines = file.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")

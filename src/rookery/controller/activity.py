@@ -1,4 +1,4 @@
-"""What workers, environments and the trainer did: the timeline, and the same as a trace in Chrome's format."""
+"""The timeline of workers, environments and the trainer, and its form as a trace in Chrome's format."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ActivityQueries:
         self._stored = stored
 
     def _newest(self) -> list[TraceSpan]:
-        """Those that have ended since the service started, and those that have not, until now."""
+        """The spans that have ended since the service started, and the open ones until now."""
         rooms = self._context.rooms
         open_spans = chain(rooms.rollouts.open_spans(), rooms.training.open_spans(), rooms.fleet.open_spans())
         found = self._context.records.spans.snapshot()

@@ -52,7 +52,7 @@ class Completions:
         self._context = context
         self._validator = validator
         self._pinned = pinned
-        self.answer_tokens = answer_tokens
+        self._answer_tokens = answer_tokens
         self._overrides = parse_objectives(context.settings.engine.slo_overrides)
 
     async def open(self, tenant: str, target: str) -> tuple[Target, Chat]:
@@ -81,6 +81,10 @@ class Completions:
         """Whether tokens that are sampled so could be trained on."""
         return logits is None
 
+    def answer_tokens(self, target: Target, limit: int | None) -> int:
+        """The most tokens of an answer to a request with that limit; None for none."""
+        return self._answer_tokens if limit is None else limit
+
     def delivered(self, prepared: PreparedPrompt) -> None:
         """The response to a prompt was sent."""
 
@@ -106,7 +110,7 @@ class Completions:
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
         ttft, tpot = self._objectives(options.kind, target.model)
-        most = self.answer_tokens if options.max_tokens is None else options.max_tokens
+        most = self.answer_tokens(target, options.max_tokens)
         logits, score_prompt = options.logits, options.score_prompt
         generate = protocol.Generate(
             request=name,

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-import msgspec
-
 from rookery import protocol
 from rookery.aio import cancel_all, restarting
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.completions import ANSWER_TOKENS, Completions
 from rookery.controller.context import ControllerContext, Rooms
+from rookery.controller.episode_views import DryRun
 from rookery.controller.fleet.agents import Agents
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.events import (
@@ -250,7 +249,7 @@ class Controller:
     async def _hold_suspects(self) -> list[str]:
         """If the service did not end in order, hold the jobs that may have ended it. Returns the one that was shown to
         have done so, if there is one."""
-        last, boot = self.record.begin()
+        last, boot = await self.record.begin()
         if last is None:
             return []
         rows = {row.id: row for row in await self.context.store.read(jobs.all_unfinished_jobs) if row.state != "paused"}
@@ -270,7 +269,7 @@ class Controller:
         tasks = [runner.task for runner in self.jobs.runners.values()] + self._tasks
         await cancel_all(*tasks)
         await self.sinks.stop()
-        self.record.close()
+        await self.record.close()
         await self.sessions.stop()
         await self.context.rooms.weights.close()
         await self.context.rooms.usage.stop()
@@ -388,17 +387,12 @@ class Controller:
                 await self._launch_if_queued(tenant, row.id)
         return await self.queries.show(tenant, row.id), created
 
-    async def dry_run(self, tenant: str, data: Any) -> dict[str, Any]:
+    async def dry_run(self, tenant: str, data: Any) -> DryRun:
         """The job with every default filled in, the warnings about it, three of its prompts as the policy would read
         them, and the reward of the best constant reply."""
         spec, _, warnings = await self._validator.check(tenant, data)
         prompts, constant, notes = await self._validator.preview(tenant, spec)
-        return {
-            "spec": with_defaults(spec),
-            "warnings": [*warnings, *notes],
-            "prompts": prompts,
-            "constant": msgspec.to_builtins(constant),
-        }
+        return DryRun(spec=with_defaults(spec), warnings=[*warnings, *notes], prompts=prompts, constant=constant)
 
     async def pause(self, tenant: str, job: str) -> None:
         """Stop working on the job until it is resumed; its groups and versions stay."""

@@ -12,12 +12,25 @@ import sys
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from rookery.algorithms.advantages import ADVANTAGES, advantages, has_variance
 from rookery.controller.context import ControllerContext
+from rookery.controller.episode_views import (
+    EpisodeLine,
+    EpisodeReading,
+    EpisodeView,
+    FailureView,
+    GroupPage,
+    GroupView,
+    MemberView,
+    MessageView,
+    TokenStrip,
+    TrajectoryView,
+    TurnView,
+)
 from rookery.controller.jobs.trajectory import (
     EpisodeResult,
     ReplySpan,
@@ -43,6 +56,8 @@ from rookery.storage.repositories.episodes import (
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import status
 
+Member = TypeVar("Member", bound=MemberView)
+
 
 class EpisodeQueries:
     def __init__(self, context: ControllerContext) -> None:
@@ -51,61 +66,69 @@ class EpisodeQueries:
 
     async def groups(
         self, tenant: str, job: str, *, step: int | None, state: GroupState | None, offset: int, limit: int
-    ) -> dict[str, Any]:
+    ) -> GroupPage:
         """A page of groups with their episodes' rewards, and the number of all."""
         row = await self._store.read(jobs.get_job, tenant, job)
         consumed = None
         if step is not None:
             consumed = await self._store.read(version_of_step, tenant, job, step)
             if consumed is None:
-                return {"groups": [], "total": 0, "version": None}
+                return GroupPage(groups=[], total=0, version=None)
         found, total = await self._store.read(
             groups_page, tenant, job, consumed_by=consumed, state=state, offset=offset, limit=limit
         )
         name, version = algorithm(row.spec), consumed[0] if consumed is not None else None
-        return {"groups": [_group(group, name) for group in found], "total": total, "version": version}
+        groups = await self._context.threads(lambda: [_group(group, name) for group in found])
+        return GroupPage(groups=groups, total=total, version=version)
 
-    async def group(self, tenant: str, job: str, group: str) -> dict[str, Any]:
+    async def group(self, tenant: str, job: str, group: str) -> GroupView:
         """One group with the replies of its episodes."""
         row = await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(get_group, tenant, job, group)
         return await self._context.threads(_whole_group, found, algorithm(row.spec))
 
-    async def episodes(self, tenant: str, job: str, chosen: EpisodeChoice) -> dict[str, Any]:
+    async def episodes(
+        self, tenant: str, job: str, chosen: EpisodeChoice
+    ) -> tuple[list[EpisodeLine], tuple[float, str] | None]:
         """A page of episodes, newest first, and where the next one begins. A search may end before it found a page."""
         await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(episodes_page, tenant, job, chosen)
         rows = await self._context.threads(lambda: [_line(group, episode) for group, episode in found.episodes])
-        return {"episodes": rows, "next": found.next}
+        return rows, found.next
 
-    async def episode(self, tenant: str, job: str, episode: str) -> dict[str, Any]:
+    async def episode(self, tenant: str, job: str, episode: str) -> EpisodeReading:
         """One episode whole: conversation, turns, and its tokens where its text is kept."""
         row = await self._store.read(jobs.get_job, tenant, job)
         group, found = await self._store.read(get_episode, tenant, job, episode)
-        view = _group(group, algorithm(row.spec))
-        scored = {member["episode"]: member["advantage"] for member in view["members"]}
-        shown: dict[str, Any] = {
-            **_member(found, scored.get(found.id)), "group": group.id, "ordinal": group.ordinal, "seed": found.seed,
-            "group_state": group.state, "consumed_by": group.consumed_by, "prompt": shown_prompt(group.prompt),
-            "members": view["members"], "metrics": found.metrics, "messages": None, "turns": [], "trajectories": [],
-            "finish": None, "seconds": None,
-        }  # fmt: skip
+        view = await self._context.threads(_group, group, algorithm(row.spec))
+        scored = {member.episode: member.advantage for member in view.members}
+        shown = _member(
+            EpisodeReading, found, scored.get(found.id), group=group.id, ordinal=group.ordinal, seed=found.seed,
+            group_state=group.state, consumed_by=group.consumed_by, prompt=view.prompt, members=view.members,
+            metrics=found.metrics, messages=None, turns=[], trajectories=[], finish=None, seconds=None,
+        )  # fmt: skip
         if found.trajectories:
             names = row.spec.get("policies") or {"main": {}}
             models = {name: stored_base_model(row.spec, name) for name in names}
             chats = {model: await self._chat(model) for model in set(models.values())}
             by_policy = {name: chats[model] for name, model in models.items()}
-            shown |= await self._context.threads(_whole_episode, found.trajectories, found.train_logprobs, by_policy)
+            await self._context.threads(_add_texts, shown, found.trajectories, found.train_logprobs, by_policy)
         elif found.turns:
             replies = await self._context.threads(decode_turns, found.turns)
-            shown["messages"] = [{"role": "assistant", "content": reply.text} for reply in replies]
+            shown.messages = [MessageView(role="assistant", content=reply.text) for reply in replies]
         return shown
 
-    async def failures(self, tenant: str, job: str, limit: int) -> list[dict[str, Any]]:
+    async def trajectories(self, tenant: str, job: str, limit: int, version: int | None = None) -> list[EpisodeView]:
+        """The episodes that ended last: text, tokens, log-probabilities, versions, reward."""
+        await self._store.read(jobs.get_job, tenant, job)
+        found = await self._store.read(jobs.recent_episodes, tenant, job, limit, version)
+        return await self._context.threads(lambda: [_episode(group, episode) for group, episode in found])
+
+    async def failures(self, tenant: str, job: str, limit: int) -> list[FailureView]:
         """The most frequent errors of failed episodes."""
         await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(failure_counts, tenant, job, limit)
-        return [{"error": error, "episodes": number} for error, number in found]
+        return [FailureView(error=error, episodes=number) for error, number in found]
 
     async def recent(self, tenant: str, job: str) -> list[RecentEpisode]:
         """The newest episodes, as alarms read them."""
@@ -135,50 +158,58 @@ def shown_prompt(stored: bytes) -> Any:
         return stored.decode(errors="replace")
 
 
-def _group(group: GroupRow, name: str) -> dict[str, Any]:
+def _group(group: GroupRow, name: str) -> GroupView:
     done = [episode for episode in group.episodes if episode.state == "done"]
     rewards = [episode.reward for episode in done if episode.reward is not None]
     scores: dict[str, float] = {}
     if len(rewards) == len(done) >= 2 and all(map(math.isfinite, rewards)) and name in ADVANTAGES:
         scores = dict(zip((episode.id for episode in done), advantages(name, rewards), strict=True))
     closed = group.state in ("ready", "consumed")
-    return {
-        "group": group.id, "ordinal": group.ordinal, "state": group.state, "reason": group.reason,
-        "consumed_by": group.consumed_by, "min_version": group.min_version, "created": group.created,
-        "finished": group.finished, "prompt": shown_prompt(group.prompt),
-        "zero_variance": closed and len(rewards) >= 2 and not has_variance(rewards),
-        "members": [_member(episode, scores.get(episode.id)) for episode in group.episodes],
-    }  # fmt: skip
+    return GroupView(
+        group=group.id, ordinal=group.ordinal, state=group.state, reason=group.reason, consumed_by=group.consumed_by,
+        min_version=group.min_version, created=group.created, finished=group.finished,
+        prompt=shown_prompt(group.prompt),
+        zero_variance=closed and len(rewards) >= 2 and not has_variance(rewards),
+        members=[_member(MemberView, episode, scores.get(episode.id)) for episode in group.episodes],
+    )  # fmt: skip
 
 
-def _whole_group(group: GroupRow, name: str) -> dict[str, Any]:
+def _whole_group(group: GroupRow, name: str) -> GroupView:
     """With the replies of its episodes."""
     view = _group(group, name)
-    for member, episode in zip(view["members"], group.episodes, strict=True):
-        member |= _texts(episode)
+    view.members = [
+        member.model_copy(update=_texts(episode)) for member, episode in zip(view.members, group.episodes, strict=True)
+    ]
     return view
 
 
-def _line(group: GroupRow, episode: EpisodeRow) -> dict[str, Any]:
+def _line(group: GroupRow, episode: EpisodeRow) -> EpisodeLine:
     """An episode of a list."""
-    known = _member(episode, None) | {"group": group.id, "ordinal": group.ordinal, "consumed_by": group.consumed_by}
-    return known | {"prompt": shown_prompt(group.prompt)} | _texts(episode)
+    return _member(
+        EpisodeLine, episode, None, group=group.id, ordinal=group.ordinal, consumed_by=group.consumed_by,
+        prompt=shown_prompt(group.prompt), **_texts(episode),
+    )  # fmt: skip
 
 
-def _member(episode: EpisodeRow, advantage: float | None) -> dict[str, Any]:
-    shown = ("member", "state", "version", "reward", "error", "finished")
-    return {"episode": episode.id, "advantage": advantage} | {name: getattr(episode, name) for name in shown}
+def _member(kind: type[Member], episode: EpisodeRow, advantage: float | None, **more: Any) -> Member:
+    """The view of an episode in its group; ``more`` are the further fields of this kind of view."""
+    return kind(
+        episode=episode.id, member=episode.member, state=episode.state, version=episode.version,
+        reward=episode.reward, advantage=advantage, error=episode.error, finished=episode.finished, **more,
+    )  # fmt: skip
 
 
 def _texts(episode: EpisodeRow) -> dict[str, Any]:
-    """The replies of an episode, their length and end; empty where its text is not kept."""
+    """The replies of an episode with their policies, their length and end; empty where its text is not kept."""
     if episode.trajectories:
         outcome = episode_result_decoder.decode(episode.trajectories)
         length = outcome.num_action_tokens
-        return {"replies": outcome.replies, "tokens": length, "finish": outcome.finish, "metrics": outcome.metrics}
+        return {"replies": outcome.replies, "speakers": outcome.speakers, "tokens": length, "finish": outcome.finish,
+                "metrics": outcome.metrics}  # fmt: skip
     replies = decode_turns(episode.turns)
-    length = sum(len(reply.tokens) for reply in replies)
-    return {"replies": [reply.text for reply in replies], "tokens": length, "finish": None, "metrics": episode.metrics}
+    length, spoke = sum(len(reply.tokens) for reply in replies), [reply.policy for reply in replies]
+    return {"replies": [reply.text for reply in replies], "speakers": spoke if all(spoke) else [], "tokens": length,
+            "finish": None, "metrics": episode.metrics}  # fmt: skip
 
 
 def _recent(episode: EpisodeRow) -> RecentEpisode:
@@ -191,29 +222,30 @@ def _recent(episode: EpisodeRow) -> RecentEpisode:
     return RecentEpisode(failed, episode.reward, outcome.replies, finishes, speakers=outcome.speakers, rewards=rewards)
 
 
-def _whole_episode(stored: bytes, logprobs: bytes, chats: Mapping[str, Chat | None]) -> dict[str, Any]:
-    """The part of an episode's view that its stored text holds. ``chats``: by policy."""
+def _add_texts(shown: EpisodeReading, stored: bytes, logprobs: bytes, chats: Mapping[str, Chat | None]) -> None:
+    """Fill in the part of an episode's view that its stored text holds. ``chats``: by policy."""
     outcome = episode_result_decoder.decode(stored)
-    return {
-        "messages": msgspec.to_builtins(outcome.turns),
-        "turns": [msgspec.structs.asdict(step) for step in outcome.steps],
-        "trajectories": _token_strips(outcome, logprobs, chats),
-        "finish": outcome.finish, "seconds": outcome.seconds,
-    }  # fmt: skip
+    replies = [index for index, message in enumerate(outcome.turns) if message.role == "assistant"]
+    for step, index in zip(reversed(outcome.steps), reversed(replies), strict=False):
+        step.message = index if step.message < 0 else step.message  # the last replies: examples of a prompt come first
+    shown.messages = [MessageView.model_validate(message) for message in outcome.turns]
+    shown.turns = [TurnView.model_validate(step) for step in outcome.steps]
+    shown.trajectories = _token_strips(outcome, logprobs, chats)
+    shown.finish, shown.seconds = outcome.finish, outcome.seconds
 
 
-def _token_strips(outcome: EpisodeResult, stored: bytes, chats: Mapping[str, Chat | None]) -> list[dict[str, Any]]:
+def _token_strips(outcome: EpisodeResult, stored: bytes, chats: Mapping[str, Chat | None]) -> list[TokenStrip]:
     """Each trajectory with the text of its tokens, the trainer's log-probabilities, and where another worker began."""
     trainer = _trainer_logprobs(outcome.trajectories, stored)
     workers = _workers(outcome)
     return [
-        {
+        TokenStrip(
             **msgspec.to_builtins(trajectory),
-            "prompt_texts": _pieces(trajectory.prompt, _chat_of(trajectory, chats)),
-            "texts": _pieces(trajectory.tokens, _chat_of(trajectory, chats)),
-            "trainer_logprobs": trainer[number] if trainer else None,
-            "workers": workers[number],
-        }
+            prompt_texts=_pieces(trajectory.prompt, _chat_of(trajectory, chats)),
+            texts=_pieces(trajectory.tokens, _chat_of(trajectory, chats)),
+            trainer_logprobs=trainer[number] if trainer else None,
+            workers=workers[number],
+        )
         for number, trajectory in enumerate(outcome.trajectories)
     ]
 
@@ -278,3 +310,27 @@ def _decode_logprobs(stored: bytes) -> list[float]:
     if sys.byteorder == "big":
         numbers.byteswap()
     return list(numbers)
+
+
+def _episode(group: GroupRow, episode: EpisodeRow) -> EpisodeView:
+    kept: dict[str, Any] = {}
+    if episode.trajectories:
+        result = episode_result_decoder.decode(episode.trajectories)
+        kept["messages"] = [MessageView.model_validate(message) for message in result.turns]
+        kept["trajectories"] = [TrajectoryView.model_validate(one) for one in result.trajectories]
+        kept |= {"finish": result.finish, "seconds": result.seconds}
+    return EpisodeView(
+        episode=episode.id,
+        group=group.id,
+        ordinal=group.ordinal,
+        group_state=group.state,
+        consumed_by=group.consumed_by,
+        prompt=shown_prompt(group.prompt),
+        state=episode.state,
+        version=episode.version,
+        reward=episode.reward,
+        metrics=episode.metrics,
+        error=episode.error,
+        finished=episode.finished,
+        **kept,
+    )

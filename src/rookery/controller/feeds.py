@@ -44,7 +44,7 @@ Page = Callable[[str, str, int, int], Awaitable[list[dict[str, Any]]]]
 
 
 class JobFeed:
-    """What the followers of one job read."""
+    """The changes of one job, read once for all of its followers."""
 
     def __init__(self, signal: Signal) -> None:
         self.signal = signal
@@ -63,8 +63,8 @@ class JobFeed:
         """The first row of a later step, where it is held."""
         if step < self.covered:
             return None
-        place = bisect_right(self.rows, step, key=lambda row: row.step)
-        return self.rows[place] if place < len(self.rows) else None
+        index = bisect_right(self.rows, step, key=lambda row: row.step)
+        return self.rows[index] if index < len(self.rows) else None
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         self.rows.extend(FeedRow(row["step"], row) for row in rows)

@@ -1,38 +1,50 @@
-"""Sinks that a job asks for: its stored metrics, evaluations and state are also written to an MLflow server.
+"""Sinks that a job asks for: its stored metrics, evaluations and state are also written to a server of MLflow, trackio
+or Weights & Biases.
 
 * One task for each sink reads the database and writes what the run does not have; it keeps no rows of its own. The run
   knows the last step that it has received, so a restarted service continues the same run.
 * A job never waits for its sinks. A sink that fails is tried again with growing pauses, from the stored metrics; the
-  job's log has one line about it, and ``/metrics`` counts the failures.
-* A tenant's address is reached by the rule of :mod:`rookery.environments.outbound`, without credentials. Sinks with
-  credentials are named by the administrator; the credentials are in no job, error or log.
+  job's log has a line about each kind of failure, and ``/metrics`` counts the failures.
+* A tenant's address is reached by the rule of :mod:`rookery.environments.outbound`, with a secret of the tenant. The
+  administrator may name sinks with credentials for everybody. Credentials are in no job, error or log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
+import json
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from html import escape
+from itertools import groupby
 from typing import Any
+from urllib.parse import quote
+from weakref import WeakValueDictionary
 
-from rookery.aio import Signal, cancel_all
-from rookery.controller.mlflow import METRICS_AT_ONCE, Figure, MlflowRun, batches, metric_name
+import msgspec
+
+from rookery.aio import Signal, cancel_all, first_of
+from rookery.controller.mlflow import MlflowRun, mlflow_headers
 from rookery.controller.services import Services
-from rookery.environments.outbound import request_json
+from rookery.controller.sink_run import METRICS_AT_ONCE, Figure, RefusedBySink, SinkRun, SinkTrace, batches, metric_name
+from rookery.controller.trackio_run import TrackioRun, trackio_headers
+from rookery.controller.wandb_run import WandbRun, wandb_headers
+from rookery.environments.outbound import one_line, request_json
 from rookery.errors import NotFound, RookeryError, UserError, short
 from rookery.network import named_services, reachable, service_url
+from rookery.protocol import ChatMessage
 from rookery.settings import Settings
 from rookery.spec.job import JobSpec, SinkSpec
-from rookery.storage.models import EvaluationRow, JobRow, JobState
-from rookery.storage.repositories import jobs, tenants, versions
-from rookery.storage.store import Writer
-from rookery.telemetry.metrics import numbers
+from rookery.storage.models import EpisodeRow, EvaluationRow, JobRow, JobState
+from rookery.storage.repositories import jobs, secrets, tenants, versions
+from rookery.storage.repositories.episodes import EpisodeChoice, episodes_page
+from rookery.storage.store import Store, Writer
+from rookery.telemetry.numbers import numbers
 from rookery.turns import TENANT
 
 log = logging.getLogger("rookery.controller")
@@ -40,11 +52,17 @@ log = logging.getLogger("rookery.controller")
 REQUEST_SECONDS = 10.0
 """Longest time of a request to a sink; a service that stops waits for the request under way."""
 
+ANSWER_BYTES = 2 << 20
+"""Largest answer of a sink. MLflow answers with all metrics and parameters of a run: 400 and 240 are 260 kB."""
+
 BATCH_SECONDS = 1.0
 """Shortest time between two looks at a job: steps that are quicker are sent together."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Before a sink that failed is tried again; the pause doubles from one to the other."""
+
+LINES_OF_SINK = 5
+"""Most different lines about a failing sink in the job's log, until the service restarts."""
 
 GIVE_UP_SECONDS = 900.0
 """Time after the end of a job at which a sink that fails is given up."""
@@ -52,13 +70,27 @@ GIVE_UP_SECONDS = 900.0
 ROWS = 100
 """Steps of one read of the database."""
 
+TRACED_MESSAGES, TRACED_CHARACTERS = 64, 4000
+"""Messages of an episode that a sink gets, and characters of each."""
+
+TIMES_KEPT = 1000
+"""Sent steps whose times are remembered: a rollback goes back by fewer."""
+
+TRACES_READ = 8
+"""Episodes of one read of the database: each can be megabytes."""
+
+TRACE_BYTES = 2 << 20
+"""Most bytes of the traces of a request, as JSON. Of a step's episodes, those above it are left out; the first is
+always sent."""
+
 SINKS_OF_TENANT = 200
-"""Most sinks of a tenant that are written at the same time, those of jobs that have just ended included."""
+"""Most sinks of a tenant that are written at the same time, those of jobs that have just ended included. Full means
+wait, not fail."""
 
 
 @dataclass(frozen=True)
 class NamedSink:
-    """An MLflow server that the administrator named."""
+    """A server that the administrator named."""
 
     url: str
     variable: str = ""
@@ -82,11 +114,32 @@ def sink_problems(spec: JobSpec, settings: Settings) -> list[str]:
     return problems
 
 
+async def missing_secrets(store: Store, tenant: str, spec: JobSpec) -> list[str]:
+    """The secrets that a job's sinks name and that the tenant does not have, a line each."""
+    problems = []
+    for number, sink in enumerate(spec.sinks):
+        if sink.secret is not None:
+            try:
+                await store.read(secrets.secret, tenant, sink.secret)
+            except NotFound as error:
+                problems.append(f"sinks.{number}.secret: {error}")
+    return problems
+
+
+HEADERS: Mapping[str, Callable[[str], dict[str, str]]] = {
+    "mlflow": mlflow_headers,
+    "trackio": trackio_headers,
+    "wandb": wandb_headers,
+}
+"""By kind of sink: the headers of its requests with a secret."""
+
+
 class Endpoint:
     """Where a job's sink is, and how it is asked."""
 
-    def __init__(self, spec: SinkSpec, where: str, settings: Settings) -> None:
-        """Raises :class:`UserError` for a name that the administrator did not give."""
+    def __init__(self, spec: SinkSpec, where: str, settings: Settings, secret: str = "") -> None:
+        """``secret`` is the text of the tenant's. Raises :class:`UserError` for a name that the administrator did not
+        give."""
         self.where, self.allowed, variable = f"{where}.url", settings.server.reachable_hosts, ""
         if spec.server is not None:
             self.where, self.allowed, named = f"{where}.server", "*", parse_sinks(settings.server.sinks)
@@ -99,26 +152,50 @@ class Endpoint:
             self.url, variable = named[spec.server].url, named[spec.server].variable
         else:
             self.url = service_url(spec.url or "", self.where)
-        secret = os.environ.get(variable, "").strip() if variable else ""
-        encoded = base64.b64encode(secret.encode()).decode()
-        self._secrets = [one for one in (secret, encoded) if one]
-        basic = ":" in secret
-        self._headers = {"Authorization": f"Basic {encoded}" if basic else f"Bearer {secret}"} if secret else {}
+        secret = os.environ.get(variable, "").strip() if variable else secret
+        self._headers = HEADERS[spec.kind](secret) if secret else {}
+        self._confidential = bool(secret) or spec.secret is not None
+        self._hidden = _forms(secret, *(value.rpartition(" ")[2] for value in self._headers.values()))
 
     def check(self) -> None:
         """Raises :class:`UserError` for an address that may not be reached."""
-        reachable(self.url, self.where, self.allowed)
+        reachable(self.url, self.where, self.allowed, self._confidential)
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer to a request. Blocks; raises :class:`UserError`, without the credentials."""
-        url = f"{self.url}/api/2.0/mlflow/{path}"
+    def ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Any] = lambda answer: answer) -> Any:
+        """The value of ``read`` for the answer to a request. Blocks; raises :class:`UserError`, without the
+        credentials."""
+        answer = request_json(
+            f"{self.url}/{path}", self.where, body, self._headers, allowed=self.allowed, seconds=REQUEST_SECONDS,
+            limit=ANSWER_BYTES, confidential=self._confidential, redact=self._redact,
+        )  # fmt: skip
         try:
-            return request_json(url, self.where, body, self._headers, allowed=self.allowed, seconds=REQUEST_SECONDS)
-        except UserError as error:
-            line = str(error)
-            for secret in self._secrets:
-                line = line.replace(secret, "…")
-            raise UserError(line) from None
+            return read(answer)
+        except RefusedBySink as refused:
+            raise UserError(f"{self.where}: {one_line(str(refused), self._redact)}") from None
+
+    def _redact(self, text: str) -> str:
+        for one in self._hidden:
+            text = text.replace(one, "…")
+        return text
+
+
+def _forms(secret: str, *encoded: str) -> list[str]:
+    """The texts that reveal a secret: itself, the password in it, its ``encoded`` headers, and each of these as JSON,
+    Python, URLs and HTML write it. The longest is first: a shorter one can be a part of it."""
+    found = {secret, secret.partition(":")[2], *encoded}
+    for one in [*found]:
+        found |= {json.dumps(one)[1:-1], repr(one)[1:-1], quote(one), quote(one, safe=""), escape(one)}
+    return sorted(filter(None, found), key=len, reverse=True)
+
+
+class _StoredEpisode(msgspec.Struct):
+    """The parts of a stored episode's result that a sink shows."""
+
+    turns: list[ChatMessage]
+    finish: str
+
+
+_stored_episode = msgspec.msgpack.Decoder(_StoredEpisode)
 
 
 class JobSinks:
@@ -134,6 +211,8 @@ class JobSinks:
         self._senders = senders
         self._tasks: dict[tuple[str, str, int], asyncio.Task[None]] = {}
         self._totals = totals
+        self._rooms: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By tenant; its tasks hold it."""
 
     async def start(self) -> None:
         """Write to the sinks of jobs that have not ended, and of those that ended just before the last stop."""
@@ -145,13 +224,10 @@ class JobSinks:
         """Write to the sinks of the job until it has ended."""
         for number, given in enumerate(row.spec.get("sinks", ())):
             key = (row.tenant, row.id, number)
-            busy = sum(tenant == row.tenant for tenant, _, _ in self._tasks)
             if key in self._tasks:
                 continue
-            work = self._follow(row, number, SinkSpec.model_validate(given))
-            if busy >= SINKS_OF_TENANT:
-                work.close()
-                work = self._add_event(row, f"sinks.{number}: not written: {busy} other sinks of yours are at work")
+            room = self._rooms.setdefault(row.tenant, asyncio.Semaphore(SINKS_OF_TENANT))
+            work = self._follow_in_turn(room, row, number, SinkSpec.model_validate(given))
             task = self._tasks[key] = asyncio.create_task(work, name=f"sink {number} of {row.id}")
             task.add_done_callback(partial(self._ended, key))
 
@@ -162,23 +238,34 @@ class JobSinks:
     def _ended(self, key: tuple[str, str, int], task: asyncio.Task[None]) -> None:
         del self._tasks[key]
 
+    async def _follow_in_turn(self, room: asyncio.Semaphore, row: JobRow, number: int, spec: SinkSpec) -> None:
+        if room.locked():
+            line = (
+                f"sinks.{number}: waits: {SINKS_OF_TENANT} other sinks of yours are written; the metrics are sent later"
+            )
+            await self._add_event(row, line)
+        async with room:
+            await self._follow(row, number, spec)
+
     async def _follow(self, row: JobRow, number: int, spec: SinkSpec) -> None:
         TENANT.set(row.tenant)
         clock, signal = self._services.clock, self._signal(row.id)
-        sending, pause, reported = _Sending(self._services, self._senders, row, number, spec), FIRST_PAUSE, False
+        sending, pause = _Sending(self._services, self._senders, row, number, spec), FIRST_PAUSE
+        reported: set[str] = set()
         while True:
             change = signal.next
             try:
                 if await sending.catch_up():
                     return
                 pause = FIRST_PAUSE
+                await sending.beat_until(change)
             except NotFound:  # the job is deleted
                 return
             except Exception as error:
                 self._totals["sink_failures"] += 1
                 line = str(error) if isinstance(error, RookeryError) else type(error).__name__
-                if not reported:
-                    reported = True
+                if line not in reported and len(reported) < LINES_OF_SINK:
+                    reported.add(line)
                     log.warning("job %s: %s", row.id, line, extra={"tenant": row.tenant, "job": row.id})
                     await self._add_event(row, f"{line}; the job goes on, and the metrics are sent later")
                 if sending.ended is not None and clock.time() - sending.ended > GIVE_UP_SECONDS:
@@ -187,7 +274,6 @@ class JobSinks:
                 await clock.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
-            await change.wait()
             await clock.sleep(BATCH_SECONDS)
 
     async def _add_event(self, row: JobRow, line: str) -> None:
@@ -203,8 +289,13 @@ class _Sending:
     def __init__(self, services: Services, senders: Writer, row: JobRow, number: int, spec: SinkSpec) -> None:
         self._services, self._senders = services, senders
         self._row, self._where, self._spec = row, f"sinks.{number}", spec
-        self._run: MlflowRun | None = None
+        self._run: SinkRun | None = None
+        self._secret = ""
+        """The one that the run uses."""
+        self._traces = (4 if spec.traces is None else spec.traces) if spec.kind == "trackio" else 0
         self._sent = -1
+        self._times: deque[tuple[int, float]] = deque(maxlen=TIMES_KEPT)
+        """The last sent steps with the times of their rows."""
         self._evaluated: set[tuple[str, int]] = set()
         self._state: tuple[JobState, str] | None = None
         self.ended: float | None = None
@@ -216,12 +307,16 @@ class _Sending:
         row = await store.read(jobs.get_job, tenant, job)
         self.ended = row.finished
         try:
-            run = self._run or await self._open(row)
-            self._sent = min(self._sent, await store.read(versions.last_step, tenant, job))  # it may have gone back
+            secret = await self._stored_secret()
+            run = self._run if self._run is not None and secret == self._secret else await self._open(row, secret)
+            self._sent = await self._last_intact()
             while rows := await store.read(versions.steps, tenant, job, self._sent, ROWS):
                 for batch, last in batches(rows):
-                    await run.write(batch, last)
-                    self._sent = last
+                    async for part, traces in self._traced(batch):
+                        end = part[-1].step if part and part[-1] is not batch[-1] else last
+                        await run.write(part, end, traces)
+                        self._sent = end
+                        self._times.extend(dict.fromkeys((one.step, one.time) for one in part))
             if row.spec["evaluation"]["prompts"]:
                 await self._write_evaluations(run)
             if (row.state, row.reason) != self._state:
@@ -232,14 +327,90 @@ class _Sending:
             raise
         return row.finished is not None
 
-    async def _open(self, row: JobRow) -> MlflowRun:
-        endpoint = Endpoint(self._spec, self._where, self._services.settings)
-        run = MlflowRun(partial(self._senders, endpoint.ask), endpoint.where, self._spec.experiment, row.id)
+    async def beat_until(self, change: asyncio.Event) -> None:
+        """Return when the job or its secret has changed; until then report at times that it runs, where the sink wants
+        that."""
+        run = self._run
+        if run is None or run.beat_seconds is None:
+            await change.wait()
+            return
+        while not change.is_set():
+            async with first_of(change.wait(), self._services.clock.sleep(run.beat_seconds)):
+                pass
+            if await self._stored_secret() != self._secret:
+                return
+            if not change.is_set():
+                await run.beat()
+
+    async def _stored_secret(self) -> str:
+        """The tenant's secret for this sink now; empty where it names none. Raises :class:`UserError`."""
+        if self._spec.secret is None:
+            return ""
+        try:
+            return await self._services.store.read(secrets.secret, self._row.tenant, self._spec.secret)
+        except NotFound as error:
+            raise UserError(f"{self._where}.secret: {error}") from None
+
+    async def _open(self, row: JobRow, secret: str) -> SinkRun:
+        spec, settings = self._spec, self._services.settings
+        self._secret = secret
+        endpoint = Endpoint(spec, self._where, settings, secret)
+        ask, where = partial(self._senders, endpoint.ask), endpoint.where
+        run: SinkRun
+        match spec.kind:
+            case "mlflow":
+                run = MlflowRun(ask, where, spec.experiment, row.id)
+            case "trackio":
+                run = TrackioRun(ask, where, spec.experiment, row.id)
+            case "wandb":
+                run = WandbRun(ask, where, spec.experiment, spec.entity, row.id)
         self._sent = await run.open(row.name, row.created, row.spec)
         self._evaluated, self._state, self._run = set(), None, run
+        self._times.clear()
         return run
 
-    async def _write_evaluations(self, run: MlflowRun) -> None:
+    async def _last_intact(self) -> int:
+        """The last step that the sink has as it is stored: after a rollback, the job takes later steps again, at other
+        times. Of a run that was just opened only the step is known."""
+        store, tenant, job = self._services.store, self._row.tenant, self._row.id
+        while self._times:
+            step, time = self._times[-1]
+            rows = await store.read(versions.steps, tenant, job, step - 1, 1)
+            if rows and (rows[0]["step"], rows[0].get("time", 0.0)) == (step, time):
+                return step
+            self._times.pop()
+            self._sent = step - 1
+        return min(self._sent, await store.read(versions.last_step, tenant, job))
+
+    async def _traced(self, batch: Sequence[Figure]) -> AsyncIterator[tuple[list[Figure], list[SinkTrace]]]:
+        """The batch in parts of whole steps, each with its traces: a part ends where they would be too many bytes."""
+        part, traces, size = list[Figure](), list[SinkTrace](), 0
+        for step, of_step in groupby(batch, lambda figure: figure.step):
+            found, more = await self._traces_of(step)
+            if part and size + more > TRACE_BYTES:
+                yield part, traces
+                part, traces, size = [], [], 0
+            part, traces, size = [*part, *of_step], traces + found, size + more
+        yield part, traces
+
+    async def _traces_of(self, step: int) -> tuple[list[SinkTrace], int]:
+        """The first episodes of a step whose texts are kept, where the sink takes traces, and their bytes."""
+        found, size, left, cursor = list[SinkTrace](), 0, self._traces, None
+        while left > 0:
+            chosen = EpisodeChoice(step=step, limit=min(left, TRACES_READ), before=cursor)
+            page = await self._services.store.read(episodes_page, self._row.tenant, self._row.id, chosen)
+            ended = [episode for _, episode in page.episodes]
+            for trace, more in await self._services.threads(_traces, step, len(found), ended):
+                if found and size + more > TRACE_BYTES:
+                    return found, size
+                found.append(trace)
+                size += more
+            left, cursor = left - len(ended), page.next
+            if cursor is None:
+                break
+        return found, size
+
+    async def _write_evaluations(self, run: SinkRun) -> None:
         """Write the evaluations at the steps of their versions."""
         store, tenant, job = self._services.store, self._row.tenant, self._row.id
         found = await store.read(versions.evaluations, tenant, job)
@@ -253,8 +424,11 @@ class _Sending:
             for version in await store.read(versions.versions, tenant, policy)
         }
         for one in new:
+            step = steps.get((one.policy, one.version), one.version)
+            if step > max(self._sent, 0):  # the sink's last step says which steps it has
+                continue
             prefix = f"{names[one.policy]}/" if len(names) > 1 else ""
-            await run.write(_evaluation(one, prefix, steps.get((one.policy, one.version), one.version)))
+            await run.write(_evaluation(one, prefix, step))
             self._evaluated.add((one.policy, one.version))
 
 
@@ -263,3 +437,15 @@ def _evaluation(row: EvaluationRow, prefix: str, step: int) -> list[Figure]:
     return [
         Figure(metric_name(f"{prefix}evaluation/{name}"), value, step, row.created) for name, value in numbers(values)
     ][:METRICS_AT_ONCE]
+
+
+def _traces(step: int, first: int, episodes: Sequence[EpisodeRow]) -> list[tuple[SinkTrace, int]]:
+    """The traces of episodes, numbered from ``first``, each with its bytes as JSON."""
+    found = []
+    for number, episode in enumerate((one for one in episodes if one.trajectories), first):
+        result = _stored_episode.decode(episode.trajectories)
+        messages = [{"role": turn.role, "content": turn.content[:TRACED_CHARACTERS]} for turn in result.turns]
+        about = {"episode": episode.id, "reward": episode.reward, "version": episode.version, "finish": result.finish}
+        trace = SinkTrace(step, number, messages[:TRACED_MESSAGES], about)
+        found.append((trace, len(json.dumps([trace.messages, about]))))
+    return found

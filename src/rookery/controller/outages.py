@@ -15,6 +15,7 @@ from rookery.errors import (
     ArtifactsAway,
     CorruptArtifact,
     DatabaseAway,
+    DatabaseReadOnly,
     RookeryError,
     StorageFull,
     TooManyRequests,
@@ -36,12 +37,12 @@ long, each time after twice as long."""
 def outage_of(cause: BaseException) -> Outage | None:
     """The kind of the outage that ``cause`` reports; None for an error of the work itself. Stored bytes that are
     absent, damaged or cannot be read are no fault of a job."""
+    if isinstance(cause, StorageFull | UnreadableArtifact | DatabaseReadOnly):
+        return "writes"
     if isinstance(cause, DatabaseAway):
         return "database"
     if isinstance(cause, ArtifactsAway):
         return "artifacts"
-    if isinstance(cause, StorageFull | UnreadableArtifact):
-        return "writes"
     waits = isinstance(cause, Unavailable | TooManyRequests | CorruptArtifact | OSError)
     return "other" if waits else None
 

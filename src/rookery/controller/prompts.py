@@ -128,7 +128,7 @@ def check_logits(fleet: Fleet, target: Target, logits: protocol.LogitsParams | N
 
 
 class Sampling(Protocol):
-    """What the OpenAI API samples from: base models and versions
+    """The models of the OpenAI API: base models and versions
     (:class:`~rookery.controller.completions.Completions`), or the policies of an agent's episode."""
 
     async def open(self, tenant: str, target: str) -> tuple[Target, Chat]: ...
@@ -146,6 +146,8 @@ class Sampling(Protocol):
     def trainable(self, target: Target, temperature: float | None, logits: protocol.LogitsParams | None) -> bool: ...
 
     def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None: ...
+
+    def answer_tokens(self, target: Target, limit: int | None) -> int: ...
 
     def draw_seed(self) -> int: ...
 

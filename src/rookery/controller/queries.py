@@ -15,30 +15,29 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, Literal
 
-import msgspec
-
 from rookery import protocol
 from rookery.controller.activity import ActivityQueries
 from rookery.controller.context import ControllerContext
-from rookery.controller.episodes import EpisodeQueries, shown_prompt
+from rookery.controller.episodes import EpisodeQueries
 from rookery.controller.feeds import FeedRow, JobFeeds
 from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.job_context import SHOWN_REWARDS
 from rookery.controller.jobs.registry import JobRegistry
 from rookery.controller.jobs.runner import COUNTED
-from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.quotas import REFUSED
 from rookery.controller.stored_spans import StoredSpans
 from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
 from rookery.controller.views import (
     BY_OWNER,
+    AlarmView,
     BaseModelView,
     Costs,
     EvaluationView,
     Health,
     HeartbeatView,
     JobEvent,
+    JobHealthView,
     JobView,
     PolicyView,
     PoolView,
@@ -53,9 +52,7 @@ from rookery.scheduling.usage import Usage
 from rookery.storage.columns import Page
 from rookery.storage.models import (
     FINAL_JOB_STATES,
-    EpisodeRow,
     EvaluationRow,
-    GroupRow,
     JobRow,
     PolicyRow,
     TenantRow,
@@ -106,6 +103,13 @@ class JobQueries:
             self._store.read(job_rows.policies_of, tenant, [row.id for row in rows]),
         )
         return await self._views(rows, {tenant: owner}, policies)
+
+    async def completed(self, tenant: str, page: Page) -> tuple[str, Sequence[JobRow]]:
+        """The tenant's name, and the completed jobs of a page of its jobs, as they are stored, newest first."""
+        owner, rows = await asyncio.gather(
+            self._store.read(tenant_rows.get_tenant, tenant), self._store.read(job_rows.list_jobs, tenant, page)
+        )
+        return owner.name, [row for row in rows if row.state == "completed"]
 
     async def runs(self, chosen: RunChoice) -> tuple[Sequence[JobView], int]:
         """A page of jobs in short, without policies, and the number of all that are chosen."""
@@ -219,14 +223,6 @@ class JobQueries:
         view = [JobEvent(time=row.time, kind=row.kind, text=row.text) for row in shown]
         return view, shown[0].id if len(rows) > limit else None
 
-    async def trajectories(
-        self, tenant: str, job: str, limit: int, version: int | None = None
-    ) -> Sequence[dict[str, Any]]:
-        """The episodes that ended last: text, tokens, log-probs, versions, reward."""
-        await self._store.read(job_rows.get_job, tenant, job)
-        found = await self._store.read(job_rows.recent_episodes, tenant, job, limit, version)
-        return await self._context.threads(lambda: [_trajectory_view(group, episode) for group, episode in found])
-
     async def versions(self, tenant: str, job: str, policy: str, page: Page | None = None) -> Sequence[VersionView]:
         """The versions of a policy, oldest first, each with the metrics of its last step."""
         row = await self._store.read(job_rows.get_policy, tenant, job, policy)
@@ -260,7 +256,7 @@ class JobQueries:
             for row in rows
         ]
 
-    async def job_health(self, tenant: str, job: str) -> dict[str, Any]:
+    async def job_health(self, tenant: str, job: str) -> JobHealthView:
         """Alarms of a job; advice where there are none."""
         view = await self.show(tenant, job)
         policies = several(view.spec)
@@ -280,7 +276,10 @@ class JobQueries:
             policies=policies,
         )
         found = alarms(known)
-        return {"alarms": found, "advice": [] if found else advice_lines(rows, view.spec)}
+        return JobHealthView(
+            alarms=[AlarmView.model_validate(alarm) for alarm in found],
+            advice=[] if found else advice_lines(rows, view.spec),
+        )
 
     async def evaluation_rows(self, tenant: str, job: str, page: Page | None = None) -> Sequence[EvaluationRow]:
         """The evaluations of a job, by policy and version."""
@@ -425,6 +424,7 @@ class JobQueries:
                 "trained_tokens": self._jobs.totals["trained_tokens"],
                 "sampled_tokens": rollouts.sampled_tokens,
                 "requests_migrated": rollouts.migrated,
+                "migrated_tokens": rollouts.migrated_tokens,
                 **{f"requests_requeued_{reason}": count for reason, count in rollouts.requeues.items()},
                 "rollout_probes": rollouts.queues.probes,
                 "late_chunks": rollouts.late_chunks,
@@ -458,20 +458,6 @@ class JobQueries:
                 **context.rooms.seeding.gauges(),
             },
         )
-
-
-def _trajectory_view(group: GroupRow, episode: EpisodeRow) -> dict[str, Any]:
-    shown = ("state", "version", "reward", "metrics", "error", "finished")
-    row: dict[str, Any] = {"episode": episode.id} | {name: getattr(episode, name) for name in shown}
-    row |= {"group": group.id, "ordinal": group.ordinal, "group_state": group.state}
-    row |= {"consumed_by": group.consumed_by, "prompt": shown_prompt(group.prompt)}
-    if episode.trajectories:
-        outcome = episode_result_decoder.decode(episode.trajectories)
-        row["messages"] = msgspec.to_builtins(outcome.turns)
-        row["trajectories"] = msgspec.to_builtins(outcome.trajectories)
-        row["finish"] = outcome.finish
-        row["seconds"] = outcome.seconds
-    return row
 
 
 def _steps(spec: Mapping[str, Any]) -> int | None:

@@ -1,4 +1,4 @@
-"""What every room of the controller may use: settings, time, names, storage, threads. Fields only."""
+"""The services that every room of the controller may use: settings, time, names, storage, threads. Fields only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rookery.tokenization.chat import Chat
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What the service records about itself, for operators. Nothing decides by it."""
+    """The service's records about itself, for operators. Nothing decides by it."""
 
     refused: Counter[str] = field(default_factory=Counter)
     """Refusals by the limit that caused them, since the service started."""
     spans: SpanRing = field(default_factory=SpanRing)
-    """What workers, environments and the trainer did lately."""
+    """The recent work of workers, environments and the trainer."""
     tracer: EpisodeTracer | None = None
     """Sends episodes to a collector, where a setting names one."""
 

@@ -23,7 +23,7 @@ from rookery.telemetry.spans import TraceSpan, merged, packed, picture, unpacked
 log = logging.getLogger("rookery.controller")
 
 SAVE_SECONDS = 5.0
-"""What a killed service forgets of its timeline. Storing a full hour takes some milliseconds of a thread."""
+"""The longest part of its timeline that a killed service loses. Storing a full hour takes milliseconds of a thread."""
 
 HOUR_SPANS = 1024
 """Of a job and an hour: one in 3.5 s, some 20 kB. An hour is a picture's width, and shows more than that nowhere."""

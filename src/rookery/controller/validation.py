@@ -10,19 +10,20 @@ import asyncio
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rookery import protocol
+from rookery.controller.episode_views import PromptView
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentHosts, EnvironmentRef
 from rookery.controller.fleet.fleet import Fleet
-from rookery.controller.job_sinks import sink_problems
+from rookery.controller.job_sinks import missing_secrets, sink_problems
 from rookery.controller.quotas import ROWS, Quotas, as_jsonl, job_problems, row_problems
 from rookery.controller.services import Services
 from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
-from rookery.controller.views import NUMBER
+from rookery.controller.views import NUMBER, BestConstantView
 from rookery.controller.weights.checkpoints import SCHEME, find_checkpoint
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import adapter_ref
@@ -145,6 +146,7 @@ class JobValidator:
         problems += await services.threads(row_problems, spec, services.settings.limits)
         if spec.sinks:
             problems += await self._checked(tenant, sink_problems, spec, services.settings)
+            problems += await missing_secrets(services.store, tenant, spec)
         sizes = None
         try:
             options = await self.options(tenant, spec)
@@ -198,11 +200,11 @@ class JobValidator:
 
         def refused() -> list[str]:
             lines = []
-            for roles, place in sizes.forms:
+            for roles, where in sizes.forms:
                 try:
                     chat.render([{"role": role, "content": "-"} for role in roles])
                 except UserError as error:
-                    lines.append(f"environment: {place}: {str(error)[:300]}; give messages that it takes")
+                    lines.append(f"environment: {where}: {str(error)[:300]}; give messages that it takes")
             return lines[:FORMS_SHOWN]
 
         return await services.threads(refused)
@@ -247,18 +249,20 @@ class JobValidator:
     async def environment(self, tenant: str, job: str, spec: JobSpec) -> EnvironmentRef:
         """The environment of a job, as its hosts get it."""
         owner = tenant if spec.environment.hosted is not None else SERVICE
-        return EnvironmentRef(job, owner, spec.environment, await self.options(tenant, spec))
+        return EnvironmentRef(job, owner, spec.environment, await self.options(tenant, spec), tenant)
 
     async def options(self, tenant: str, spec: JobSpec) -> dict[str, Any]:
         """The environment's options as its host gets them: uploads replaced by the paths of their files."""
         services = self._services
         options = spec.environment.options
         if spec.environment.id == "verifiers":
-            if "tokenizer" in options:
-                raise UserError("environment.tokenizer: the service fills it in; leave it out")
+            for name in ("tokenizer", "policies"):
+                if name in options:
+                    raise UserError(f"environment.{name}: the service fills it in; leave it out")
             if len(set(spec.base_models)) > 1:
                 raise UserError("environment.id: verifiers renders for one base model; give every policy the same")
-            return {**options, "tokenizer": str(model_folder(services.settings.cache, spec.base_models[0]))}
+            tokenizer = str(model_folder(services.settings.cache, spec.base_models[0]))
+            return {**options, "tokenizer": tokenizer, "policies": list(spec.policies)}
         if spec.environment.id not in FILE_ENVIRONMENTS:
             return options
         for field, path in (("dataset", "path"), ("eval_dataset", "eval_path")):
@@ -358,15 +362,22 @@ class JobValidator:
             if value != found[field]
         ]
 
-    async def preview(
-        self, tenant: str, spec: JobSpec
-    ) -> tuple[list[dict[str, Any]], protocol.BestConstant | None, list[str]]:
+    async def preview(self, tenant: str, spec: JobSpec) -> tuple[list[PromptView], BestConstantView | None, list[str]]:
         """The first training prompts as the policy would read them, the fixed reply that earns most on the held-out
         prompts, without any on the first training prompts, and notes about the splits. Raises
         :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed` for an environment without prompts, also without
-        held-out ones for a job that evaluates."""
+        held-out ones for a job that evaluates, and :class:`Unavailable` at once for a hosted environment that no host
+        offers: a job waits for one, the caller of a dry run would not know for what."""
         services, hosts = self._services, self._hosts
         environment = await self.environment(tenant, services.ids.new("preview"), spec)
+        if (hosted := spec.environment.hosted) is not None:
+            if not hosts.connected(tenant, hosted):
+                raise Unavailable(
+                    f"environment.hosted: no environment host of yours offers {hosted!r} now; start the process that "
+                    "hosts it, or correct the name"
+                )
+            at_once = spec.environment.model_copy(update={"return_timeout": 0.0})  # also where the host leaves now
+            environment = replace(environment, spec=at_once)
         evaluation = spec.evaluation
         chat = await services.chat(spec.base_models[0])
         split = await hosts.split(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
@@ -389,8 +400,9 @@ class JobValidator:
                 hosts.close_episode(host, reset.episode)
             messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
             text = chat.render(messages)
-            shown.append({"messages": messages, "text": text, "tokens": len(chat.encode(text))})
-        return shown, constant, [note for note in notes if note]
+            shown.append(PromptView(messages=messages, text=text, tokens=len(chat.encode(text))))
+        best = BestConstantView.model_validate(constant) if constant is not None else None
+        return shown, best, [note for note in notes if note]
 
     async def target(self, tenant: str, target: str) -> Target:
         """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION``, both also as
@@ -436,7 +448,7 @@ class JobValidator:
             return Target(model, model, None)
         if at and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
-        policy = policies[chosen or next(name for name in row.spec.get("policies", policies) if name in policies)]
+        policy = policies[chosen] if chosen else _first(row.spec, policies)
         number = int(version) if NUMBER.fullmatch(version) else None
         policy, found = await find_version(services.store, tenant, row.id, policy.name, number)
         name = f"{row.id}/{chosen}" if chosen else row.id
@@ -451,8 +463,8 @@ class JobValidator:
             row = await store.read(jobs.get_job, tenant, f"job-{parts[-1]}")
             if not step:
                 return row.id
-            [policy, *_] = await store.read(jobs.policies, tenant, row.id)
-            found = await store.read(versions.versions, tenant, policy.id)
+            policies = {policy.name: policy for policy in await store.read(jobs.policies, tenant, row.id)}
+            found = await store.read(versions.versions, tenant, _first(row.spec, policies).id)
             return next(f"{row.id}@{one.version}" for one in found[::-1] if str(one.step) == step and not one.lost)
         except (NotFound, StopIteration, ValueError):
             raise NotFound(f"no fine-tuned model {short(name)}; GET /v1/fine_tuning/jobs lists yours") from None
@@ -484,28 +496,39 @@ class JobValidator:
     async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:
         """Store the files of an archive that arrives in pieces, never held whole; returns their hash. Raises what
         ``unpack(path)`` raises; then nothing of it stays."""
-        services = self._services
         await self._quotas.check_stored(tenant)
-        async with self._received(ARCHIVE, chunks) as received:
-            with await services.store.run(services.artifacts.begin) as staging:
+        async with self._received(ARCHIVE, chunks) as received, self._staging() as staging:
 
-                def write() -> None:
-                    with unpack(received.path(ARCHIVE)) as files:
-                        for name, content in files.items():
-                            staging.write(name, content)
+            def write() -> None:
+                with unpack(received.path(ARCHIVE)) as files:
+                    for name, content in files.items():
+                        staging.write(name, content)
 
-                await self._services.threads(write)
-                return await self._keep(tenant, "adapter", staging)
+            await self._services.threads(write)
+            return await self._keep(tenant, "adapter", staging)
 
     @asynccontextmanager
     async def _received(self, name: str, chunks: AsyncIterable[bytes]) -> AsyncIterator[Staging]:
         """The file ``name`` with the content of ``chunks``, written as they arrive; without a commit it is removed."""
-        with await self._services.store.run(self._services.artifacts.begin) as staging:
-            with staging.begin(name) as writer:
+        in_thread = self._services.threads
+        async with self._staging() as staging:
+            writer = await in_thread(staging.begin, name)
+            try:
                 async for chunk in chunks:
-                    await self._services.threads(writer.write, chunk)
-                await self._services.threads(writer.finish)
+                    await in_thread(writer.write, chunk)
+                await in_thread(writer.finish)
+            finally:
+                await in_thread(writer.close)
             yield staging
+
+    @asynccontextmanager
+    async def _staging(self) -> AsyncIterator[Staging]:
+        """An artifact to be written, which is removed without a commit."""
+        staging = await self._services.store.run(self._services.artifacts.begin)
+        try:
+            yield staging
+        finally:
+            await self._services.threads(staging.abandon)
 
     async def _keep(self, tenant: str, kind: UploadKind, staging: Staging) -> str:
         """Commit an upload of the tenant; returns its hash."""
@@ -569,3 +592,8 @@ async def find_version(
     if not version.kept:
         raise NotFound(f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are")
     return row, version
+
+
+def _first(spec: Mapping[str, Any], policies: Mapping[str, PolicyRow]) -> PolicyRow:
+    """Of a stored job's ``policies`` by name the one that the job's own name means: the first in its file."""
+    return next(policies[name] for name in spec.get("policies", policies) if name in policies)

@@ -23,7 +23,7 @@ BY_OWNER = "{state} by its owner"
 
 
 class View(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, from_attributes=True)
 
 
 class PolicyView(View):
@@ -107,7 +107,7 @@ class RunView(View):
     reason: str
     """Why it is paused or failed, or how it ended."""
     paused_by: Literal["", "owner", "outage", "fault"] = ""
-    """Who paused it: its owner; an outage, after which it resumes by itself; or a fault that its owner must mend."""
+    """The cause of a pause: the owner; an outage, after which it resumes by itself; or a fault that the owner mends."""
     waits_for: str
     """The resource that a running job waits for: ``engine``, ``environment``, ``trainer``, ``worker: …``, or empty."""
     since: float = 0.0
@@ -199,6 +199,18 @@ class EvaluationView(View):
     constant: BestConstantView | None = None
 
 
+class AlarmView(View):
+    name: str
+    problem: str = Field(description="What is wrong, with its figures")
+    remedy: str = Field(description="What to do")
+    policy: str = Field(description="Whose it is, in a job with several policies; empty where it is the whole job's")
+
+
+class JobHealthView(View):
+    alarms: list[AlarmView]
+    advice: list[str] = Field(description="About speed and settings; only where nothing is wrong")
+
+
 class VersionView(View):
     """``kept``: whether its artifact still exists; ``lost``: why the policy was rolled back from it, else empty."""
 
@@ -235,6 +247,10 @@ class HeartbeatView(View):
     decode_seconds: float = Field(description="Compute time of generation since the process began")
     train_seconds: float = Field(description="Compute time of training since the process began")
     interactive: int = Field(description="Requests with objectives that it holds")
+    lanes: str = Field(
+        "",
+        description="How it trains and generates at once, and why: `beside: …` or `turns: …`",
+    )
     free_tokens: int = Field(description="Of the KV cache: those that no running request occupies")
     receiving: dict[str, int] = Field(description="Bytes that are here of each artifact that it receives, by hash")
     memory_parts: dict[str, tuple[int, int]] = Field(description="(used, budget) in bytes of each part of the budget")

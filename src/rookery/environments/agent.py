@@ -34,7 +34,7 @@ which a service restarts."""
 
 @dataclass
 class Outcome:
-    """What an agent's run was worth."""
+    """The reward and metrics of an agent's run."""
 
     reward: float = 0.0
     """The reward of the episode: a finite number of any type. Every policy that replied gets it."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import logging
 import math
@@ -30,6 +31,7 @@ from rookery.aio import cancel_all
 from rookery.environments.agent import LLM, Agent, Outcome
 from rookery.environments.base import Environment, Message, Reply, Step
 from rookery.environments.failures import FailureLog
+from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.models import AsksModels, ModelAnswer, ModelQuestion
 from rookery.errors import UserError, short
@@ -67,6 +69,8 @@ class _Episode:
     replies: list[list[int]] = field(default_factory=list)
     cancellable: bool = False
     """The running method can be cancelled."""
+    working: bool = False
+    """Its agent runs."""
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -77,10 +81,13 @@ class Episodes:
         prototype: Callable[[str, dict[str, Any]], Awaitable[Environment]],
         ask: Callable[[str, ModelQuestion], ModelAnswer],
         llm: Callable[[protocol.Reset], LLM],
+        started: Callable[[str], None],
     ) -> None:
         """``prototype(name, options)`` returns the environment that episodes are copied from; ``ask(job, question)``
-        blocks until a model has answered; ``llm(reset)`` is the model of an agent's episode."""
+        blocks until a model has answered; ``llm(reset)`` is the model of an agent's episode; ``started(episode)`` is
+        called when its agent runs, and again for a repeated reset."""
         self._calls = calls
+        self._started = started
         self._llm = llm
         self._prototype = prototype
         self._ask = ask
@@ -97,6 +104,8 @@ class Episodes:
         if episode is None:
             episode = self._live[message.episode] = _Episode(message.job, self._calls.thread_limit(message.job))
             self._play(episode, message.episode, self._begin(episode, message))
+        elif episode.working:
+            self._started(message.episode)
         return episode.turns[0]
 
     def step(self, message: protocol.StepEpisode) -> asyncio.Task[protocol.Observation]:
@@ -160,6 +169,7 @@ class Episodes:
         return observed
 
     async def _begin(self, episode: _Episode, message: protocol.Reset) -> Step:
+        calling_tenant.set(message.tenant)
         prototype = await self._prototype(message.environment, message.options)
         prompt = values.decode(message.prompt)
         environment = await self._calls(episode.threads, prototype.for_episode)
@@ -168,7 +178,7 @@ class Episodes:
             environment.ask = partial(self._ask, message.job)
         episode.environment = environment
         if isinstance(environment, Agent):
-            return await self._work(episode, environment, prompt, self._llm(message))
+            return await self._work(episode, message.episode, environment, prompt, self._llm(message))
         messages = await self._run(episode, environment.reset, prompt, message.seed)
         if isinstance(messages, Step) and len(messages.tokens):
             return Step(tokens=_tokens(messages, "reset"), policy=_policy_name(messages.policy, "reset"))
@@ -176,11 +186,28 @@ class Episodes:
             return Step(messages=_checked(messages.messages, "reset"), policy=_policy_name(messages.policy, "reset"))
         return Step(messages=_checked(messages, "reset"))
 
-    async def _work(self, episode: _Episode, agent: Agent, task: Any, llm: LLM) -> Step:
+    async def _work(self, episode: _Episode, name: str, agent: Agent, task: Any, llm: LLM) -> Step:
         """Run an agent to its end."""
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            episode.working = True
+            self._started(name)
+
+        def run(*arguments: Any) -> Any:
+            """A plain agent, in its thread."""
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(begin)
+            return agent.run(*arguments)
+
         try:
-            outcome = await self._run(episode, agent.run, task, llm)
+            if cancellable(agent.run):
+                begin()
+                outcome = await self._run(episode, agent.run, task, llm)
+            else:
+                outcome = await self._run(episode, run, task, llm)
         finally:
+            episode.working = False
             with suppress(Exception):  # the clients may be the user's own by now
                 await self._calls(episode.threads, llm.aclose)
         if not isinstance(outcome, Outcome):
@@ -292,7 +319,7 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
         with suppress(RuntimeError):  # the loop closed while the method ran
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=work, daemon=True, name="environment").start()
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True, name="environment").start()
     return await future
 
 
@@ -309,11 +336,11 @@ def describe_error(error: BaseException) -> str:
         return one_line(error)
     text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    entry = max((place + 1 for place, frame in enumerate(frames) if frame.filename == __file__), default=0)
+    entry = max((where + 1 for where, frame in enumerate(frames) if frame.filename == __file__), default=0)
     user_frames = [frame for frame in frames[entry:] if not frame.filename.startswith(_PACKAGE)]
     if user_frames:
-        place = [frame for frame in user_frames if frame.filename == user_frames[0].filename][-1]
-        text += f" ({place.filename}:{place.lineno} in {place.name})"
+        where = [frame for frame in user_frames if frame.filename == user_frames[0].filename][-1]
+        text += f" ({where.filename}:{where.lineno} in {where.name})"
     return text
 
 
@@ -328,8 +355,8 @@ def _checked_step(step: Step, environment: Environment, method: str = "step") ->
 
     def refusal(kind: type[Exception], name: str, value: object, expected: str) -> Exception:
         cls, code = type(environment), getattr(inspect.unwrap(getattr(environment, method)), "__code__", None)
-        place = f" ({code.co_filename}:{code.co_firstlineno} in {code.co_name})" if code is not None else ""
-        return kind(f"{cls.__name__}.{method} gave the {name} {_shown(value)}, expected {expected}{place}")
+        where = f" ({code.co_filename}:{code.co_firstlineno} in {code.co_name})" if code is not None else ""
+        return kind(f"{cls.__name__}.{method} gave the {name} {_shown(value)}, expected {expected}{where}")
 
     def number(name: str, value: object, *, finite: bool) -> float:
         if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):  # of any library, and no text

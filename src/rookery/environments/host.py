@@ -39,6 +39,7 @@ from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
+from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.judges import answer_of, named_judge
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.outbound import reachable_hosts
@@ -47,6 +48,7 @@ from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import isolation
 from rookery.errors import UserError, short
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
+from rookery.protocol.envhost import MOST_EPISODES
 from rookery.settings import HOST_SETTINGS, Settings, token_of
 from rookery.spec import values
 from rookery.telemetry.log import log_to_stderr
@@ -105,7 +107,7 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
-        self._episodes = Episodes(self._calls, self._environment, self._ask, self._llm)
+        self._episodes = Episodes(self._calls, self._environment, self._ask, self._llm, self._started)
         self._questions: dict[str, asyncio.Future[protocol.ModelReply | None]] = {}
         """Unanswered questions. The result None means that the connection ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -145,7 +147,7 @@ class Host:
             protocol=protocol.PROTOCOL,
             instance=self._instance,
             environments=offers,
-            episodes=self._episodes.ids(),
+            episodes=self._episodes.ids()[:MOST_EPISODES],
         )
 
     async def _converse(self, channel: Channel[protocol.ToHost]) -> None:
@@ -177,7 +179,9 @@ class Host:
                 if question is not None and not question.done():
                     question.set_result(message)
 
-    async def _send(self, message: protocol.Prompts | protocol.Observation | protocol.AskModel) -> None:
+    async def _send(
+        self, message: protocol.Prompts | protocol.Observation | protocol.AgentStarted | protocol.AskModel
+    ) -> None:
         if (channel := self._channel) is None:
             return  # the controller asks again after the reconnect
         message.epoch = channel.epoch
@@ -186,6 +190,7 @@ class Host:
         if problem := _problem(frame, most):  # it would end the connection, and be asked for again, without end
             if isinstance(message, protocol.AskModel):
                 raise UserError(f"the question to {short(message.model)}: {problem}")
+            assert not isinstance(message, protocol.AgentStarted)
             message = _refused(message, problem)
         with contextlib.suppress(ConnectionClosed):  # the receiving task sees it too and reconnects
             await channel.send(message)
@@ -228,6 +233,7 @@ class Host:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     async def _prompts(self, message: protocol.GetPrompts) -> None:
+        calling_tenant.set(message.tenant)
         answer = protocol.Prompts(epoch=0, call=message.call)
         try:
             prototype = await self._prototype(message.environment, message.options)
@@ -261,6 +267,10 @@ class Host:
         base_url = f"{self._url.rstrip('/')}/agents/{quote(reset.episode, safe='')}/v1"
         return LLM(base_url, reset.agent_key, reset.policies, self._ca_file)
 
+    def _started(self, episode: str) -> None:
+        """The agent of an episode runs."""
+        self._spawn(self._send(protocol.AgentStarted(epoch=0, episode=episode)))
+
     async def _build(self, name: str, options: dict[str, Any]) -> _Prototype:
         offer = self._offers.get(name)
         if offer is None:
@@ -275,7 +285,7 @@ class Host:
                 if isinstance(offer, Builtin)
                 else (lambda: offer(**options))
             )
-            environment = await self._calls(self._calls.thread_limit(f"build {name}"), build)
+            environment = await self._calls(self._calls.thread_limit(f"build {name} for {calling_tenant.get()}"), build)
         return _Prototype(environment, {split: PromptDataset(environment, split) for split in ("train", "eval")})
 
     def _observe(

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, overload
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
-from rookery.bounds import ENTRIES, INTEGER, JsonSize, Line, Name, Text
+from rookery.bounds import ENTRIES, INTEGER, MESSAGES, JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.jsonl_rows import CheckRow, scan
 from rookery.environments.judges import ask_judge
@@ -156,8 +156,12 @@ class RowFiles(Environment):
             _add_form(forms, self.form(row), "dataset", train, index)
         repeated = sum(question in found for question in asked)
         by = "environment.eval_last, eval_rows or eval_path"
-        shown = [([*roles], place) for roles, place in forms.items()]
+        shown = [([*roles], where) for roles, where in forms.items()]
         return SplitSizes(len(train), len(held_out), repeated, by, asked=bool(held_out), forms=shown)
+
+
+MOST_ASKED = MESSAGES - 3
+"""Messages of a row: an instruction for tools, the reply and a judge's question come with them in one frame."""
 
 
 class Jsonl(RowFiles, AsksModels):
@@ -165,7 +169,7 @@ class Jsonl(RowFiles, AsksModels):
 
     def __init__(self, options: JsonlOptions, indexed: Mapping[str, array[int]] | None = None) -> None:
         """As :class:`RowFiles`."""
-        super().__init__(options, indexed, check_row)
+        super().__init__(options, indexed, _check_asked)
         self._verifier = options.verifier
         self._options = options
         self._calls = 0
@@ -188,7 +192,7 @@ class Jsonl(RowFiles, AsksModels):
             unfit = first(rows)
             if unfit is not None:
                 index, reason = unfit
-                raise UserError(f"{where}: {_place(rows, index)}: {reason} (verifier {self._verifier.name})")
+                raise UserError(f"{where}: {_where(rows, index)}: {reason} (verifier {self._verifier.name})")
 
     def asked(self, row: Mapping[str, Any]) -> list[Message]:
         return messages_of(row)
@@ -242,10 +246,10 @@ def _add_form(
 ) -> None:
     """Note the place of a row with a new sequence of roles."""
     if roles not in forms and len(forms) < FORMS:
-        forms[roles] = f"{where}: {_place(rows, index)}"
+        forms[roles] = f"{where}: {_where(rows, index)}"
 
 
-def _place(rows: Sequence[Any], index: int) -> str:
+def _where(rows: Sequence[Any], index: int) -> str:
     return f"line {rows.line(index)}" if isinstance(rows, IndexedRows) else f"row {index + 1}"
 
 
@@ -320,6 +324,13 @@ def check_row(row: Any, where: str) -> None:
     for unread, remedy in UNREAD.items():
         if row.get(unread):
             raise UserError(f"{where}: {unread} is {shown(row[unread])}, but {remedy}")
+
+
+def _check_asked(row: Any, where: str) -> None:
+    """As :func:`check_row`, for a row whose messages are an environment's answer, and those that a judge reads."""
+    check_row(row, where)
+    if (count := len(messages_of(row))) > MOST_ASKED:
+        raise UserError(f"{where} has {count} messages; give at most {MOST_ASKED}")
 
 
 def _rows(

@@ -12,6 +12,9 @@ from rookery.spec import values
 ROW_BYTES, ROWS = 1 << 30, 1 << 40
 """Limits of a file that is read where the service's limits do not apply: an environment on a user's own machine."""
 
+MOST_BLANK = 100_000
+"""Blank lines of a file: they are skipped, and each takes the time of a row."""
+
 CheckRow = Callable[[Any, str], None]
 """``check(row, where)`` raises :class:`~rookery.errors.UserError` for a row that is not one of its environment's."""
 
@@ -22,7 +25,7 @@ def scan(
     """The offset and the content of each row of a JSONL file; blank lines are skipped. One line is in memory.
 
     Raises :class:`UserError` with one line: ``where``, the line's number, the mistake, and what to do."""
-    number = offset = count = 0
+    number = offset = count = blank = 0
     while line := file.readline(row_bytes + 1):  # only \n ends a line: other separators may stand inside a string
         number, start, offset = number + 1, offset, offset + len(line)
         if len(line) > row_bytes:
@@ -30,6 +33,9 @@ def scan(
         if number == 1 and line.startswith(BOM_UTF8):
             line, start = line.removeprefix(BOM_UTF8), len(BOM_UTF8)
         if not line.strip():
+            blank += 1
+            if blank > MOST_BLANK:
+                raise UserError(f"{where}: it has more than {MOST_BLANK} blank lines; remove them")
             continue
         try:
             row = values.decode(line)

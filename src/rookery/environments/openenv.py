@@ -106,10 +106,10 @@ class _Sessions:
     def __init__(self) -> None:
         self.open: Counter[str] = Counter()
         self.most: dict[str, int] = {}
-        """What a server that was full had of ours."""
+        """The number of our sessions at a server that was full."""
         self.ended = asyncio.Condition()
 
-    async def place(self, servers: Sequence[str]) -> str:
+    async def position(self, servers: Sequence[str]) -> str:
         """A server with room, as far as it is known; counted as open."""
         async with self.ended:
             while True:
@@ -177,7 +177,7 @@ class OpenEnv(Environment):
     async def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         arguments = {"seed": seed % (1 << 31), **prompt}
         while True:
-            self._server = await self._sessions.place(self._servers)
+            self._server = await self._sessions.position(self._servers)
             try:
                 answer = await self._first(arguments)
             except BaseException:
@@ -296,13 +296,13 @@ class OpenEnv(Environment):
 def fenced_texts(reply: str) -> list[str]:
     """The texts of a reply's fenced blocks, of JSON or of no language. Linear: it runs in the loop of all episodes."""
     found: list[str] = []
-    place = 0
-    while (opening := _OPENING.search(reply, place)) is not None:
+    position = 0
+    while (opening := _OPENING.search(reply, position)) is not None:
         closing = _CLOSING.search(reply, opening.end())
         if closing is None:  # nor has a later block an end
             break
         found.append(reply[opening.end() : closing.start()])
-        place = closing.end()
+        position = closing.end()
     return found
 
 

@@ -13,7 +13,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +24,7 @@ SECONDS = 20.0
 """Longest time of a request, from the first packet to the last byte of the answer."""
 
 ANSWER_BYTES = 4 << 20
-"""Largest answer."""
+"""Largest answer, where the caller gives no limit."""
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
@@ -43,18 +43,26 @@ def reachable_hosts() -> str:
     return _allowed
 
 
-def connection(url: str, name: str, *, allowed: str | None = None, seconds: float = SECONDS) -> socket.socket:
+def connection(
+    url: str,
+    name: str,
+    *,
+    allowed: str | None = None,
+    seconds: float = SECONDS,
+    confidential: bool = False,
+    redact: Callable[[str], str] = str,
+) -> socket.socket:
     """A connection to the host of ``url``, which ``name`` gave, without TLS. ``allowed`` replaces the hosts that the
-    administrator allows. Blocks; raises :class:`UserError`."""
+    administrator allows; ``confidential`` and ``redact`` are as for a request. Blocks; raises :class:`UserError`."""
     if not urlsplit(url).path.isascii():
         raise UserError(
             f"{name}: given {short(repr(url))}, allowed: a path in ASCII, with others written such as %C3%BC"
         )
-    ip, port = reachable(url, name, _allowed if allowed is None else allowed)
+    ip, port = reachable(url, name, _allowed if allowed is None else allowed, confidential)
     try:
         return socket.create_connection((ip, port), seconds)
     except OSError as error:
-        raise UserError(f"{name}: {short(url)} does not answer ({error.strerror or error})") from None
+        raise UserError(f"{name}: {short(redact(url))} does not answer ({error.strerror or error})") from None
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
@@ -101,17 +109,21 @@ def request_json(
     *,
     allowed: str | None = None,
     seconds: float = SECONDS,
+    limit: int = ANSWER_BYTES,
+    confidential: bool = False,
+    redact: Callable[[str], str] = str,
 ) -> Any:
     """The JSON that ``url`` answers: POST with ``body``, GET without. ``allowed`` is as for a connection, ``seconds``
-    the limit of the whole request. Blocks; raises :class:`UserError`."""
-    until = time.monotonic() + seconds
+    the limit of the whole request, ``limit`` that of the answer in bytes. A ``confidential`` request has a secret. In
+    errors, ``redact`` changes each whole text before it is cut. Blocks; raises :class:`UserError`."""
+    until, shown = time.monotonic() + seconds, short(redact(url))
     given = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
     try:
         check_headers(given)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     parts = urlsplit(url)
-    opened = connection(url, name, allowed=allowed, seconds=seconds)
+    opened = connection(url, name, allowed=allowed, seconds=seconds, confidential=confidential, redact=redact)
     client = http.client.HTTPConnection(parts.netloc)
     try:
         _Timed(opened, until).set_timeout()
@@ -122,24 +134,27 @@ def request_json(
             "GET" if body is None else "POST", parts.path or "/", None if body is None else json.dumps(body), given
         )
         response = client.getresponse()
-        answer = response.read(ANSWER_BYTES + 1)
+        answer = response.read(limit + 1)
     except TimeoutError:
-        raise UserError(f"{name}: {short(url)} does not answer within {seconds:g} s") from None
+        raise UserError(f"{name}: {shown} does not answer within {seconds:g} s") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UserError(f"{name}: {short(url)} does not answer ({_line(error) or type(error).__name__})") from None
+        line = one_line(str(error), redact) or type(error).__name__
+        raise UserError(f"{name}: {shown} does not answer ({line})") from None
     finally:
         client.close()
         opened.close()
+    if len(answer) > limit:
+        size = f"{limit >> 20} MB" if limit >= 1 << 20 else f"{limit >> 10} kB"
+        raise UserError(f"{name}: {shown} answers {response.status} with more than {size}")
     if response.status >= 300:
-        raise UserError(f"{name}: {short(url)} answers {response.status}: {_line(answer.decode('utf-8', 'replace'))}")
-    if len(answer) > ANSWER_BYTES:
-        raise UserError(f"{name}: {short(url)} answers more than {ANSWER_BYTES >> 20} MB")
+        line = one_line(answer.decode("utf-8", "replace"), redact)
+        raise UserError(f"{name}: {shown} answers {response.status}: {line}")
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
-        raise UserError(f"{name}: {short(url)} answers no JSON") from None
+        raise UserError(f"{name}: {shown} answers no JSON") from None
 
 
-def _line(given: object) -> str:
-    """A server's text, or an error that quotes one, cut to a part of a line."""
-    return short(" ".join(str(given)[:1000].split()))
+def one_line(text: str, redact: Callable[[str], str] = str) -> str:
+    """A server's text, or an error that quotes one, cut to a part of a line after ``redact`` has changed it."""
+    return short(" ".join(redact(text)[:1000].split()))

@@ -142,7 +142,7 @@ class ReasoningGym(Environment):
             )
 
     def note(self, split: Split) -> str:
-        """What the job's owner should know about a split that was read, in one line; empty for nothing."""
+        """A notice about a split for the job's owner, in one line; empty for none."""
         if split == "eval" or not self._left_out:
             return ""
         return (
@@ -180,6 +180,6 @@ class ReasoningGym(Environment):
 def _packages() -> list[str]:
     """The folder of the library, and those of what it needs."""
     library = importlib.util.find_spec("reasoning_gym")
-    beside = [str(Path(place).parent) for place in (library and library.submodule_search_locations) or ()]
+    beside = [str(Path(folder).parent) for folder in (library and library.submodule_search_locations) or ()]
     others = [path for path in sys.path if Path(path).is_dir() and Path(path).name.endswith("-packages")]
     return [*dict.fromkeys([*beside, *others])]

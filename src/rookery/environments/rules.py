@@ -1,4 +1,4 @@
-"""What the administrator allows environments: one object for every process that makes or checks them."""
+"""The administrator's rules for environments: one object for every process that makes or checks them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class EnvironmentRules:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Self:
-        """Those of the service."""
+        """The rules of the service's settings."""
         return cls(settings.sandbox, settings.reachable_hosts, settings.judges, settings.verifiers, settings.games)
 
     @classmethod
     def from_argument(cls, text: str) -> Self:
-        """Those that :meth:`argument` wrote."""
+        """The rules that :meth:`argument` wrote."""
         return cls(**json.loads(text))
 
     def argument(self) -> str:

@@ -33,7 +33,7 @@ def prepare() -> Callable[[str, int], list[str]]:
             return []
         scores = index.get_scores(known)
         best = np.argsort(-scores, kind="stable")[:most]
-        return [texts[place] for place in best if scores[place] > 0]
+        return [texts[number] for number in best if scores[number] > 0]
 
     find("a", 1)
     return find

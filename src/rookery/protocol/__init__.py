@@ -38,6 +38,7 @@ from rookery.protocol.common import (
 )
 from rookery.protocol.envhost import (
     MOST_POLICIES,
+    AgentStarted,
     AskModel,
     BestConstant,
     ChatMessage,

@@ -27,13 +27,18 @@ class HostedEnvironment(Struct, kw_only=True):
     """Its episodes are run whole, by an agent that calls its model: :attr:`Reset.agent_key`."""
 
 
+MOST_EPISODES = 16_384
+"""Episodes that a host brings back, each of which the service looks up at once: their names have about 60 bytes, and a
+hello a megabyte."""
+
+
 class HostHello(Message, kw_only=True):
     """First frame of a host. ``instance`` is drawn once per process."""
 
     protocol: Integer
     instance: Name
     environments: Annotated[list[HostedEnvironment], msgspec.Meta(max_length=MOST_ENVIRONMENTS)]
-    episodes: Annotated[list[Name], msgspec.Meta(max_length=ENTRIES)] = msgspec.field(default_factory=list)
+    episodes: Annotated[list[Name], msgspec.Meta(max_length=MOST_EPISODES)] = msgspec.field(default_factory=list)
     """Episodes still alive in this process from an earlier connection."""
 
 
@@ -67,6 +72,8 @@ class EnvironmentCall(Message, kw_only=True):
     environment: str
     options: dict
     seed: int
+    tenant: str = ""
+    """The job's, between whom a host shares the processes of environments."""
 
 
 class GetPrompts(EnvironmentCall, kw_only=True):
@@ -105,7 +112,7 @@ class Prompts(EpochMessage, kw_only=True):
     constant: BestConstant | None = None
     error: ErrorText = ""
     note: ErrorText = ""
-    """What the job's owner should know about the split, in one line; with its first prompts."""
+    """A notice about the split for the job's owner, in one line; sent with its first prompts."""
 
 
 class Reset(EnvironmentCall, kw_only=True):
@@ -157,6 +164,12 @@ class Observation(EpochMessage, kw_only=True):
     error: ErrorText = ""
 
 
+class AgentStarted(EpochMessage, kw_only=True):
+    """The agent of an episode runs: plain ones wait for a thread before. Sent again when a reset is."""
+
+    episode: Name
+
+
 class AskModel(EpochMessage, kw_only=True):
     """Of the service's own host: a question of an episode of ``job`` to a model of its tenant, which
     :class:`ModelReply` answers. A question that is sent again may be answered again."""
@@ -189,5 +202,5 @@ class CloseEpisode(Message, kw_only=True):
     episode: str
 
 
-FromHost = HostHello | HostHeartbeat | Prompts | Observation | AskModel
+FromHost = HostHello | HostHeartbeat | Prompts | Observation | AgentStarted | AskModel
 ToHost = HostWelcome | HelloRejected | GetPrompts | Reset | StepEpisode | CloseEpisode | ModelReply

@@ -24,7 +24,7 @@ Gauges = Annotated[dict[GaugeName, float], Meta(max_length=MOST_GAUGES)]
 
 
 class Gauge(msgspec.Struct, frozen=True):
-    """What a figure of a worker is."""
+    """The description of one figure of a worker."""
 
     help: str
     unit: str = ""
@@ -51,6 +51,9 @@ GAUGES: dict[str, Gauge] = {
     "slo_requests_within": Gauge("Requests that ended within their objectives"),
     "slo_cache_cuts": Gauge("Times that interactive requests halved the cache of rollouts"),
     "forced_slices": Gauge("Slices that would have been empty although requests were there"),
+    "lanes_beside": Gauge("Workers that train beside decoding now, each on some of its cores"),
+    "lanes_beside_seconds": Gauge("Time for which workers trained beside decoding", "seconds"),
+    "lanes_predicted_gain": Gauge("Time that running beside each other is predicted to save, as a share", "", "max"),
     "worker_stalls": Gauge("Times that a worker had work and finished no slice for some seconds"),
 }
 """By name, which is also the metric's after ``rookery_``. Counts are since the worker's process began."""

@@ -138,7 +138,11 @@ class Heartbeat(EpochMessage, kw_only=True):
     receiving: Annotated[dict[Name, Count], Meta(max_length=1000)] = msgspec.field(default_factory=dict)
     """By hash, the bytes that are here of the artifacts that it receives."""
     stalled: Line = ""
-    """What its work waits for, while it makes no progress."""
+    """The reason why its work makes no progress; empty while it does."""
+    lanes: Line = ""
+    """How it trains and generates at once, and why: ``beside: …`` or ``turns: …``; empty where it does not train."""
+    slowdowns: tuple[float, float] = (2.0, 2.0)
+    """Of generation and training while it has both: seconds over those alone, 2 in turns."""
     memory_parts: Annotated[dict[Name, tuple[Count, Count]], Meta(max_length=100)] = msgspec.field(default_factory=dict)
     """(used, budget) in bytes of each part of the memory budget."""
     gauges: Gauges = msgspec.field(default_factory=dict)

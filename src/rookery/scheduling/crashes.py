@@ -40,7 +40,7 @@ class Starting:
 
 @dataclass(frozen=True)
 class LastRun:
-    """What a service left that did not end in order."""
+    """The record that a service left which did not end in order."""
 
     boot: str
     """The machine's start in which it ran."""
@@ -81,5 +81,5 @@ def delays(jobs: Sequence[str], crashes: int = 0) -> dict[str, float]:
 
 
 def in_order(jobs: Collection[str], found: Collection[str]) -> list[str]:
-    """Those of ``jobs`` that were ``found``, in their order."""
+    """The jobs among ``jobs`` that were ``found``, in their order."""
     return [job for job in jobs if job in found]

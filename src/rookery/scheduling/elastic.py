@@ -53,16 +53,16 @@ class StepWindow:
         return min(self.waited / self.seconds, LONGEST_WAIT) if self.seconds > 0 else 0.0
 
 
-def wanted_workers(window: StepWindow) -> int:
+def wanted_workers(window: StepWindow, *, headroom: float = HEADROOM, long: float = WAITS_LONG) -> int:
     """The number of rollout workers that suits the window's load."""
     count, wait = window.workers, window.wait
-    if wait > WAITS_LONG:
+    if wait > long:
         if window.busy < BUSY_LITTLE:
             return count
         return math.ceil(count / (1.0 - wait) - ROUNDING)
     producible = window.entered / window.busy if window.busy > 0 else 0.0
     if wait < WAITS_LITTLE and producible > 0 and window.consumed > 0:
-        return max(1, min(count, math.ceil(count * (window.consumed / producible) * HEADROOM - ROUNDING)))
+        return max(1, min(count, math.ceil(count * (window.consumed / producible) * headroom - ROUNDING)))
     return count
 
 

@@ -74,7 +74,7 @@ class RecentEpisode:
 
 @dataclass(frozen=True, kw_only=True)
 class JobHealth:
-    """What is known of a job at the time ``now``; series are oldest first."""
+    """The figures of a job at the time ``now``; series are oldest first."""
 
     now: float
     state: str
@@ -94,9 +94,9 @@ class JobHealth:
 class Alarm:
     name: str
     problem: str
-    """What is wrong, with its figures."""
+    """The fault, with its figures."""
     remedy: str
-    """What to do."""
+    """The advice."""
     policy: str = ""
     """Whose it is, where the job has several policies; empty where it is the whole job's."""
 
@@ -125,12 +125,12 @@ def of_policy(job: JobHealth, policy: str) -> JobHealth:
 
 
 def _episode_of(episode: RecentEpisode, policy: str) -> RecentEpisode:
-    mine = [place for place, speaker in enumerate(episode.speakers) if speaker == policy]
+    mine = [index for index, speaker in enumerate(episode.speakers) if speaker == policy]
     return replace(
         episode,
         reward=episode.rewards.get(policy),
-        replies=[episode.replies[place] for place in mine],
-        finishes=[episode.finishes[place] for place in mine if place < len(episode.finishes)],
+        replies=[episode.replies[index] for index in mine],
+        finishes=[episode.finishes[index] for index in mine if index < len(episode.finishes)],
     )
 
 
@@ -267,7 +267,7 @@ def advice_lines(rows: Sequence[Row], spec: Mapping[str, Any]) -> list[str]:
 
 
 def advice(rows: Sequence[Row], spec: Mapping[str, Any], policy: str = "") -> dict[str, str]:
-    """What needs attention in the newest steps of a job, or of one of its policies, by metric: the table of
+    """The findings in the newest steps of a job, or of one of its policies, by metric: the table of
     ``docs/quickstart.md``."""
     last, found = rows[-1:], rows[-ADVICE_STEPS:]
     given: dict[str, str] = {}

@@ -1,318 +1,295 @@
-"""Pipelines of several jobs on the same workers: which sub-stage starts where, beside which, and which one moves.
+"""The planner of a worker's lanes: whether training runs beside decoding or takes turns with it, on how many threads
+each, and what a tail would gain in another worker's batch. After JigsawRL (arXiv 2604.23838). The functions are pure.
 
-A job is a graph of *sub-stages* (prefill, decode, tail, environment, forward-backward, optimizer), each with a duration
-predicted from the last step. Three actions, after JigsawRL (arXiv 2604.23838):
+A job on a worker is a chain of *stages* (prefill, decode, tail, environment, train, optimizer), with durations alone on
+all cores, predicted from the last step. The first stage of each chain runs. Those of the engine share forward passes,
+those of the trainer take turns, environments need neither. Where both have work, the mode decides: in *turns* each
+takes twice its time, *beside* each other as much as a table of measured slowdowns says (:class:`SlowdownTable`).
 
-* **start** a ready sub-stage on an idle worker;
-* **multiplex**: start it beside another one, where the measured slowdown table says that both together are quicker than
-  one after the other (:func:`pays`);
-* **merge**: move a decode tail to another worker, at the cost of prefilling its tokens there.
+A mode is chosen by its predicted cost (:func:`choose`): the finish of the last job plus the mean finish of all, if the
+mode lasts until the next stage ends, ``depth - 1`` further choices follow, and then the best mode without a change.
+Depth 0 is greedy: the most work per second now. The paper does not state its depth.
 
-An action is chosen by its predicted cost: the finish of the last job plus the mean finish of all, after the action and
-up to ``depth - 1`` further decisions; the rest is first come, first served, with multiplexing or without. Depth 0 is
-greedy: the most work per second now. The paper does not state its depth.
+Three rules bound the damage of wrong predictions:
 
-Three rules bound the damage of wrong predictions: a move must gain :data:`HYSTERESIS` times its own cost; a tail moves
-once; and while durations cannot be predicted, or where no action gains, the order is first come, first served and the
-planner is *inactive*. Pure; ties go to the first sub-stage.
+* The planner is *inactive*, which is turns, where no mode gains :data:`LEAST_GAIN`, and while slices beside each other
+  are not what the table predicts.
+* While durations are unknown or unreliable, a mode must compute more than turns do, and make neither engine nor
+  trainer more than :data:`MOST_LOSS` slower: whatever the durations are, it then costs little and gains most times.
+* A mode is left only for one that gains :data:`SWITCH_GAIN` more; a tail moves only if it gains :data:`HYSTERESIS`
+  times the prefill that this costs (:mod:`rookery.scheduling.tails`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal, NamedTuple
 
-PAYS = 1.05
-"""1/s_a + 1/s_b of a pair must be above it, s being the slowdown beside the other: 1 is one after the other, and a few
-percent are within the error of the measurement."""
+from cachetools import LRUCache
+
+LEAST_GAIN = 0.03
+"""Of the predicted cost in turns: a few percent are within the error of the measurement."""
+
+SWITCH_GAIN = 0.02
+"""Of the predicted cost in the present mode: modes that are equally good do not alternate."""
 
 HYSTERESIS = 1.5
 """A move must gain this many times its own cost: predictions of the last step are off by a third at times."""
 
-BREADTH = 3
-"""Actions that are followed at each level of the look-ahead: the best by the level below."""
-
 RELIABLE = 0.3
-"""Mean relative error up to which durations of the last step predict those of the next. Steady work is off by a tenth;
-lengths that double with each step are off by a half."""
+"""Mean relative error up to which the last durations predict the next ones. Steady work is off by a tenth; lengths that
+double with each step are off by a half."""
 
 NEWEST = 0.5
-"""Weight of the newest step in the mean error."""
+"""Weight of the newest duration in the mean error."""
 
-Slowdown = Mapping[tuple[str, str], tuple[float, float]]
-"""By two kinds of work: seconds beside the other over seconds alone. Kinds are in order of the alphabet."""
+MOST_STAGES = 1_024
+"""Stages whose durations are remembered, those used last: a worker outlives its tenants."""
 
-TIME_SLICES = (2.0, 2.0)
-"""Of a pair that was never measured: as if they took turns."""
+CORRECTION = 0.2
+"""Weight of the newest slice in a slowdown."""
+
+BUCKETS = (4, 16, 64)
+"""Decode rows, each up to the next, whose slowdowns are measured apart; the last one is for more as well."""
+
+StageKind = Literal["prefill", "decode", "tail", "environment", "train", "optimizer"]
+ENGINE: frozenset[StageKind] = frozenset({"prefill", "decode", "tail"})
+TRAINER: frozenset[StageKind] = frozenset({"train", "optimizer"})
+
+TURNS = 0
+"""Threads of the engine's lane where there is none."""
+
+TAKING_TURNS = (2.0, 2.0)
+"""Slowdowns of engine and trainer in turns, and of what was never measured."""
+
+MOST_LOSS = 0.1
+"""Of the speed in turns, that a mode may cost engine or trainer while durations are unknown. The short passes of the
+start measure a slowdown that is off by about as much."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubStage:
+class Stage(NamedTuple):
     """A piece of a job's step."""
 
-    job: str
-    kind: str
-    """Key of the slowdown table; ``environment`` needs no worker. Kinds that begin with ``decode`` share forward
-    passes."""
+    kind: StageKind
     seconds: float
-    """Predicted, alone on a worker."""
-    after: tuple[int, ...] = ()
-    """Numbers of the sub-stages that end before it starts."""
-    worker: int | None = None
-    """Where its requests or its policy are; None is any worker."""
-    move_seconds: float = math.inf
-    """Prefill of its tokens on another worker; infinite where it cannot move."""
+    """Predicted rest, alone on all cores; infinite where it cannot be predicted."""
+    rows: int = 0
+    """That decode."""
 
 
-class Action(NamedTuple):
-    """``stage`` starts on ``worker``, or moves there while it runs."""
-
-    stage: int
-    worker: int
-    moves: bool = False
+JobStages = tuple[Stage, ...]
+"""A job's stages, in order; the first one runs."""
 
 
-def slowdowns(table: Slowdown, a: str, b: str) -> tuple[float, float]:
-    """Of ``a`` and ``b`` beside each other."""
-    first, second = table.get((min(a, b), max(a, b)), TIME_SLICES)
-    return (first, second) if a <= b else (second, first)
+def bucket(kind: StageKind, rows: int) -> str:
+    """The key of a slice of the engine in the table."""
+    if kind == "prefill":
+        return kind
+    return str(next((most for most in BUCKETS if rows <= most), BUCKETS[-1]))
 
 
-def pays(table: Slowdown, a: str, b: str) -> bool:
-    """Whether two kinds of work are quicker beside each other than one after the other."""
-    return sum(1 / slow for slow in slowdowns(table, a, b)) > PAYS
+class SlowdownTable:
+    """Seconds of slices beside each other over seconds alone on all cores, of engine and trainer, by the threads of the
+    engine's lane and the engine's work. Measured at the start and corrected by every slice."""
+
+    def __init__(self) -> None:
+        self._engine: dict[tuple[int, str], float] = {}
+        self._trainer: dict[tuple[int, str], float] = {}
+        self._errors: dict[tuple[int, str], float] = {}
+
+    def record(
+        self, threads: int, kind: StageKind, rows: int, *, engine: float | None = None, trainer: float | None = None
+    ) -> None:
+        """A slice of the engine, or of the trainer beside this work of the engine, was so much slower than alone."""
+        at = threads, bucket(kind, rows)
+        for side, slow in ((self._engine, engine), (self._trainer, trainer)):
+            if slow is None or not 0 < slow < math.inf:
+                continue
+            if (before := side.get(at)) is not None:
+                error = abs(slow / before - 1)
+                self._errors[at] = (1 - CORRECTION) * self._errors.get(at, 0.0) + CORRECTION * error
+                slow = before + CORRECTION * (slow - before)
+            side[at] = slow
+
+    def slowdown(self, threads: int, kind: StageKind, rows: int) -> tuple[float, float]:
+        """Of engine and trainer."""
+        at = threads, bucket(kind, rows)
+        if threads == TURNS or at not in self._engine or at not in self._trainer:
+            return TAKING_TURNS
+        return self._engine[at], self._trainer[at]
+
+    def reliable(self, threads: int, kind: StageKind, rows: int) -> bool:
+        """Whether the last slices were as the table predicted them."""
+        return self._errors.get((threads, bucket(kind, rows)), 0.0) <= RELIABLE
+
+    def figures(self) -> dict[tuple[int, str], tuple[float, float]]:
+        """All that was measured of both."""
+        return {at: (self._engine[at], self._trainer[at]) for at in self._engine if at in self._trainer}
 
 
-@dataclass
-class Timeline:
-    """Sub-stages on workers at one time. Changed by :meth:`apply` and :meth:`advance`."""
+@dataclass(frozen=True)
+class LaneCosts:
+    """Durations of stages on a worker."""
 
-    stages: Sequence[SubStage]
-    workers: int
-    table: Slowdown
+    table: SlowdownTable
+    step: Callable[[int], float]
+    """Seconds of a decode step of so many rows, alone on all cores."""
+
+
+class State(NamedTuple):
+    """Jobs on a worker at one time."""
+
+    chains: tuple[JobStages, ...]
+    """Of jobs that have not ended."""
     now: float = 0.0
-    left: dict[int, float] = field(default_factory=dict)
-    """Seconds alone of every sub-stage that has not ended."""
-    at: dict[int, int] = field(default_factory=dict)
-    """The worker of each that runs; -1 for environments."""
-    ready: list[int] = field(default_factory=list)
-    """In the order in which they became so."""
-    ends: dict[str, float] = field(default_factory=dict)
-    """When the last sub-stage of each job ended."""
-    moved: frozenset[int] = frozenset()
-    multiplex: bool = True
-    merge: bool = True
+    ends: tuple[float, ...] = ()
+    """When the others did."""
 
-    @classmethod
-    def begin(
-        cls, stages: Sequence[SubStage], workers: int, table: Slowdown, *, multiplex: bool = True, merge: bool = True
-    ) -> Timeline:
-        """Nothing has run yet."""
-        left = {number: stage.seconds for number, stage in enumerate(stages)}
-        made = cls(stages, workers, table, left=left, multiplex=multiplex, merge=merge)
-        made._release()
-        return made
-
-    def copy(self) -> Timeline:
-        return Timeline(
-            self.stages, self.workers, self.table, self.now, dict(self.left), dict(self.at), list(self.ready),
-            dict(self.ends), self.moved, self.multiplex, self.merge,
-        )  # fmt: skip
-
-    def on(self, worker: int) -> list[int]:
-        """The sub-stages that run there: two at most."""
-        return [stage for stage, where in self.at.items() if where == worker]
-
-    def rate(self, stage: int) -> float:
-        """Seconds alone that a second yields."""
-        where = self.at[stage]
-        other = next((held for held in self.on(where) if held != stage), None) if where >= 0 else None
-        if other is None:
-            return 1.0
-        return 1 / slowdowns(self.table, self.stages[stage].kind, self.stages[other].kind)[0]
-
-    def _fits(self, stage: int, worker: int, batched: bool) -> bool:
-        """Whether it may run there. ``batched``: beside decoding alone, which costs no decision."""
-        held = self.on(worker)
-        if not held:
-            return True
-        a, b = self.stages[stage].kind, self.stages[held[0]].kind
-        decodes = a.startswith("decode") and b.startswith("decode")
-        return len(held) == 1 and (decodes or (not batched and self.multiplex)) and pays(self.table, a, b)
-
-    def eager(self) -> Action | None:
-        """The next action of first come, first served that multiplexes all that pays."""
-        return self.first(batched=False)
-
-    def first(self, batched: bool = True) -> Action | None:
-        """The next action of first come, first served; decodes share forward passes."""
-        for stage in self.ready:
-            pinned = self.stages[stage].worker
-            for worker in range(self.workers) if pinned is None else (pinned,):
-                if self._fits(stage, worker, batched):
-                    return Action(stage, worker)
-        return None
-
-    def actions(self) -> Iterator[Action | None]:
-        """All that are possible now; of several idle workers the first. None: to wait until a sub-stage ends."""
-        if self.at:
-            yield None
-        for stage in self.ready:
-            pinned, idle = self.stages[stage].worker, False
-            for worker in range(self.workers) if pinned is None else (pinned,):
-                empty = not self.on(worker)
-                if self._fits(stage, worker, batched=False) and not (empty and idle):
-                    yield Action(stage, worker)
-                idle = idle or empty
-        for stage, where in self.at.items() if self.merge else ():
-            if stage not in self.moved and self.stages[stage].move_seconds < self.left[stage]:
-                for worker in range(self.workers):
-                    if worker != where and self._fits(stage, worker, batched=True):
-                        yield Action(stage, worker, moves=True)
-
-    def apply(self, action: Action | None) -> Timeline:
-        """A copy after the action; for None, at the end of the next sub-stage."""
-        made = self.copy()
-        if action is None:
-            made.advance()
-            return made
-        made.at[action.stage] = action.worker
-        if action.moves:
-            made.left[action.stage] += made.stages[action.stage].move_seconds
-            made.moved |= {action.stage}
-        else:
-            made.ready.remove(action.stage)
-        return made
-
-    def advance(self) -> list[int]:
-        """Run until a sub-stage ends: those that do. Empty when nothing runs."""
-        rates = {stage: self.rate(stage) for stage in self.at}
-        step = min((self.left[stage] / rate for stage, rate in rates.items()), default=0.0)
-        self.now += step
-        ended = []
-        for stage, rate in rates.items():
-            self.left[stage] -= step * rate
-            if self.left[stage] <= 1e-9:
-                ended.append(stage)
-                del self.left[stage], self.at[stage]
-                self.ends[self.stages[stage].job] = self.now
-        self._release()
-        return ended
-
-    def _release(self) -> None:
-        for number in self.left:
-            if number not in self.at and number not in self.ready:
-                stage = self.stages[number]
-                if not any(before in self.left for before in stage.after):
-                    if stage.kind == "environment":
-                        self.at[number] = -1
-                    else:
-                        self.ready.append(number)
-
+    @property
     def cost(self) -> float:
-        """Of a finished timeline: the last finish plus the mean of the jobs'."""
-        return max(self.ends.values(), default=0.0) + sum(self.ends.values()) / max(1, len(self.ends))
+        """The finish of the last job plus the mean finish of all, once all have ended."""
+        return max(self.ends) + fmean(self.ends) if self.ends else 0.0
 
 
-def complete(timeline: Timeline, choose: Callable[[Timeline], Action | None] = Timeline.first) -> Timeline:
-    """A copy, run to its end with the actions of ``choose``: first come, first served by default."""
-    made = timeline.copy()
-    while made.left:
-        while (action := choose(made)) is not None:
-            made = made.apply(action)
-        if not made.advance() and made.left and not made.at:
-            raise ValueError(f"sub-stages {sorted(made.left)} wait for each other")
-    return made
+def engine_work(chains: Sequence[JobStages]) -> tuple[StageKind, int] | None:
+    """The kind of the engine's next slices, and the rows that decode; None without work for it."""
+    heads = [chain[0] for chain in chains if chain and chain[0].kind in ENGINE]
+    if not heads:
+        return None
+    decodes = [max(1, stage.rows) for stage in heads if stage.kind != "prefill"]
+    return ("decode", sum(decodes)) if decodes else ("prefill", 0)
 
 
-def greedy(timeline: Timeline) -> Action | None:
-    """The action after which the most work is done per second now; None where none adds to it."""
-    first = timeline.first()
-    best, most = first, sum(map(timeline.rate, timeline.at))
-    if first is not None:
-        most = _rate_after(timeline, first)
-    for action in timeline.actions():
-        if action is not None and (rate := _rate_after(timeline, action)) > most + 1e-9:
-            best, most = action, rate
-    return best
+def overlaps(chains: Sequence[JobStages]) -> bool:
+    """Whether engine and trainer both have work, so that the mode matters."""
+    kinds = {chain[0].kind for chain in chains if chain}
+    return bool(kinds & ENGINE) and bool(kinds & TRAINER)
 
 
-def _rate_after(timeline: Timeline, action: Action) -> float:
-    """Work per second once the action is taken and the workers that it leaves idle have work."""
-    made = timeline.apply(action)
-    while (follows := made.first()) is not None:
-        made = made.apply(follows)
-    return sum(map(made.rate, made.at))
+def rates(chains: Sequence[JobStages], threads: int, costs: LaneCosts) -> list[float]:
+    """Seconds alone that a second yields, of the first stage of each chain."""
+    work = engine_work(chains)
+    slow = (1.0, 1.0)
+    if work is not None and overlaps(chains):
+        slow = costs.table.slowdown(threads, *work)
+    training = sum(chain[0].kind in TRAINER for chain in chains)
+    prefills = sum(chain[0].kind == "prefill" for chain in chains)
+    rows = work[1] if work is not None else 0
+    engines_turns = prefills + bool(rows)
+    found = []
+    for stage, *_ in chains:
+        if stage.kind == "environment":
+            found.append(1.0)
+        elif stage.kind in TRAINER:
+            found.append(1 / (slow[1] * training))
+        elif stage.kind == "prefill" or not (own := costs.step(max(1, stage.rows))):
+            found.append(1 / (slow[0] * engines_turns))
+        else:
+            found.append(own / max(own, costs.step(rows)) / (slow[0] * engines_turns))
+    return found
 
 
-class Planner:
-    """Chooses actions with a look-ahead of ``depth`` decisions; remembers whether it ever chose another one than first
-    come, first served."""
+def advance(state: State, threads: int, costs: LaneCosts) -> State:
+    """Until the next stage ends, in this mode."""
+    speeds = rates(state.chains, threads, costs)
+    spent = min(chain[0].seconds / speed for chain, speed in zip(state.chains, speeds, strict=True))
+    now, ends, left = state.now + spent, list(state.ends), []
+    for chain, speed in zip(state.chains, speeds, strict=True):
+        first = chain[0]._replace(seconds=chain[0].seconds - spent * speed)
+        rest = (first, *chain[1:]) if first.seconds > 1e-9 * max(1.0, chain[0].seconds) else chain[1:]
+        if rest:
+            left.append(rest)
+        else:
+            ends.append(now)
+    return State(tuple(left), now, tuple(ends))
 
-    def __init__(self, depth: int = 1) -> None:
-        """``depth`` 0: greedy. More than 2 gained less than 1% in simulation."""
-        self._depth = depth
-        self.chosen = 0
-        """Actions that first come, first served would not have taken."""
+
+def complete(state: State, threads: int, costs: LaneCosts) -> State:
+    """The end of all jobs, if the mode stays."""
+    while state.chains:
+        state = advance(state, threads, costs)
+    return state
+
+
+def predicted(state: State, modes: Sequence[int], depth: int, costs: LaneCosts) -> float:
+    """The least cost with so many choices of a mode, each at the end of a stage, and none afterwards."""
+    while state.chains and not overlaps(state.chains):
+        state = advance(state, TURNS, costs)
+    if not state.chains:
+        return state.cost
+    ends = min(complete(state, mode, costs).cost for mode in modes)
+    if depth < 1:
+        return ends
+    return min(ends, *(predicted(advance(state, mode, costs), modes, depth - 1, costs) for mode in modes))
+
+
+class LaneChoice(NamedTuple):
+    """A mode, and why."""
+
+    threads: int
+    gain: float
+    """Predicted share of the cost in turns that it saves; of the time where durations are unknown."""
+    why: str = ""
+    """Of turns: the reason."""
 
     @property
     def active(self) -> bool:
-        return self.chosen > 0
+        return self.threads != TURNS
 
-    def choose(self, timeline: Timeline) -> Action | None:
-        """The next action; None to wait until a sub-stage ends. :func:`complete` calls it."""
-        first = timeline.first()
-        action = greedy(timeline) if self._depth == 0 else self._look(timeline, first)
-        self.chosen += action != first
-        return action
 
-    def _look(self, timeline: Timeline, first: Action | None) -> Action | None:
-        usual = complete(timeline).cost()
-        best, least = first, usual
-        for cost, action in self._ranked(timeline):
-            ahead = min(cost, self._ahead(timeline.apply(action), self._depth - 1))
-            spent = timeline.stages[action.stage].move_seconds if action is not None and action.moves else 0.0
-            if ahead < least - 1e-9 and usual - ahead > HYSTERESIS * spent:
-                best, least = action, ahead
-        return best
-
-    def _ahead(self, timeline: Timeline, depth: int) -> float:
-        """The least predicted cost within so many more decisions."""
-        if not depth or not timeline.left:
-            return math.inf
-        ranked = self._ranked(timeline)
-        return min(min(cost, self._ahead(timeline.apply(action), depth - 1)) for cost, action in ranked)
-
-    def _ranked(self, timeline: Timeline) -> list[tuple[float, Action | None]]:
-        """The best actions, each with its predicted cost if first come, first served follows."""
-        follows = (Timeline.first, Timeline.eager) if timeline.multiplex else (Timeline.first,)
-        costs = []
-        for action in timeline.actions():
-            after = timeline.apply(action)
-            costs.append((min(complete(after, rest).cost() for rest in follows), action))
-        return sorted(costs, key=lambda cost: cost[0])[:BREADTH]
+def choose(chains: Sequence[JobStages], modes: Sequence[int], costs: LaneCosts, present: int, depth: int) -> LaneChoice:
+    """The mode for now, of ``modes``: threads of the engine's lane, turns (0) among them. ``present`` is the mode so
+    far. Ties go to the first."""
+    running = tuple(chain for chain in chains if chain)
+    work = engine_work(running)
+    if work is None or not overlaps(running):
+        return LaneChoice(TURNS, 0.0, "no work to run beside")
+    able = [mode for mode in modes if mode != TURNS and costs.table.slowdown(mode, *work) != TAKING_TURNS]
+    sure = [mode for mode in able if costs.table.reliable(mode, *work)]
+    if able and not sure:
+        return LaneChoice(TURNS, 0.0, "slices beside each other are not as predicted")
+    known = all(math.isfinite(stage.seconds) for chain in running for stage in chain)
+    gains = {TURNS: 0.0}
+    if known and depth > 0:
+        turns = complete(State(running), TURNS, costs).cost
+        for mode in (TURNS, *sure):
+            after = advance(State(running), mode, costs)
+            gains[mode] = 1 - predicted(after, [TURNS, *sure], depth - 1, costs) / turns
+    else:
+        for mode in sure:
+            slow = costs.table.slowdown(mode, *work)
+            if known or max(slow) <= min(TAKING_TURNS) * (1 + MOST_LOSS):
+                gains[mode] = 1 - 1 / sum(1 / one for one in slow)
+    best = max(gains, key=lambda mode: gains[mode])
+    if present != TURNS and present in gains and gains[best] - gains[present] < SWITCH_GAIN:
+        best = present
+    if gains[best] < LEAST_GAIN:
+        return LaneChoice(TURNS, 0.0, "nothing gains")
+    return LaneChoice(best, gains[best], "" if best != TURNS else "to run beside later gains more")
 
 
 class StagePredictor:
-    """Durations of sub-stages from the last step, and how far these are off."""
+    """Durations of stages from the last step, and how far these are off."""
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-        self._errors: dict[str, float] = {}
+        self._known: LRUCache[str, tuple[float, float]] = LRUCache(MOST_STAGES)
+        """By name: the last duration, and the mean relative error of those before as predictions; infinite of one."""
 
     def record(self, name: str, seconds: float) -> None:
-        """The sub-stage of this name took so long in the step that ended."""
-        if (last := self._last.get(name)) is not None and seconds > 0:
+        """The stage of this name took so long in the step that ended."""
+        last, mean = self._known.get(name, (0.0, math.inf))
+        if name in self._known and seconds > 0:
             error = abs(last - seconds) / seconds
-            self._errors[name] = error + (1 - NEWEST) * (self._errors.get(name, error) - error)
-        self._last[name] = seconds
+            mean = error if math.isinf(mean) else error + (1 - NEWEST) * (mean - error)
+        self._known[name] = seconds, mean
 
     def predict(self, name: str) -> float | None:
         """Seconds of its next step; None while they are unknown, or were off by more than :data:`RELIABLE`."""
-        return self._last[name] if self._errors.get(name, math.inf) <= RELIABLE else None
+        return self._known[name][0] if self.error(name) <= RELIABLE else None
 
     def error(self, name: str) -> float:
         """The mean relative error; infinite while unknown."""
-        return self._errors.get(name, math.inf)
+        return self._known.get(name, (0.0, math.inf))[1]

@@ -157,10 +157,10 @@ class FairQueue(Generic[T]):
         ordered, jobs = self._order(0.0), self._tenants[tenant]
         turns = list(jobs).index(job)
         count = sum(min(self.turn, len(items)) for items in list(jobs.values())[:turns])
-        for place, other in enumerate(ordered):
+        for index, other in enumerate(ordered):
             if other != tenant:
                 theirs = sum(map(len, self._tenants[other].values()))
-                count += min(theirs, (turns + (place < ordered.index(tenant))) * self.turn)
+                count += min(theirs, (turns + (index < ordered.index(tenant))) * self.turn)
         return count
 
     def remove(self, tenant: str, job: str, item: T) -> bool:
@@ -183,8 +183,8 @@ class FairQueue(Generic[T]):
 
 
 class PriorityQueues(Generic[T]):
-    """Two queues. The express queue goes first where it has reserved room; then the common queue; the express queue
-    gets the room that is left, too. So neither can starve the other; each has counters of its own."""
+    """Two queues. The interactive queue goes first where it has reserved room; then the common queue; the interactive
+    queue gets the room that is left, too. So neither can starve the other; each has separate counters."""
 
     def __init__(
         self,
@@ -194,22 +194,22 @@ class PriorityQueues(Generic[T]):
         order: Callable[[str], RolloutOrder[T] | None] = lambda job: None,
     ) -> None:
         """``order``: of a job's items in the common queue, see :class:`FairQueue`."""
-        self.express: FairQueue[T] = FairQueue(weights, patience=patience)
+        self.interactive: FairQueue[T] = FairQueue(weights, patience=patience)
         self.common: FairQueue[T] = FairQueue(weights, patience=patience, order=order)
 
     def __len__(self) -> int:
-        return len(self.express) + len(self.common)
+        return len(self.interactive) + len(self.common)
 
     def __iter__(self) -> Iterator[T]:
-        yield from self.express
+        yield from self.interactive
         yield from self.common
 
     def take(
         self, reserved: Callable[[T], bool] | None, ready: Callable[[T], bool] | None, now: float = 0.0
     ) -> tuple[T, bool] | None:
-        """The next item, and whether it gets reserved room. ``reserved`` says whether an express item fits the reserved
-        room, ``ready`` whether an item fits the common room; None means that there is no such room."""
-        for queue, fits in ((self.express, reserved), (self.common, ready), (self.express, ready)):
+        """The next item, and whether it gets reserved room. ``reserved`` says whether an interactive item fits the
+        reserved room, ``ready`` whether an item fits the common room; None means that there is no such room."""
+        for queue, fits in ((self.interactive, reserved), (self.common, ready), (self.interactive, ready)):
             item = queue.take(fits, now) if fits is not None else None
             if item is not None:
                 return item, fits is reserved

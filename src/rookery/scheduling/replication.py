@@ -5,7 +5,7 @@
 * Among equally near sources, a reader more costs as much as :func:`hops_of` places more in a chain: a large artifact
   passes along a chain, in which everybody sends it once; a small one spreads as a tree.
 * The service has a durable copy of every artifact. It is a source like any other, and the last among equally near ones.
-* A receiver never reads from one that reads, over others, from itself.
+* A receiver never reads from one that reads, over others, from itself, nor from its own address.
 * All shards of an artifact follow one route: its hash names them all, so no receiver mixes two versions.
 """
 
@@ -43,6 +43,8 @@ class Replica(NamedTuple):
     reserved: bool = True
     source: str | None = None
     """From whom it receives the artifact; None: it is complete here, or has no source yet."""
+    address: str = ""
+    """Where it answers. Of two workers with one address the earlier one has ended, though nobody has noticed yet."""
 
 
 class Route(NamedTuple):
@@ -87,7 +89,7 @@ def plan_routes(
     ordered = sorted(
         receivers, key=lambda one: (one.site not in sites, one.site, not one.serves, not one.reserved, one.name)
     )
-    table = _Sources(known, hops, excluded)
+    table = SourceTable(known, hops, excluded)
     routes = []
     for receiver in ordered:
         sources = table.best(receiver, near=ELSEWHERE if receiver.site != site else SAME_SITE)
@@ -102,7 +104,7 @@ def last_reserved(holders: Iterable[Replica]) -> str | None:
     return reserved[0] if len(reserved) == 1 else None
 
 
-class _Sources:
+class SourceTable:
     """The sources of one artifact, cheapest first within a machine, within a site and altogether."""
 
     def __init__(self, holders: list[Replica], hops: float, excluded: Collection[str]) -> None:
@@ -128,8 +130,8 @@ class _Sources:
         if near == ELSEWHERE:
             keys.append(("all",))
         for key in keys:
-            if (found := self._cheapest(key, receiver.name)) is not None:
-                return [found, *self._alternatives(key, receiver.name, found)]
+            if (found := self._cheapest(key, receiver)) is not None:
+                return [found, *self._alternatives(key, receiver, found)]
         return []
 
     def add(self, receiver: Replica, source: str) -> None:
@@ -152,7 +154,7 @@ class _Sources:
         for key in (("machine", one.site, one.machine), ("site", one.site), ("all",)):
             heapq.heappush(self._heaps.setdefault(key, []), entry)
 
-    def _cheapest(self, key: tuple[str, ...], receiver: str) -> str | None:
+    def _cheapest(self, key: tuple[str, ...], receiver: Replica) -> str | None:
         heap, passed = self._heaps.get(key, []), []
         found = None
         while heap:
@@ -160,7 +162,7 @@ class _Sources:
             if cost != self._cost(name):  # an entry from before it had its present readers
                 heapq.heappop(heap)
                 continue
-            if self._reads_from(name, receiver):
+            if self._same_process(name, receiver) or self._reads_from(name, receiver.name):
                 passed.append(heapq.heappop(heap))
                 continue
             found = name
@@ -169,11 +171,16 @@ class _Sources:
             heapq.heappush(heap, entry)
         return found
 
-    def _alternatives(self, key: tuple[str, ...], receiver: str, first: str) -> list[str]:
+    def _alternatives(self, key: tuple[str, ...], receiver: Replica, first: str) -> list[str]:
         """Complete ones, which wait for nobody: two receivers that both turn to an alternative never wait for each
         other."""
         able = (name for _, depth, name in self._heaps[key][:ALTERNATIVES_AMONG] if depth == 0)
-        return list(dict.fromkeys(name for name in able if name not in (first, receiver)))[:ALTERNATIVES]
+        others = (name for name in able if name != first and not self._same_process(name, receiver))
+        return list(dict.fromkeys(others))[:ALTERNATIVES]
+
+    def _same_process(self, name: str, receiver: Replica) -> bool:
+        address = self._replicas[name].address
+        return name == receiver.name or (bool(address) and address == receiver.address)
 
     def _reads_from(self, name: str, receiver: str) -> bool:
         """Whether ``name`` is ``receiver``, or reads from it over any number of others."""

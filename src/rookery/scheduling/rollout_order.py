@@ -75,7 +75,7 @@ class RolloutOrder(Generic[T]):
         self._others: OrderedDict[T, int] = OrderedDict()
         """Every other item, as they came, with its number."""
         self._groups: dict[str, _Group[T]] = {}
-        """Those with unfinished members."""
+        """The groups with unfinished members."""
         self._probes: Any = SortedList()
         """(tokens, number, item) of those that wait."""
         self._ranked: Any = SortedList()

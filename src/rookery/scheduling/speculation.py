@@ -7,8 +7,12 @@ such steps (``StepCosts``, the table T(B, γ) of Seer, arXiv:2511.14617, correct
 draft tokens that were right (``Acceptance``). Seer gives each class of requests one length; here each draft token has
 its own probability, so its marginal benefit needs no class.
 
+A prediction is an estimate, so its outcome is measured too. ``DraftAccount`` counts the seconds that drafts cost: those
+of the steps in which drafts were looked for, less those that plain steps would have taken for the same tokens.
+
 Promises: decisions are pure functions of what was observed; no draft is verified for a number of rows of which no
-plain step was seen, and none where the gain is less than ``LEAST_GAIN``.
+plain step was seen, and none where the gain is less than :func:`least_gain`. For each number of rows, drafts cost at
+most ``TRIAL_STEPS`` plain steps, the last step with drafts, and ``TRIAL_SHARE`` of the time of plain steps.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ LEAST_GAIN = 1.03
 """Tokens per second with drafts, over those without, from which drafts are verified: less is within the error of the
 moving estimates."""
 
+MANY_ROWS, LEAST_GAIN_OF_MANY = 16, 1.1
+"""The same for more than so many rows. With drafts, the texts of a batch end at different times and leave it emptier:
+at 64 rows a predicted gain of 3 to 7% was a loss of 5%."""
+
 AVERAGED = 10
 """Steps that a moving estimate of a cost averages over."""
 
@@ -34,6 +42,22 @@ FORGET = 2000
 
 REACH = 2.0
 """How far beyond the longest step that was measured, in positions, the next may go; costs are extrapolated there."""
+
+TRIAL_STEPS = 2.0
+"""Plain steps' time that drafts may cost before they are off: the moving estimates need some steps with drafts."""
+
+TRIAL_SHARE = 0.005
+"""Of the time of plain steps makes up for what drafts cost, so trials that fail cost so much in the long run."""
+
+SAVED_STEPS = 4.0
+"""Plain steps' time that drafts may cost again of what they have saved: one that fails for a while, as where texts
+begin, does not turn them off, and what was saved long ago does not pay for drafts that have stopped to be right."""
+
+PLAIN_EVERY = 64
+"""Steps with drafts after which one is plain, so that the two are compared at the present length of texts."""
+
+AVERAGED_AGAIN = 3
+"""Plain steps that the average counts as at one that follows steps with drafts: texts have grown meanwhile."""
 
 DECAY = 0.98
 """Weight of the draft tokens before, at each further one: about the last fifty of a kind count."""
@@ -86,6 +110,57 @@ class StepCosts:
         return rows * np.interp(ratios, x, y, right=np.inf)
 
 
+class DraftAccount:
+    """The seconds that looking for drafts and verifying them has cost, by rows in buckets of half an octave. Drafts are
+    on while they are few, and off until plain steps have made up for them."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[int, _Account] = {}
+
+    def allows(self, rows: int) -> bool:
+        """Whether the next step of so many rows may look for drafts."""
+        account = self._accounts.get(_half_octave(rows))
+        return account is not None and account.on and account.since_plain < PLAIN_EVERY
+
+    def observe(self, rows: int, tokens: int, drafts: int, seconds: float, looking: float) -> None:
+        """A step of so many rows that verified so many drafts and gave so many tokens took so long, and ``looking`` for
+        its drafts before; 0.0 where none were looked for."""
+        account = self._accounts.setdefault(_half_octave(rows), _Account())
+        each = seconds / rows
+        if drafts:
+            account.since_plain += 1
+            expected = tokens * account.plain
+            account.add(looking + min(seconds, OUTLIER * (rows + drafts) * account.plain) - expected, rows)
+            return
+        most = AVERAGED_AGAIN if account.since_plain else AVERAGED
+        account.count, account.since_plain = min(account.count + 1, most), 0
+        slow = OUTLIER * account.plain if account.count > 1 else each
+        account.plain += (min(each, slow) - account.plain) / account.count
+        if looking:
+            account.add(looking, rows)
+        elif not account.on:
+            account.cost -= TRIAL_SHARE * seconds
+            account.on = account.cost <= 0.0
+
+
+@dataclass
+class _Account:
+    plain: float = 0.0
+    """Seconds of a plain step over its rows, a moving average."""
+    count: int = 0
+    """Plain steps in it."""
+    cost: float = 0.0
+    """Seconds; negative where drafts have saved some."""
+    on: bool = True
+    since_plain: int = 0
+    """Steps with drafts since the last plain one."""
+
+    def add(self, seconds: float, rows: int) -> None:
+        step = rows * self.plain
+        self.cost = max(self.cost + seconds, -SAVED_STEPS * step)
+        self.on = self.cost <= TRIAL_STEPS * step
+
+
 class Acceptance:
     """The share of draft tokens that were right, among those that follow only right ones: by the tokens that matched
     before it, in the text and in the draft, and by its share of what followed them."""
@@ -118,6 +193,11 @@ def kind_of(matched: int, share: float) -> int:
     return min(matched.bit_length(), _MATCHES - 1) * _SHARES + (share > 0.5) + (share > 0.9)
 
 
+def least_gain(rows: int) -> float:
+    """Tokens per second with drafts, over those without, from which a step of so many rows verifies drafts."""
+    return LEAST_GAIN if rows <= MANY_ROWS else LEAST_GAIN_OF_MANY
+
+
 def draft_budget(chances: Sequence[Sequence[float]], costs: StepCosts, drafting: float = 0.0) -> list[int]:
     """How many tokens of each row's draft to verify [rows], from ``Acceptance.chances`` of each. ``drafting``: seconds
     that finding these drafts took, which every step with drafts takes too."""
@@ -129,7 +209,7 @@ def draft_budget(chances: Sequence[Sequence[float]], costs: StepCosts, drafting:
         return lengths
     speeds = (rows + np.cumsum([0.0, *(chance for chance, _ in tokens)])) / (seconds + drafting)
     best = int(speeds.argmax())
-    if speeds[best] >= LEAST_GAIN * rows / seconds[0]:
+    if speeds[best] >= least_gain(rows) * rows / seconds[0]:
         for _, row in tokens[:best]:
             lengths[row] += 1
     return lengths

@@ -1,18 +1,30 @@
 """Merged tails: the rollouts of a worker that trains may move into another worker's batch (JigsawRL, arXiv 2604.23838).
 Pure.
 
-Beside training they get half of the time, and take half of training's. :func:`merge` decides where the rules of
-:mod:`rookery.scheduling.balancing` move nothing.
+Beside training, or in turns with it, they are slower, and so is training. :func:`merge` decides by the planner's
+prediction (:mod:`rookery.scheduling.pipelines`) where the rules of :mod:`rookery.scheduling.balancing` move nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 
 from rookery.scheduling.balancing import MigrationPlan
 from rookery.scheduling.costs import CostTable
 from rookery.scheduling.divided_rollout import DecodingWorker
-from rookery.scheduling.pipelines import Planner, SubStage, Timeline
+from rookery.scheduling.pipelines import (
+    BUCKETS,
+    HYSTERESIS,
+    TAKING_TURNS,
+    TURNS,
+    JobStages,
+    LaneCosts,
+    SlowdownTable,
+    Stage,
+    State,
+    complete,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +39,41 @@ class WorkerRollouts:
     """Of prompts and texts: another worker prefills them."""
     train_seconds: float = 0.0
     """Predicted rest of the worker's training."""
+    slowdowns: tuple[float, float] = TAKING_TURNS
+    """Of its rollouts and its training while it has both."""
 
 
-def merge(tail: WorkerRollouts, taker: WorkerRollouts, costs: CostTable, planner: Planner) -> MigrationPlan | None:
+def merge(tail: WorkerRollouts, taker: WorkerRollouts, costs: CostTable) -> MigrationPlan | None:
     """The rollouts of ``tail``, whose worker trains, resume in the batch of ``taker``, whose worker does not: if that
     lowers the predicted finish of all, prefilling included, by the planner's hysteresis. ``costs`` are the taker's."""
     rows, others = tail.site.executing, taker.site.executing
-    here, both = costs.predict("decode", rows), costs.predict("decode", rows + others)
     prefill = costs.predict("prefill", tail.tokens)
     memory = tail.tokens + rows * tail.steps
-    if not (rows and here and prefill) or tail.site.pending or taker.site.pending:
+    if not (rows and tail.train_seconds and prefill and costs.predict("decode", rows)):
         return None
-    if taker.site.free < rows or taker.site.free_tokens < memory:
+    if tail.site.pending or taker.site.pending or taker.site.free < rows or taker.site.free_tokens < memory:
         return None
-    stages = [
-        SubStage("tail", "decode tail", tail.steps * here, worker=0, move_seconds=prefill),
-        SubStage("training", "train", tail.train_seconds, worker=0),
-    ]
-    slow = {}
-    if others:
-        alone = costs.predict("decode", others)
-        slow["decode batch", "decode tail"] = both / alone, both / here
-        stages.append(SubStage("batch", "decode batch", taker.steps * alone, worker=1))
-    left = {number: stage.seconds for number, stage in enumerate(stages)}
-    action = planner.choose(Timeline(stages, 2, slow, left=left, at=dict(zip(left, (0, 0, 1), strict=False))))
-    return MigrationPlan(tail.name, taker.name, rows, executing=True) if action == (0, 1, True) else None
+    rest = _decode(tail, costs)
+    batch: list[JobStages] = [(_decode(taker, costs),)] if others else []
+    training: JobStages = (Stage("train", tail.train_seconds),)
+    stays = _cost([[(rest,), training], batch], costs, tail.slowdowns)
+    moves = _cost([[training], [(Stage("prefill", prefill), rest), *batch]], costs, tail.slowdowns)
+    gains = stays - moves > HYSTERESIS * prefill
+    return MigrationPlan(tail.name, taker.name, rows, executing=True) if gains else None
+
+
+def _decode(rollouts: WorkerRollouts, costs: CostTable) -> Stage:
+    rows = rollouts.site.executing
+    return Stage("decode", rollouts.steps * costs.predict("decode", rows), rows)
+
+
+def _cost(workers: list[list[JobStages]], costs: CostTable, slowdowns: tuple[float, float]) -> float:
+    """The finish of the last plus the mean finish of all stages on these workers."""
+    table, mode = SlowdownTable(), TURNS
+    if slowdowns != TAKING_TURNS:
+        mode = 1
+        for rows in BUCKETS:
+            table.record(mode, "decode", rows, engine=slowdowns[0], trainer=slowdowns[1])
+    lanes = LaneCosts(table, lambda rows: costs.predict("decode", rows))
+    ends = [end for chains in workers for end in complete(State(tuple(chains)), mode, lanes).ends]
+    return max(ends) + fmean(ends)

@@ -89,10 +89,10 @@ class SlotUse:
     since: float
 
 
-def slots_to_free(holders: Sequence[SlotUse], *, places: int, wanted: int, now: float, patience: float) -> list[str]:
+def slots_to_free(holders: Sequence[SlotUse], *, capacity: int, wanted: int, now: float, patience: float) -> list[str]:
     """Holders to evict for ``wanted`` newcomers, as far as possible. A busy holder is never evicted; among the others
     those without a gradient go first, longest idle first; one with a gradient only after ``patience`` seconds."""
-    needed = len(holders) + wanted - places
+    needed = len(holders) + wanted - capacity
     able = [holder for holder in holders if not holder.busy and (not holder.gradient or now - holder.since >= patience)]
     able.sort(key=lambda holder: (holder.gradient, holder.since, holder.name))
     return [holder.name for holder in able[: max(0, needed)]]

@@ -12,18 +12,21 @@ prompts and decoding.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from rookery.scheduling.queues import TokenCounters
 
 
 class WorkerTime:
-    """Seconds that tenants used, divided by their ``weights``, which may change at any time."""
+    """Seconds that tenants used, divided by their ``weights``, which may change at any time. Engine and trainer may ask
+    and charge from two threads."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._counters = TokenCounters(weights)
         self._parts: tuple[set[str], set[str]] = set(), set()
         """Tenants that had work in engine and trainer at the last choice."""
+        self._lock = threading.Lock()
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -43,15 +46,22 @@ class WorkerTime:
         engine, trainer = self._parts
         return not engine <= trainer
 
+    @property
+    def same_tenants(self) -> bool:
+        """Whether engine and trainer work for the same tenants."""
+        engine, trainer = self._parts
+        return engine == trainer
+
     def divide(self, engine: Collection[str], trainer: Collection[str]) -> tuple[float, float]:
         """The shares of engine and trainer, for the tenants that have work in each: equal ones if one of them works for
         no tenant. A tenant that had no work at the last call has no credit for that time."""
-        before = self._parts[0] | self._parts[1]
-        self._parts = set(engine), set(trainer)
-        working = self._parts[0] | self._parts[1]
-        for tenant in sorted(working - before):
-            self._counters.lift(tenant)
-        self._counters.order(sorted(working))
+        with self._lock:
+            before = self._parts[0] | self._parts[1]
+            self._parts = set(engine), set(trainer)
+            working = self._parts[0] | self._parts[1]
+            for tenant in sorted(working - before):
+                self._counters.lift(tenant)
+            self._counters.order(sorted(working))
         if not engine or not trainer:
             return 0.5, 0.5
         one, other = (sum(map(self.weight_within, sorted(part))) for part in self._parts)
@@ -69,6 +79,7 @@ class WorkerTime:
     def charge(self, seconds: float, shares: Mapping[str, float]) -> None:
         """These ``seconds`` were used by tenants in proportion to ``shares``."""
         total = sum(shares.values())
-        for tenant, share in shares.items():
-            if share:
-                self._counters.charge(tenant, seconds * share / total)
+        with self._lock:
+            for tenant, share in shares.items():
+                if share:
+                    self._counters.charge(tenant, seconds * share / total)

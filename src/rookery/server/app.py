@@ -16,8 +16,21 @@ from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders, TimeKeeper
 from rookery.server.connections import Connections
 from rookery.server.methods import RequestMethods
-from rookery.server.routes import admin, agents, episodes, fine_tuning, gateway, jobs, openai, page, timeline, usage
+from rookery.server.routes import (
+    admin,
+    agents,
+    episodes,
+    fine_tuning,
+    gateway,
+    jobs,
+    openai,
+    page,
+    secrets,
+    timeline,
+    usage,
+)
 from rookery.spec.job import JobSpec
+from rookery.telemetry.log import dropped_lines
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
 
 log = logging.getLogger("rookery.server")
@@ -31,6 +44,7 @@ def build(context: ServiceContext) -> FastAPI:
         title="Rookery",
         version=VERSION,
         redoc_url=None,
+        redirect_slashes=False,
         summary="Many LoRA policies learn by reinforcement at once, on one resident base model.",
         generate_unique_id_function=lambda route: route.name,
     )
@@ -50,6 +64,7 @@ def build(context: ServiceContext) -> FastAPI:
         agents.agent_routes,
         gateway.routes,
         usage.routes,
+        secrets.routes,
         timeline.routes,
         page.routes,
         page.unsigned,
@@ -119,7 +134,7 @@ async def prometheus(service: Service) -> Response:
         jobs=health.jobs,
         workers=Counter(worker.state for worker in service.context.rooms.fleet.all()),
         totals={**health.totals, **service.refusals},
-        gauges={**health.gauges, "connections": len(service.connections)},
+        gauges={**health.gauges, "connections": len(service.connections), "log_lines_dropped": dropped_lines()},
         help={name: gauge.help for name, gauge in GAUGES.items()},
     )
     return Response(metrics.render(), media_type=CONTENT_TYPE)

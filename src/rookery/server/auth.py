@@ -157,7 +157,7 @@ class ServiceContext:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sends a request: the tenant's ``id``, and the role and the hash of the key."""
+    """The sender of a request: the tenant's ``id``, and the role and the hash of the key."""
 
     id: str
     role: KeyRole
@@ -294,7 +294,7 @@ async def caller(
     bearer: Annotated[Any, Depends(HTTPBearer(auto_error=False, description="An API key, tml-…"))],
     header: Annotated[Any, Depends(APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key, tml-…"))],
 ) -> Caller:
-    """Whoever :class:`AuthenticatedRoute` has authenticated. The other parameters document how a key is sent."""
+    """The sender that :class:`AuthenticatedRoute` authenticated. The other parameters document how a key is sent."""
     return await authenticate(connection)
 
 

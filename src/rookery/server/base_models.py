@@ -30,7 +30,7 @@ class BaseModels:
         """``cache``: the folder of base models. Preparing one may take ``seconds``."""
         self._cache = cache
         self._seconds = seconds
-        self._places = asyncio.Semaphore(PREPARED_AT_ONCE)
+        self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
         self._loading: dict[str, asyncio.Task[Chat]] = {}
 
     async def chat(self, model: str) -> Chat:
@@ -48,7 +48,7 @@ class BaseModels:
     async def _load(self, model: str) -> Chat:
         folder = model_folder(self._cache, model)
         if not (folder / PREPARED).is_file():
-            async with self._places:
+            async with self._preparing:
                 await self._prepare(model)
         return await asyncio.to_thread(Chat.load, folder)
 

@@ -132,7 +132,7 @@ class ResponseFormat:
     @property
     def include_usage(self) -> bool:
         """Whether the stream reports token counts."""
-        return self.options.stream_options is not None and self.options.stream_options.include_usage
+        return self.options.stream_options is not None and bool(self.options.stream_options.include_usage)
 
     def body(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
         """The body of a response that is not streamed."""

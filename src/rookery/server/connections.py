@@ -62,6 +62,10 @@ UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 """Headers by which a client asks for another protocol on its connection; ``Connection`` names them too."""
 
 
+BODY_HEADERS = (b"content-length", b"transfer-encoding")
+"""Headers of a request with a body, apart from a length of 0."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EdgeRules:
     """The patience of the service with a client's connection. Tests pass another one to the service."""
@@ -80,7 +84,7 @@ class EdgeRules:
 
 
 EDGE_RULES = EdgeRules()
-"""Those of a service."""
+"""The values that a service uses."""
 
 ADDRESS_SHARE, TENANT_SHARE = 0.5, 0.25
 """Shares of all connections that one address may have open, apart from connected workers and environment hosts, and
@@ -244,13 +248,19 @@ class BoundedHttp(HttpToolsProtocol):
             self._bounds.end_flood(self.slot)
 
     def _should_upgrade(self) -> bool:
-        """A WebSocket begins with GET (RFC 6455, section 4.1). A request for any other protocol is answered as if it
-        did not ask for one (RFC 9110, section 7.8): Java's client and ``curl --http2`` ask for h2c with every POST."""
-        return bool(self.scope["method"] == "GET" and super()._should_upgrade())
+        """A WebSocket begins with GET and has no body (RFC 6455, section 4.1). A request for any other protocol is
+        answered as if it did not ask for one (RFC 9110, section 7.8): Java's client and ``curl --http2`` ask for h2c
+        with every POST."""
+        has_body = any(name in BODY_HEADERS and value.strip() != b"0" for name, value in self.headers)
+        return bool(self.scope["method"] == "GET" and not has_body and super()._should_upgrade())
 
     def _unsupported_upgrade_warning(self) -> None:
         """The parser ends after the head of a request that asks for another protocol. A new one reads the same request
-        without that wish, and the bytes that follow."""
+        without that wish, and the bytes that follow. CONNECT ends it without a wish."""
+        if not {*UPGRADE_HEADERS} & {name for name, _ in self.headers}:
+            method = self.scope["method"]
+            self._end_with(b"501 Not Implemented", f"the service is no proxy and takes no {method}; send GET or POST")
+            return
         stopped = sys.exc_info()[1]
         assert isinstance(stopped, httptools.HttpParserUpgrade)
         rest = self._fed[stopped.args[0] :]
@@ -275,10 +285,13 @@ class BoundedHttp(HttpToolsProtocol):
         if known is None:
             super().send_400_response(msg)
             return
-        body = msgspec.json.encode({"error": str(known)})
-        head = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
-        head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(head + body)
+        self._end_with(b"503 Service Unavailable\r\nretry-after: 1", str(known))
+
+    def _end_with(self, status: bytes, error: str) -> None:
+        """Answer a request that reaches no route, and close the connection."""
+        body = msgspec.json.encode({"error": error})
+        head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/json\r\n" % status
+        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.close()
 
     def on_headers_complete(self) -> None:

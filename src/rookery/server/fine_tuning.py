@@ -6,7 +6,8 @@ The API is that of openai-python 3.57, frozen: an argument that it has and this 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -23,9 +24,11 @@ from rookery.environments.verifiers.graders import (
     single,
 )
 from rookery.environments.verifiers.running_graders import GraderTools, ModelGrader
-from rookery.errors import NotFound, UserError
+from rookery.errors import NotFound
 from rookery.server.openai import UnsupportedField
+from rookery.server.responses import first_problem, named_steps
 from rookery.spec.policy import OptimizerSpec
+from rookery.storage.models import JobRow
 
 FILE, JOB, CHECKPOINT, EVENT = "file-", "ftjob-", "ftckpt_", "ftevent-"
 """Prefixes of ids."""
@@ -45,7 +48,7 @@ CHECKPOINT_OF = ":ckpt-step-"
 
 EPOCHS = {"supervised": 3, "dpo": 1, "reinforcement": 1}
 BATCH = {"supervised": 16, "dpo": 8, "reinforcement": 8}
-"""What ``auto`` means."""
+"""The values that stand for ``auto``."""
 
 HELD_OUT = 1000
 """Most rows of a validation file that are used, as in OpenAI's API."""
@@ -138,35 +141,35 @@ class _GraderHolder(BaseModel):
 
 def read_grader(given: Any, where: str) -> Any:
     """The grader in ``given``. Raises :class:`UnsupportedField` that names ``where``."""
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    for part, at in ((kind, "type"), *_part_types(given)):
-        allowed = GRADER_TYPES if at == "type" else GRADER_TYPES[:-1]  # no multi in another
-        if part not in allowed and isinstance(part, str):
-            known = ", ".join(allowed)
-            raise UnsupportedField(f"{where}.{at}: {part[:40]} graders do not run here; give {known}", f"{where}.{at}")
+    for part, at in _parts(given, where):
+        allowed = GRADER_TYPES if at == where else GRADER_TYPES[:-1]  # no multi in another
+        known = ", ".join(allowed)
+        if not isinstance(part, Mapping):
+            raise UnsupportedField(f"{at}: give a grader, an object whose type is one of {known}", at)
+        kind = part.get("type")
+        if kind not in allowed:
+            other = "missing" if kind is None else "not a text"
+            line = f"{kind[:40]} graders do not run here" if isinstance(kind, str) else other
+            raise UnsupportedField(f"{at}.type: {line}; give {known}", f"{at}.type")
     try:
         grader = _GraderHolder(grader=given).grader
         check_templates(grader)
         return grader
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        steps = [str(step) for step in first["loc"][1:] if step not in GRADER_TYPES and not _is_alternative(step)]
-        path = ".".join([where, *steps])
+        held = {"grader": given}
+        first = first_problem(error.errors(include_url=False), held)
+        path = ".".join([where, *named_steps(first["loc"], held, first["type"])[1:]])
         raise UnsupportedField(f"{path}: {first['msg'].removeprefix('Value error, ')}", path) from None
     except ValueError as error:
         raise UnsupportedField(f"{where}: {error}", where) from None
 
 
-def _is_alternative(step: int | str) -> bool:
-    """Whether a step of a place is a type that pydantic tried, not a field."""
-    return isinstance(step, str) and (step in ("str", "TextContent") or "[" in step)
-
-
-def _part_types(given: Any) -> Sequence[tuple[Any, str]]:
-    parts = given.get("graders") if isinstance(given, Mapping) else None
-    if not isinstance(parts, Mapping):
-        return []
-    return [(part.get("type"), f"graders.{name}.type") for name, part in parts.items() if isinstance(part, Mapping)]
+def _parts(given: Any, where: str) -> Iterator[tuple[Any, str]]:
+    """A grader and those of which it consists, each with the name of the argument."""
+    yield given, where
+    parts = given.get("graders")
+    for name, part in parts.items() if isinstance(parts, Mapping) else ():
+        yield part, f"{where}.graders.{name}"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -201,8 +204,28 @@ def fine_tuning_id(job: str) -> str:
     return JOB + job.removeprefix("job-")
 
 
-def job_of(given: JobCreate) -> dict[str, Any]:
-    """The job that a request asks for. Raises :class:`UnsupportedField`."""
+@dataclass(frozen=True)
+class Start:
+    """A version of a policy from which a job starts: ``about`` are the settings of the policy in its job."""
+
+    job: str
+    policy: str
+    version: int
+    base_model: str
+    about: Mapping[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of a policy that starts from it. Raises :class:`UnsupportedField`."""
+        if self.about.get("full"):
+            raise UnsupportedField("model: all of its parameters were trained; give a LoRA's or a base model", "model")
+        same = {name: self.about[name] for name in ("rank", "alpha", "targets")}
+        return {**same, "warm_start": {"job": self.job, "policy": self.policy, "version": self.version}}
+
+
+def job_of(given: JobCreate, start: Start | None = None) -> dict[str, Any]:
+    """The job that a request asks for, where ``start`` is the fine-tuned model that its ``model`` names. Raises
+    :class:`UnsupportedField`."""
     if given.integrations:
         raise UnsupportedField(
             "integrations: the metrics of a job go to the service's sinks; leave it out", "integrations"
@@ -225,11 +248,15 @@ def job_of(given: JobCreate) -> dict[str, Any]:
         evaluation = {"prompts": HELD_OUT}
     batch = _or(numbers.batch_size, BATCH[kind])
     job: dict[str, Any] = {
-        "name": given.suffix or "ft", "base_model": given.model, "environment": environment, "evaluation": evaluation,
+        "name": given.suffix or "ft", "base_model": given.model if start is None else start.base_model,
+        "environment": environment, "evaluation": evaluation,
         "stop": {"epochs": _or(numbers.n_epochs, EPOCHS[kind])}, "seed": given.seed or 0,
         "metadata": given.metadata or {},
         "policies": {
-            "main": {"optimizer": {"lr": OptimizerSpec().lr * float(_or(numbers.learning_rate_multiplier, 1.0))}}
+            "main": {
+                "optimizer": {"lr": OptimizerSpec().lr * float(_or(numbers.learning_rate_multiplier, 1.0))},
+                **(start.settings if start is not None else {}),
+            }
         },
     }  # fmt: skip
     if kind == "supervised":
@@ -264,10 +291,11 @@ def is_fine_tuning(spec: Mapping[str, Any]) -> bool:
     return environment.get("dataset") is not None and (spec["algorithm"]["name"] in METHODS or graded)
 
 
-def model_name(view: JobView, step: int | None = None) -> str:
-    """The name under which the job's model, or its checkpoint after ``step``, answers at ``/v1``."""
-    suffix = "" if view.name == "ft" else view.name
-    name = f"ft:{view.base_model}:{view.tenant}:{suffix}:{view.id.removeprefix('job-')}"
+def model_name(job: JobView | JobRow, tenant: str, step: int | None = None) -> str:
+    """The name under which the model of a job of this ``tenant``, or its checkpoint after ``step``, answers at
+    ``/v1``."""
+    suffix = "" if job.name == "ft" else job.name
+    name = f"ft:{job.spec['base_model']}:{tenant}:{suffix}:{job.id.removeprefix('job-')}"
     return name if step is None else f"{name}{CHECKPOINT_OF}{step}"
 
 
@@ -296,7 +324,7 @@ def fine_tuning_job(view: JobView, trained_tokens: int | None = None) -> dict[st
         "validation_file": FILE + str(held_out) if held_out else None,
         "hyperparameters": {} if kind == "reinforcement" else numbers, "method": {"type": kind, kind: method},
         "result_files": [], "error": error, "finished_at": int(view.finished) or None, "estimated_finish": None,
-        "fine_tuned_model": model_name(view) if view.state == "completed" else None,
+        "fine_tuned_model": model_name(view, view.tenant) if view.state == "completed" else None,
         "trained_tokens": trained_tokens, "integrations": [], "metadata": spec.get("metadata") or {},
     }  # fmt: skip
 
@@ -334,7 +362,7 @@ def checkpoint(view: JobView, version: VersionView, loss: float | None) -> dict[
     return {
         "id": f"{CHECKPOINT}{view.id.removeprefix('job-')}-{version.version}",
         "object": "fine_tuning.job.checkpoint", "created_at": int(version.created),
-        "fine_tuned_model_checkpoint": model_name(view, version.step),
+        "fine_tuned_model_checkpoint": model_name(view, view.tenant, version.step),
         "fine_tuning_job_id": fine_tuning_id(view.id), "step_number": version.step,
         "metrics": {name: value for name, value in found.items() if value is not None},
     }  # fmt: skip
@@ -384,12 +412,13 @@ def grader_models(given: Any) -> list[str]:
 
 
 def page_of(rows: Sequence[dict[str, Any]], after: str, limit: int, *, ends: bool = False) -> dict[str, Any]:
-    """A page of ``rows``, all in order. Raises :class:`UserError` for an ``after`` that is none of them."""
+    """A page of ``rows``, all in order. Raises :class:`UnsupportedField` for an ``after`` that is none of
+    them."""
     start = 0
     if after:
         start = next((at + 1 for at, row in enumerate(rows) if row["id"] == after), -1)
         if start < 0:
-            raise UserError(f"after: nothing in this list has the id {after[:80]!r}")
+            raise UnsupportedField(f"after: nothing in this list has the id {after[:80]!r}", "after")
     data = rows[start : start + limit]
     page: dict[str, Any] = {"object": "list", "data": data, "has_more": start + limit < len(rows)}
     if ends:

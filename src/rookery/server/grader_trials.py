@@ -62,7 +62,7 @@ class GraderTrials:
                     raise ValueError(f"it does not define {FUNCTION}(sample, item): {ran.last_line}")
 
     def answer(self, asked: Coroutine[Any, Any, ModelAnswer], loop: asyncio.AbstractEventLoop) -> ModelAnswer:
-        """What a model of the service answers, in ``loop``. Blocks; raises :class:`ModelSilent` where it does not."""
+        """The answer of a model of the service, in ``loop``. Blocks; raises :class:`ModelSilent` where it does not."""
         answer = asyncio.run_coroutine_threadsafe(asked, loop)
         self._answers.add(answer)
         try:

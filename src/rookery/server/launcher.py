@@ -49,7 +49,7 @@ from rookery.environments.judges import parse_judges
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import find as find_sandbox
 from rookery.errors import Unavailable, UserError, shortages
-from rookery.folders import CACHE_FOLDERS, usable_folder
+from rookery.folders import usable_cache
 from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
@@ -189,7 +189,7 @@ class Service:
 
     async def _start(self) -> None:
         check_sinks(self.settings)
-        usable_folder(self.settings.cache, "ROOKERY_CACHE", CACHE_FOLDERS)
+        usable_cache(self.settings.cache)
         models = [resolve(name.strip()).name for name in self.settings.server.models.split(",") if name.strip()]
         settings = self.settings.replace(models=",".join(models))
         for model in models:
@@ -429,7 +429,7 @@ async def serve(settings: Settings) -> None:
 
 
 def _greeting(service: Service) -> list[str]:
-    """What works, where its files are, and one command to go on with."""
+    """The features that work, the place of the files, and one command to continue with."""
     settings, url = service.settings, service.url
     data, models = settings.data, [name.strip() for name in settings.server.models.split(",") if name.strip()]
     tinker = f"; the Tinker SDK ({url}/tinker)" if find_spec("tinker") is not None else ""

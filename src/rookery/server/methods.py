@@ -1,5 +1,7 @@
 """Request methods, for the application as a whole.
 
+* A slash at the end of a path makes no difference: a redirect would lose a client's key or body, and behind a proxy
+  name the wrong scheme.
 * HEAD is answered as GET without its body (RFC 9110, section 9.3.2), also on paths whose GET would stream without end.
 * A method that a path does not have is status 405 with the methods that it has, where another route, such as
   ``/v1/{path}`` or ``/jobs/{job}``, would take the request and find nothing.
@@ -39,6 +41,8 @@ class RequestMethods:
                 self._methods[route.path] |= (route.methods or set()) & {*METHODS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and scope["path"].endswith("/") and not scope["path"].endswith("//"):
+            scope = {**scope, "path": scope["path"].removesuffix("/") or "/"}
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,5 @@
-"""A body of ``multipart/form-data`` (RFC 7578) as it arrives: small fields, and one file that is never held whole."""
+"""A body of ``multipart/form-data`` (RFC 7578) as it arrives: small fields, and one file that is never held whole. The
+fields may come before the file and after it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ FIELD_BYTES = 4 << 10
 """The value of a field that is not a file."""
 
 FIELDS = 16
-"""Fields before the file."""
+"""Fields besides the file."""
 
 _BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _PARAMETER = re.compile(r';\s*(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
@@ -23,7 +24,8 @@ _PARAMETER = re.compile(r';\s*(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECAS
 
 @dataclass
 class Form:
-    """The fields that precede the file, and the file's content; ``filename`` is what the client calls it."""
+    """The fields, those after the file once its content was read, and the file's content; ``filename`` is what the
+    client calls it."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str = ""
@@ -46,6 +48,11 @@ class Multipart:
         """Everything up to the content of the file, which then is read once. Raises :class:`UserError`."""
         form = Form()
         await self._take(self._mark, HEAD_BYTES)
+        await self._fields(form)
+        return form
+
+    async def _fields(self, form: Form) -> None:
+        """Read fields up to the content of the file, or to the end of the form. Raises :class:`UserError`."""
         while not await self._closed():
             head = (await self._take(b"\r\n\r\n", HEAD_BYTES)).decode("utf-8", "replace")
             line = next((one for one in head.split("\r\n") if one.lower().startswith("content-disposition:")), "")
@@ -53,13 +60,14 @@ class Multipart:
             if "filename" in about:
                 if about.get("name") != "file":
                     raise UserError("the form has a file under another name; send it as file")
-                form.filename, form.content = about["filename"], self._file()
-                return form
+                if form.content is not None:
+                    raise UserError("the form has a second file; send one")
+                form.filename, form.content = about["filename"], self._file(form)
+                return
             if len(form.fields) >= FIELDS:
                 raise UserError(f"the form has more than {FIELDS} fields; send purpose and file")
             value = await self._take(self._mark, FIELD_BYTES)
             form.fields[about.get("name", "")] = value.decode("utf-8", "replace")
-        return form
 
     async def _closed(self) -> bool:
         """Whether the boundary that was just read is the last one."""
@@ -78,7 +86,8 @@ class Multipart:
         found, self._held = self._held[:at], self._held[at + len(mark) :]
         return found
 
-    async def _file(self) -> AsyncIterator[bytes]:
+    async def _file(self, form: Form) -> AsyncIterator[bytes]:
+        """The content of the file; then the fields that follow it are read into ``form``."""
         while (at := self._held.find(self._mark)) < 0:
             keep = len(self._mark) - 1  # the boundary may have begun
             if len(self._held) > keep:
@@ -88,7 +97,8 @@ class Multipart:
                 raise UserError("the file is cut off: the form does not end")
         if at:
             yield self._held[:at]
-        self._held = b""
+        self._held = self._held[at + len(self._mark) :]
+        await self._fields(form)
 
     async def _more(self) -> bool:
         """Read on; False at the end of the body."""

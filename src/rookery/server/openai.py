@@ -13,9 +13,11 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
 from rookery import protocol
 from rookery.bounds import (
+    CONVERSATION,
     ENTRIES,
     INTEGER,
     LONGEST_TEXT,
+    PROMPTS,
     SETTINGS,
     STOP_TEXT,
     STOP_TEXTS,
@@ -97,7 +99,7 @@ class OpenAIErrorResponse(BaseModel):
 
 
 class StreamOptions(OpenAIModel):
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -211,8 +213,9 @@ class MessageToolCall(OpenAIModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments as an object, which templates write as JSON; text that is none stays text."""
-        arguments = read_json(self.function.arguments)
+        """With the arguments as an object, which templates write as JSON; text that is none stays text. No text is no
+        arguments, as some clients send them."""
+        arguments = read_json(self.function.arguments.strip() or "{}")
         return {
             "id": self.id or "", "type": "function",
             "function": {"name": self.function.name,
@@ -305,7 +308,7 @@ class ReplyFormat(OpenAIModel):
 
 
 class ChatRequest(CompletionOptions):
-    messages: Annotated[list[ConversationMessage], FailFast()] = Field(min_length=1, max_length=ENTRIES)
+    messages: Annotated[list[ConversationMessage], FailFast()] = Field(min_length=1, max_length=CONVERSATION)
     max_completion_tokens: int | None = Field(None, ge=1, le=INTEGER)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=LIKELIEST, description="Needs logprobs")
@@ -392,6 +395,8 @@ class CompletionRequest(CompletionOptions):
     def _has_one_type(cls, value: Any) -> Any:
         """One error for a wrong list, however many of its items are wrong."""
         kinds = {type(item) for item in value} if isinstance(value, list) else set()
+        if kinds & {list, str} and len(value) > PROMPTS:
+            raise ValueError(f"at most {PROMPTS} prompts in one request; given {len(value)}")
         if kinds == {list}:
             kinds = {type(token) for tokens in value for token in tokens}
             fits = kinds <= {int}

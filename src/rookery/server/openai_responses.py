@@ -6,13 +6,15 @@ the whole response.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rookery.bounds import ENTRIES, INTEGER, Line, Name, SmallJson, Text
+from rookery.bounds import CONVERSATION, INTEGER, Line, Name, SmallJson, Text
 from rookery.errors import short
 from rookery.server.auth import ServiceContext
 from rookery.server.completion_formats import Choice, token_entries
@@ -27,7 +29,7 @@ from rookery.server.openai import (
     UnsupportedField,
     refuse_unsupported,
 )
-from rookery.server.responses import event_data
+from rookery.server.responses import event_data, first_problem, named_steps
 from rookery.spec.policy import Temperature
 
 
@@ -54,6 +56,13 @@ class InputItem(OpenAIModel):
     name: Name = ""
     arguments: Text = ""
     output: Parts | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_reasoning(cls, value: Any) -> Any:
+        """Items of reasoning have other forms and sizes, and are not read."""
+        unread = isinstance(value, dict) and value.get("type") == "reasoning"
+        return {"type": "reasoning"} if unread else value
 
 
 class ResponseTool(OpenAIModel):
@@ -86,9 +95,22 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+_OF_CHATS = (
+    (r"response_format\.json_schema$", "text.format.schema"),
+    (r"response_format(?=\.|$)", "text.format"),
+    (r"max_completion_tokens$", "max_output_tokens"),
+    (r"logprobs$", "top_logprobs"),
+    (r"(tools\.\d+)\.function(?=\.|$)", r"\1"),
+    (r"tool_choice\.function(?=\.|$)", "tool_choice"),
+)
+"""Arguments of a chat, as patterns, and what they are called here."""
+
+
 class ResponsesRequest(OpenAIModel):
+    chat_type: ClassVar[type[ChatRequest]] = ChatRequest
+
     model: Line = Field(min_length=1)
-    input: Annotated[list[InputItem], Field(min_length=1, max_length=ENTRIES), BeforeValidator(_as_items)]
+    input: Annotated[list[InputItem], Field(min_length=1, max_length=CONVERSATION), BeforeValidator(_as_items)]
     instructions: Text | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
@@ -118,10 +140,16 @@ class ResponsesRequest(OpenAIModel):
         choice: Any = self.tool_choice
         if isinstance(choice, NamedResponseTool):
             choice = {"type": "function", "function": {"name": choice.name}}
+        for name, value in ((self.text.model_extra if self.text is not None else None) or {}).items():
+            if value is not None and (name, value) != ("verbosity", "medium"):
+                raise UnsupportedField(
+                    f"text.{name} is not supported: leave it out", f"text.{name}", "unsupported_parameter"
+                )
         if self.top_logprobs and not self.logprobs:
             raise UnsupportedField("top_logprobs needs include: ['message.output_text.logprobs']", "top_logprobs")
         plain = {
-            "model": self.model, "messages": list(self._messages()), "temperature": self.temperature,
+            "model": self.model, "messages": [message for _, message in self._messages()],
+            "temperature": self.temperature,
             "top_p": self.top_p, "top_logprobs": self.top_logprobs, "logprobs": self.logprobs,
             "max_completion_tokens": self.max_output_tokens, "seed": self.seed, "stream": self.stream,
             "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls,
@@ -131,11 +159,31 @@ class ResponsesRequest(OpenAIModel):
             }} for tool in self.tools or []] or None,
         }  # fmt: skip
         try:
-            return ChatRequest.model_validate(plain)
+            return self.chat_type.model_validate(plain)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])).replace("messages", "input")
+            first = first_problem(error.errors(), plain)
+            where = ".".join(named_steps(first["loc"], plain, first["type"]))
             raise UnsupportedField(f"{where}: {short(first['msg'])}", where) from None
+
+    @contextmanager
+    def renamed(self) -> Iterator[None]:
+        """Errors about arguments of the chat that :meth:`as_chat` makes name those of this request."""
+        try:
+            yield
+        except UnsupportedField as error:
+            name = self._argument(error.param)
+            raise UnsupportedField(str(error).replace(error.param, name, 1), name, error.code) from None
+
+    def _argument(self, param: str) -> str:
+        """The argument of this request that becomes ``param`` of the chat."""
+        head, _, rest = param.partition(".")
+        if head != "messages":
+            return next((re.sub(given, own, param) for given, own in _OF_CHATS if re.match(given, param)), param)
+        number, _, inner = rest.partition(".")
+        if not number.isdecimal():
+            return "input"
+        fields = [field for field, _ in self._messages()]
+        return ".".join(filter(None, (fields[int(number)], inner)))
 
     def _format(self) -> ReplyFormat | None:
         asked = self.text.format if self.text is not None else None
@@ -144,41 +192,46 @@ class ResponsesRequest(OpenAIModel):
         schema = {"name": asked.name, "schema": asked.schema_} if asked.schema_ is not None else None
         return ReplyFormat.model_validate({"type": asked.type, "json_schema": schema})
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        """Calls that follow the assistant's text, or each other, are of one message."""
+    def _messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The messages of the conversation, each with the field that it begins with. Calls that follow the
+        assistant's text, or each other, are of one message."""
         if self.instructions:
-            yield {"role": "system", "content": self.instructions}
+            yield "instructions", {"role": "system", "content": self.instructions}
         assistant: dict[str, Any] | None = None
+        began = ""
         for number, item in enumerate(self.input):
             if item.type == "reasoning":
                 continue
+            field = f"input.{number}"
             if item.type == "function_call":
-                assistant = assistant or {"role": "assistant", "content": None}
+                if assistant is None:
+                    assistant, began = {"role": "assistant", "content": None}, field
                 assistant.setdefault("tool_calls", []).append({
                     "id": item.call_id, "type": "function",
                     "function": {"name": item.name, "arguments": item.arguments},
                 })  # fmt: skip
                 continue
             if assistant is not None:
-                yield assistant
+                yield began, assistant
                 assistant = None
             if item.type == "function_call_output":
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, number, "output")}
+                content = _text(item.output, f"{field}.output")
+                yield field, {"role": "tool", "tool_call_id": item.call_id, "content": content}
             elif item.role is None:
-                raise UnsupportedField(f"input.{number}.role: a message needs one", f"input.{number}.role")
+                raise UnsupportedField(f"{field}.role: a message needs one", f"{field}.role")
             else:
-                message = {"role": item.role, "content": _text(item.content, number, "content")}
+                message = {"role": item.role, "content": _text(item.content, f"{field}.content")}
                 if item.role == "assistant":
-                    assistant = message
+                    assistant, began = message, field
                 else:
-                    yield message
+                    yield field, message
         if assistant is not None:
-            yield assistant
+            yield began, assistant
 
 
-def _text(value: list[InputPart] | None, number: int, name: str) -> str:
+def _text(value: list[InputPart] | None, field: str) -> str:
     if value is None:
-        raise UnsupportedField(f"input.{number}.{name}: give a text", f"input.{number}.{name}")
+        raise UnsupportedField(f"{field}: give a text", field)
     return "".join(part.text for part in value)
 
 
@@ -243,17 +296,17 @@ class ResponsesFormat:
             events += self._call_events(items[: choice.calls_before_text]) + self._open_message(choice)
         if text:
             self._sent += text
-            place = self._place(choice)
-            events += self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
+            item_at = self._item_at(choice)
+            events += self._event("response.output_text.delta", **item_at, content_index=0, delta=text, logprobs=[])
         return events + self._call_events(items)
 
     def _open_message(self, choice: Choice) -> bytes:
         self._open = True
-        place = self._place(choice)
+        item_at = self._item_at(choice)
         item = {**self._message(choice), "status": "in_progress", "content": []}
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        added = self._event("response.output_item.added", output_index=place["output_index"], item=item)
-        return added + self._event("response.content_part.added", **place, content_index=0, part=part)
+        added = self._event("response.output_item.added", output_index=item_at["output_index"], item=item)
+        return added + self._event("response.content_part.added", **item_at, content_index=0, part=part)
 
     def _call_events(self, items: list[dict[str, Any]]) -> bytes:
         """Of those that were not sent yet."""
@@ -261,12 +314,12 @@ class ResponsesFormat:
         for item in items[self._calls :]:
             index = self._calls + self._open
             self._calls += 1
-            place = {"item_id": item["id"], "output_index": index}
+            item_at = {"item_id": item["id"], "output_index": index}
             begun = {**item, "status": "in_progress", "arguments": ""}
             events += self._event("response.output_item.added", output_index=index, item=begun)
-            events += self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            events += self._event("response.function_call_arguments.delta", **item_at, delta=item["arguments"])
             events += self._event(
-                "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
+                "response.function_call_arguments.done", **item_at, name=item["name"], arguments=item["arguments"]
             )
             events += self._event("response.output_item.done", output_index=index, item=item)
         return events
@@ -277,15 +330,15 @@ class ResponsesFormat:
         if not self._open and not choice.calls:
             events += self._open_message(choice)
         if self._open:
-            place = self._place(choice)
-            item = body["output"][place["output_index"]]
+            item_at = self._item_at(choice)
+            item = body["output"][item_at["output_index"]]
             part = item["content"][0]
             events += self._event(
-                "response.output_text.done", **place, content_index=0, text=self._sent,
+                "response.output_text.done", **item_at, content_index=0, text=self._sent,
                 logprobs=part["logprobs"],
             )  # fmt: skip
-            events += self._event("response.content_part.done", **place, content_index=0, part=part)
-            events += self._event("response.output_item.done", output_index=place["output_index"], item=item)
+            events += self._event("response.content_part.done", **item_at, content_index=0, part=part)
+            events += self._event("response.output_item.done", output_index=item_at["output_index"], item=item)
         return events + self._event(f"response.{body['status']}", response=body)
 
     def failed(self, error: dict[str, Any]) -> bytes:
@@ -302,7 +355,7 @@ class ResponsesFormat:
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": self._logprobs(choice)}
-        return {"id": self._place(choice)["item_id"], "type": "message", "role": "assistant", "status": "completed",
+        return {"id": self._item_at(choice)["item_id"], "type": "message", "role": "assistant", "status": "completed",
                 "content": [part]}  # fmt: skip
 
     def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
@@ -316,7 +369,7 @@ class ResponsesFormat:
             for name, call in choice.calls
         ]  # fmt: skip
 
-    def _place(self, choice: Choice) -> dict[str, Any]:
+    def _item_at(self, choice: Choice) -> dict[str, Any]:
         """Of the message."""
         return {"item_id": f"msg_{self.id.removeprefix('resp-')}", "output_index": choice.calls_before_text}
 

@@ -24,7 +24,7 @@ NEXT = "X-Next-Page"
 """The header with the place of the next page."""
 
 Limit = Annotated[int, Query(ge=1, le=LONGEST_PAGE, description="Rows of the page")]
-Place = Annotated[str, Query(max_length=2000, description=f"The {NEXT} header of the page before")]
+Cursor = Annotated[str, Query(max_length=2000, description=f"The {NEXT} header of the page before")]
 
 
 class Paging:
@@ -38,33 +38,33 @@ class Paging:
     async def read(
         self,
         fetch: Callable[[Page], Awaitable[Sequence[T]]],
-        place: Callable[[T], tuple[str | float, ...]],
+        cursor: Callable[[T], tuple[str | float, ...]],
         *kinds: type,
     ) -> Sequence[T]:
-        """The rows of the page, which ``fetch`` reads; ``place(row)`` has the values of the list's order, which are of
+        """The rows of the page, which ``fetch`` reads; ``cursor(row)`` has the values of the list's order, which are of
         these ``kinds``, texts (``str``) or numbers (``float``). Raises :class:`UserError`."""
         found = await fetch(Page(self._limit + 1, decoded(self._after, kinds)))
         if len(found) > self._limit:
             found = found[: self._limit]
-            mark_next(self._response, encoded(place(found[-1])))
+            mark_next(self._response, encoded(cursor(found[-1])))
         return found
 
 
-async def paging(response: Response, limit: Limit = PAGE, after: Place = "") -> Paging:
+async def paging(response: Response, limit: Limit = PAGE, after: Cursor = "") -> Paging:
     return Paging(response, limit, after)
 
 
 Paged = Annotated[Paging, Depends(paging)]
 
 
-def mark_next(response: Response, place: object) -> None:
-    """More rows follow behind ``place``."""
-    response.headers[NEXT] = str(place)
+def mark_next(response: Response, cursor: object) -> None:
+    """More rows follow behind ``cursor``."""
+    response.headers[NEXT] = str(cursor)
 
 
-def encoded(place: tuple[str | float, ...]) -> str:
+def encoded(cursor: tuple[str | float, ...]) -> str:
     """A place as the header :data:`NEXT` has it."""
-    return urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+    return urlsafe_b64encode(json.dumps(cursor).encode()).decode().rstrip("=")
 
 
 def decoded(
@@ -75,11 +75,11 @@ def decoded(
     if not text:
         return ()
     try:
-        place = json.loads(urlsafe_b64decode(text.encode() + b"=" * (-len(text) % 4)))
+        cursor = json.loads(urlsafe_b64decode(text.encode() + b"=" * (-len(text) % 4)))
     except (ValueError, RecursionError):
-        place = None
-    if isinstance(place, list) and len(place) == len(kinds) and all(map(_fits, place, kinds)):
-        return tuple(place)
+        cursor = None
+    if isinstance(cursor, list) and len(cursor) == len(kinds) and all(map(_fits, cursor, kinds)):
+        return tuple(cursor)
     raise UserError(f"{name}: given no place in this list; give {source} of the page before")
 
 

@@ -8,7 +8,7 @@ the connection stays usable.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -140,7 +140,7 @@ def add_exception_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        problems = [": ".join(filter(None, problem(detail, request))) for detail in error.errors()]
+        problems = [": ".join(filter(None, problem(detail, request, error.body))) for detail in error.errors()]
         return error_response(422, "the request is refused: " + "; ".join(problems), problems)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -182,10 +182,36 @@ def _is_allowed(request: Request, method: str) -> bool:
     return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
 
-def problem(detail: Any, request: Request) -> tuple[str, str]:
-    """The field that an error of pydantic concerns, empty for the body as a whole, and what is wrong with it."""
-    where = [str(part) for part in detail["loc"] if part not in ("body", "query", "path")]
+def first_problem(details: Sequence[Any], given: Any) -> Any:
+    """The first of pydantic's errors about ``given``. Of a field that may be of several types each has its errors: the
+    one that looks deepest into the field's value is of the type that was meant."""
+    first, *_ = details
+    field = named_steps(first["loc"], given, first["type"])
+    inside = [(detail, named_steps(detail["loc"], given, detail["type"])) for detail in details]
+    return max((one for one in inside if one[1][: len(field)] == field), key=lambda one: len(one[1]))[0]
+
+
+def named_steps(loc: Sequence[int | str], given: Any, kind: str) -> list[str]:
+    """The fields and items by which an error of pydantic of this ``kind`` goes into ``given``: its place without the
+    types that were tried."""
+    steps = []
+    for number, step in enumerate(loc):
+        listed = isinstance(given, list) and isinstance(step, int) and step < len(given)
+        if listed or (isinstance(given, Mapping) and step in given):
+            given = given[step]
+        elif not (kind == "missing" and number == len(loc) - 1):
+            continue
+        steps.append(str(step))
+    return steps
+
+
+def problem(detail: Any, request: Request, body: Any) -> tuple[str, str]:
+    """The field that an error of pydantic concerns, empty for the ``body`` as a whole, and what is wrong with it."""
+    first, *inner = detail["loc"]
+    where = named_steps(inner, body, detail["type"]) if first == "body" else [str(part) for part in inner]
     if detail["type"] == "json_invalid":
+        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+            return "", f"the body has Content-Encoding {short(coding)}, which is not read; send it uncompressed"
         return "", f"the body is not JSON in UTF-8 ({detail.get('ctx', {}).get('error') or detail['msg']})"
     if not where:
         if detail["type"] == "missing":

@@ -1,8 +1,8 @@
 """The request and response models of ``/api/v1``, as its documentation shows them.
 
-Views of jobs, costs and completions are defined by the controller (:mod:`rookery.controller.views`) and used here as
-they are; the other responses are rows that the controller returns as dicts, and the models here validate and serialize
-them. Request models refuse unknown fields. A number that is not finite becomes null.
+Views of jobs, costs, completions and episodes are defined by the controller (:mod:`rookery.controller.views`,
+:mod:`rookery.controller.episode_views`), which returns them; the routes build the other responses of rows. Request
+models refuse unknown fields. A number that is not finite becomes null.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from rookery.bounds import ENTRIES, METRICS, STOP_TEXTS, Line, Name, StopText, Text
-from rookery.controller.views import BestConstantView, CostView, RunView
+from rookery.bounds import CONVERSATION, GIVEN_NAME, METRICS, STOP_TEXTS, Line, Name, StopText, Text
+from rookery.controller.views import CostView, RunView
 from rookery.protocol import MOST_POLICIES
 from rookery.spec.parsing import MAX_PROBLEMS
 from rookery.spec.policy import Temperature
@@ -94,24 +94,6 @@ class MetricsRow(BaseModel):
     remote_workers: float | None = None
 
 
-class MessageView(BaseModel):
-    """A chat message."""
-
-    role: str
-    content: str
-
-
-class TrajectoryView(BaseModel):
-    """One sequence. ``prompt`` precedes the first reply; the other lists have one entry per later token. Where ``mask``
-    is false the token comes from the environment or the template: it has no loss, log-probability 0 and version -1."""
-
-    prompt: list[int]
-    tokens: list[int]
-    mask: list[bool]
-    logprobs: list[float]
-    versions: list[int]
-
-
 class SpanView(BaseModel):
     """A piece of work, or a moment."""
 
@@ -146,129 +128,8 @@ class TraceView(BaseModel):
     other: dict[str, Any] = Field(alias="otherData", description="start: the Unix time of the events' time 0")
 
 
-class MemberView(BaseModel):
-    """An episode of a group. ``replies``, ``tokens`` and ``finish`` are present where one group is read."""
-
-    episode: str
-    member: int
-    state: str
-    version: int | None = Field(description="The oldest version among its tokens")
-    reward: float | None
-    advantage: float | None = Field(description="As the job's algorithm computes it within the group")
-    error: str
-    finished: float | None
-    replies: list[str] | None = Field(None, description="Empty where its text is not kept any more")
-    tokens: int | None = Field(None, description="Sampled")
-    finish: str | None = None
-    metrics: dict[str, float | None] | None = None
-
-
-class GroupView(BaseModel):
-    """The episodes of one prompt."""
-
-    group: str
-    ordinal: int
-    state: str
-    reason: str = Field(description="Why it was dropped or failed")
-    consumed_by: int | None = Field(description="The version that trained on it")
-    min_version: int | None = Field(description="The oldest version among its tokens")
-    created: float
-    finished: float | None
-    prompt: Any
-    zero_variance: bool = Field(description="All rewards are equal: it carries no gradient")
-    members: list[MemberView]
-
-
-class GroupPage(BaseModel):
-    groups: list[GroupView]
-    total: int = Field(description="Groups on all pages")
-    version: int | None = Field(description="The version that contains the step, where one is given")
-
-
-class EpisodeLine(MemberView):
-    """An episode in a list."""
-
-    group: str
-    ordinal: int = Field(description="The group's number in the job")
-    consumed_by: int | None
-    prompt: Any
-
-
-class EpisodePage(BaseModel):
-    episodes: list[EpisodeLine]
-    next: str | None = Field(
-        description="For ``before`` of the next page; null on the last one. A page of a search may be short, or empty, "
-        "before the last one: it ends after a time"
-    )
-    reached: float | None = Field(description="The end of the oldest episode that was looked at; null on the last page")
-
-
-class TurnView(BaseModel):
-    """One reply and the environment's step after it."""
-
-    reward: float | None
-    metrics: dict[str, float | None]
-    finish: str
-    tokens: int
-    queue_seconds: float
-    generation_seconds: float
-    environment_seconds: float
-    workers: list[tuple[int, str]] = Field(description="Workers that sampled it, each with its first token's number")
-    policy: str = Field("", description="The policy that replied")
-    rewards: dict[str, float | None] = Field({}, description="Of single policies, in addition to ``reward``")
-
-
-class TokenStrip(TrajectoryView):
-    """The tokens of a trajectory. The texts are null where the tokenizer is not on the service's machine."""
-
-    prompt_texts: list[str] | None
-    texts: list[str] | None
-    trainer_logprobs: list[float | None] | None = Field(
-        description="Of the trainer at the step that consumed it; null where no gradient was computed"
-    )
-    workers: list[tuple[int, str]] = Field(description="Tokens at which another worker began, with its name")
-    replies: list[tuple[int, int, str]] = Field(
-        [], description="The tokens of each reply, from one to before another, and the policy that sampled them"
-    )
-
-
-class EpisodeReading(MemberView):
-    """An episode whole."""
-
-    group: str
-    ordinal: int
-    group_state: str
-    consumed_by: int | None
-    seed: int
-    prompt: Any
-    members: list[MemberView] = Field(description="All episodes of its group")
-    messages: list[MessageView] | None
-    turns: list[TurnView]
-    trajectories: list[TokenStrip]
-    seconds: dict[str, float] | None
-
-
-class FailureView(BaseModel):
-    error: str
-    episodes: int
-
-
-class AlarmView(BaseModel):
-    model_config = ConfigDict(from_attributes=True)
-
-    name: str
-    problem: str = Field(description="What is wrong, with its figures")
-    remedy: str = Field(description="What to do")
-    policy: str = Field(description="Whose it is, in a job with several policies; empty where it is the whole job's")
-
-
-class JobHealthView(BaseModel):
-    alarms: list[AlarmView]
-    advice: list[str] = Field(description="About speed and settings; only where nothing is wrong")
-
-
 class UsageLine(BaseModel):
-    """What one job used."""
+    """The usage of one job."""
 
     tenant: str
     job: str
@@ -288,29 +149,6 @@ class UsageLine(BaseModel):
 class UsagePage(BaseModel):
     jobs: list[UsageLine]
     total: int = Field(description="Jobs on all pages")
-
-
-class EpisodeView(BaseModel):
-    """An episode that ended. ``messages``, ``trajectories`` and ``finish`` are present while its text is kept."""
-
-    episode: str
-    group: str
-    ordinal: int = Field(description="The group's number in the job")
-    group_state: str
-    consumed_by: int | None = Field(description="The version that trained on it")
-    prompt: Any
-    state: str
-    version: int | None
-    reward: float | None
-    metrics: dict[str, float | None]
-    error: str
-    finished: float | None
-    messages: list[MessageView] | None = None
-    trajectories: list[TrajectoryView] | None = None
-    finish: Literal["done", "max_turns", "context"] | None = None
-    seconds: dict[str, float] | None = Field(
-        None, description="Time in the queue, in generation and in the environment"
-    )
 
 
 class RequestModel(BaseModel):
@@ -372,7 +210,7 @@ class SampleRequest(RequestModel):
     """``target`` is a base model's name, ``JOB`` (its newest version) or ``JOB@VERSION``."""
 
     target: Line = Field(min_length=1)
-    messages: Annotated[list[SampleMessage], FailFast()] = Field(min_length=1, max_length=ENTRIES)
+    messages: Annotated[list[SampleMessage], FailFast()] = Field(min_length=1, max_length=CONVERSATION)
     max_tokens: int = Field(256, ge=1, le=131072)
     temperature: Temperature = Field(1.0, le=10, description="0 always takes the likeliest token")
     seed: int | None = Field(None, ge=0, lt=2**63, description="The same seed gives the same text; drawn when absent")
@@ -395,8 +233,19 @@ class UploadView(BaseModel):
     created: float
 
 
+class SecretText(RequestModel):
+    value: str = Field(
+        min_length=1, max_length=4096, pattern=r"^[!-~]+$", repr=False, description="One word of printable ASCII"
+    )
+
+
+class SecretView(BaseModel):
+    name: str
+    created: float = Field(description="When it was set")
+
+
 class NewTenant(RequestModel):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", max_length=100)
+    name: str = Field(pattern=GIVEN_NAME, max_length=100)
 
 
 class TenantView(BaseModel):
@@ -456,19 +305,3 @@ class KeyView(BaseModel):
     revoked: float | None = Field(description="When it was revoked, Unix seconds")
     role: KeyRole
     expires: float | None = Field(description="When it expires, Unix seconds; null is never")
-
-
-class PromptView(BaseModel):
-    messages: list[dict[str, str]]
-    text: str = Field(description="The prompt as the chat template renders it")
-    tokens: int
-
-
-class DryRun(BaseModel):
-    """A job with every default filled in, three of its prompts as the policy would read them, and the reward of the
-    best constant reply on the held-out prompts, without any on the first training prompts."""
-
-    spec: dict[str, Any]
-    warnings: list[str] = Field(description="Settings that are allowed and hardly meant, a line each")
-    prompts: list[PromptView]
-    constant: BestConstantView | None

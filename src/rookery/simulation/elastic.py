@@ -11,7 +11,7 @@ from random import Random
 from typing import Self
 
 from rookery.controller.rollout.rules import ROLLOUT_RULES
-from rookery.scheduling.elastic import StepWindow, wanted_workers
+from rookery.scheduling.elastic import HEADROOM, WAITS_LONG, StepWindow, wanted_workers
 
 TRAJECTORIES = 64
 """Consumed by each step."""
@@ -63,7 +63,17 @@ class PoolRun:
         return sum(late) / len(late)
 
 
-def replay(trace: StepTrace, workers: int, *, elastic: bool) -> PoolRun:
+def best_fixed(trace: StepTrace, most_wait: float) -> PoolRun:
+    """The fixed size with the fewest worker-seconds of those whose trainer waits for at most this share of the second
+    half. It needs to know the whole trace beforehand."""
+    most = math.ceil(max(map(float.__truediv__, trace.generation, trace.training))) + 1
+    runs = [replay(trace, size, elastic=False) for size in range(1, most + 1)]
+    return min((run for run in runs if run.wait_share_late <= most_wait), key=lambda run: run.worker_seconds)
+
+
+def replay(
+    trace: StepTrace, workers: int, *, elastic: bool, headroom: float = HEADROOM, long: float = WAITS_LONG
+) -> PoolRun:
     """The trajectories of a step are generated while the one before trains (``max_staleness`` 1), so a step takes as
     long as the slower of the two. A worker that was asked for is paid for from then on, and generates later."""
     run, starting = PoolRun(), list[float]()
@@ -85,7 +95,7 @@ def replay(trace: StepTrace, workers: int, *, elastic: bool) -> PoolRun:
         seen = StepWindow(
             workers, waited, seconds, steps * TRAJECTORIES, steps * TRAJECTORIES, min(1.0, worked / seconds)
         )
-        wanted = wanted_workers(seen)
+        wanted = wanted_workers(seen, headroom=headroom, long=long)
         starting = [run.seconds + START_SECONDS] * max(0, wanted - workers)
         workers = min(workers, wanted)
         steps, waited, seconds, worked = 0, 0.0, 0.0, 0.0

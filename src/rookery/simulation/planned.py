@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rookery.scheduling.plan.predict import PLAYS, Device, Role
 from rookery.simulation.clock import run
@@ -30,8 +31,8 @@ def simulate_plan(
     devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], rows: Sequence[int], *,
     steps: int = 6, seed: int = 0,
 ) -> float:  # fmt: skip
-    """Simulated seconds of a round, in which every job does one optimizer step: the mean over the rounds after
-    :data:`WARM_UP` of one run, of the slowest job. All jobs have the reply lengths of the first one."""
+    """Simulated seconds of a round, in which every policy does one optimizer step: the mean over the rounds after
+    :data:`WARM_UP` of one run, of the slowest policy. All jobs have the reply lengths of the first one."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         return run(_play(devices, demands, roles, rows, steps, seed, Path(folder)))
 
@@ -51,7 +52,10 @@ async def _play(
             view = await queries.show(tenant, job)
             if view.state != "completed":
                 raise RuntimeError(f"job {view.name} is {view.state}: {view.reason}")
-            times.append([row["time"] for row in await queries.metrics(tenant, job)])
+            of: defaultdict[str, list[float]] = defaultdict(list)
+            for row in await queries.metrics(tenant, job):
+                of[row.get("policy", "")].append(row["time"])
+            times.extend(of.values())
     return max((of[-1] - of[WARM_UP - 1]) / steps for of in times)
 
 
@@ -63,6 +67,13 @@ class PlannedService:
     """(tenant, id)."""
 
 
+def _policies(demands: Sequence[JobDemand]) -> dict[str, Any]:
+    """The policies of a job: those that train, then those that only reply."""
+    trained = {f"policy-{i + 1}": {"trainers": demand.trainers} for i, demand in enumerate(demands)}
+    frozen = {f"frozen-{i + 1}": {"train": False, "base": True} for i in range(demands[0].turns - len(demands))}
+    return trained | frozen
+
+
 @asynccontextmanager
 async def planned_service(
     folder: Path, devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], steps: int,
@@ -70,7 +81,13 @@ async def planned_service(
 ) -> AsyncIterator[PlannedService]:  # fmt: skip
     """A simulated service with a worker for each of ``devices``, in these roles, and a job for each of ``demands``."""
     first = demands[0]
-    tenants = [f"tenant-{number}" for number in range(len(demands))]
+    members, left = list[Sequence[JobDemand]](), demands
+    while left:  # the policies of a job follow each other
+        members.append(left[: left[0].policies])
+        left = left[left[0].policies :]
+    tenants = [f"tenant-{number}" for number in range(len(members))]
+    environments = [f"{ENVIRONMENT}-{number}" for number in range(len(members))]
+    policies = [_policies(of) for of in members]
     site = SimulatedService(
         folder,
         LongTailed(first.median_tokens, first.sigma),
@@ -81,7 +98,11 @@ async def planned_service(
         plan=plan,
     )
     await site.controller.start()
-    host = site.host({f"builtin:{ENVIRONMENT}": first.environment}, prompt_tokens=first.prompt_tokens)
+    host = site.host(
+        {f"builtin:{name}": first.environment for name in environments},
+        prompt_tokens=first.prompt_tokens,
+        speakers={f"builtin:{name}": list(of) for name, of in zip(environments, policies, strict=True) if len(of) > 1},
+    )
     await host.join()
     workers: list[FakeWorker] = []
     for device, role in zip(devices, roles, strict=True):
@@ -90,11 +111,13 @@ async def planned_service(
     for worker in workers:
         worker.start()
     jobs = []
-    for number, (tenant, demand) in enumerate(zip(tenants, demands, strict=True)):
+    for number, (tenant, of) in enumerate(zip(tenants, members, strict=True)):
+        demand = of[0]
         job = modelled_job(
-            ENVIRONMENT, demand, number, seed, demand.staleness, demand.micro_batch, {"steps": steps + WARM_UP}
-        )
-        view, _ = await site.controller.submit(tenant, job | {"policies": {"policy": {"trainers": demand.trainers}}})
+            environments[number], demand, number, seed, demand.staleness, demand.micro_batch,
+            {"steps": steps + WARM_UP},
+        )  # fmt: skip
+        view, _ = await site.controller.submit(tenant, job | {"policies": policies[number]})
         jobs.append((tenant, view.id))
     try:
         yield PlannedService(site, workers, jobs)

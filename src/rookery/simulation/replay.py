@@ -25,6 +25,7 @@ from rookery.errors import UserError
 from rookery.scheduling.offload import OffloadPlanner
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, run
+from rookery.simulation.fakes.host import NO_SPEAKERS
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService, modelled_job
 from rookery.simulation.fakes.text import LongTailed
 from rookery.simulation.fakes.worker import FakeWorker
@@ -45,6 +46,8 @@ class Scenario:
     seed: int = 0
     jobs: int = 1
     """Number of jobs, each of a different tenant."""
+    policies: int = 1
+    """Of each job; where there are several, each replies once in an episode, and is trained on its replies."""
     steps: int | None = None
     """Optimizer steps of a job; None runs to the trace's end."""
     max_staleness: int = 0
@@ -182,7 +185,9 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     )
     controller = site.controller
     await controller.start()
-    host = site.host({f"builtin:{ENVIRONMENT}": load.environment}, prompt_tokens=load.prompt_tokens)
+    name = f"builtin:{ENVIRONMENT}"
+    speakers = {name: policy_names(scenario.policies)} if scenario.policies > 1 else NO_SPEAKERS
+    host = site.host({name: load.environment}, prompt_tokens=load.prompt_tokens, speakers=speakers)
     await host.join()
     reserved = [
         site.worker(f"reserved-{number}", profile.reserved, roles=mode.reserved, price=profile.reserved.price)
@@ -270,7 +275,13 @@ def _trajectories(site: SimulatedService, jobs: dict[str, str]) -> str:
 def _job(scenario: Scenario, number: int) -> dict[str, Any]:
     stop = {"steps": scenario.steps} if scenario.steps is not None else {"wall_time": 2 * scenario.trace.seconds}
     load, staleness = scenario.profile.workload, scenario.max_staleness
-    return modelled_job(ENVIRONMENT, load, number, scenario.seed, staleness, scenario.micro_batch, stop)
+    job = modelled_job(ENVIRONMENT, load, number, scenario.seed, staleness, scenario.micro_batch, stop)
+    policies: dict[str, Any] = {name: {} for name in policy_names(scenario.policies)}
+    return job | ({"policies": policies} if scenario.policies > 1 else {})
+
+
+def policy_names(count: int) -> list[str]:
+    return [f"policy-{number + 1}" for number in range(count)]
 
 
 def _idle(workers: list[tuple[FakeWorker, float]]) -> float:

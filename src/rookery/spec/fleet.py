@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from rookery.bounds import Name
+from rookery.bounds import GIVEN_NAME, Name
 from rookery.errors import UserError
 from rookery.spec.files import read_mapping
 from rookery.spec.machine import FrozenModel, Machine, Positive, Workload
@@ -33,7 +33,7 @@ MAX_JOBS = 256
 class FleetMachine(Machine):
     """A number of equal machines at one site."""
 
-    name: Name
+    name: str = Field(pattern=GIVEN_NAME, max_length=100)
     """Of the kind; the machines are called NAME-0, NAME-1, …"""
     count: int = Field(1, ge=1, le=MAX_MACHINES)
     site: Name = ""
@@ -87,9 +87,14 @@ def read_fleet(path: Path) -> FleetSpec:
 
 
 class JobDemand(Workload):
-    """The work of one job's optimizer step, and how the job does it."""
+    """The work of one policy's optimizer step, and how its job does it."""
 
     name: Name
+    """Of the job; of a job that trains several policies, JOB/POLICY."""
+    turns: int = Field(1, ge=1, le=1000)
+    """Policies that reply in an episode, each once; all replies are as long as those of this policy."""
+    policies: int = Field(1, ge=1, le=1000)
+    """How many of them train. Each generates its share of the replies, and trains on whole episodes."""
     sigma: float = Field(ge=0, le=3)
     environment: float = Field(0.0, ge=0)
     staleness: int = Field(0, ge=0)
@@ -97,6 +102,12 @@ class JobDemand(Workload):
     """Episodes with which training begins; 0: with all of the step's."""
     trainers: int = Field(1, ge=1)
     """Most workers that compute one gradient together."""
+
+    @model_validator(mode="after")
+    def _policies_reply(self) -> Self:
+        if self.policies > self.turns:
+            raise ValueError(f"policies: {self.policies} train, and {self.turns} reply; give at most that many")
+        return self
 
     def lengths(self) -> tuple[float, ...]:
         """:data:`QUANTILES` reply lengths in tokens, ascending, each as likely as the others."""
@@ -108,9 +119,25 @@ class JobDemand(Workload):
         return sum(self.lengths()) / QUANTILES
 
     @property
+    def replies(self) -> float:
+        """Of a step: the policy's own, and its share of those of policies that do not train."""
+        return self.episodes * self.turns / self.policies
+
+    @property
+    def episode_prefill(self) -> float:
+        """Tokens of an episode that are not sampled: its share of the group's prompt, and the message to each further
+        policy."""
+        return self.prompt_tokens * (1 / self.group_size + self.turns - 1)
+
+    @property
     def train_tokens(self) -> float:
-        """Of a step: each reply, and each group's prompt once."""
-        return self.episodes * self.mean_tokens + self.groups_per_step * self.prompt_tokens
+        """Of a step: all replies of its episodes, the messages between them, and each group's prompt once."""
+        return self.episodes * (self.turns * self.mean_tokens + self.episode_prefill)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest episode."""
+        return self.turns * (self.prompt_tokens + self.max_tokens)
 
 
 @lru_cache(maxsize=256)

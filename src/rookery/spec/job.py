@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rookery.bounds import INTEGER, Line, Name
+from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name
 from rookery.errors import short
 from rookery.spec.policy import AlgorithmSpec, PolicySpec, SamplingSpec, Seconds, SpecModel, StrictModel
 
@@ -87,8 +87,8 @@ class EnvironmentSpec(SpecModel):
         verifier = self.options.get("verifier")
         if self.id != "jsonl" or not isinstance(verifier, dict) or verifier.get("name") != "judge":
             return None
-        if verifier.get("policy") is None and verifier.get("model") is not None:
-            return None  # a model outside of the job
+        if verifier.get("policy") is None:
+            return None  # a model outside of the job, or a mistake that the verifier's own check names
         return str(verifier.get("policy"))
 
 
@@ -141,29 +141,48 @@ class StopSpec(StrictModel):
 
 
 class SinkSpec(StrictModel):
-    """An MLflow server to which the job's metrics, evaluations, settings and state are also written. Give exactly one
-    of ``url`` and ``server``. A server that is away delays nothing: what it misses is sent later."""
+    """A server to which the job's metrics, evaluations, settings and state are also written. Give exactly one of
+    ``url`` and ``server``. A job never waits for its sinks; the stored metrics are sent when the server answers."""
 
-    kind: Literal["mlflow"] = "mlflow"
-    """The protocol: MLflow's REST API."""
+    kind: Literal["mlflow", "trackio", "wandb"] = "mlflow"
+    """The protocol: MLflow's REST API, the API of trackio's servers and Spaces, or that of Weights & Biases."""
     url: Line | None = None
-    """Address of a server that takes no credentials. A private one must be allowed by the administrator."""
+    """Address of the server, such as `https://api.wandb.ai`. A private one must be allowed by the administrator."""
+    secret: Name | None = None
+    """The name of a secret of yours (`rookery secrets set`), which the service gives the server at ``url``: a key or
+    token; for MLflow also `USER:PASSWORD`. The address then has https://, unless the administrator allows the host. A
+    secret that is replaced or deleted is used no more."""
     server: Name | None = None
     """A server that the administrator named in `ROOKERY_SINKS`, with its credentials."""
     experiment: str = Field("rookery", pattern=r"^[A-Za-z0-9/][A-Za-z0-9._/@ -]{0,199}$", max_length=200)
-    """The experiment in which the job is a run; it is created where it does not exist."""
+    """The experiment (MLflow) or project (trackio, Weights & Biases) in which the job is a run; it is created where it
+    does not exist."""
+    entity: Name | None = None
+    """The team at Weights & Biases; by default that of the key."""
+    traces: int | None = Field(None, ge=0, le=64)
+    """Episodes of each step that trackio gets as traces; by default 4."""
 
     @model_validator(mode="after")
-    def _one_place(self) -> SinkSpec:
+    def _one_target(self) -> SinkSpec:
         if (self.url is None) == (self.server is None):
             raise ValueError("exactly one of url (an address) and server (a name of ROOKERY_SINKS)")
+        if self.secret is not None and self.server is not None:
+            raise ValueError("secret belongs to url; a server of ROOKERY_SINKS has credentials of its own")
+        if self.entity is not None and self.kind != "wandb":
+            raise ValueError("entity belongs to the kind wandb; leave it out")
+        if self.traces is not None and self.kind != "trackio":
+            raise ValueError("traces belongs to the kind trackio; leave it out")
+        if self.kind == "wandb" and re.search(r"[/\\#?%:]", self.experiment):
+            raise ValueError("experiment: the name of a project at Weights & Biases has no /")
+        if self.kind == "trackio" and "/" in self.experiment:
+            raise ValueError("experiment: the name of a project at trackio has no /")
         return self
 
 
 class JobSpec(StrictModel):
     """One RL task that trains one or more policies."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", max_length=100)
+    name: str = Field(pattern=GIVEN_NAME, max_length=100)
     """Name of the job: 1 to 100 letters, digits, `.`, `_`, `-`. Where several jobs share a name, it means the newest,
     and `NAME~1` the one before it."""
     base_model: Line = Field(min_length=1)

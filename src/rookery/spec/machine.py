@@ -21,7 +21,7 @@ class MachineMemory(FrozenModel):
     """Bytes of a machine's memory and of what lies in it."""
 
     total: int = Field(ge=1)
-    """What a worker may use."""
+    """The resources that a worker may use."""
     base: int = Field(ge=0)
     """The base model."""
     cache_token: int = Field(ge=0)

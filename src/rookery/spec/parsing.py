@@ -32,7 +32,7 @@ EXAMPLES = {
     "stop": "stop: {steps: 100}",
     "environment.verifier": "verifier: exact",
 }
-"""What may stand in a job that lacks a field."""
+"""An example of each field that a job may lack by mistake."""
 
 _QUOTED = re.compile(r"'([^']*)'")
 

@@ -115,7 +115,7 @@ class Option:
     allows: Callable[[Any], bool]
     """Whether a value is known to leave the meaning ``scale · B A x``."""
     instead: str = "send an adapter without it"
-    """What to do about any other value."""
+    """The advice for any other value."""
 
 
 def _anything(_: Any) -> bool:

@@ -156,7 +156,7 @@ class AlgorithmSpec(StrictModel):
     """Optimizer steps that may lie between the version of a group's oldest token and the step that trains on it. 0 is
     on-policy: every token of a step was sampled by the version that the step starts from."""
     in_flight: InFlight = "finish"
-    """What running episodes do when a new version is published. `finish`: end on the version on which they started.
+    """The behaviour of running episodes when a new version is published. `finish`: end on the version of their start.
     `switch`: use the new version from the next token on and keep the KV cache. `recompute`: the same, with the cache
     computed again."""
     micro_batch: int = Field(0, ge=0, le=INTEGER)

@@ -46,15 +46,15 @@ OTHERS = {
     "environment.eval_path": "eval_dataset val_files test_files",
     "name": "run_name experiment_name job_name",
 }  # fmt: skip
-"""What TRL, verl, PEFT, prime-rl and the Hugging Face trainer call a field, by its path here; a path without a section
-belongs to the policy."""
+"""The names of fields in TRL, verl, PEFT, prime-rl and the Hugging Face trainer, by their path here; a path without a
+section belongs to the policy."""
 
 VALUES = {f"{target}_proj": target for target in TARGETS} | {
     "all": "all-linear", "all_linear": "all-linear", "attn": "attention", "ppo_clip": "ppo",
     "reinforce": "importance_sampling", "sft": "cross_entropy",
     "drgrpo": "dr_grpo", "dr-grpo": "dr_grpo", "constant_with_warmup": "warmup",
 }  # fmt: skip
-"""What they call a value."""
+"""The names of a value in those frameworks."""
 
 POLICY = "policies.main"
 """The policy of a job that names no other."""

@@ -117,15 +117,22 @@ def problems(value: Any, path: str = "") -> Iterator[str]:
 
 
 def half_of(text: str) -> str:
-    """What is allowed instead of ``text`` if it has half of a character, else nothing."""
+    """The allowed form of ``text`` if it has half of a character, else nothing."""
     if text.isascii() or (found := _HALF.search(text)) is None:
         return ""
     return f"allowed: whole characters (\\u{ord(found[0]):04x} is half of one)"
 
 
 def escaped(value: Any) -> str:
-    """``value`` as ASCII JSON, short enough for a line."""
-    return short(json.dumps(value[:LONGEST_SHOWN] if isinstance(value, str) else value, default=str))
+    """``value`` as ASCII JSON, short enough for a line. No more items of a large value are written than are shown."""
+    if isinstance(value, str):
+        return short(json.dumps(value[:LONGEST_SHOWN]))
+    shown = ""
+    for part in json.JSONEncoder(default=str).iterencode(value):
+        shown += part[:LONGEST_SHOWN]
+        if len(shown) > LONGEST_SHOWN:
+            break
+    return short(shown)
 
 
 def _name(key: Any) -> str:

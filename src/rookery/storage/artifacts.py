@@ -58,6 +58,9 @@ PROBE_BYTES = 1 << 20
 """Written to see whether the place takes writes again: about an adapter of a small model. One that finds no room after
 that is tried again later."""
 
+NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
+"""Error numbers of a file system that writes no folder to its disk on request."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -432,14 +435,18 @@ class ShardWriter:
         self._shards[shard.name] = shard
         return shard
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Remove the file unless it is finished."""
         with suppress(OSError):  # closing flushes bytes that a full disk has refused already; that was reported
             self._file.close()
         with suppress(OSError):
             self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
 
 class Place(NamedTuple):
@@ -527,9 +534,12 @@ def seconds_of(content: bytes) -> float:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in it durable."""
+    """Make the names in it durable, on a file system that offers it for folders: some network ones do not."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(handle)

@@ -169,8 +169,8 @@ def page_of(
     if page is not None:
         query = query.limit(page.limit).offset(page.offset or None)
         if page.after:
-            place, found = tuple_(*order), tuple_(*map(literal, page.after, (column.type for column in order)))
-            query = query.where(place < found if descending else place > found)
+            cursor, found = tuple_(*order), tuple_(*map(literal, page.after, (column.type for column in order)))
+            query = query.where(cursor < found if descending else cursor > found)
     return fetch_all(connection, kind, query)
 
 

@@ -53,7 +53,7 @@ def sqlite_url(root: Path) -> str:
 def read_secret(root: Path, name: str) -> str | None:
     """The admin key or another secret, read by a local command without the lock; None where there is none.
 
-    Raises :class:`UserError` if it belongs to another user."""
+    Raises :class:`UserError` if it belongs to another user or cannot be read."""
     if without_home(root):
         return None
     try:
@@ -62,6 +62,9 @@ def read_secret(root: Path, name: str) -> str | None:
         return None
     except PermissionError:
         raise UserError(f"{root / name} belongs to another user; set ROOKERY_KEY to a key of your own") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or "no text of ASCII"
+        raise UserError(f"{root / name} cannot be read ({reason}); mount its disk, or set ROOKERY_KEY") from None
 
 
 class DataFolder:
@@ -90,6 +93,12 @@ class DataFolder:
             raise UserError(
                 f"data folder {root} is in use by another service (pid {holder});"
                 " stop it, or set ROOKERY_DATA to another folder"
+            ) from None
+        except OSError as error:
+            os.close(self._lock)
+            raise UserError(
+                f"data folder {root} cannot be locked ({error.strerror}): two services could use it at once; set"
+                " ROOKERY_DATA to a folder on a disk of this machine"
             ) from None
         try:
             os.ftruncate(self._lock, 0)

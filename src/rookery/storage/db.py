@@ -5,7 +5,8 @@
   published after it must survive a power cut.
 * ``reading`` sees one snapshot for all its queries and never waits for a writer.
 * Within ``batch_transaction`` the calls of one thread share a transaction: one wait for the disk for all of them.
-* A full disk is :class:`~rookery.errors.StorageFull`. A row that the tables refuse is the caller's error. Every other
+* A full disk is :class:`~rookery.errors.StorageFull`; a database that answers and is read-only, as a replica,
+  is :class:`~rookery.errors.DatabaseReadOnly`. A row that the tables refuse is the caller's error. Every other
   failure (a lost server, a denied permission, a database that is another one than at the start) is
   :class:`~rookery.errors.DatabaseAway`. They leave the database as it was, except that a connection lost during the
   commit itself leaves its outcome to be read back.
@@ -22,7 +23,7 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -33,12 +34,11 @@ from sqlalchemy.exc import (
     DataError,
     DBAPIError,
     IntegrityError,
-    NoSuchModuleError,
     OperationalError,
 )
 from sqlalchemy.pool import StaticPool
 
-from rookery.errors import DatabaseAway, StorageFull, Unavailable, UserError, installs, shortages
+from rookery.errors import DatabaseAway, DatabaseReadOnly, StorageFull, Unavailable, UserError, installs, shortages
 from rookery.storage import migrations
 from rookery.storage.models import MetaRow
 from rookery.storage.place import Owner
@@ -60,6 +60,10 @@ CLAIM_SILENT_SECONDS = 30
 """A claim that its process has not renewed for so long ends, in PostgreSQL 14 or later. So does a transaction in which
 nothing happened: the next epoch waits for it."""
 
+LOCK_SECONDS = 2 * CLAIM_SILENT_SECONDS
+"""How long a statement waits for a lock in PostgreSQL, such as that of an administrator's session. The next epoch
+waits longer: for the transactions of the one before."""
+
 CLAIM_WAIT_SECONDS = 2
 """How long a new service waits for the claim of one that has just ended."""
 
@@ -75,7 +79,13 @@ CALLERS_ERRORS = (IntegrityError, DataError)
 _EPOCH = select(MetaRow.value).where(MetaRow.name == "epoch")
 
 _POSTGRES_DISK_FULL = "53100"
+_POSTGRES_READ_ONLY = "25006"
 _POSTGRES_LOCK_TIMEOUT = "55P03"
+
+DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
+"""By the beginning of an address, before any ``+``: a platform's variable may name another program's driver."""
+
+ADDRESSES = "sqlite:////path/rookery.db or postgresql://user@host/name"
 
 
 class DatabaseInUse(UserError):
@@ -107,32 +117,34 @@ class Database:
         """That of the database that :meth:`create` opened: a new connection to another one is refused."""
         self._away = False
         """The last use of it failed: the operator was told."""
+        self._refuses_writes = False
+        """It takes no writes: the operator was told."""
         try:
             parsed = make_url(url)
-            if parsed.drivername in ("postgres", "postgresql"):
-                parsed = parsed.set(drivername="postgresql+psycopg")
-            options: dict[str, Any] = {"pool_pre_ping": True}
-            if parsed.get_backend_name() == "postgresql":
-                options["connect_args"] = {"connect_timeout": CONNECT_SECONDS}
-            if parsed.get_backend_name() == "sqlite":
-                options = {"connect_args": {"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS}}
-                if parsed.database in (None, "", ":memory:"):
-                    options["poolclass"] = StaticPool
+        except (ArgumentError, ValueError):
+            raise UserError(f"database: the address cannot be read; give one like {ADDRESSES}") from None
+        kind = parsed.get_backend_name()
+        if kind not in DRIVERS:
+            raise UserError(f"database: {kind} is not supported; give an address like {ADDRESSES}")
+        parsed = parsed.set(drivername=DRIVERS[kind])
+        patience = {name: value for name, value in _PATIENCE.items() if name not in parsed.query}
+        options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": patience}
+        if kind == "sqlite":
+            options = {"connect_args": {"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS}}
+            if parsed.database in (None, "", ":memory:"):
+                options["poolclass"] = StaticPool
+        try:
             self.engine: Engine = create_engine(parsed, **options)
         except ModuleNotFoundError as error:
             raise UserError(f"database: {error.name} is missing; {installs('postgres')}") from None
-        except (ArgumentError, NoSuchModuleError) as error:
-            raise UserError(f"database: {error}; give a URL like sqlite:////path/rookery.db") from None
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine, "do_connect", self._check_file)
             event.listen(self.engine, "connect", _prepare_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
             self._reader = self.engine.execution_options(begin="BEGIN")
-        elif self.engine.dialect.name == "postgresql":
+        else:
             event.listen(self.engine, "connect", _prepare_postgresql)
             self._reader = self.engine.execution_options(isolation_level="REPEATABLE READ")
-        else:
-            raise UserError(f"database: {self.engine.dialect.name} is not supported; use SQLite or PostgreSQL")
         event.listen(self.engine, "connect", self._check_identity)
 
     def create(self) -> None:
@@ -153,7 +165,7 @@ class Database:
         self._identity = identity
 
     def owner(self) -> Owner:
-        """What this database says about the place of its artifacts. It may be called before :meth:`claim` and
+        """This database's record of the place of its artifacts. It may be called before :meth:`claim` and
         :meth:`create`: it changes nothing. Raises :class:`Unavailable`."""
         url, shown = self.engine.url, self._shown_url()
         if self.engine.dialect.name == "sqlite" and _file(url) and not os.path.exists(_file(url)):
@@ -180,6 +192,9 @@ class Database:
         """Change a row to what it is. Raises :class:`StorageFull`, :class:`Unavailable`."""
         with self.writing() as connection:
             connection.execute(update(MetaRow).where(MetaRow.name == "identity").values(value=MetaRow.value))
+        if self._refuses_writes:
+            self._refuses_writes = False
+            log.warning("the database takes writes again")
 
     def claim(self) -> None:
         """Reserve the database for this service until :meth:`close`; further calls renew the claim. It may be called
@@ -204,6 +219,7 @@ class Database:
                     connection.execute(select(func.set_config("idle_session_timeout", silent, False)))
                 if inspect(connection).has_table(MetaRow.__tablename__):
                     with self.engine.begin() as other:
+                        other.execute(select(func.set_config("lock_timeout", "0", True)))  # however long they take
                         self._epoch = _next_epoch(other)
                 free = True
             except OperationalError as error:
@@ -339,11 +355,13 @@ class Database:
         except DBAPIError as error:
             if isinstance(error.orig, sqlite3.Error):
                 # The other bits say where it happened.
-                full = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+                code: int | str | None = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
             else:
-                full = getattr(error.orig, "sqlstate", None) == _POSTGRES_DISK_FULL
-            if full:
+                code = getattr(error.orig, "sqlstate", None)
+            if code in (sqlite3.SQLITE_FULL, _POSTGRES_DISK_FULL):
                 raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
+            if code in (sqlite3.SQLITE_READONLY, _POSTGRES_READ_ONLY):
+                raise self._read_only(_reason(error)) from error
             raise self._not_there(_reason(error)) from error
         else:
             if self._away:
@@ -355,6 +373,14 @@ class Database:
             self._away = True
             log.error("the database %s does not answer: %s", self._shown_url(), reason)
         return DatabaseAway("the database does not answer", reason)
+
+    def _read_only(self, reason: str) -> DatabaseReadOnly:
+        if not self._refuses_writes:
+            self._refuses_writes = True
+            log.error("the database %s takes no writes: %s", self._shown_url(), reason)
+        if self.engine.dialect.name == "postgresql":
+            self.engine.dispose()  # its address may lead to another server by now
+        return DatabaseReadOnly("the database takes no writes: it is read-only now", reason)
 
     def _check_file(self, dialect: object, record: object, arguments: Any, named: Any) -> None:
         """SQLite would make a new database where the file of a data folder that is away should be."""
@@ -398,12 +424,25 @@ def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
     connection.execute("PRAGMA foreign_keys=ON")
 
 
+_PATIENCE: Mapping[str, int] = {
+    "connect_timeout": CONNECT_SECONDS,
+    "keepalives_idle": CLAIM_IDLE_SECONDS,
+    "keepalives_interval": CLAIM_PROBE_SECONDS,
+    "keepalives_count": CLAIM_PROBES,
+    "tcp_user_timeout": CLAIM_SILENT_SECONDS * 1000,
+}
+"""Options of a connection to PostgreSQL at this end, where the address has no others: without them a server that has
+vanished, as at a failover, is waited for a quarter of an hour. The last is for what was sent and not acknowledged,
+during which the system sends no keepalives."""
+
+
 def _prepare_postgresql(connection: Any, record: object) -> None:
     values = {
         "tcp_keepalives_idle": f"{CLAIM_IDLE_SECONDS}s",
         "tcp_keepalives_interval": f"{CLAIM_PROBE_SECONDS}s",
         "tcp_keepalives_count": str(CLAIM_PROBES),
         "idle_in_transaction_session_timeout": f"{CLAIM_SILENT_SECONDS}s",
+        "lock_timeout": f"{LOCK_SECONDS}s",
     }
     with connection.cursor() as cursor:
         for name, value in values.items():

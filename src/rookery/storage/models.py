@@ -92,6 +92,18 @@ class KeyRow(OwnedRow):
     """Not valid from then on; None is never."""
 
 
+class SecretRow(Base):
+    """A text that a tenant's jobs use by its name, such as the key of a sink. No route, log or job shows it; whoever
+    reads the database can."""
+
+    __tablename__ = "secrets"
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    name: Mapped[Id]
+    value: Mapped[str] = mapped_column(repr=False)
+    created: Mapped[float]
+
+
 class JobRow(OwnedRow, kw_only=True):
     __tablename__ = "jobs"
     __table_args__ = (
@@ -193,7 +205,7 @@ class EpisodeRow(OwnedRow, kw_only=True):
     version: Mapped[int | None] = mapped_column(default=None)
     """The version of the job's first policy when it began."""
     versions: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
-    """Those of the other policies, by name."""
+    """The values of the other policies, by name."""
     seed: Mapped[int]
     turns: Mapped[bytes] = mapped_column(default=b"")
     """Completed turns, in the controller's encoding."""

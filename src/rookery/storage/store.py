@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 async def every(
-    fetch: Callable[[Page], Coroutine[Any, Any, list[T]]], place: Callable[[T], tuple[str | float, ...]]
+    fetch: Callable[[Page], Coroutine[Any, Any, list[T]]], cursor: Callable[[T], tuple[str | float, ...]]
 ) -> AsyncIterator[T]:
-    """All rows of a list, read page by page; ``place(row)`` has the values of the list's order."""
+    """All rows of a list, read page by page; ``cursor(row)`` has the values of the list's order."""
     page = Page(LONGEST_PAGE)
     while found := await fetch(page):
         for row in found:
             yield row
-        page = Page(LONGEST_PAGE, place(found[-1]))
+        page = Page(LONGEST_PAGE, cursor(found[-1]))
 
 
 class Writer(Protocol):

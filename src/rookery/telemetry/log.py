@@ -1,20 +1,25 @@
 """The structured log: one JSON object per line, with the tenant, job and version that the line concerns.
 
 Packages log through ``logging.getLogger("rookery.<package>")`` and pass context fields in ``extra``. Nothing is
-configured on import; a process calls :func:`logging_to` once, which restores logging when it ends.
+configured on import; a process calls :func:`logging_to` once, which restores logging when it ends. Lines are written in
+a thread: neither a slow disk nor a terminal that nobody reads holds up the event loop, or the end of the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from logging.handlers import RotatingFileHandler
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
+from queue import Full, Queue
+from typing import TYPE_CHECKING, TextIO
 
 FIELDS = ("tenant", "job", "policy", "version", "worker", "episode", "request")
 """Context fields that ``extra`` may have; each becomes a field of the line."""
@@ -27,6 +32,21 @@ FILE_BYTES = 16 << 20
 
 FILES = 4
 """Number of log files kept, so that a log never fills the data folder."""
+
+
+WAITING_LINES = 10_000
+"""Lines that may wait to be written; further ones are dropped: a disk that hangs must not take all memory."""
+
+STOP_SECONDS = 5.0
+"""Time that the lines which wait have to be written at the end. Those that a disk or a terminal which hangs does not
+take by then are dropped."""
+
+_dropped = 0
+
+
+def dropped_lines() -> int:
+    """The number of lines that were dropped since the process began because too many waited."""
+    return _dropped
 
 
 MESSAGE, FIELD, TRACEBACK = 2000, 200, 20_000
@@ -51,7 +71,10 @@ def _context(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _traceback(record: logging.LogRecord) -> str:
-    lines = logging.Formatter().formatException(record.exc_info)[-TRACEBACK:].splitlines()  # type: ignore[arg-type]
+    """The traceback of a record; empty where it has none. That of a line which waits was made before."""
+    if not record.exc_info:
+        return record.exc_text or ""
+    lines = logging.Formatter().formatException(record.exc_info)[-TRACEBACK:].splitlines()
     return "\n".join(printable(line, MESSAGE) for line in lines)
 
 
@@ -66,8 +89,8 @@ class JsonLines(logging.Formatter):
             "message": printable(record.getMessage(), MESSAGE),
         }
         line.update(_context(record))
-        if record.exc_info:
-            line["traceback"] = _traceback(record)
+        if traceback := _traceback(record):
+            line["traceback"] = traceback
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
@@ -77,20 +100,53 @@ class TerminalLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         context = " ".join(f"{name}={value}" for name, value in _context(record).items())
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        return f"{time} {level}{printable(record.getMessage(), MESSAGE)}" + (f"  [{context}]" if context else "")
+        moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        return f"{moment} {level}{printable(record.getMessage(), MESSAGE)}" + (f"  [{context}]" if context else "")
 
 
 class ProcessLines(logging.Formatter):
     """Lines of a worker's or a host's standard error: time, level, logger and message, then the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
-        line = f"{time} {record.levelname} {record.name}: {printable(record.getMessage(), MESSAGE)}"
-        return f"{line}\n{_traceback(record)}" if record.exc_info else line
+        moment = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        line = f"{moment} {record.levelname} {record.name}: {printable(record.getMessage(), MESSAGE)}"
+        traceback = _traceback(record)
+        return f"{line}\n{traceback}" if traceback else line
 
 
-class _File(RotatingFileHandler):
+if TYPE_CHECKING:
+    _Stream = logging.StreamHandler[TextIO]
+else:
+    _Stream = logging.StreamHandler
+
+
+class _Abandonable(logging.Handler):
+    """A handler that the end of the process does not wait for, once it is ``abandoned`` within a write that hangs."""
+
+    abandoned = False
+
+    def acquire(self) -> None:
+        if not self.abandoned:
+            super().acquire()
+
+    def release(self) -> None:
+        if not self.abandoned:
+            super().release()
+
+    def flush(self) -> None:
+        if not self.abandoned:
+            super().flush()
+
+    def close(self) -> None:
+        if not self.abandoned:
+            super().close()
+
+
+class _Terminal(_Abandonable, _Stream):
+    """Standard error."""
+
+
+class _File(_Abandonable, RotatingFileHandler):
     """A line that cannot be written because the disk is full is dropped; other code reports the full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
@@ -100,6 +156,42 @@ class _File(RotatingFileHandler):
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a line in the buffer is dropped too
             super().close()
+
+
+class _Waiting(QueueHandler):
+    """Hands lines to the thread that writes them."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """The line's texts are made here, for what it quotes may change, and a traceback holds the objects of its
+        frames."""
+        record = copy.copy(record)
+        record.msg, record.args = record.getMessage(), None
+        record.exc_text = _traceback(record) if record.exc_info else ""
+        record.exc_info = None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        global _dropped
+        try:
+            self.queue.put_nowait(record)
+        except Full:
+            _dropped += 1  # under the handler's lock
+
+
+class _Writing(QueueListener):
+    """The thread that writes lines."""
+
+    queue: Queue[logging.LogRecord | None]
+
+    def stop_within(self, seconds: float) -> bool:
+        """Write the lines that wait, for at most ``seconds``. Returns whether that was possible."""
+        deadline = time.monotonic() + seconds
+        thread, self._thread = self._thread, None
+        with contextlib.suppress(Full):
+            self.queue.put(None, timeout=seconds)
+        assert thread is not None
+        thread.join(max(0.0, deadline - time.monotonic()))
+        return not thread.is_alive()
 
 
 def file_handler(path: Path) -> logging.Handler:
@@ -112,7 +204,7 @@ def file_handler(path: Path) -> logging.Handler:
 
 def terminal_handler() -> logging.Handler:
     """Lines for a person on standard error."""
-    handler = logging.StreamHandler()
+    handler = _Terminal()
     handler.setFormatter(TerminalLines())
     return handler
 
@@ -127,22 +219,27 @@ def log_to_stderr(level: str) -> None:
 
 @contextmanager
 def logging_to(handlers: list[logging.Handler], level: str) -> Iterator[None]:
-    """Within, the lines of :data:`LOGGERS` at ``level`` and above go to ``handlers``. At the end the handlers are
-    closed and the previous configuration is restored."""
+    """Within, the lines of :data:`LOGGERS` at ``level`` and above go to ``handlers``. At the end, those that wait are
+    written within :data:`STOP_SECONDS`, the handlers are closed and the previous configuration is restored."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
+    waiting = _Waiting(Queue(WAITING_LINES))
+    writing = _Writing(waiting.queue, *handlers, respect_handler_level=True)
+    writing.start()
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.setLevel(max(logging.getLevelNamesMapping()[level.upper()], LOGGERS[logger.name]))
         logger.propagate = False
-        for handler in handlers:
-            logger.addHandler(handler)
+        logger.addHandler(waiting)
     try:
         yield
     finally:
         for logger, old_level, propagate in before:
             logger.setLevel(old_level)
             logger.propagate = propagate
+            logger.removeHandler(waiting)
+        if not writing.stop_within(STOP_SECONDS):
             for handler in handlers:
-                logger.removeHandler(handler)
+                if isinstance(handler, _Abandonable):
+                    handler.abandoned = True
         for handler in handlers:
             handler.close()

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from rookery.errors import UserError, installs
 from rookery.settings import Settings
+from rookery.telemetry.numbers import numbers
 
 log = logging.getLogger("rookery.telemetry")
 
@@ -176,17 +177,6 @@ class Sinks:
             self._sinks.append(opener())
         except Exception:
             log.exception("a metrics sink could not be opened; this job continues without it", extra=self._log_fields)
-
-
-def numbers(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """The finite numbers of a row by name, nested mappings flattened with ``/``."""
-    found: list[tuple[str, float]] = []
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            found += numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and math.isfinite(value):
-            found.append((prefix + name, float(value)))
-    return found
 
 
 def finite(value: Any) -> Any:

@@ -108,7 +108,7 @@ class SpanRing:
 
 
 def within(spans: Iterable[TraceSpan], start: float, end: float) -> list[TraceSpan]:
-    """Those that overlap the time from ``start`` to ``end``."""
+    """The spans that overlap the time from ``start`` to ``end``."""
     return [span for span in spans if span.start <= end and span.end >= start]
 
 
@@ -202,8 +202,8 @@ def picture(spans: Iterable[TraceSpan], resolution: float, most: int) -> tuple[l
 def timeline(
     spans: Iterable[TraceSpan], own: Callable[[TraceSpan], bool] | None, start: float, end: float
 ) -> list[TraceSpan]:
-    """What overlaps the time from ``start`` to ``end``, and when workers were idle, as a reader sees it whose work is
-    what ``own`` holds for; None sees everything. By start."""
+    """The spans that overlap the time from ``start`` to ``end`` and the idle times of workers, by start. A reader sees
+    the work for which ``own`` holds; None sees everything."""
     found = within(spans, start, end)
     if own is not None:
         found = visible(found, own)

@@ -112,7 +112,7 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Rows:
     numbers = ("adapters", "active", "waiting", "tok/s", "price/h")
     sites = any(worker["site"] for worker in workers)
     head = columns(("worker", *["site"] * sites, "kind", "state"), ("since",))
-    table = Rows(head + columns(("model", "engine", "roles"), numbers, ("note",)))
+    table = Rows(head + columns(("model", "engine", "roles"), numbers, ("lanes", "note")))
     for worker in workers:
         state, beat = str(worker["state"]), worker.get("beat") or {}
         table.add(
@@ -129,6 +129,7 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Rows:
             rounded(beat.get("waiting"), "{:d}"),
             rounded(worker["tokens_per_second"], "{:.0f}"),
             rounded(worker["price"], "{:g}"),
+            Text(printable(str(beat.get("lanes") or "")), "dim"),
             Text(printable(str(worker["note"])), "dim"),
         )
     return table

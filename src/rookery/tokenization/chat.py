@@ -147,7 +147,7 @@ class Chat:
 
     @cached_property
     def tools(self) -> ToolSupport:
-        """What the template writes of tools."""
+        """The template's form of tools."""
         return support_of(self._source, self.render)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **arguments: Any) -> str:
@@ -214,13 +214,13 @@ class Chat:
         tokens: Sequence[int],
         reply_tokens: Sequence[int],
         messages: Sequence[Message],
-        place: int,
+        index: int,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int] | None:
-        """As :meth:`extend`, of a client's conversation with ``tools``, in which the reply is the message at ``place``:
+        """As :meth:`extend`, of a client's conversation with ``tools``, in which the reply is the message at ``index``:
         calls count as written where the template writes the same calls, in whatever form."""
         written, arguments = self.tools.adapt(messages, tools)
-        reply, names = messages[place], [tool["function"]["name"] for tool in tools]
+        reply, names = messages[index], [tool["function"]["name"] for tool in tools]
         content, calls = reply.get("content") or "", reply.get("tool_calls")
 
         def same(text: str) -> bool:
@@ -229,22 +229,22 @@ class Chat:
             found = read_whole(READERS[self.tools.style](names), text)
             return message_key(*found) == message_key(content, [called(call) for call in calls])
 
-        return self._extended(tokens, reply_tokens, written, place + len(written) - len(messages), arguments, same)
+        return self._extended(tokens, reply_tokens, written, index + len(written) - len(messages), arguments, same)
 
     def _extended(
         self,
         tokens: Sequence[int],
         reply_tokens: Sequence[int],
         messages: Sequence[Message],
-        place: int,
+        index: int,
         arguments: Mapping[str, Any],
         same: Callable[[str], bool],
     ) -> list[int] | None:
-        """``tokens`` and what follows the reply, the message at ``place``, where the template writes before it what it
+        """``tokens`` and what follows the reply, the message at ``index``, where the template writes before it what it
         wrote, and in its place a text that is the ``same``; else None."""
-        before = self.render(messages[:place], **arguments)
+        before = self.render(messages[:index], **arguments)
         after = self.render(messages, **arguments)
-        marked = [*messages[:place], {"role": "assistant", "content": _SENTINEL}, *messages[place + 1 :]]
+        marked = [*messages[:index], {"role": "assistant", "content": _SENTINEL}, *messages[index + 1 :]]
         _, found, rest = self.render(marked, **arguments).rpartition(_SENTINEL)
         if not found or not rest or not (after.startswith(before) and after.endswith(rest)):
             return None

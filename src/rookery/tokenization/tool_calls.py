@@ -327,10 +327,10 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> set[str]:
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
         seen.add(reference)
-        place: Any = root
+        pointer: Any = root
         for name in reference[2:].split("/"):
-            place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
-        types |= _types(place, root, seen)
+            pointer = pointer.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(pointer, dict) else None
+        types |= _types(pointer, root, seen)
     return types
 
 
@@ -396,7 +396,10 @@ def called(call: Mapping[str, Any]) -> tuple[str, Any]:
 def message_key(content: str, calls: Sequence[tuple[str, Any]]) -> str:
     """A text that two assistant's messages share where they say the same: white space around the text, and the way in
     which arguments are written, do not count."""
-    known = [(name, read_json(given) or given if isinstance(given, str) else given) for name, given in calls]
+    known = []
+    for name, given in calls:
+        read = read_json(given) if isinstance(given, str) else given
+        known.append((name, given if read is None else read))
     return json.dumps([content.strip(), known], sort_keys=True, default=str)
 
 
@@ -412,7 +415,7 @@ INSTRUCTIONS = (
 
 @dataclass(frozen=True)
 class ToolSupport:
-    """What a chat template writes of tools."""
+    """The form of tools in a chat template."""
 
     style: Style
     argument: str = ""
@@ -458,7 +461,7 @@ class ToolSupport:
         return message
 
     def opening(self, name: str) -> str:
-        """What precedes a forced call of this tool in a reply: the rest is one JSON object."""
+        """The text before a forced call of this tool in a reply: the rest is one JSON object."""
         if self.style == "harmony":
             return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
         return {"hermes": "<tool_call>\n", "llama3": "", "mistral": "[TOOL_CALLS]"}[self.style]
@@ -470,14 +473,14 @@ def forced_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     calls, definitions = [], {}
     for number, tool in enumerate(tools):
         function = tool["function"]
-        place = f"#/$defs/tool{number}"
-        parameters = _moved(function.get("parameters") or {"type": "object"}, place)
+        pointer = f"#/$defs/tool{number}"
+        parameters = _moved(function.get("parameters") or {"type": "object"}, pointer)
         definitions[f"tool{number}"] = {
             key: value for key, value in parameters.items() if key not in ("$id", "$schema")
         }
         calls.append({
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": pointer}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         })  # fmt: skip
@@ -491,10 +494,10 @@ _DATA = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose value is no schema."""
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """The same schema where it stands at ``place`` of a document instead of at its root."""
+def _moved(schema: Any, pointer: str) -> Any:
+    """The same schema where it stands at ``pointer`` of a document instead of at its root."""
     if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
+        return [_moved(part, pointer) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     moved: dict[str, Any] = {}
@@ -502,11 +505,11 @@ def _moved(schema: Any, place: str) -> Any:
         if key in _MAPS:
             if not isinstance(value, Mapping):
                 raise UserError(f"{key} of a JSON schema must be an object")
-            moved[key] = {name: _moved(part, place) for name, part in value.items()}
+            moved[key] = {name: _moved(part, pointer) for name, part in value.items()}
         elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = place + value[1:]
+            moved[key] = pointer + value[1:]
         else:
-            moved[key] = value if key in _DATA else _moved(value, place)
+            moved[key] = value if key in _DATA else _moved(value, pointer)
     return moved
 
 
@@ -514,7 +517,7 @@ PROBE = "rookery_probe"
 
 
 def support_of(template: str, render: Any) -> ToolSupport:
-    """What a template writes of tools: ``render(messages, **arguments)`` is tried with each."""
+    """The form of tools in a template: ``render(messages, **arguments)`` is tried with each."""
     style = style_of(template)
     user = {"role": "user", "content": "?"}
     function = {"name": PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}

@@ -3,7 +3,7 @@
 Threads that wait for each other spin briefly and then sleep. A worker shares its cores with the controller, the
 environments and everything else on its machine: a thread that spins delays the one that it waits for, and one that
 sleeps at once wakes too late, hundreds of times per decode step. The spin count is a compromise
-(``benchmarks/micro/spinning.py``): 10,000 turns make a step of a job 2 to 10% faster than 3,000 and decode nearly as
+(``benchmarks/micro/neighbours.py``): 10,000 turns make a step of a job 2 to 10% faster than 3,000 and decode nearly as
 fast as 30,000, and half as fast while another process uses a core: then :mod:`rookery.worker.spinning` shortens it.
 The OpenMP runtime reads its settings when torch loads it, so they are set here, before any module of a worker imports
 torch.

@@ -2,17 +2,30 @@
 
 Promises:
 
-* Only this thread touches engine, trainer, adapters and tensors. :meth:`Compute.call` runs a function in it, between
-  two slices, or, if it changes no training state, between two layers of a training slice.
-* Engine and trainer alternate in bounded slices and, while both have work, get the shares of their tenants
-  (:mod:`rookery.scheduling.worker_time`), equal ones for a tenant alone; time spent idle gives no credit. Time of
-  interactive requests counts for neither. A training slice that would break one's objective waits, as does its rest
-  between two layers, where the trainer allows it; rollouts wait with it, for as long as the shares allow. So does the
-  rest of one, while it is the engine's turn, for a tenant that only has rollouts.
-* Without work the thread sleeps until the next call.
-* Tokens and results wait in an outbox; ``on_output`` is called, in this thread, when the outbox stops being empty.
-* An exception in a call is raised to its caller. An exception in a slice ends the thread: ``failure`` holds it, and the
-  outbox stays readable.
+* Only this thread touches engine, trainer, adapters and tensors, but for the time in which it lends the engine.
+  :meth:`Compute.call` runs a function in the thread that owns what it needs, between two slices, or, if it changes no
+  training state, between two layers of a training slice.
+* Two modes. In *turns*, engine and trainer alternate in bounded slices on all cores and, while both have work, get the
+  shares of their tenants (:mod:`rookery.scheduling.worker_time`), equal ones for a tenant alone; time spent idle gives
+  no credit. *Beside*, a second thread, the engine lane, runs the engine's slices on some cores while this one runs the
+  trainer's on the others. The time of both counts by their parts of the cores; where one of them falls behind its share
+  by :data:`BEHIND_SECONDS`, turns bring it level.
+* Each mutable thing has one owner at a time. The trainer and its states, gradients and queue belong to this thread
+  always. The engine, with its requests, KV cache, adapters, gate and cost tables, belongs to the lane from
+  :meth:`Compute._start_lane` until :meth:`Compute._recall` has waited for the end of the lane's slice. Base weights are
+  read-only. Status, outbox, calls and the clocks of the two have the lock, tenants' time has one of its own.
+* While a worker holds requests with objectives it works in turns, so that their gate counts slices as they are; the
+  costs of slices beside each other are kept apart. Time of interactive requests counts for neither. A training slice
+  that would break one's objective waits, as does its rest between two layers, where the trainer allows it; rollouts
+  wait with it, for as long as the shares allow. So does the rest of one, in turns, while it is the engine's turn, for a
+  tenant that only has rollouts.
+* Text, log-probabilities and gradients are the same bits in both modes, on the CPUs where lanes are possible
+  (:mod:`rookery.worker.teams`). On a GPU the lane has a stream of its own, which has not been measured.
+* Without work the threads sleep until the next call.
+* Tokens and results wait in an outbox; ``on_output`` is called, in the thread that fills it, when the outbox stops
+  being empty.
+* An exception in a call is raised to its caller. An exception in a slice ends both threads: ``failure`` holds it, and
+  the outbox stays readable.
 """
 
 from __future__ import annotations
@@ -22,9 +35,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -32,8 +45,12 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from rookery import protocol
+from rookery.scheduling.pipelines import TAKING_TURNS
 from rookery.settings import Settings
-from rookery.worker.core import WorkerCore, load_core
+from rookery.worker import teams
+from rookery.worker.core import NO_TRAINING, WorkerCore, load_core
+from rookery.worker.device import own_stream
+from rookery.worker.lane_plan import LanePlan
 from rookery.worker.trainer.base import TrainerResult
 
 T = TypeVar("T")
@@ -41,6 +58,17 @@ T = TypeVar("T")
 
 INNERMOST_CALLS = 4
 """Of a slice that does not end, in the log."""
+
+STUCK_SECONDS = 5.0
+"""Beside each other, one lane's slices count as progress only while the other's present slice, or layer, is not older:
+else a lane that is stuck would hide behind one that is not."""
+
+TRAINED = "worker_trained_tokens"
+"""The trainer's gauge of tokens."""
+
+BEHIND_SECONDS = 1.0
+"""Beside each other, engine or trainer may fall behind its share by so much before turns bring it level: about one
+training slice, below which turns themselves are no closer."""
 
 IDLE = protocol.Heartbeat(
     epoch=0, progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0, train_seconds=0.0,
@@ -77,13 +105,31 @@ class TimeSlice:
         self.share = 1.0
         self.seconds = self.present = 0.0
         self.idle = True
+        self.charged = 0.0
+        """Until then its time is charged."""
+        self.began: float | None = None
+        """When the present slice, or its present layer, began; None between two."""
+        self.full = True
+        """Whether the present slice has had all cores, or all of its lane's, so far."""
 
     def charge(self, seconds: float) -> None:
         self.clock += seconds / self.share
 
 
+@dataclass
+class Half:
+    """The engine's or the trainer's part of the status, as its owner published it last."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Of the heartbeat."""
+    gauges: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """That each tenant has in the engine."""
+
+
 Touches = Literal["engine", "queue", "states"]
-"""What a call needs: the engine only; or it reads training states, and adds operations to the trainer's queue; or it
+"""The needs of a call: the engine only; or it reads training states, and adds operations to the trainer's queue; or it
 creates, replaces or deletes training states or operations, which a training slice may be using."""
 
 Call = tuple[Future[Any], Callable[[WorkerCore], Any], Touches]
@@ -111,11 +157,29 @@ class Compute:
         self._calls: list[Call] = []
         self._slices: list[TimeSlice] = []
         """The engine's and the trainer's."""
-        self._charged = 0.0
-        """Until then time is charged to one of them."""
+        self._halves = Half(), Half()
+        self._adapters: frozenset[str] = frozenset()
         self._stopping = False
+        self.lanes = settings.worker.lanes
+        """Its mode, which may change at any time."""
+        self._lane: threading.Thread | None = None
+        """The engine lane, while it owns the engine. The fields below have the lock."""
+        self._lane_threads = 0
+        self._lane_computes = False
+        self._recalled = False
+        self._clients = False
+        """Whether the engine holds requests with objectives, as its owner published it."""
+        self._all_cores = True
+        """Whether the present slices compute with all threads, and not with the fewer ones of a limit."""
+        self._plan: LanePlan | None = None
+        self._lent = self._beside_seconds = 0.0
+        self._late: TimeSlice | None = None
+        """Engine or trainer, while turns bring it level with its share."""
+        self._lane_failure: BaseException | None = None
         self._chunks: list[protocol.TokenChunk] = []
         self._results: list[TrainerResult] = []
+        self.threads = self._limit = 0
+        """How many compute where the worker has the cores; how many may now."""
         self.status = ComputeStatus()
         self.failure: BaseException | None = None
         self.ready: Future[WorkerCore] = Future()
@@ -131,7 +195,11 @@ class Compute:
         """End after the present slice; see :attr:`ended`."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def limit_threads(self, threads: int) -> None:
+        """Compute with at most so many threads from the next slice, or the next layer of training, on."""
+        self._limit = threads
 
     def call(self, function: Callable[[WorkerCore], T], *, touches: Touches = "states") -> Future[T]:
         """Run ``function`` between two slices, or within one where what it ``touches`` allows that. Calls keep their
@@ -142,20 +210,27 @@ class Compute:
                 future.cancel()
             else:
                 self._calls.append((future, function, touches))
-                self._changed.notify()
+                self._changed.notify_all()
         return future
 
     async def describe(self, seconds: float) -> str:
-        """What the thread's work waits for; where it does not answer within these ``seconds``, the lines of code in
-        which its slice is."""
-        answer = asyncio.wrap_future(self.call(_describe, touches="engine"))
+        """The reason why the thread's work waits; where it does not answer within these ``seconds``, the lines of code
+        of its slice."""
+        answer = asyncio.wrap_future(self.call(lambda core: core.engine.describe(), touches="engine"))
         await asyncio.wait({answer}, timeout=seconds)
+        trainer, story = self._slices[1] if self._slices else None, ""
         if answer.done() and not answer.cancelled():
-            return answer.result()
-        answer.cancel()
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        calls = [f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in traceback.extract_stack(frame)]
-        return f"a slice has not ended, it is in {' < '.join(reversed(calls[-INNERMOST_CALLS:]))}"
+            story = f"{answer.result()}; {self.status.beat.training} training operations are queued"
+            if self._lane is None or trainer is None or not _stuck(trainer):
+                return story
+            story += "; beside it, "
+        else:
+            answer.cancel()
+        lane, idents = self._lane, [self._thread.ident]
+        if lane is not None and not story:
+            idents.insert(0, lane.ident)
+        frames = " and in ".join(_innermost(ident) for ident in idents)
+        return f"{story}a slice has not ended, it is in {frames}"
 
     def take(self) -> tuple[list[protocol.TokenChunk], list[TrainerResult]]:
         """Empty the outbox."""
@@ -168,14 +243,16 @@ class Compute:
 
     def _main(self) -> None:
         try:
-            if self._settings.worker.threads:
-                torch.set_num_threads(self._settings.worker.threads)
+            self.threads = self._limit = teams.reserve(self._settings.worker.threads)
             core = load_core(self._prepare(), self._settings, self._between_layers, trains=self._trains)
             self.ready.set_result(core)
             try:
                 self._run(core)
             finally:
+                self._recall(core)
                 core.engine.close()
+            if self._lane_failure is not None:
+                raise self._lane_failure
         except BaseException as error:
             self.failure = error
             if not self.ready.done():
@@ -189,23 +266,49 @@ class Compute:
 
     def _run(self, core: WorkerCore) -> None:
         engine = TimeSlice(core.engine, lambda: core.engine.active + core.engine.waiting > 0)
-        self._slices = [engine, TimeSlice(core.trainer, lambda: core.trainer.pending > 0)]
+        trainer = TimeSlice(core.trainer, lambda: core.trainer.pending > 0)
+        self._slices = [engine, trainer]
+        if self.lanes == "auto" and core.slowdowns is not None:
+            depth = self._settings.worker.plan_depth
+            self._plan = LanePlan(self.threads, core.slowdowns, core.gate.costs, depth)
         while True:
+            if self._lane is not None and not trainer.busy():
+                self._recall(core)
+                self._publish(core, stepped=False)
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._stopping or any(s.busy() for s in self._slices))
+                self._changed.wait_for(
+                    lambda: self._calls or self._stopping or self._lane_failure or engine.busy() or trainer.busy()
+                )
                 if self._stopping:
                     return
-                calls, self._calls = self._calls, []
+                calls = self._take_calls()
             self._answer(core, calls)
+            if trainer.busy() and self._runs_beside(core):
+                self._step(core, trainer)
+                continue
+            self._recall(core)
+            if self._lane_failure is not None:
+                return
             core.gate.training_waits = False
             self._divide(core)
+            self._use_threads(core)
             chosen = next_slice(self._slices, core.gate.allows_training)
             if chosen is not None and not self._step(core, chosen):  # it gives its turn to the other
                 for other in self._slices:
                     if other is not chosen and other.busy():
                         self._step(core, other)
 
-    def _answer(self, core: WorkerCore, calls: list[Call]) -> None:
+    def _take_calls(self, *, within: bool = False, lane: bool = False) -> list[Call]:
+        """The calls that the calling thread may run now: the ``lane``, or this one, ``within`` a slice or between
+        two. With the lock."""
+        able = within_slice(self._calls)[0] if within else list(self._calls)
+        if lane or self._lane is not None:
+            able = [call for call in able if (call[2] == "engine") == lane]
+        taken = set(map(id, able))
+        self._calls = [call for call in self._calls if id(call) not in taken]
+        return able
+
+    def _answer(self, core: WorkerCore, calls: list[Call], *, lane: bool = False) -> None:
         for future, function, _ in calls:
             if future.set_running_or_notify_cancel():
                 try:
@@ -213,50 +316,89 @@ class Compute:
                 except Exception as error:  # raised to the caller
                     future.set_exception(error)
         if calls:
-            self._publish(core, stepped=False)
+            self._publish(core, stepped=False, lane=lane)
+
+    def _use_threads(self, core: WorkerCore) -> None:
+        """Compute with as many threads as may now. Results do not depend on the number, or it does not change."""
+        threads = min(self.threads, self._limit) if core.adapts_threads() else self.threads
+        self._all_cores = threads == self.threads
+        teams.use(threads)
 
     def _divide(self, core: WorkerCore) -> None:
         """The shares of engine and trainer. A tenant whose rollouts all wait for rows uses no time."""
-        having_rows = [tenant for tenant, rows in core.engine.tenants().items() if rows]
+        having_rows = [tenant for tenant, rows in self._rows(core).items() if rows]
         for part, share in zip(self._slices, core.time.divide(having_rows, core.trainer.tenants()), strict=True):
             part.share = len(self._slices) * share
 
-    def _step(self, core: WorkerCore, chosen: TimeSlice) -> bool:
-        self._charged, chosen.present = time.perf_counter(), 0.0
+    def _step(self, core: WorkerCore, chosen: TimeSlice, *, lane: bool = False) -> bool:
+        threads, trained = self._lane_threads, core.trainer.gauges().get(TRAINED, 0.0) if not lane else 0.0
+        chosen.charged = chosen.began = time.perf_counter()
+        chosen.present, chosen.full = 0.0, True
         stepped = chosen.steppable.step()
         self._charge(core, chosen)
         if chosen is self._slices[1]:
-            core.gate.costs.record("train", 1, chosen.present)
-        self._publish(core, stepped=stepped)
+            if not threads and self._lane is None:
+                core.gate.costs.record("train", 1, chosen.present)
+            trained = core.trainer.gauges().get(TRAINED, 0.0) - trained
+        if stepped:
+            whole = chosen.full and threads == self._lane_threads
+            self._observe(core, chosen, trained, threads if whole else None)
+        chosen.began = None
+        self._publish(core, stepped=stepped, lane=lane)
         return stepped
+
+    def _observe(self, core: WorkerCore, used: TimeSlice, trained: float, threads: int | None) -> None:
+        """The planner learns of a slice beside a lane of so many ``threads``; None: for a part of the time, or with
+        fewer cores than the worker has."""
+        if self._plan is None:
+            return
+        with self._changed:
+            if used is self._slices[1]:
+                rows = sum(self._halves[0].rows.values())
+                self._plan.on_trainer(used.present, core.trainer.tenant_tokens(), trained, threads, rows)
+            else:
+                kind, size, seconds = core.gate.last
+                self._plan.on_engine(kind, size, seconds, threads, core.engine.tenant_tokens())
 
     def _charge(self, core: WorkerCore, used: TimeSlice) -> None:
         """The time since the last call is that of ``used``."""
-        spent = time.perf_counter() - self._charged
-        self._charged += spent
+        now = time.perf_counter()
+        spent, used.charged = now - used.charged, now
         engine, trainer = self._slices
-        if core.gate.training_waits:  # rollouts make room for training: the time is training's
-            trainer.charge(spent)
-        elif used is engine:  # each of its tenants waits for all of it
-            own = spent * core.gate.rollout_share
-            engine.charge(own)
-            tenants = [tenant for tenant, tokens in core.engine.tenant_tokens().items() if tokens]
-            core.time.charge(own, core.time.weights_within(tenants))
-        else:
-            trainer.charge(spent)
-            core.time.charge(spent, core.trainer.tenant_tokens())
+        own = spent * self._part_of_cores(used)
+        with self._changed:
+            if core.gate.training_waits:  # rollouts make room for training: the time is training's
+                trainer.charge(own)
+            elif used is engine:  # each of its tenants waits for all of it
+                own *= core.gate.rollout_share
+                engine.charge(own)
+                tenants = [tenant for tenant, tokens in core.engine.tenant_tokens().items() if tokens]
+                core.time.charge(own, core.time.weights_within(tenants))
+            else:
+                trainer.charge(own)
+                core.time.charge(own, core.trainer.tenant_tokens())
         used.seconds += spent
         used.present += spent
+        used.full &= self._all_cores
 
     def _between_layers(self) -> None:
-        """Within a training slice: answer what may run there, and let the engine step while a request's
-        objective does not allow the rest of the slice, or it is the engine's turn and a tenant has work only there."""
+        """Within a training slice: answer what may run there, and let the engine step while a request's objective does
+        not allow the rest of the slice, or it is the engine's turn and a tenant has work only there; or lend it to the
+        lane."""
         core, (engine, trainer) = self.ready.result(), self._slices
         self._charge(core, trainer)
-        stepped = True
+        trainer.began = trainer.charged
+        if self._runs_beside(core):
+            with self._changed:
+                calls = self._take_calls(within=True)
+            self._answer(core, calls)
+            return
+        self._recall(core)
+        self._use_threads(core)
+        stepped = self._lane_failure is None
         while stepped and not self._stopping:
             with self._changed:
-                calls, self._calls = within_slice(self._calls)
+                calls = self._take_calls(within=True)
             self._answer(core, calls)
             if not engine.busy():
                 break
@@ -268,41 +410,221 @@ class Compute:
                 break
             stepped = self._step(core, engine)
         core.gate.training_waits = False
-        self._charged = time.perf_counter()
+        trainer.charged = trainer.began = time.perf_counter()
 
-    def _publish(self, core: WorkerCore, *, stepped: bool) -> None:
-        """Update status and outbox: after every slice, and after calls so that a stuck slice shows its work."""
-        decode, train = self._slices
-        chunks, results = core.engine.drain(), core.trainer.drain()
-        adapters = frozenset(core.engine.adapters())
-        beat = protocol.Heartbeat(
-            epoch=0, progress=self.status.beat.progress + stepped, active=core.engine.active,
-            waiting=core.engine.waiting, training=core.trainer.pending, generated=core.engine.generated,
-            decode_seconds=decode.seconds, train_seconds=train.seconds,
-            memory_parts={part: (use.used, use.budget) for part, use in core.memory().items()},
-            interactive=len(core.gate.tracked), slo_slack=core.gate.least_slack(),
-            free_tokens=core.engine.free_tokens, costs=core.gate.costs.curves,
-            gauges={
-                **core.engine.gauges(), **core.trainer.gauges(), **core.gate.gauges(),
-                "adapters_in_memory": len(adapters),
-            },
-        )  # fmt: skip
-        self.status = ComputeStatus(beat, adapters)
-        if chunks or results:
+    # --- the engine lane --------------------------------------------------------------------------------------------
+
+    def _engine_threads(self, core: WorkerCore) -> int:
+        """How many of the cores an engine lane computes with; 0: engine and trainer take turns. This is the only place
+        that decides it."""
+        if self.lanes == "turns" or not core.allows_lanes() or self._limit < self.threads:
+            return 0
+        if self.lanes == "beside" or self._plan is None:
+            return max(1, self.threads // 2)
+        with self._changed:
+            return self._plan.decide(self._rows(core), core.trainer.tenants()).threads
+
+    def _runs_beside(self, core: WorkerCore) -> bool:
+        """Whether the trainer's slice, or its next layer, runs beside the engine's; then the engine is lent, if it has
+        work."""
+        threads = 0 if self._stopping or self._lane_failure is not None else self._engine_threads(core)
+        if self._lane is None:
             with self._changed:
-                was_empty = not (self._chunks or self._results)
-                self._chunks += chunks
-                self._results += results
-            if was_empty:
-                self._on_output()
+                work = self._engine_has_work()
+            if not threads or core.gate.tracked or not work or self._behind(core):
+                return False
+            self._start_lane(core, threads)
+        elif threads != self._lane_threads or self._clients or self._behind(core):
+            return False
+        alone = threads == 1 and not self._lane_computes  # a lane of one thread has no team
+        teams.use(self.threads if alone else max(1, self.threads - threads))
+        return True
+
+    def _engine_has_work(self) -> bool:
+        """Whether there is a slice of the engine, or a call for its owner. With the lock."""
+        return self._slices[0].busy() or any(call[2] == "engine" for call in self._calls)
+
+    def _behind(self, core: WorkerCore) -> bool:
+        """Whether engine or trainer is behind its share, so that turns bring it level. Where both work for the same
+        tenants, none of these pays for another's work."""
+        with self._changed:
+            self._divide(core)
+            next_slice(self._slices)  # one that was idle is level
+            engine, trainer = self._slices
+            lead = trainer.clock - engine.clock
+            if core.time.same_tenants or not engine.busy():
+                engine.clock = trainer.clock = max(engine.clock, trainer.clock)
+                self._late = None
+            elif abs(lead) > BEHIND_SECONDS:
+                self._late = engine if lead > 0 else trainer
+            elif self._late is not None and (lead > 0) != (self._late is engine):
+                self._late = None
+        return self._late is not None
+
+    def _rows(self, core: WorkerCore) -> Mapping[str, int]:
+        """That each tenant has in the engine; for this thread."""
+        return self._halves[0].rows if self._lane is not None else core.engine.tenants()
+
+    def _part_of_cores(self, used: TimeSlice) -> float:
+        if self._lane is None:
+            return 1.0
+        part = self._lane_threads / self.threads
+        return part if used is self._slices[0] else 1 - part
+
+    def _start_lane(self, core: WorkerCore, threads: int) -> None:
+        """The engine belongs to a lane of so many threads, until :meth:`_recall`."""
+        core.gate.training_waits, core.gate.beside = False, True
+        if core.device_name.startswith("cuda"):
+            torch.cuda.synchronize()  # the lane's stream may read what this thread's stream wrote
+        self._recalled, self._all_cores = False, True
+        self._lent = time.perf_counter()
+        self._lane_threads, self._lane_computes = threads, True
+        self._lane = threading.Thread(target=self._run_lane, args=(core, threads), name="engine", daemon=True)
+        self._lane.start()
+
+    def _recall(self, core: WorkerCore) -> None:
+        """The engine belongs to the compute thread again, which computes with all cores; nothing if it is not lent."""
+        if self._lane is None:
+            return
+        with self._changed:
+            self._recalled = True
+            self._changed.notify_all()
+        self._lane.join()  # its team ends with it
+        core.gate.beside = False
+        self._beside_seconds += time.perf_counter() - self._lent
+        if core.device_name.startswith("cuda"):
+            torch.cuda.synchronize()
+        with self._changed:
+            self._lane, self._lane_threads = None, 0
+        self._use_threads(core)
+
+    def _run_lane(self, core: WorkerCore, threads: int) -> None:
+        """The engine's slices, until it is recalled."""
+        engine = self._slices[0]
+        try:
+            teams.use(threads)
+            with own_stream(torch.device(core.device_name)):
+                while True:
+                    with self._changed:
+                        self._lane_computes = False
+                        self._changed.wait_for(lambda: self._recalled or self._engine_has_work())
+                        if self._recalled:
+                            return
+                        self._lane_computes = True
+                        calls = self._take_calls(lane=True)
+                    self._answer(core, calls, lane=True)
+                    if engine.busy():
+                        self._step(core, engine, lane=True)
+        except BaseException as error:
+            with self._changed:
+                self._lane_failure = error
+                self._changed.notify_all()
+
+    def _describe_lanes(self, core: WorkerCore) -> str:
+        """For the operator: the mode, and why."""
+        if core.no_lanes == NO_TRAINING:
+            return ""
+        if self._lane is not None:
+            gain = f", {self._plan.choice.gain:.0%} of the time saved by prediction" if self._plan is not None else ""
+            return f"beside: {self._lane_threads} of {self.threads} threads generate{gain}"
+        return f"turns: {core.no_lanes or self._why_turns()}"
+
+    def _slowdowns(self) -> tuple[float, float]:
+        if self._plan is None or self._lane is None:
+            return TAKING_TURNS
+        return self._plan.slowdowns(sum(self._halves[0].rows.values()), self._lane_threads)
+
+    def _why_turns(self) -> str:
+        if self.lanes == "turns":
+            return "as set"
+        if self._limit < self.threads:
+            return "other programs use some of the cores"
+        if self._clients:
+            return "requests have objectives"
+        if self._late is not None:
+            return "one of both catches up with its share"
+        return (self._plan.choice.why if self._plan is not None else "") or "no work to run beside"
+
+    # --- status -----------------------------------------------------------------------------------------------------
+
+    def _publish(self, core: WorkerCore, *, stepped: bool, lane: bool = False) -> None:
+        """Update status and outbox: after every slice, and after calls so that a stuck slice shows its work. Each
+        thread publishes what it owns."""
+        decode, train = self._slices
+        of_engine, of_trainer = Half(), Half()
+        chunks: list[protocol.TokenChunk] = []
+        results: list[TrainerResult] = []
+        adapters: frozenset[str] = frozenset()
+        if has_engine := lane or self._lane is None:
+            self._clients = bool(core.gate.tracked)
+            chunks, adapters = core.engine.drain(), frozenset(core.engine.adapters())
+            of_engine = Half(
+                {
+                    "active": core.engine.active, "waiting": core.engine.waiting, "generated": core.engine.generated,
+                    "decode_seconds": decode.seconds, "interactive": len(core.gate.tracked),
+                    "slo_slack": core.gate.least_slack(), "free_tokens": core.engine.free_tokens,
+                    "costs": core.gate.costs.curves,
+                },
+                {**core.engine.gauges(), **core.gate.gauges(), "adapters_in_memory": len(adapters)},
+                {part: (use.used, use.budget) for part, use in core.engine.memory().items()},
+                core.engine.tenants(),
+            )  # fmt: skip
+        if not lane:
+            results = core.trainer.drain()
+            of_trainer = Half(
+                {"training": core.trainer.pending, "train_seconds": train.seconds},
+                {
+                    **core.trainer.gauges(), "lanes_beside": float(self._lane is not None),
+                    "lanes_beside_seconds": self._beside_seconds,
+                    "lanes_predicted_gain": self._plan.choice.gain if self._plan is not None else 0.0,
+                },
+                {part: (use.used, use.budget) for part, use in core.memory_of_trainer().items()},
+            )  # fmt: skip
+        with self._changed:
+            if self._plan is not None and not lane:
+                self._plan.end_stages("trainer", core.trainer.tenants())
+            if self._plan is not None and has_engine and (of_engine.rows or not decode.busy()):  # or clients are there
+                self._plan.end_stages("engine", of_engine.rows)
+            before, lent = self._halves, self._lane is not None
+            self._halves = before[0] if lent and not lane else of_engine, before[1] if lane else of_trainer
+            of_engine, of_trainer = self._halves
+            adapters = self._adapters = self._adapters if lent and not lane else adapters
+            other = train if lane else decode
+            counts = stepped and not (self._lane is not None and _stuck(other))
+            beat = protocol.Heartbeat(
+                epoch=0, progress=self.status.beat.progress + counts,
+                lanes=self._describe_lanes(core),
+                slowdowns=self._slowdowns(),
+                memory_parts=of_engine.memory | of_trainer.memory, gauges=of_engine.gauges | of_trainer.gauges,
+                **(_NOTHING | of_engine.fields | of_trainer.fields),
+            )  # fmt: skip
+            self.status = ComputeStatus(beat, adapters)
+            was_empty = not (self._chunks or self._results)
+            self._chunks += chunks
+            self._results += results
+        if was_empty and (chunks or results):
+            self._on_output()
 
 
-def _describe(core: WorkerCore) -> str:
-    return f"{core.engine.describe()}; {core.trainer.pending} training operations are queued"
+_FIELDS = ("active", "waiting", "training", "generated", "decode_seconds", "train_seconds")
+_NOTHING: dict[str, Any] = {name: getattr(IDLE, name) for name in _FIELDS}
+"""Of a half that has not been published."""
+
+
+def _stuck(used: TimeSlice) -> bool:
+    began = used.began
+    return began is not None and time.perf_counter() - began > STUCK_SECONDS
+
+
+def _innermost(ident: int | None) -> str:
+    """The lines of code in which a thread is."""
+    calls = traceback.extract_stack(sys._current_frames().get(ident or 0))
+    named = [f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls]
+    return " < ".join(reversed(named[-INNERMOST_CALLS:]))
 
 
 def within_slice(calls: list[Call]) -> tuple[list[Call], list[Call]]:
-    """Those that may run within a training slice, and the others: operations and commits do not overtake what may
+    """The calls that may run within a training slice, and the others: operations and commits do not overtake what may
     change the states that they name."""
     first = next((at for at, (*_, touches) in enumerate(calls) if touches == "states"), len(calls))
     able = [touches == "engine" or at < first for at, (*_, touches) in enumerate(calls)]

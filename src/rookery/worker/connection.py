@@ -284,7 +284,8 @@ class ServiceConnection:
     def _evict(self, message: protocol.EvictArtifacts) -> None:
         for digest in message.hashes:
             self._transfers.evict(digest)
-        self._compute.call(lambda core: core.discard(*message.hashes))
+        self._compute.call(lambda core: core.evict_adapters(message.hashes), touches="engine")
+        self._compute.call(lambda core: core.discard_offloaded(message.hashes))
         if message.policy:
             self._training.evict(message.policy, offload=message.offload)
 

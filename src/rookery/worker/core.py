@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,17 +12,19 @@ import torch
 
 from rookery import protocol
 from rookery.errors import UserError
+from rookery.scheduling.pipelines import SlowdownTable
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
-from rookery.tokenization.registry import WEIGHTS, BaseReference, base_reference, choose_backends, inspect
-from rookery.worker import device, memory
+from rookery.tokenization.registry import WEIGHTS, Backends, BaseReference, base_reference, choose_backends, inspect
+from rookery.worker import device, memory, teams
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.drafts import Speculator
 from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
-from rookery.worker.engine.native.runner import Runner, best_runner
+from rookery.worker.engine.native.runner import KernelRunner, Runner, best_runner
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
+from rookery.worker.lane_plan import measure_slowdowns
 from rookery.worker.memory import MemoryBudget, MemoryUse, NoRoom
 from rookery.worker.model.base import ResidentModel
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
@@ -49,6 +51,9 @@ GPU_SLICE_TOKENS = 16384
 """Tokens of one training micro-batch on a GPU, where a pass must outlast the launches of its kernels."""
 
 
+NO_TRAINING = "the worker does not train"
+
+
 class WorkerCore:
     """Engine, trainer and base model of a worker."""
 
@@ -62,8 +67,13 @@ class WorkerCore:
         engine_name: str = "",
         device_name: str = "",
         dtype: str = "",
+        fixed_threads: str = "",
+        no_lanes: str = NO_TRAINING,
+        slowdowns: SlowdownTable | None = None,
     ) -> None:
-        """``gate``: the engine's, if it has one."""
+        """``gate``: the engine's, if it has one. ``fixed_threads``: why results depend on the number of threads; empty
+        where they do not. ``no_lanes``: why training cannot run beside decoding; empty where it can. ``slowdowns``: of
+        both beside each other, where they were measured."""
         self.engine = engine
         self.trainer = trainer
         self.budget = budget
@@ -74,13 +84,25 @@ class WorkerCore:
         self.engine_name = engine_name
         self.device_name = device_name
         self.dtype = dtype
+        self.fixed_threads = fixed_threads
+        self.no_lanes = no_lanes
+        self.slowdowns = slowdowns
 
-    def memory(self) -> dict[str, MemoryUse]:
-        """Use of each part of the memory budget."""
-        parts = self.engine.memory() | self.trainer.memory()
+    def adapts_threads(self) -> bool:
+        """Whether the number of threads may change now: a full-parameter policy computes by PyTorch's operations, whose
+        sums depend on it."""
+        return not self.fixed_threads and not (isinstance(self.trainer, Trainers) and self.trainer.trains_full())
+
+    def memory_of_trainer(self) -> dict[str, MemoryUse]:
+        """Use of the parts of the memory budget that are not the engine's."""
+        parts = self.trainer.memory()
         if self.budget is not None:
-            parts["base"] = MemoryUse(self.budget.base, self.budget.base)
+            parts = parts | {"base": MemoryUse(self.budget.base, self.budget.base)}
         return parts
+
+    def allows_lanes(self) -> bool:
+        """Whether training may run beside decoding now."""
+        return not self.no_lanes and self.adapts_threads()
 
     def submit(self, generate: protocol.Generate, folder: Path | None, arrived: float) -> bool:
         """Submit a request to the engine; False if its adapter is neither in memory nor in ``folder``. ``arrived``:
@@ -116,10 +138,14 @@ class WorkerCore:
         for digest in digests:
             self.engine.evict_adapter(digest)
 
-    def discard(self, *digests: str) -> None:
-        """Nothing will name these versions again: evict their adapters and their offloaded training states."""
+    def evict_adapters(self, digests: Sequence[str]) -> None:
+        """Nothing will name these versions again."""
         for digest in digests:
             self.engine.evict_adapter(digest)
+
+    def discard_offloaded(self, digests: Sequence[str]) -> None:
+        """The same, of their training states."""
+        for digest in digests:
             self.trainer.discard_offloaded(digest)
 
     def _ensure_resident(self, ref: protocol.AdapterRef, folder: Path | None) -> bool:
@@ -130,7 +156,7 @@ class WorkerCore:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Resources:
     """Where engine and trainer are loaded, and their shares of the memory."""
 
     folder: Path
@@ -156,8 +182,8 @@ class _Backend:
     """How one of :data:`_BACKENDS` is loaded: ``model(folder, settings, device)``, and engine and trainer over it."""
 
     model: Callable[[Path, Settings, torch.device], Any]
-    engine: Callable[[_Place, Any], Engine]
-    trainer: Callable[[_Place, Any], Trainer]
+    engine: Callable[[_Resources, Any], Engine]
+    trainer: Callable[[_Resources, Any], Trainer]
 
 
 def load_core(
@@ -183,66 +209,98 @@ def load_core(
     budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
     gate = SloGate(enabled=settings.engine.slo_gate)
     chat, base = Chat.load(folder), base_reference(folder)
-    place = _Place(folder, settings, base, chat, inspected.not_native, where, budget, gate, between_layers)
+    resources = _Resources(folder, settings, base, chat, inspected.not_native, where, budget, gate, between_layers)
     if chosen.engine == "vllm":
         engine = load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
     else:
-        engine = _BACKENDS[chosen.engine].engine(place, models[chosen.engine])
-    trainer = _BACKENDS[chosen.trainer].trainer(place, models[chosen.trainer])
+        engine = _BACKENDS[chosen.engine].engine(resources, models[chosen.engine])
+    trainer = _BACKENDS[chosen.trainer].trainer(resources, models[chosen.trainer])
     names = {"engine_name": chosen.engine, "device_name": str(where), "dtype": dtype}
-    return WorkerCore(engine, trainer, budget, gate=gate, **names)
+    kernels = isinstance(engine, NativeEngine) and isinstance(engine.runner, KernelRunner)
+    native = kernels and (not trains or (chosen.trainer == "native" and settings.training.trainer_processes < 2))
+    computing = models.get(chosen.engine, models[chosen.trainer])  # vLLM holds its model in other processes
+    fixed = teams.why_inexact(where, computing.dtype, kernels=native)
+    no_lanes = _why_no_lanes(resources, chosen, fixed) if trains else NO_TRAINING
+    if no_lanes and settings.worker.lanes == "beside":
+        log.warning("ROOKERY_LANES is beside, but engine and trainer take turns: %s", no_lanes)
+    slowdowns = None
+    if settings.worker.lanes == "auto" and not no_lanes and isinstance(engine, NativeEngine):
+        backbone = NativeBackbone(models["native"], cache=settings.cache)
+        rows = settings.engine.max_rows
+        slowdowns = measure_slowdowns(torch.get_num_threads(), engine.runner, backbone, gate.costs, rows, where)
+        log.info("slowdowns of decoding and training beside each other: %s", slowdowns.figures())
+    return WorkerCore(
+        engine, trainer, budget, gate=gate, fixed_threads=fixed, no_lanes=no_lanes, slowdowns=slowdowns, **names
+    )
+
+
+def _why_no_lanes(resources: _Resources, chosen: Backends, fixed: str) -> str:
+    """Why training cannot run beside decoding in this worker; empty where it can."""
+    if (chosen.engine, chosen.trainer) != ("native", "native"):
+        return f"engine {chosen.engine} and trainer {chosen.trainer} take turns"
+    if resources.settings.training.trainer_processes > 1:
+        return "the trainer is a group of processes"
+    if resources.device.type == "cpu" and torch.get_num_threads() < 2:
+        return "the worker computes with one core"
+    return fixed
 
 
 def _engine(
-    place: _Place, model: ResidentModel, loras: LoraManager, runner: Runner, speculator: Speculator | None = None
+    resources: _Resources,
+    model: ResidentModel,
+    loras: LoraManager,
+    runner: Runner,
+    speculator: Speculator | None = None,
 ) -> NativeEngine:
-    settings = place.settings.engine
+    settings = resources.settings.engine
     engine = NativeEngine(
         model,
         loras,
-        place.chat.decode,
+        resources.chat.decode,
         max_rows=settings.max_rows,
-        kv_budget_bytes=place.budget.kv_cache,
+        kv_budget_bytes=resources.budget.kv_cache,
         runner=runner,
         speculator=speculator,
-        gate=place.gate,
-        grammars=lambda: place.chat.grammars(model.vocab),
+        gate=resources.gate,
+        grammars=lambda: resources.chat.grammars(model.vocab),
     )
-    if settings.slo_gate:
-        measure_costs(place.gate.costs, runner, place.device, settings.max_rows, PREFILL_TOKENS)
+    if settings.slo_gate or resources.settings.worker.lanes == "auto":
+        measure_costs(resources.gate.costs, runner, resources.device, settings.max_rows, PREFILL_TOKENS)
     return engine
 
 
-def _trainer(place: _Place, backbone: Backbone) -> Trainer:
-    settings, budget, processes = place.settings, place.budget, place.settings.training.trainer_processes
+def _trainer(resources: _Resources, backbone: Backbone) -> Trainer:
+    settings, budget, processes = resources.settings, resources.budget, resources.settings.training.trainer_processes
     queue = OperationQueue()
     packed = PackedTrainer(
         backbone,
         max_rank=settings.engine.max_rank,
-        slice_tokens=place.slice_tokens,
-        base=place.base,
+        slice_tokens=resources.slice_tokens,
+        base=resources.base,
         memory_bytes=budget.training_states,
-        canary=canary_tokens(place.chat.encode),
+        canary=canary_tokens(resources.chat.encode),
         queue=queue,
     )
-    if place.not_native:
+    if resources.not_native:
         if processes > 1:
-            raise UserError(f"ROOKERY_TRAINER_PROCESSES is {processes}, but {place.not_native}; set it to 1")
+            raise UserError(f"ROOKERY_TRAINER_PROCESSES is {processes}, but {resources.not_native}; set it to 1")
         return packed
 
     def start_group() -> TrainingGroup:
         from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup  # a second, where it is needed
 
         recompute = settings.training.activation_checkpointing
-        return TrainingGroup(GroupOptions(processes, place.folder, backbone.model.dtype, place.device.type, recompute))
+        return TrainingGroup(
+            GroupOptions(processes, resources.folder, backbone.model.dtype, resources.device.type, recompute)
+        )
 
     sharded = FsdpTrainer(
         start_group,
-        place.folder,
+        resources.folder,
         max_rank=settings.engine.max_rank,
-        slice_tokens=place.slice_tokens,
-        base=place.base,
-        memory_bytes=budget.training_states * (processes if place.device.type == "cuda" else 1),
+        slice_tokens=resources.slice_tokens,
+        base=resources.base,
+        memory_bytes=budget.training_states * (processes if resources.device.type == "cuda" else 1),
         max_tokens=backbone.limits.max_tokens,
         exports=settings.cache / ADAPTERS,
         claim=packed.states.claim if processes == 1 else None,
@@ -264,21 +322,21 @@ def _decoder(folder: Path, settings: Settings, where: torch.device) -> Decoder:
     return Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
 
 
-def _native_engine(place: _Place, decoder: Decoder) -> Engine:
-    settings, budget = place.settings, place.budget
+def _native_engine(resources: _Resources, decoder: Decoder) -> Engine:
+    settings, budget = resources.settings, resources.budget
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, settings.engine.max_rank, budget.adapters)
     compiled = settings.engine.cpu_kernels
     runner = best_runner(decoder, loras, budget.kv_cache, compiled=compiled, cache=settings.cache)
-    return _engine(place, decoder, loras, runner, Speculator() if settings.engine.speculation else None)
+    return _engine(resources, decoder, loras, runner, Speculator() if settings.engine.speculation else None)
 
 
-def _native_trainer(place: _Place, decoder: Decoder) -> Trainer:
-    settings, limits = place.settings, limits_for(decoder, place.budget.activations)
+def _native_trainer(resources: _Resources, decoder: Decoder) -> Trainer:
+    settings, limits = resources.settings, limits_for(decoder, resources.budget.activations)
     compiled = settings.engine.cpu_kernels
     backbone = NativeBackbone(
-        decoder, limits, compiled=compiled, cache=settings.cache, between_layers=place.between_layers
+        decoder, limits, compiled=compiled, cache=settings.cache, between_layers=resources.between_layers
     )
-    return _trainer(place, backbone)
+    return _trainer(resources, backbone)
 
 
 def _use_amx(config: DecoderConfig, max_rank: int) -> bool:
@@ -299,26 +357,26 @@ def _transformers_model(folder: Path, settings: Settings, where: torch.device) -
         return TransformersModel.load(folder, device=where)
 
 
-def _transformers_engine(place: _Place, model: TransformersModel) -> Engine:
+def _transformers_engine(resources: _Resources, model: TransformersModel) -> Engine:
     from rookery.worker.engine.hf.runner import transformers_runner
     from rookery.worker.probe import refusals, try_engine
 
-    max_rank, budget = place.settings.engine.max_rank, place.budget.adapters
+    max_rank, budget = resources.settings.engine.max_rank, resources.budget.adapters
     loras = LoraManager(model.projections, model.dtype, model.device, max_rank, budget)
-    with refusals(place.folder):
-        runner = transformers_runner(model, loras, place.budget.kv_cache)
+    with refusals(resources.folder):
+        runner = transformers_runner(model, loras, resources.budget.kv_cache)
         try_engine(model, runner, loras)
-        return _engine(place, model, loras, runner)
+        return _engine(resources, model, loras, runner)
 
 
-def _transformers_trainer(place: _Place, model: TransformersModel) -> Trainer:
+def _transformers_trainer(resources: _Resources, model: TransformersModel) -> Trainer:
     from rookery.worker.probe import refusals, try_trainer
     from rookery.worker.trainer.hf.trainer import TransformersBackbone
 
-    with refusals(place.folder):
-        backbone = TransformersBackbone(model, place.budget.activations)
+    with refusals(resources.folder):
+        backbone = TransformersBackbone(model, resources.budget.activations)
         try_trainer(model, backbone)
-        return _trainer(place, backbone)
+        return _trainer(resources, backbone)
 
 
 _BACKENDS = {

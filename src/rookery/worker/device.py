@@ -5,8 +5,9 @@ Promise: nothing here touches a GPU unless the setting is ``cuda``, or ``auto`` 
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, cast
 
 import psutil
 import torch
@@ -35,6 +36,13 @@ def finish(device: torch.device) -> None:
     computes synchronously."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """On a GPU, a stream of the calling thread, beside the default one."""
+    if device.type == "cuda":
+        return cast("contextlib.AbstractContextManager[Any]", torch.cuda.stream(torch.cuda.Stream(device)))
+    return contextlib.nullcontext()
 
 
 def used_bytes(device: torch.device) -> int:

@@ -28,8 +28,8 @@ SHARES = {
     "cpu": {"kv_cache": 0.3, "adapters": 0.2, "training_states": 0.35, "activations": 0.15},
     "cuda": {"kv_cache": 0.55, "adapters": 0.1, "training_states": 0.1, "activations": 0.25},
 }
-"""What each part gets of the memory that the base model leaves. A GPU needs many rows and long passes to be busy. On a
-CPU, with 3 GB for a 135M model: caches of 20,000 tokens, two adapters of rank 64 in one batch (ten of rank 16), one
+"""The share of each part in the memory that the base model leaves. A GPU needs many rows and long passes to be busy. On
+a CPU, with 3 GB for a 135M model: caches of 20,000 tokens, two adapters of rank 64 in one batch (ten of rank 16), one
 training state of rank 64 (five of rank 16), passes of 3,000 tokens."""
 
 OVERHEAD_BYTES = 448 << 20

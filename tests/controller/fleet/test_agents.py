@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import pytest
 from tests.support.peers import ManualClock
 
+from rookery.aio import cancel_all
 from rookery.controller.fleet.agents import Agents, AgentSession, EpisodeEnded
 from rookery.errors import Unauthorized
 from rookery.storage.data_dir import hash_key
@@ -45,3 +47,27 @@ async def test_nothing_but_the_keys_of_an_evaluation_is_kept_after_its_end() -> 
     assert tenant == "tenant" and isinstance(error, EpisodeEnded)
     with pytest.raises(Unauthorized, match="does not open the episode"):
         await agents.find("job-e0", hash_key("another"))
+
+
+async def test_an_episode_wakes_only_processes_that_wait_for_its_job() -> None:
+    class Counting(ManualClock):
+        read = 0
+
+        def monotonic(self) -> float:
+            self.read += 1
+            return super().monotonic()
+
+    clock = Counting()
+    agents = Agents(clock, lambda count: bytes(count), nothing_stored)
+    others = [asyncio.create_task(agents.open(f"job-{number}", 30.0)) for number in range(50)]
+    asked = asyncio.create_task(agents.open("job", 30.0))
+    await asyncio.sleep(0)
+    session = session_of(clock)
+    before = clock.read
+    with agents.present(session):
+        opened = await asked
+        assert opened is not None and opened[0] is session
+        assert clock.read - before < 10 and not any(task.done() for task in others)
+    await cancel_all(*others)
+    with agents.present(session_of(clock)):
+        assert await agents.open("job", 0.0) is not None

@@ -346,7 +346,7 @@ async def test_a_host_that_answers_with_another_message_fails_the_episode_alone(
 # --- hosts that go and come -------------------------------------------------------------------------------------------
 
 
-async def test_hosts_that_stay_away_are_forgotten_whatever_episodes_they_claim(service: Service) -> None:
+async def test_absent_hosts_are_deleted_with_the_episodes_that_they_claimed(service: Service) -> None:
     """Else a tenant with a paused job could fill the memory, one instance after another."""
     await service.worker().join()
     first = await service.host().join()

@@ -14,6 +14,7 @@ import pytest
 from tests.support.peers import ScriptedWorker, Service, job_of
 
 from rookery import protocol
+from rookery.controller.episode_views import EpisodeView
 from rookery.controller.jobs.trajectory import decode_turns
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.clock import InlineWriter, VirtualClock
@@ -87,15 +88,15 @@ async def submit(service: Service, in_flight: str, **changes: Any) -> str:
     return view.id
 
 
-async def end(service: Service, job: str) -> list[tuple[dict[str, Any], list[int]]]:
+async def end(service: Service, job: str) -> list[tuple[EpisodeView, list[int]]]:
     """Wait for the job to be complete: its finished episodes with the versions of their own tokens, in order."""
     view = await service.controller.queries.wait("alice", job)
     assert view.state == "completed", view.reason
-    rows = await service.controller.queries.trajectories("alice", job, 10_000)
+    rows = await service.controller.queries.episodes.trajectories("alice", job, 10_000)
     return [
-        (row, [v for trajectory in row["trajectories"] for v in trajectory["versions"] if v >= 0])
+        (row, [v for trajectory in row.trajectories or () for v in trajectory.versions if v >= 0])
         for row in rows
-        if row["state"] == "done"
+        if row.state == "done"
     ]
 
 
@@ -129,9 +130,9 @@ def test_on_policy_tokens_are_sampled_by_the_parent_version(tmp_path: Path, in_f
         versions = service.check_history(job)
         assert [version.step for version in versions] == [0, 1, 2, 3, 4]
         for row, sampled in episodes:
-            assert row["group_state"] == "consumed"
-            assert set(sampled) == {versions[row["consumed_by"]].parent} == {row["version"]}
-        assert Counter(row["consumed_by"] for row, _ in episodes) == dict.fromkeys((1, 2, 3, 4), 6)
+            assert row.group_state == "consumed"
+            assert set(sampled) == {versions[row.consumed_by].parent} == {row.version}
+        assert Counter(row.consumed_by for row, _ in episodes) == dict.fromkeys((1, 2, 3, 4), 6)
         assert stable.switches == [], "nothing to train on ran when a version was published"
         assert service.controller.queries.health().totals["worker_losses"] == 3
         for row in await service.controller.queries.metrics("alice", job):
@@ -152,8 +153,8 @@ def test_switched_episodes_count_their_oldest_token_as_age(tmp_path: Path, in_fl
         by_group: dict[str, set[int]] = {}
         for row, sampled in episodes:
             assert sampled == sorted(sampled), "no token is of an older version than one before it"
-            assert row["version"] == sampled[0]
-            by_group.setdefault(row["group"], set()).update(sampled)
+            assert row.version == sampled[0]
+            by_group.setdefault(row.group, set()).update(sampled)
         for row in service.groups(job):
             if row["state"] == "consumed":
                 assert row["min_version"] == min(by_group[row["id"]])
@@ -248,8 +249,8 @@ def test_after_a_restart_episodes_continue_on_the_head(tmp_path: Path, in_flight
         assert min(g.adapter.version for g in worker.generates if g.adapter is not None) == head
         for row, sampled in episodes:
             assert sampled == sorted(sampled)
-            if row["group_state"] == "consumed":
-                assert row["consumed_by"] - 1 - sampled[0] <= 2
+            if row.group_state == "consumed":
+                assert row.consumed_by - 1 - sampled[0] <= 2
         assert "its version was lost" not in {row["reason"] for row in service.groups(job)}
         across = [row for row, sampled in episodes if sampled[0] < head <= sampled[-1]]
         assert across, "what an older version began was gone on with by the head"
@@ -287,6 +288,6 @@ def test_groups_sampled_by_a_lost_version_are_dropped(tmp_path: Path) -> None:
         assert lost not in {g.adapter.version for g in worker.generates if g.adapter is not None}
         reasons = Counter(row["reason"] for row in service.groups(job) if row["state"] == "dropped")
         assert reasons["its version was lost"] >= 1
-        assert all(lost not in sampled for row, sampled in episodes if (row["consumed_by"] or 0) > lost)
+        assert all(lost not in sampled for row, sampled in episodes if (row.consumed_by or 0) > lost)
 
     play(tmp_path, scene)

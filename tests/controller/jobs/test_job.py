@@ -27,7 +27,6 @@ from tests.support.peers import (
     peft_config,
     settle,
 )
-from tests.support.storing import intercept
 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
@@ -81,10 +80,10 @@ async def test_staleness_zero_is_strictly_on_policy(service: Service) -> None:
     for row, began_on in zip(rows, versions_of(service, job), strict=True):
         assert row["state"] == "consumed"
         assert began_on == {row["consumed_by"] - 1} == {row["min_version"]}
-    episodes = await service.controller.queries.trajectories("alice", job, 100)
+    episodes = await service.controller.queries.episodes.trajectories("alice", job, 100)
     for episode in episodes:
-        for trajectory in episode["trajectories"]:
-            assert set(trajectory["versions"]) <= {episode["version"], -1}
+        for trajectory in episode.trajectories or ():
+            assert set(trajectory.versions) <= {episode.version, -1}
     metrics = await service.controller.queries.metrics("alice", job)
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
     assert all(row["staleness_max"] == 0 and row["version"] == row["step"] for row in metrics)
@@ -233,9 +232,7 @@ async def test_open_groups_are_closed_when_the_job_ends(service: Service) -> Non
     await service.controller.cancel("alice", job)
 
 
-async def test_counters_are_complete_when_the_end_of_a_job_is_visible(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_counters_are_complete_when_the_end_of_a_job_is_visible(service: Service) -> None:
     await service.join(turns=3)
     seen = []
 
@@ -255,7 +252,7 @@ async def test_counters_are_complete_when_the_end_of_a_job_is_visible(
             seen.append(stored_now(job))
         return row
 
-    intercept(monkeypatch, service.database, "set_job_state", call)
+    service.database.intercept("set_job_state", call)
     job = await run(service, stop__steps=6, algorithm__max_staleness=3)
     await service.ends(job)
     await eventually(lambda: job not in service.controller.jobs.runners)
@@ -292,9 +289,7 @@ async def test_pause_keeps_tokens_and_resume_continues_from_them(service: Servic
     assert view.tokens == len(worker.sampled)
 
 
-async def test_pause_during_the_start_keeps_the_state_counts_right(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pause_during_the_start_keeps_the_state_counts_right(service: Service) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
     def slow(real: Any, job: str, state: str, *values: Any) -> Any:
@@ -303,7 +298,7 @@ async def test_pause_during_the_start_keeps_the_state_counts_right(
             go_on.wait(PATIENCE)
         return real(job, state, *values)
 
-    intercept(monkeypatch, service.database, "set_job_state", slow)
+    service.database.intercept("set_job_state", slow)
     submitting = asyncio.create_task(run(service))  # its last read may wait for the same writer
     await eventually(reached.is_set)
     (job,) = service.controller.jobs.runners
@@ -712,7 +707,7 @@ async def test_a_version_stays_until_its_evaluation_is_known(service: Service, m
 
 
 def uploads(service: Service) -> tuple[set[str], int, int]:
-    """What lies in the artifact store, how much of it is half-written, how much is about to be named."""
+    """The files of the artifact store, those half-written, and those about to be named."""
     staged = len(list((service.folder / "artifacts" / ".staging").iterdir()))
     return service.artifacts.hashes(), staged, sum(service.controller.context.rooms.collector.pins.values())
 
@@ -738,7 +733,7 @@ async def test_a_commit_that_fails_leaves_no_artifact_behind(
             raise failures.pop()
         return publish(staging)
 
-    intercept(monkeypatch, service.database, "commit_step", committing)
+    service.database.intercept("commit_step", committing)
     monkeypatch.setattr(Staging, "commit", publishing)
     await service.join()
     job = await run(service, stop__steps=4, checkpoints={"keep_last": 9})
@@ -754,13 +749,13 @@ async def test_a_commit_that_fails_leaves_no_artifact_behind(
 
 
 async def test_artifact_is_kept_while_its_references_are_unknown(
-    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     def away(*arguments: Any, **values: Any) -> Any:
         raise Unavailable("the server went away")
 
-    intercept(monkeypatch, service.database, "commit_step", away)
-    intercept(monkeypatch, service.database, "names", away)
+    service.database.intercept("commit_step", away)
+    service.database.intercept("names", away)
     await service.join()
     job = await run(service)
     await service.ends(job, "paused")
@@ -784,7 +779,7 @@ async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
 
     await service.join()
     if where == "commit":
-        intercept(monkeypatch, service.database, "commit_step", slow)
+        service.database.intercept("commit_step", slow)
     else:
         owner, name = (service.artifacts, "begin") if where == "open" else (Staging, "commit")
         real = getattr(owner, name)
@@ -804,9 +799,7 @@ async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
 # --- in and out -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stored_state_change_without_reply_takes_effect(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stored_state_change_without_reply_takes_effect(service: Service) -> None:
     """The database's server goes away after it has stored that the job is submitted, resumed, completed."""
 
     def unanswered(method: str, *states: str) -> list[str]:
@@ -819,7 +812,7 @@ async def test_a_stored_state_change_without_reply_takes_effect(
                 raise Unavailable("the server went away")
             return answer
 
-        intercept(monkeypatch, service.database, method, call)
+        service.database.intercept(method, call)
         return left
 
     unanswered("submit_job")
@@ -838,7 +831,7 @@ async def test_a_stored_state_change_without_reply_takes_effect(
     await eventually(lambda: not left)
     while view.id in service.controller.jobs.runners:  # what is tried again in a while is
         await service.clock.advance(2.0)
-        await asyncio.sleep(0.01)
+        await service.writer(lambda: None)
     assert service.database.read(get_job, "alice", view.id).state == "completed"
     assert {row["state"] for row in service.groups(view.id)} <= {"consumed", "dropped", "failed"}
     assert not host.episodes, "its hosts have let go of it"
@@ -871,12 +864,28 @@ async def test_refused_job_stores_nothing(service: Service, changes: dict[str, A
 async def test_dry_run_renders_prompts_and_stores_nothing(service: Service) -> None:
     host = await service.host().join()
     shown = await service.controller.dry_run("alice", job_of())
-    assert shown["spec"]["policies"]["main"]["rank"] == 16
-    assert len(shown["prompts"]) == 3
-    assert shown["prompts"][0]["text"].startswith('<|im_start|>user\n{"train":0}')
-    assert shown["prompts"][0]["text"].endswith("<|im_start|>assistant\n")
+    assert shown.spec["policies"]["main"]["rank"] == 16
+    assert len(shown.prompts) == 3
+    assert shown.prompts[0].text.startswith('<|im_start|>user\n{"train":0}')
+    assert shown.prompts[0].text.endswith("<|im_start|>assistant\n")
     assert await service.controller.queries.list("alice") == []
     await eventually(lambda: not host.episodes)
+
+
+@pytest.mark.parametrize("present", ["none", "another name", "another tenant", "disconnected"])
+async def test_dry_run_without_a_host_of_its_environment_is_refused_at_once(service: Service, present: str) -> None:
+    """The time of these tests is real: the job's own patience is a minute."""
+    if present == "disconnected":
+        host = await service.host().join()
+        await host.leave()
+        await eventually(lambda: not service.controller.context.rooms.hosts.count())
+    elif present == "another name":
+        await service.host(environments={"other": False}).join()
+    elif present == "another tenant":
+        await service.host(owner="bob").join()
+    async with asyncio.timeout(30):
+        with pytest.raises(Unavailable, match=r"^environment.hosted: no environment host of yours offers 'task' now; "):
+            await service.controller.dry_run("alice", job_of())
 
 
 async def test_jobs_of_a_model_whose_worker_does_not_work_are_paused_with_the_reason(service: Service) -> None:
@@ -1054,7 +1063,7 @@ async def test_old_trajectories_are_trimmed(tmp_path: Path) -> None:
     await service.join()
     job = await run(service, stop__steps=10)
     await service.ends(job)
-    assert 8 <= len(await service.controller.queries.trajectories("alice", job, 1000)) <= 16
+    assert 8 <= len(await service.controller.queries.episodes.trajectories("alice", job, 1000)) <= 16
     await service.close()
 
 
@@ -1075,7 +1084,7 @@ async def test_database_grows_little_with_each_finished_job(tmp_path: Path) -> N
         sizes.append((pages - free) * size)
     assert (sizes[-1] - sizes[3]) / 8 < 12e3, "bytes per job"
     queries = service.controller.queries
-    readable = [job for job in jobs if await queries.trajectories("alice", job, 100)]
+    readable = [job for job in jobs if await queries.episodes.trajectories("alice", job, 100)]
     assert 2 <= len(readable) <= 3, "those of the last job's end may still be there"
     assert len(await queries.metrics("alice", jobs[0])) == 3 and len(await queries.versions("alice", jobs[0], "main"))
     await service.close()

@@ -101,7 +101,7 @@ async def test_each_policy_learns_from_its_replies_and_rewards(service: Service)
                                                      else row["uses"].values()) in ([1, 1], [2, 2])  # fmt: skip
 
 
-async def test_a_policy_stops_and_steps_by_its_own_rules(service: Service) -> None:
+async def test_a_policy_stops_and_steps_by_its_rules(service: Service) -> None:
     await service.join(script=debate)
     policies = {
         "solver": {"stop": {"steps": 1}},
@@ -232,7 +232,7 @@ async def test_a_crash_between_the_commits_of_two_policies_repeats_and_loses_not
     await calm.ends(job)
     wanted = contents(calm, job)
     await calm.close()
-    for moment in range(12, 90, 6 + after):
+    for moment in range(12, 90, 12 + after):
         service = Service(tmp_path / str(moment))
         await service.start()
         job = await submit(service, environment__return_timeout=5)
@@ -340,7 +340,7 @@ def test_a_judge_is_another_policy_of_the_job() -> None:
             parse_job(job_of(environment=rows, policies=policies))
 
 
-def test_a_policy_sees_the_job_with_its_own_fields() -> None:
+def test_a_policy_sees_the_job_with_its_fields() -> None:
     own = {"algorithm": {"groups_per_step": 3, "loss": "ppo"}, "sampling": {"temperature": 0.5}, "stop": {"steps": 9}}
     spec = parse_job(job_of(policies={"a": {}, "b": own}, algorithm__max_staleness=3))
     a, b = spec.of_policy("a"), spec.of_policy("b")

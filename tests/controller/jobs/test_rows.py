@@ -21,7 +21,7 @@ from rookery.environments.builtins import find
 from rookery.environments.datasets import PromptDataset
 from rookery.settings import LimitSettings
 from rookery.spec.parsing import SpecError, parse_job
-from rookery.storage.repositories import jobs, versions
+from rookery.storage.repositories import jobs, tenants, versions
 
 ROWS = {
     "demonstrations": [{"prompt": f"{n}?", "completion": f"It is {n}."} for n in range(10)],
@@ -175,7 +175,7 @@ async def test_sft_begins_from_rl_and_rl_from_sft(service: Service) -> None:
     assert last.kept and host.calls
 
 
-async def test_rows_too_long_are_cut_and_counted_and_teach_nothing_where_nothing_is_left(service: Service) -> None:
+async def test_long_rows_are_cut_and_counted_and_skipped_where_no_tokens_remain(service: Service) -> None:
     await join(service)
     rows = [{"prompt": "a", "completion": "b" * 40}, {"prompt": "a" * 60, "completion": "b"}]
     job = await submitted(
@@ -185,6 +185,22 @@ async def test_rows_too_long_are_cut_and_counted_and_teach_nothing_where_nothing
     await service.ends(job)
     [row] = service.database.read(versions.steps, "alice", job)
     assert (row["rows"], row["rows_cut"], row["rows_empty"], row["length_max"]) == (2, 2, 1, 50)
+
+
+async def test_steps_without_a_learned_token_are_named_once_in_the_log(service: Service) -> None:
+    await join(service)
+    rows = [{"prompt": "a" * 60, "completion": "b"}]
+    job = await submitted(
+        service, stop__steps=2, algorithm__batch_size=1, algorithm__max_length=50,
+        environment={"id": "demonstrations", "rows": rows},
+    )  # fmt: skip
+    await service.ends(job)
+    lines = [row.text for row in service.database.read(tenants.events, "alice", job, 100) if row.kind == "warning"]
+    assert (
+        len([line for line in lines if "step 1: none of its 1 rows has a learned token among its first 50" in line])
+        == 1
+    )
+    assert not any("step 2" in line for line in lines)
 
 
 async def test_a_paused_job_resumes(service: Service) -> None:
@@ -217,7 +233,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "reason"), REFUSED)
-def test_what_does_not_belong_together_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_contradicting_fields_are_refused(changes: dict[str, Any], reason: str) -> None:
     job = row_job() | changes
     with pytest.raises(SpecError) as refused:
         parse_job(job)

@@ -284,7 +284,7 @@ def play(
     act: Callable[[SimulatedFleet], Coroutine[Any, Any, Any]], *, preemptible: int, seeding: type[Seeding] = Seeding,
     train_token: float = 0.0006, initial: float = 2.0, spec: dict[str, Any] | None = None, **more: Any,
 ) -> Any:  # fmt: skip
-    """What ``act`` answers, of a job that runs from the start."""
+    """The answers of ``act`` for a job that runs from the start."""
 
     async def main(folder: str) -> Any:
         chosen, rules = split({"flush_seconds": FLUSH, "seed_initial_seconds": initial, **more})
@@ -325,12 +325,12 @@ def test_preemptible_workers_shorten_the_step_and_no_token_is_lost() -> None:
     async def steps(world: SimulatedFleet) -> tuple[float, list[dict[str, Any]], dict[str, float]]:
         view = await world.site.controller.queries.wait("alice", world.job)
         assert (view.state, view.step) == ("completed", 7), view.reason
-        ended = await world.site.controller.queries.trajectories("alice", world.job, 1000)
-        assert {row["state"] for row in ended} == {"done"}
-        texts = [trajectory for row in ended for trajectory in row["trajectories"]]
+        ended = await world.site.controller.queries.episodes.trajectories("alice", world.job, 1000)
+        assert {row.state for row in ended} == {"done"}
+        texts = [trajectory for row in ended for trajectory in row.trajectories or ()]
         assert len(texts) == 7 * 32
-        assert sum(len(text["tokens"]) for text in texts) == view.tokens
-        assert all(set(text["versions"]) == {row["version"]} for row in ended for text in row["trajectories"]), "strict"
+        assert sum(len(text.tokens) for text in texts) == view.tokens
+        assert all(set(text.versions) == {row.version} for row in ended for text in row.trajectories or ()), "strict"
         rows = await world.rows()
         return step_seconds(rows), rows, dict(world.site.controller.queries.health().totals)
 

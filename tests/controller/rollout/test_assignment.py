@@ -58,7 +58,7 @@ def test_actions_fit_the_states_that_they_connect(begin: State, event: Event) ->
             case "drop":
                 assert held
                 held = False
-            case "abort" | "ask" | "tell" | "reserve" | "begin":
+            case "abort" | "recall" | "retarget" | "reserve" | "begin":
                 assert held
             case "enqueue" | "requeue":
                 assert not held and not queued

@@ -70,7 +70,7 @@ def test_a_window_begins_again_when_the_workers_change(tmp_path: Path) -> None:
     assert asked == [(MODEL, 3)], "the wait of two workers does not count"
 
 
-def test_idle_workers_are_given_back_and_all_when_no_job_runs(tmp_path: Path) -> None:
+def test_idle_workers_are_released_and_all_when_no_job_runs(tmp_path: Path) -> None:
     found, workers, asked = pool(tmp_path, busy=0.3, scale_max=9)
     steps(found, workers, 0.0)
     assert asked == [(MODEL, 1)]

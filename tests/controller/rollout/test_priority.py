@@ -1,4 +1,4 @@
-"""Who waits for an answer goes first: the pure choice, the controller's dispatch, the engine's rows."""
+"""Interactive requests go first: the pure choice, the controller's dispatch, the engine's rows."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from rookery.scheduling.queues import PriorityQueues
 
 
 @given(
-    express=st.lists(st.sampled_from("ab"), max_size=12),
+    interactive=st.lists(st.sampled_from("ab"), max_size=12),
     common=st.lists(st.sampled_from("ab"), max_size=12),
     share=st.integers(1, 3),
     room=st.integers(1, 6),
 )
-def test_the_express_queue_goes_first_within_its_share_and_no_queue_starves(
-    express: list[str], common: list[str], share: int, room: int
+def test_the_interactive_queue_goes_first_within_its_share_and_no_queue_starves(
+    interactive: list[str], common: list[str], share: int, room: int
 ) -> None:
     """A round of taking fills one worker; then everything it holds completes, until all is done."""
     queues: PriorityQueues[tuple[str, str, int]] = PriorityQueues()
-    for number, tenant in enumerate(express):
-        queues.express.put(tenant, "chat", ("express", tenant, number))
+    for number, tenant in enumerate(interactive):
+        queues.interactive.put(tenant, "chat", ("interactive", tenant, number))
     for number, tenant in enumerate(common):
         queues.common.put(tenant, "job", ("common", tenant, number))
     done: list[tuple[str, str, int]] = []
     while len(queues):
         ahead, held = 0, 0
-        left = {"express": len(queues.express), "common": len(queues.common)}
+        left = {"interactive": len(queues.interactive), "common": len(queues.common)}
         while taken := queues.take(lambda _: ahead < share, lambda _: held < room):  # noqa: B023
             item, goes_ahead = taken
-            assert not goes_ahead or item[0] == "express"
-            if item[0] == "express" and not goes_ahead:
+            assert not goes_ahead or item[0] == "interactive"
+            if item[0] == "interactive" and not goes_ahead:
                 assert ahead == share and not len(queues.common), "what rollouts leave"
             if item[0] == "common":
-                assert ahead == min(share, left["express"]), "the express queue came first"
+                assert ahead == min(share, left["interactive"]), "the interactive queue came first"
             ahead, held = ahead + goes_ahead, held + 1
             done.append(item)
-        assert len(queues.common) == max(0, left["common"] - max(0, room - min(share, left["express"])))
+        assert len(queues.common) == max(0, left["common"] - max(0, room - min(share, left["interactive"])))
     assert sorted(done) == sorted(
-        [("express", t, n) for n, t in enumerate(express)] + [("common", t, n) for n, t in enumerate(common)]
+        [("interactive", t, n) for n, t in enumerate(interactive)] + [("common", t, n) for n, t in enumerate(common)]
     )
 
 

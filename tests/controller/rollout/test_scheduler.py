@@ -102,7 +102,7 @@ def check(reply: SamplingResult, seed: int, max_tokens: int = 12) -> None:
 
 
 def parts(seed: int, *spans: tuple[int, int]) -> list[protocol.TokenChunk]:
-    """What is sampled for ``room.sample(seed)``, from one token to another each."""
+    """The samples for ``room.sample(seed)``, each from one token to another."""
     tokens, logprobs, _ = text_of(seed, 12)
     return [
         protocol.TokenChunk(
@@ -346,7 +346,7 @@ async def test_requests_of_a_draining_worker_resume_elsewhere(tmp_path: Path) ->
     new = await room.worker("new", chunk=2)
     check(await reply, 3)
     assert new.generates[0].prefix_tokens == text_of(3, 12)[0][:2]
-    assert room.fleet.losses == 0
+    assert (room.rollouts.migrated, room.rollouts.migrated_tokens, room.fleet.losses) == (1, 2, 0)
     await worker.die()
     assert room.fleet.all()[0].state == "gone"
     await room.close()
@@ -692,7 +692,7 @@ async def test_a_closed_gate_admits_only_interactive_requests(tmp_path: Path) ->
 
 
 async def test_migrated_requests_resume_elsewhere_with_their_tokens(tmp_path: Path) -> None:
-    """What does not decode yet first, then what has the fewest tokens; what somebody waits for stays."""
+    """Requests that do not decode yet move first, then those with the fewest tokens; interactive ones stay."""
     room = Room(tmp_path, dispatch_ahead=0)
     one = await room.worker("one", max_rows=4, chunk=2)
     one.generating.clear()
@@ -784,7 +784,7 @@ async def test_a_worker_that_catches_up_gets_requests_for_cached_adapters(tmp_pa
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
-def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Path, seed: int) -> None:
+def test_every_request_ends_once_with_its_text_under_all_events(tmp_path: Path, seed: int) -> None:
     """Workers come, go, return with their requests, drain, reject, send heartbeats, and are closed; requests are moved,
     divided, cancelled and submitted again; versions change; chunks of earlier assignments arrive again."""
 

@@ -410,7 +410,7 @@ async def test_abandoned_worker_evicts_the_policy(room: Room) -> None:
 
 
 async def test_a_batch_carries_one_prompt_for_its_group(service: Service) -> None:
-    """What the trainer gets from a job: prompts once, the behaviour's log-probs, advantages that sum to nothing."""
+    """The trainer's input from a job: prompts once, the behaviour's log-probs, advantages that sum to nothing."""
     worker = await service.worker().join()
     await service.host(turns=2).join()
     view, _ = await service.controller.submit(

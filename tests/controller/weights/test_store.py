@@ -37,7 +37,7 @@ def ready() -> protocol.Ready:
 
 
 def held(worker: ScriptedWorker) -> list[protocol.AdapterRef]:
-    """What it was asked to hold, in order."""
+    """The versions that it was asked to hold, in order."""
     return [ref for message in worker.other if isinstance(message, protocol.Replicate) for ref in message.refs]
 
 
@@ -620,14 +620,14 @@ async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(ser
                 await first.say(protocol.Output(epoch=0, chunks=[chunk]))
         assert service.controller.context.rooms.fleet.ignored_frames >= ignored
     await service.ends(view.id)
-    for row in await service.controller.queries.trajectories("alice", view.id, 100):
-        (trajectory,) = row["trajectories"]
-        (request,) = [name for name in had if name.startswith(row["episode"])]
+    for row in await service.controller.queries.episodes.trajectories("alice", view.id, 100):
+        (trajectory,) = row.trajectories or ()
+        (request,) = [name for name in had if name.startswith(row.episode)]
         generate = next(g for g in second.generates if g.request == request)
         tokens, values, _ = text_of(generate.seed, 40, 1 << 20)
-        mask = trajectory["mask"]
-        assert [t for t, own in zip(trajectory["tokens"], mask, strict=True) if own] == tokens
-        assert [v for v, own in zip(trajectory["logprobs"], mask, strict=True) if own][: len(values)] == values
+        mask = trajectory.mask
+        assert [t for t, own in zip(trajectory.tokens, mask, strict=True) if own] == tokens
+        assert [v for v, own in zip(trajectory.logprobs, mask, strict=True) if own][: len(values)] == values
         assert logprobs[request] == values[: len(logprobs[request])]
     twice = first.sampled + second.sampled
     assert max(twice.values()) == 1, "no token that had been received was sampled again"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.faces import ScriptedWorker, job, served, tokenizer, write_model
 from tests.support.waiting import until
 
 from rookery import protocol
@@ -23,6 +23,7 @@ from rookery.environments.builtins import find
 from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.foreign.verifiers import parse_verifiers, set_verifiers
 from rookery.errors import RookeryError, UserError
+from rookery.tokenization.registry import CONFIG
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".bench" / "verifiers" / "bin" / "python"
@@ -63,7 +64,8 @@ class TestReal:
             token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
             for changes, said in (
                 ({"package": "others"}, "one of the administrator's: sums-v1"),
-                ({"tokenizer": "/etc"}, "the service fills it in"),
+                ({"tokenizer": "/etc"}, "environment.tokenizer: the service fills it in"),
+                ({"policies": ["main"]}, "environment.policies: the service fills it in"),
             ):
                 with pytest.raises(RookeryError, match=said):
                     client.submit(asked(**changes))
@@ -77,6 +79,33 @@ class TestReal:
                 assert "runs a model's programs" in refused.show().reason
         assert rows and all(0 < row.reward < 1 for row in rows), rows
         assert {"reward/length", "reward/reward_right"} <= set(rows[0]), rows[0]
+
+    def test_each_role_but_the_trained_one_is_a_policy_of_its_name(self, tmp_path: Path) -> None:
+        settings = {"verifiers": f"{PYTHON} sums-v1"}
+        roles = {"config": {"id": "user-sim", "user": {"max_turns": 2}}, "max_turns": 6}
+        config = write_model(tmp_path / "cache") / CONFIG
+        config.write_text(config.read_text().replace("512", "4096"))  # the instructions of the simulated user are long
+        with installed(), served(tmp_path, **settings) as service, Client(service.url, service.key) as client:
+            token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
+            with ScriptedWorker(service.url, token, tokenizer(tmp_path), ("1 2 3 4 5 6 7", "no")):
+                for changes, said in (
+                    (roles, "environment.agent: given '', allowed: one of assistant, user, whose replies are trained"),
+                    (
+                        {**roles, "agent": "assistant"},
+                        "environment.package: the environment has the roles assistant, user; each but assistant is a"
+                        " policy of the job with its name: add policies.user",
+                    ),
+                ):
+                    refused = client.submit(asked(**changes))
+                    until(lambda one=refused: one.show().state == "paused", patience=SECONDS)
+                    assert said in refused.show().reason
+                wanted = asked(**roles, agent="assistant")
+                wanted["policies"] |= {"user": {"train": False, "base": True}}
+                made = client.submit(wanted)
+                until(lambda: made.show().state in ("completed", "paused", "failed"), patience=SECONDS)
+                assert made.show().state == "completed", made.show().reason
+                episode = made.episode(made.episodes()[0].episode)
+        assert {turn.policy for turn in episode.turns} == {"main", "user"}
 
     @pytest.mark.skipif(not OLD.exists(), reason="verifiers 0.1 is not here: make test-environments")
     def test_classes_of_the_old_library_need_the_lines_of_the_docs(self) -> None:
@@ -133,7 +162,7 @@ def test_tokens_that_are_no_ids_fail_the_episode(tokens: list[Any], tmp_path: Pa
             raise AssertionError
 
         message = protocol.Reset(call="", episode="e", job="j", environment="n", options={}, prompt=b"{}", seed=0)
-        return await Episodes(UserCodeExecutor(), prototype, nobody, nobody).reset(message)
+        return await Episodes(UserCodeExecutor(), prototype, nobody, nobody, nobody).reset(message)
 
     assert "no token ids" in asyncio.run(reset()).error
 

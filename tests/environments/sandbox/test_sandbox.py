@@ -116,7 +116,7 @@ os._exit(0)
         (['{"done": "yes"}', '{"check": 0, "passed": true}'], [True], None),
     ],
 )
-def test_a_forged_report_is_read_as_a_strangers_text(
+def test_a_forged_report_is_read_as_untrusted_text(
     texts: list[str], passed: list[bool], value: object, sandbox: Sandbox
 ) -> None:
     """The confinement lives, and nothing is reported but checks with numbers, and a value."""

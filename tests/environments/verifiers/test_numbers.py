@@ -362,7 +362,7 @@ WRAPPERS = [
     '"{}"',
     "<b>{}</b>",
 ]
-"""What may enclose a number."""
+"""The marks that may enclose a number."""
 LEFT = ["", "The answer is ", "x = ", "Answer: ", "so, ", "It costs:\n", "12 + 30 = "]
 RIGHT = ["", ".", ", I think", " apples", " km", "!", "\nDone."]
 integers = st.integers(-(10**12), 10**12)

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 from tests.support.driven import ADAM, Client, forward, join
 from tests.support.peers import ADAPTER, ScriptedWorker, Service, eventually
-from tests.support.storing import intercept
+from tests.support.storing import FaultyDatabase
 
 from rookery import protocol
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
 from rookery.errors import DatabaseAway, NotFound, RookeryError, StorageFull, Unavailable, UserError
-from rookery.storage.db import Database
 from rookery.storage.repositories import sessions, versions
 
 FULL = StorageFull("the database's disk is full; free some space, nothing was half-written")
@@ -42,9 +41,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 class Refusing:
     """The database refuses its ``method`` while ``trouble`` is set. ``taken``: after it has carried it out."""
 
-    def __init__(
-        self, service: Service, patch: pytest.MonkeyPatch, method: str, trouble: Exception, *, taken: bool = False
-    ) -> None:
+    def __init__(self, service: Service, method: str, trouble: Exception, *, taken: bool = False) -> None:
         self.trouble: Exception | None = trouble
         self.refused = 0
 
@@ -56,7 +53,7 @@ class Refusing:
             self.refused += 1
             raise self.trouble
 
-        intercept(patch, service.database, method, call)
+        service.database.intercept(method, call)
 
 
 async def pass_until(service: Service, holds: Any) -> None:
@@ -76,13 +73,13 @@ async def pass_until(service: Service, holds: Any) -> None:
 
 @pytest.mark.parametrize("trouble", [FULL, AWAY])
 async def test_result_refused_by_the_database_is_stored_later(
-    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: RookeryError
+    service: Service, caplog: pytest.LogCaptureFixture, trouble: RookeryError
 ) -> None:
     visitor = await Client(service).begin()
-    database = Refusing(service, monkeypatch, "finish_future", trouble)
+    database = Refusing(service, "finish_future", trouble)
     request = await visitor.send(operations.InvalidOperation(error="no such loss"))
     await pass_until(service, lambda: database.refused >= 2)
-    waiting = await visitor.sessions.futures.wait("alice", request)
+    waiting = await visitor.sessions.wait("alice", request)
     assert isinstance(waiting, QueueStatus) and str(trouble) in waiting.reason
     [said] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert request in said.getMessage() and said.__dict__["tenant"] == "alice", "said once, with the tenant"
@@ -93,12 +90,10 @@ async def test_result_refused_by_the_database_is_stored_later(
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
 
-async def test_sample_whose_result_was_refused_is_answered_later(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sample_whose_result_was_refused_is_answered_later(service: Service) -> None:
     visitor = await Client(service).begin()
     sampler = await visitor.sampler(None)
-    database = Refusing(service, monkeypatch, "finish_future", FULL)
+    database = Refusing(service, "finish_future", FULL)
     request = await visitor.sample(sampler, 0)
     await pass_until(service, lambda: database.refused >= 2)
     database.trouble = None
@@ -111,11 +106,11 @@ async def test_sample_whose_result_was_refused_is_answered_later(
 
 @pytest.mark.parametrize("trouble", [FULL, AWAY, OSError(5, "Input/output error")])
 async def test_failed_sweep_is_logged_and_repeated(
-    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: Exception
+    service: Service, caplog: pytest.LogCaptureFixture, trouble: Exception
 ) -> None:
     visitor = await Client(service).begin()
     await visitor.save("short", ttl=1.0)
-    database = Refusing(service, monkeypatch, "expired_checkpoints", trouble)
+    database = Refusing(service, "expired_checkpoints", trouble)
     await pass_until(service, lambda: database.refused >= 1)
     first = service.clock.now
     await pass_until(service, lambda: database.refused >= 2)
@@ -126,15 +121,13 @@ async def test_failed_sweep_is_logged_and_repeated(
     await pass_until(service, lambda: not service.database.read(sessions.list_checkpoints, "alice"))
 
 
-async def test_operations_behind_a_missing_number_fail_when_the_database_accepts_it(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_operations_behind_a_missing_number_fail_when_the_database_accepts_it(service: Service) -> None:
     """Meanwhile the waits and lifetimes of others are looked after."""
     visitor, other = await Client(service).begin(), await Client(service, "bob").begin()
     await other.save("short", ttl=1.0)
     visitor._seq += 1  # a number that is never sent
     lost = [await visitor.send(forward([1, 2, 3])), await visitor.send(forward([1, 2, 3]))]
-    database = Refusing(service, monkeypatch, "finish_future", FULL)
+    database = Refusing(service, "finish_future", FULL)
     await pass_until(service, lambda: database.refused >= 1)
     await pass_until(service, lambda: not service.database.read(sessions.list_checkpoints, "bob"))
     database.trouble = None
@@ -152,21 +145,19 @@ async def test_operations_behind_a_missing_number_fail_when_the_database_accepts
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-async def test_operation_stored_but_not_acknowledged_runs_when_sent_again(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_operation_stored_but_not_acknowledged_runs_when_sent_again(service: Service) -> None:
     """Also where somebody has asked for its outcome in between."""
     [worker] = service.peers
     same = forward([1, 2, 3])
     visitor = await Client(service).begin()
     sampler = await visitor.sampler(None)
-    database = Refusing(service, monkeypatch, "open_future", AWAY, taken=True)
+    database = Refusing(service, "open_future", AWAY, taken=True)
     for _ in range(2):
         with pytest.raises(Unavailable):
             await visitor.sessions.submit("alice", visitor.model, 1, same)
         with pytest.raises(Unavailable):
             await visitor.sample(sampler, 0)
-    assert isinstance(await visitor.sessions.futures.wait("alice", f"{visitor.model}/1"), QueueStatus)
+    assert isinstance(await visitor.sessions.wait("alice", f"{visitor.model}/1"), QueueStatus)
     database.trouble = None
     with pytest.raises(UserError, match="was sent before with another content"):
         await visitor.sessions.submit("alice", visitor.model, 1, forward([3, 2, 1]))
@@ -181,9 +172,7 @@ async def test_operation_stored_but_not_acknowledged_runs_when_sent_again(
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
-async def test_refused_load_loses_no_training(
-    service: Service, monkeypatch: pytest.MonkeyPatch, optimizer: bool
-) -> None:
+async def test_refused_load_loses_no_training(service: Service, optimizer: bool) -> None:
     """Neither a step that was acknowledged and is not durable by itself, nor the gradient begun since."""
     ends = []
     for refused in (False, True):
@@ -196,7 +185,7 @@ async def test_refused_load_loses_no_training(
         assert isinstance(stepped, operations.OptimStepResult) and not stepped.metrics["durable"]
         await visitor.gradient(7, 8, 9)
         if refused:
-            database = Refusing(service, monkeypatch, "commit_model", FULL)
+            database = Refusing(service, "commit_model", FULL)
             failed = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
             assert isinstance(failed, operations.OperationFailed) and failed.error == str(FULL)
             database.trouble = None
@@ -275,9 +264,7 @@ GONE = DatabaseAway("the database does not answer", "postgresql://db.internal:54
     ("method", "taken"),
     [("commit_model", False), ("commit_model", True), ("save_checkpoint", True), ("add_sampler", False)],
 )
-async def test_operations_wait_for_the_database(
-    service: Service, monkeypatch: pytest.MonkeyPatch, method: str, taken: bool
-) -> None:
+async def test_operations_wait_for_the_database(service: Service, method: str, taken: bool) -> None:
     """Each is executed once, also where the database had stored it before it was away: the end is that of a client
     whose database was never away. A tenant reads no address."""
     ends, refused = [], 0
@@ -297,9 +284,8 @@ async def test_operations_wait_for_the_database(
             operations.SaveSampler(sampler=f"{visitor.session}:sample:9"),
         ]
         for call in calls:
-            with monkeypatch.context() as patch:
-                database = Refusing(service, patch, method, GONE, taken=taken) if away else None
-                refused += await sent_while_away(visitor, call, database)
+            database = Refusing(service, method, GONE, taken=taken) if away else None
+            refused += await sent_while_away(visitor, call, database)
         two, _, policy = await visitor.find(f"tinker://{visitor.model}/weights/two")
         kept = [row.version for row in await visitor.store.read(versions.versions, "alice", policy.id)]
         ends.append((await content(visitor, "end"), two.version, kept))
@@ -314,8 +300,12 @@ async def sent_while_away(visitor: Client, call: operations.AnyOperation, databa
     if database is not None:
         await pass_until(service, lambda: database.refused or not is_open(visitor, request))
         if is_open(visitor, request):
-            waiting = await visitor.sessions.futures.wait("alice", request)
-            assert waiting == QueueStatus(paused=True, reason="the database does not answer")
+            paused = QueueStatus(paused=True, reason="the database does not answer")
+
+            async def waits() -> bool:
+                return await visitor.sessions.wait("alice", request) == paused
+
+            await eventually(waits)
         database.trouble = None
     await pass_until(service, lambda: not is_open(visitor, request))
     result = await visitor.outcome(request)
@@ -330,7 +320,7 @@ def is_open(visitor: Client, request: str) -> bool:
 class FailingOnce:
     """The next call of ``method`` after :meth:`arm` finds its place away; ``taken``: it is carried out all the same."""
 
-    def __init__(self, place: Any, patch: pytest.MonkeyPatch, method: str, *, taken: bool = False) -> None:
+    def __init__(self, place: Any, method: str, *, taken: bool = False) -> None:
         self.armed = False
         self.on_failure: Callable[[], None] = lambda: None
 
@@ -343,19 +333,17 @@ class FailingOnce:
             self.on_failure()
             raise GONE
 
-        if isinstance(place, Database):
-            intercept(patch, place, method, call)
+        if isinstance(place, FaultyDatabase):
+            place.intercept(method, call)
         else:
-            patch.setattr(place, method, partial(call, getattr(place, method)))
+            setattr(place, method, partial(call, getattr(place, method)))
 
     def arm(self) -> None:
         self.armed = True
 
 
 @pytest.mark.parametrize("read", ["verify", "futures_behind", "get_future"])
-async def test_a_recovery_that_fails_once_counts_no_gradient_twice(
-    service: Service, monkeypatch: pytest.MonkeyPatch, read: str
-) -> None:
+async def test_a_recovery_that_fails_once_counts_no_gradient_twice(service: Service, read: str) -> None:
     """The answer to a commit is lost, and the first attempt to read what it stored fails, too."""
     ends = []
     for away in (False, True):
@@ -371,13 +359,12 @@ async def test_a_recovery_that_fails_once_counts_no_gradient_twice(
                 await visitor.gradient(*tokens)
                 assert isinstance(await visitor.step(), operations.OptimStepResult)
             await visitor.gradient(7, 8, 9)
-            with monkeypatch.context() as patch:
-                commit = FailingOnce(service.database, patch, "commit_model", taken=True)
-                reading = FailingOnce(service.artifacts if read == "verify" else service.database, patch, read)
-                commit.armed, commit.on_failure = away, reading.arm
-                request = await visitor.send(call)
-                await pass_until(service, lambda of=visitor, request=request: not is_open(of, request))
-                assert not commit.armed and not reading.armed
+            commit = FailingOnce(service.database, "commit_model", taken=True)
+            reading = FailingOnce(service.artifacts if read == "verify" else service.database, read)
+            commit.armed, commit.on_failure = away, reading.arm
+            request = await visitor.send(call)
+            await pass_until(service, lambda of=visitor, request=request: not is_open(of, request))
+            assert not commit.armed and not reading.armed
             assert not isinstance(await visitor.outcome(request), operations.OperationFailed)
             await visitor.gradient(10, 11, 12)
             assert isinstance(await visitor.step(), operations.OptimStepResult)
@@ -385,15 +372,13 @@ async def test_a_recovery_that_fails_once_counts_no_gradient_twice(
     assert ends[:3] == ends[3:]
 
 
-async def test_a_load_whose_answer_was_lost_ends_a_rejected_gradient(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_whose_answer_was_lost_ends_a_rejected_gradient(service: Service) -> None:
     visitor = await Client(service).begin()
     await visitor.gradient()
     await visitor.step()
     path = await visitor.save("start")
     await visitor.do(operations.InvalidOperation(error="no such loss", gradient=True))
-    commit = FailingOnce(service.database, monkeypatch, "commit_model", taken=True)
+    commit = FailingOnce(service.database, "commit_model", taken=True)
     commit.arm()
     request = await visitor.send(operations.LoadState(path=path, optimizer=False))
     await pass_until(service, lambda: not is_open(visitor, request))
@@ -402,17 +387,15 @@ async def test_a_load_whose_answer_was_lost_ends_a_rejected_gradient(
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
 
-async def test_operations_given_up_while_a_commit_is_unanswered_spoil_their_gradient(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_operations_given_up_during_an_unanswered_commit_reject_their_gradient(service: Service) -> None:
     visitor = await Client(service).begin()
     path = await visitor.save("start")
-    database = Refusing(service, monkeypatch, "commit_model", GONE, taken=True)
+    database = Refusing(service, "commit_model", GONE, taken=True)
     request = await visitor.send(operations.LoadState(path=path, optimizer=False))
     await pass_until(service, lambda: database.refused)
     visitor._seq += 1  # a number that is never sent
     lost = await visitor.send(forward([1, 2, 3]))
-    ping = Refusing(service, monkeypatch, "ping", GONE)
+    ping = Refusing(service, "ping", GONE)
     began, gap = service.clock.now, service.rules.sessions.seq_gap
     await pass_until(service, lambda: service.clock.now > began + 2 * gap)
     ping.trouble = None
@@ -423,11 +406,9 @@ async def test_operations_given_up_while_a_commit_is_unanswered_spoil_their_grad
     assert isinstance(refused, operations.OperationFailed) and "no step was taken" in refused.error
 
 
-async def test_an_operation_of_a_lost_client_waits_for_no_place(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_operation_of_a_lost_client_waits_for_no_place(service: Service) -> None:
     visitor = await Client(service).begin()
-    database = Refusing(service, monkeypatch, "save_checkpoint", GONE)
+    database = Refusing(service, "save_checkpoint", GONE)
     request = await visitor.send(operations.SaveState(kind="weights", name="one"))
     await pass_until(service, lambda: database.refused)
     await pass_until(service, lambda: not is_open(visitor, request))

@@ -57,10 +57,12 @@ holders = st.lists(
 
 
 @given(holders, st.integers(1, 12), st.integers(0, 12), st.floats(0, 20))
-def test_slots_are_freed_in_order_of_idle_time(found: list[SlotUse], places: int, wanted: int, patience: float) -> None:
-    gone = slots_to_free(found, places=places, wanted=wanted, now=100.0, patience=patience)
+def test_slots_are_freed_in_order_of_idle_time(
+    found: list[SlotUse], capacity: int, wanted: int, patience: float
+) -> None:
+    gone = slots_to_free(found, capacity=capacity, wanted=wanted, now=100.0, patience=patience)
     known = {holder.name: holder for holder in found}
-    assert len(set(gone)) == len(gone) <= max(0, len(found) + wanted - places)
+    assert len(set(gone)) == len(gone) <= max(0, len(found) + wanted - capacity)
     assert not any(known[name].busy for name in gone)
     assert all(100.0 - known[name].since >= patience for name in gone if known[name].gradient)
     if any(known[name].gradient for name in gone):  # then everybody idle without one goes

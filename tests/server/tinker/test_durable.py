@@ -1,4 +1,4 @@
-"""What the Tinker API promises when things go wrong: order, retries, restarts, and more clients than places."""
+"""The promises of the Tinker API under faults: order, retries, restarts, and more clients than places."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_worker_killed_during_a_gradient_changes_no_loss(service: EmbeddedServic
     losses = steps(training, 2)
     first = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy").result(PATIENCE)
     headers = {"Authorization": f"Bearer {service.key}"}
-    workers = httpx.get(f"{service.url}/api/v1/workers", headers=headers).json()
+    workers = httpx.get(f"{service.url}/api/v1/workers", headers=headers, timeout=60).json()
     for worker in workers:
         if worker["state"] == "serving":
             os.kill(worker["pid"], signal.SIGKILL)
@@ -199,7 +199,7 @@ def test_two_tenants_with_the_same_names_share_nothing(service: EmbeddedService)
 
 def others(service: EmbeddedService, key: str, model: str) -> None:
     """Another tenant's model and request answer as ones that never were."""
-    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers={"X-API-Key": key}) as http:
+    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers={"X-API-Key": key}, timeout=60) as http:
         for path, body in [
             ("get_info", {"model_id": "MODEL"}),
             ("optim_step", {"model_id": "MODEL", "seq_id": 9, "adam_params": {}}),

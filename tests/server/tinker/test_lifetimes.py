@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tests.support.driven import ADAM, Client, forward, join
 from tests.support.peers import ScriptedWorker, Service, eventually, settle
-from tests.support.storing import intercept
 
 from rookery import protocol
 from rookery.controller.prompts import CallOptions
@@ -70,7 +69,7 @@ async def test_silent_client_releases_its_slot_and_may_return(service: Service) 
     silent, eager = await Client(service).begin(), await Client(service, "bob").begin()
     await silent.gradient(1, 2, 3)  # begun: it would keep its place
     request = await eager.send(forward([1, 2, 3]))
-    waiting = await service.controller.sessions.futures.wait("bob", request)
+    waiting = await service.controller.sessions.wait("bob", request)
     assert isinstance(waiting, QueueStatus) and waiting.paused and "all 1 training slots" in waiting.reason
     for _ in range(4):  # the eager one beats, the silent one does not
         await wait(service, 30.0)
@@ -193,7 +192,7 @@ async def test_results_expire_unless_their_model_may_have_to_replay_them(service
     await service.start()
     await join(service)
     with pytest.raises(FutureExpired, match="has expired"):
-        await visitor.sessions.futures.wait("alice", sampled)
+        await visitor.sessions.wait("alice", sampled)
     assert isinstance(await visitor.outcome(begun), operations.ForwardBackwardResult)
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
@@ -230,7 +229,7 @@ async def test_of_a_finished_session_only_names_stay(service: Service) -> None:
     )
 
 
-async def test_what_was_acknowledged_is_carried_out_after_the_session_is_finished(service: Service) -> None:
+async def test_acknowledged_operations_run_after_the_session_is_finished(service: Service) -> None:
     [worker] = service.peers
     visitor = await Client(service).begin()
     await worker.die()
@@ -290,16 +289,14 @@ async def test_client_with_heartbeats_is_never_finished(tmp_path: Path, restarts
     await service.close()
 
 
-async def test_a_session_whose_stored_end_was_not_acknowledged_is_finished(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_session_whose_stored_end_was_not_acknowledged_is_finished(service: Service) -> None:
     visitor = await Client(service).begin()
 
     def unheard(real: Any, *arguments: Any) -> None:
         real(*arguments)
         raise Unavailable("the server went away")
 
-    intercept(monkeypatch, service.database, "finish_session", unheard)
+    service.database.intercept("finish_session", unheard)
     with pytest.raises(Unavailable):
         await visitor.sessions.finish("alice", visitor.session, "success")
     with pytest.raises(UserError, match="is finished"):
@@ -493,7 +490,7 @@ async def test_queued_operations_of_a_killed_client_wait_and_are_dropped(
     computed = sum(isinstance(op, protocol.ForwardBackward) for op in worker.operations)
     assert computed == 1, "the operation that ran ends, and none starts"
     for request in (trained[-1], sampled[-1]):
-        status = await killed.sessions.futures.wait("alice", request)
+        status = await killed.sessions.wait("alice", request)
         assert isinstance(status, QueueStatus) and status.paused and "heartbeat" in status.reason
     assert isinstance(await other.gradient(), operations.ForwardBackwardResult)
     assert isinstance(await other.step(), operations.OptimStepResult)

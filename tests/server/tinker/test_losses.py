@@ -121,13 +121,15 @@ def test_the_gradient_of_cross_entropy_is_that_of_float64(
     for version, kinds in (("0.22.3", {"training", "sampler"}), ("0.38.0", {"training", "sampler", "external"})):
         headers = {"X-API-Key": service.key, "X-Stainless-Package-Version": version}
         for path in ("checkpoints", f"training_runs/{training.model_id}/checkpoints"):
-            listed = httpx.get(f"{service.url}/tinker/api/v1/{path}", headers=headers).raise_for_status().json()
+            listed = (
+                httpx.get(f"{service.url}/tinker/api/v1/{path}", headers=headers, timeout=60).raise_for_status().json()
+            )
             (found,) = [row for row in listed["checkpoints"] if row["tinker_path"] == saved.path]
             assert found["checkpoint_type"] in kinds and ("external" in kinds) == (
                 found["checkpoint_type"] == "external"
             )
     for name, url in urls.items():
-        (tmp_path / name).write_bytes(httpx.get(url).raise_for_status().content)
+        (tmp_path / name).write_bytes(httpx.get(url, timeout=60).raise_for_status().content)
     base = transformers.AutoModelForCausalLM.from_pretrained(root / "small", dtype=torch.float64)
     exact = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True, autocast_adapter_dtype=False).double()
     weights = [[1.0, 0.5, 0.0, 2.0, -1.0], [1.0] * 7, [0.25] * 3]

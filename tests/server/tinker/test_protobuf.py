@@ -45,7 +45,7 @@ def test_small_messages_without_end_are_refused_before_they_are_parsed(empty: by
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_counted_or_refused(body: bytes) -> None:
-    """What the counter cannot read, the parser refuses too."""
+    """The parser refuses each message that the counter cannot read."""
     descriptor = protobuf.schema().ForwardBackwardRequest.DESCRIPTOR
     try:
         protobuf.parse(body, 1000)

@@ -67,7 +67,7 @@ def test_trace_of_a_session_has_its_calls(
     sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=4)).result(PATIENCE)
     session = training.model_id.partition(":")[0]
     url = rest.export_session_trace(session).result(PATIENCE)
-    trace = httpx.get(url).raise_for_status().json()  # needs no key
+    trace = httpx.get(url, timeout=60).raise_for_status().json()  # needs no key
     check(trace)
     events = [event for event in trace["traceEvents"] if event["ph"] != "M"]
     found = {(event["cat"], event["name"].partition(":")[0].partition(",")[0]) for event in events}
@@ -75,7 +75,7 @@ def test_trace_of_a_session_has_its_calls(
     assert {"prefill", "decode", "commit"} <= {kind for kind, _ in found}
     head, _, ticket = url.partition("/traces/")
     for changed in (f"{head}/traces/1{ticket}", f"{url}x", url.replace(session, "other")):
-        assert httpx.get(changed).status_code == 404
+        assert httpx.get(changed, timeout=60).status_code == 404
     with pytest.raises(tinker.NotFoundError):
         rest.export_session_trace("none").result(PATIENCE)
 
@@ -173,8 +173,8 @@ def test_listings_ttl_deletion_and_information(
     assert (found[kept].size_bytes or 0) > 1000
     for path in (kept, named):
         url = f"{service.url}/tinker/api/v1/training_runs/{run}/checkpoints/{path.partition(f'{run}/')[2]}/archive"
-        archive = httpx.get(url, headers={"X-API-Key": service.key}).raise_for_status().json()
-        content = httpx.get(archive["url"]).raise_for_status().content  # needs no key
+        archive = httpx.get(url, headers={"X-API-Key": service.key}, timeout=60).raise_for_status().json()
+        content = httpx.get(archive["url"], timeout=60).raise_for_status().content  # needs no key
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             assert tar.getnames() == list(ADAPTER_FILES)
     rest.set_checkpoint_ttl_from_tinker_path(kept, 7200).result(PATIENCE)
@@ -204,7 +204,7 @@ def test_finished_session_accepts_no_more_operations(service: EmbeddedService) -
     training = trainer(visitor)
     session = visitor.holder.get_session_id()
     headers = {"X-API-Key": service.key}
-    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers) as http:
+    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers, timeout=60) as http:
         assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 200
         visitor.close("success").result(PATIENCE)
         assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
@@ -232,7 +232,7 @@ def test_unknown_routes_and_ids_get_an_error_at_once(
     service: EmbeddedService, method: str, path: str, status: int
 ) -> None:
     headers = {"X-API-Key": service.key, "Content-Type": "application/json"}
-    reply = httpx.request(method, f"{service.url}/tinker/api/v1/{path}", headers=headers, content=b"{}")
+    reply = httpx.request(method, f"{service.url}/tinker/api/v1/{path}", headers=headers, content=b"{}", timeout=60)
     assert reply.status_code == status
     assert len(reply.json()["error"]) > 20
 
@@ -255,7 +255,7 @@ def test_retrieve_future_never_answers_500(
     monkeypatch.setattr(Futures, "wait", wait)
     headers = {"X-API-Key": service.key}
     url = f"{service.url}/tinker/api/v1/retrieve_future"
-    reply = httpx.post(url, headers=headers, json={"request_id": "any"})
+    reply = httpx.post(url, headers=headers, json={"request_id": "any"}, timeout=60)
     assert reply.status_code == 200
     assert told.items() <= reply.json().items()
 
@@ -280,7 +280,7 @@ def test_clients_that_disconnect_leave_no_traceback(
 
 def test_unknown_fields_and_models_are_refused(service: EmbeddedService, visitor: tinker.ServiceClient) -> None:
     headers = {"X-API-Key": service.key}
-    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers) as http:
+    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers, timeout=60) as http:
         asked = {"session_id": visitor.holder.get_session_id(), "novelty": "", "sampling_session_seq_id": 99,
                  "base_model": MODEL}  # fmt: skip
         assert http.post("/create_sampling_session", json=asked).status_code == 200
@@ -323,7 +323,7 @@ def test_every_route_asks_for_a_key(service: EmbeddedService) -> None:
         for method in route.methods:
             tried += 1
             reply = httpx.request(
-                method, f"{service.url}/tinker{path.replace('{', '').replace('}', '')}", content=b"{}"
+                method, f"{service.url}/tinker{path.replace('{', '').replace('}', '')}", content=b"{}", timeout=60
             )
             assert reply.status_code == 401, path
     assert tried > 25

@@ -23,7 +23,7 @@ PATIENCE = 240
 
 
 def flow(service: EmbeddedService, *first: Path) -> dict[str, Any]:
-    """What a client gets with the SDK found ``first``, or with the installed one."""
+    """The results of a client with the SDK found ``first``, or with the installed one."""
     folders = os.pathsep.join([*map(str, first), os.environ.get("PYTHONPATH", "")])
     more = {"PYTHONPATH": folders, "PYTHONWARNINGS": "ignore", "TINKER_TELEMETRY": "0"}
     asked = [sys.executable, str(FLOW), f"{service.url}/tinker", service.key, MODEL]

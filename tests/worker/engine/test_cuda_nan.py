@@ -1,4 +1,4 @@
-"""What a GPU is sent, looked at without one: the GPU's runner and the trainer's passes run on a device that computes
+"""The inputs of a GPU, checked without one: the GPU's runner and the trainer's passes run on a device that computes
 nothing, on which every tensor has a shape, a type and a place but no numbers.
 
 Whatever would mix devices fails there, as does a kernel that does not take its arguments' shapes, types or strides, and
@@ -115,7 +115,7 @@ def _generates(decoder: Decoder, product: GroupedMatmul) -> None:
 
 
 def _generates_as_a_cpu_does(decoder: Decoder) -> None:
-    """What a GPU without fused kernels does: prefill after a shared prompt, and decode steps of rows in any order."""
+    """The work of a GPU without fused kernels: prefill after a shared prompt, and decode steps of rows in any order."""
     loras = _loras(decoder)
     runner = DenseRunner(decoder, loras, 1 << 24)
     prompt = runner.store.allocate(20)

@@ -1,4 +1,4 @@
-"""What a request may ask of the engine, and what may happen to it."""
+"""The options of a request to the engine, and the events of its life."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_retained_prompts_keep_no_logits_and_start_the_same_texts() -> None:
     assert {hidden.untyped_storage().nbytes() for hidden in kept} == {64 * engine.decoder.dtype.itemsize}
 
 
-def test_the_prompts_of_those_who_wait_are_computed_along() -> None:
+def test_prompts_of_waiting_requests_are_computed_in_the_same_step() -> None:
     prompts = [[10 * i + j for j in range(1, 9)] for i in range(6)]
     orders = [
         order(f"{i}.{member}", prompt=prompt, shared_prefix=8, max_tokens=3 + member, seed=2 * i + member)
@@ -198,7 +198,7 @@ def test_a_prompt_computed_along_gives_way_to_the_rows() -> None:
         assert texts(make(max_rows=1, kv_budget_bytes=(1 + places) * LANES * roomy.store.token_bytes)) == expected
 
 
-def test_an_adapter_of_no_numbers_ends_its_own_requests_only() -> None:
+def test_an_adapter_with_nan_ends_only_its_requests() -> None:
     clean, _ = generate(make())
     engine = make()
     config = engine.decoder.config

@@ -22,7 +22,7 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
 BEST: type[KernelRunner | DenseRunner] = KernelRunner if kernels.load(None) else DenseRunner
-"""What workers run here."""
+"""The configuration of workers here."""
 RUNNERS = list(dict.fromkeys((BEST, DenseRunner)))
 DENSE = ("llama", "llama one head", "mistral window", "qwen3", "smollm3")
 """Families that differ in attention, checked without kernels too."""
@@ -168,7 +168,7 @@ def test_every_family(family: str, runner: type[KernelRunner | DenseRunner]) -> 
     check_everything(small(family), "a", 41, 20, 9, 4, 1.0, 7, runner)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(5))
 @given(
     family=st.sampled_from(["llama", "mistral window", "qwen3", "llama one head"]),
     key=st.sampled_from(["", *RANKS]),

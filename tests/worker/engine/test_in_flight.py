@@ -73,7 +73,7 @@ def order(
 
 @dataclass
 class Said:
-    """What came of a request: parallel lists, but for the end."""
+    """The output of a request: parallel lists, except its end."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Run:
 
 @pytest.mark.parametrize("cut", [0, 7, 15])
 @pytest.mark.parametrize(("length", "shared"), [(20, 12), (20, 20), (1, 0)])
-def test_recomputed_it_is_the_request_that_resumes_on_the_newer_version(length: int, shared: int, cut: int) -> None:
+def test_a_recomputed_cache_equals_a_resumption_on_the_newer_version(length: int, shared: int, cut: int) -> None:
     decoder = small("llama")
     whole = Run(make(decoder)).submit(order(length=length, shared_prefix=shared)).end()["r"]
     run = Run(make(decoder)).submit(order(length=length, shared_prefix=shared)).until("r", cut)
@@ -168,7 +168,7 @@ TOLERANCE = 2e-3
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral window"])
 @pytest.mark.parametrize("shared", [0, 12, 20])
-def test_kept_it_attends_to_what_the_older_version_computed(family: str, shared: int) -> None:
+def test_a_kept_cache_of_the_older_version_is_attended_to(family: str, shared: int) -> None:
     decoder = small(family, torch.float32)
     run = Run(make(decoder)).submit(order(shared_prefix=shared)).until("r", 5)
     assert run.engine.switch_adapter("r", version(1), recompute=False)
@@ -189,7 +189,7 @@ def test_kept_it_attends_to_what_the_older_version_computed(family: str, shared:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 @pytest.mark.parametrize("shared", [20, 19])
-def test_kept_before_its_first_token_it_takes_nothing_half_made(shared: int, steps: int) -> None:
+def test_a_switch_before_the_first_token_uses_no_partial_cache(shared: int, steps: int) -> None:
     """A group's prompt may be there in part, or wholly with the logits after it: those are the older version's."""
     decoder = small("llama")
     fresh = Run(make(decoder)).submit(order(number=1, shared_prefix=shared)).end()["r"]
@@ -431,7 +431,7 @@ class Bench:
             self.requests.collect(self.core.engine.drain())
 
     def take(self, name: str = "r") -> Said:
-        """What is sent, put together."""
+        """The sent parts, joined."""
         said = Said()
         for chunk in self.requests.take(0.0):
             assert chunk.request == name
@@ -449,7 +449,7 @@ class Bench:
 
 
 def chain(*spans: tuple[int, int]) -> Said:
-    """What a request says that (version, up to which token) took turns at, each resuming what was said before."""
+    """The text of a request that versions sampled in turns (version, last token), each continuing the text before."""
     said = Said()
     for number, end in spans:
         part = (
@@ -491,7 +491,7 @@ async def test_a_still_newer_version_supersedes_the_one_that_is_waited_for(tmp_p
     assert bench.take() == chain((0, 8), (2, 16))
 
 
-async def test_a_version_that_cannot_be_had_leaves_a_request_where_it_is(tmp_path: Path) -> None:
+async def test_a_request_stays_on_its_version_where_the_newer_one_cannot_be_loaded(tmp_path: Path) -> None:
     bench = Bench(tmp_path, 0, 1, 2)
     bench.refused.add("v1")
     bench.requests.generate(order(in_flight="recompute"))
@@ -505,7 +505,7 @@ async def test_a_version_that_cannot_be_had_leaves_a_request_where_it_is(tmp_pat
     assert (bench.requests.failed_switches, bench.requests.failed) == (1, 0)
 
 
-async def test_a_request_that_has_not_begun_begins_with_what_there_is(tmp_path: Path) -> None:
+async def test_a_request_that_has_not_begun_begins_with_the_loaded_version(tmp_path: Path) -> None:
     for refused in (False, True):
         bench = Bench(tmp_path)
         if refused:

@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Mix:
-    """What an engine is given, and when: each group comes after so many steps, and time passes at each step."""
+    """The input of an engine over time: each group comes after so many steps, and time passes at each step."""
 
     groups: list[tuple[int, Group]]
     rows: int = 4
@@ -117,7 +117,7 @@ def adapter(key: str) -> protocol.AdapterRef | None:
 
 
 def generate(number: int, group: Group, member: int, turn: int = 0, before: tuple[int, ...] = ()) -> protocol.Generate:
-    prompt = [1 + (number + place) % 200 for place in range(group.prompt)]
+    prompt = [1 + (number + index) % 200 for index in range(group.prompt)]
     changes: dict[str, Any] = {
         "adapter": adapter(group.adapter), "prompt": [*prompt, *before], "max_tokens": group.tokens,
         "shared_prefix": int(group.shared * len(prompt)), "seed": member, "interactive": group.interactive,

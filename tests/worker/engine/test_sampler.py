@@ -91,7 +91,7 @@ def test_positions_are_independent_of_each_other(sample: Sampler) -> None:
 
 @settings(max_examples=examples(50))
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100_000), st.sampled_from([0.0, 0.3, 1.0, 2.0]), st.integers(1, 9))
-def test_company_does_not_matter_and_logprobs_are_those_sampled_from(
+def test_other_rows_change_nothing_and_logprobs_are_those_sampled_from(
     sample: Sampler, seed: int, position: int, temperature: float, rows: int
 ) -> None:
     torch.manual_seed(position)
@@ -116,7 +116,7 @@ def test_a_small_difference_in_logits_seldom_changes_the_token(sample: Sampler) 
     assert flips < 0.03
 
 
-def test_a_row_of_no_numbers_fails_alone(sample: Sampler) -> None:
+def test_a_row_with_nan_fails_alone(sample: Sampler) -> None:
     logits = torch.randn(3, 100)
     draws = [SamplingKey(seed, 0, 1.0) for seed in range(3)]
     good = sample(logits, draws)

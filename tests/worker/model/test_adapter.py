@@ -154,7 +154,7 @@ def test_other_options_of_peft_are_refused_by_name(tmp_path: Path, options: dict
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_what_peft_converts_to_a_lora_is_accepted(tmp_path: Path, init: str, rslora: bool) -> None:
+def test_adapters_that_peft_converts_to_a_lora_are_accepted(tmp_path: Path, init: str, rslora: bool) -> None:
     model = peft.get_peft_model(
         reference("llama"), peft.LoraConfig(r=6, init_lora_weights=init, use_rslora=rslora, **LISTED)
     )
@@ -171,7 +171,7 @@ def test_what_peft_converts_to_a_lora_is_accepted(tmp_path: Path, init: str, rsl
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"rank_pattern": {"q_proj": 2}}], ids=str)
-def test_what_peft_extracts_as_a_lora_is_accepted(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_adapters_that_peft_extracts_as_a_lora_are_accepted(tmp_path: Path, options: dict[str, Any]) -> None:
     peft.save_as_lora(tmp_path, trained(**LISTED | options), rank=6)
     assert same_as_peft(tmp_path).rank == 6
 
@@ -220,7 +220,7 @@ def test_version_zero_is_the_base_and_depends_on_its_seed() -> None:
     assert not torch.equal(made[0].weights[0, "q"][0], made[2].weights[0, "q"][0])
 
 
-def test_what_is_no_lora_of_this_model_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     decoder = small("llama", torch.float32)
     with pytest.raises(UserError, match=r"^adapter: adapter_config\.json is missing$"):
         read_adapter(tmp_path, decoder.config)
@@ -318,9 +318,7 @@ def test_the_stack_follows_a_changing_set_of_adapters() -> None:
 )
 @pytest.mark.parametrize(("site", "width"), [("o", 64), ("qkv", 128)])
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_rows_get_the_same_bits_whatever_other_rows_are_in_the_batch(
-    counts: list[int], site: str, width: int, spoilt: bool
-) -> None:
+def test_rows_get_the_same_bits_in_every_batch(counts: list[int], site: str, width: int, spoilt: bool) -> None:
     decoder = small("llama")
     made = {f"k{i}": filled(decoder, 16 - 8 * (i % 2), i, list(PARTS)) for i in range(len(counts))}
     alone = loras(decoder, **made)

@@ -95,7 +95,7 @@ def test_the_products_of_adapters_by_rows(threads: int, shape: tuple[int, int], 
 
 @rule
 @pytest.mark.parametrize("rank", [16, 32, 64])
-def test_numbers_of_one_row_among_zeros(threads: int, rank: int) -> None:
+def test_one_row_among_zeros(threads: int, rank: int) -> None:
     """Wherever an adapter's middle stands among those of others, all zero, it gives the same.
     Ranks are those of the manager."""
     x, w = cancelling(40, rank, 576)

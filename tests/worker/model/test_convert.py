@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from tests.support.forked import ForkedProcess
 from tests.support.processes import alive
 from tests.support.small_model import save_small_model
 from tests.support.tiny import FAMILIES, reference, smollm2_folder
+from tests.support.waiting import until
 from tests.worker.model.test_decoder import logits
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -36,7 +36,7 @@ from tokenizers.models import WordLevel
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.server.base_models import BaseModels
 from rookery.tokenization import registry
-from rookery.worker.model.convert import prepare
+from rookery.worker.model.convert import main, prepare
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.published import export, published
 from rookery.worker.model.transformers_model import TransformersModel
@@ -158,23 +158,22 @@ def test_requests_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     assert not [p for p in (cache / "prepared").iterdir() if p.suffix != ".lock"]
 
 
-def test_the_module_prints_the_folder(tmp_path: Path) -> None:
+def test_the_module_prints_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     publish(tmp_path / "published", "llama")
-    command = [sys.executable, "-m", "rookery.worker.model.convert", "--cache", str(tmp_path / "cache")]
-    done = subprocess.run([*command, str(tmp_path / "published")], capture_output=True, text=True, check=True)
-    assert Path(done.stdout.strip()).is_dir()
-    done = subprocess.run([*command, "no-such-model"], capture_output=True, text=True, check=False)
-    assert done.returncode == EXIT_REFUSED
-    assert "no model is called" in done.stderr and "Traceback" not in done.stderr
+    main([str(tmp_path / "published"), "--cache", str(tmp_path / "cache")])
+    assert Path(capsys.readouterr().out.strip()).is_dir()
+    with pytest.raises(SystemExit) as refusal:
+        main(["no-such-model", "--cache", str(tmp_path / "cache")])
+    assert refusal.value.code == EXIT_REFUSED
+    assert "no model is called" in capsys.readouterr().err
 
 
 def test_files_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     publish(tmp_path / "published", "llama")
     folder = registry.model_folder(tmp_path / "cache", str(tmp_path / "published"))
-    began = subprocess.Popen([
-        *(sys.executable, "-c", KILLED, str(tmp_path / "published"), str(tmp_path / "cache")),
-    ])  # fmt: skip
-    assert began.wait(60) == -signal.SIGKILL
+    began = ForkedProcess(KILLED, [str(tmp_path / "published"), str(tmp_path / "cache")], dict(os.environ))
+    began.communicate(60)
+    assert began.wait() == -signal.SIGKILL
     assert any(path.is_dir() for path in folder.parent.iterdir())
     assert prepare(str(tmp_path / "published"), tmp_path / "cache") == folder
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
@@ -206,9 +205,7 @@ def test_a_preparation_ends_with_the_service_that_began_it(tmp_path: Path) -> No
         asked = [str(tmp_path / "published"), str(tmp_path / "cache")]
         service = subprocess.Popen([sys.executable, "-c", SERVICE, *asked])
         try:
-            while not (children := psutil.Process(service.pid).children()):
-                assert service.poll() is None
-                time.sleep(0.05)
+            children = until(lambda: psutil.Process(service.pid).children())
         finally:
             service.kill()
             service.wait()
@@ -285,7 +282,8 @@ def prepare_from(url: str, cache: Path, **variables: str) -> tuple[int, str]:
 CONVERT = "import runpy; runpy.run_module('rookery.worker.model.convert', run_name='__main__')"
 
 
-def test_what_the_hub_sends_lies_in_the_cache_until_its_model_is_prepared(tmp_path: Path) -> None:
+@pytest.mark.heavy
+def test_downloaded_files_stay_in_the_cache_until_the_model_is_prepared(tmp_path: Path) -> None:
     publish(tmp_path / "published", "llama")
     with hub(tmp_path / "published") as url:
         code, said = prepare_from(url, tmp_path / "cache", HOME=str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""What a GPU computes otherwise than a CPU, by the plain products that stand in for its kernels here: attention over
+"""The computations of a GPU that differ from a CPU's, by plain products that stand in for its kernels: attention over
 sequences and over ranges, LoRA as one product, what a backward pass keeps.
 
 References are float64. float32 results agree within 1e-5 of their largest entry, bfloat16 ones within 2%.
@@ -62,7 +62,7 @@ def test_sequences_of_unlike_length(window: int) -> None:
         at_q, at_k = at_q + count, at_k + seen
 
 
-def test_the_fused_way_takes_what_it_is_given() -> None:
+def test_the_fused_product_accepts_all_its_inputs() -> None:
     """It cannot run here; that it is there, and what it calls its arguments, can be told."""
     q = k = v = heads(3)
     several = SequenceBounds.from_lengths([3], [3], "cpu")
@@ -114,7 +114,7 @@ def test_packed_streams_attend_as_on_the_cpu(family: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.detach().abs().max()), rtol=0)
 
 
-def test_trouble_in_one_unit_stays_there() -> None:
+def test_nan_in_one_sequence_stays_there() -> None:
     base, rng = small("llama", torch.float32), random.Random(1)
     stream = pack_groups([_unit(rng, 7, [5, 9]), _unit(rng, 3, [4, 4])])
     q, k, v = (heads(len(stream.tokens), n, seed=n) for n in (base.config.heads, 2, 2))
@@ -176,7 +176,7 @@ def test_the_product_is_chosen_by_device_and_type() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "llama biased"])
-def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> None:
+def test_memory_of_a_backward_pass_is_close_to_its_estimate(family: str) -> None:
     base, rng = small(family, torch.float32), random.Random(0)
     stream = pack_groups([_unit(rng, 300, [20, 40])])
     kept: dict[int, int] = {}
@@ -197,7 +197,7 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
     assert 0.8 * per_token < base.config.layers * layer_numbers(base.config) < 1.25 * per_token, per_token
 
 
-def test_what_does_not_fit_is_computed_twice_and_what_does_not_fit_then_is_cut() -> None:
+def test_oversized_passes_are_recomputed_and_then_split() -> None:
     config = small("llama").config
     few, many = pass_limits(config, 2, 1e6), pass_limits(config, 2, 1e8)
     assert 0 < few.resident_tokens < few.max_tokens and many.resident_tokens == pytest.approx(
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_computed_twice_and_what_does_not_fit_then_is_cut()
     assert pass_limits(config, 4, 1e8).resident_tokens == pytest.approx(many.resident_tokens / 2, abs=1)
 
 
-def test_what_attention_copies_of_shared_prompts_is_counted_as_room() -> None:
+def test_copies_of_shared_prompts_count_as_memory() -> None:
     base, rng = small("llama", torch.float32), random.Random(0)
     units = [_unit(rng, 300, [20, 40, 1]), _unit(rng, 50, [7])]
     stream = pack_groups(units)

@@ -47,6 +47,7 @@ def test_logits_equal_transformers(family: str) -> None:
     torch.testing.assert_close(logits(small(family, torch.float32), tokens), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.heavy
 def test_smollm2_equals_transformers() -> None:
     decoder = smollm2(torch.float32)
     raw = json.loads((smollm2_folder() / CONFIG).read_text())

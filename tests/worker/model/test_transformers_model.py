@@ -60,7 +60,7 @@ def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path) -> None:
         TransformersModel.load(prepare(str(published), tmp_path / "cache"))
 
 
-def test_what_the_native_decoder_refuses_goes_to_transformers(tmp_path: Path) -> None:
+def test_models_that_the_native_decoder_refuses_use_transformers(tmp_path: Path) -> None:
     published = save_small_model(tmp_path / "odd")
     about = json.loads((published / "config.json").read_text())
     (published / "config.json").write_text(json.dumps(about | {"hidden_act": "gelu"}))

@@ -76,7 +76,7 @@ def test_the_start_itself_has_no_penalty(tmp_path: Path, compiled: bool) -> None
     close(gradient(at), gradient(plain))
 
 
-def test_a_version_that_answers_like_the_base_is_the_base(tmp_path: Path) -> None:
+def test_a_version_with_the_outputs_of_the_base_has_its_penalty(tmp_path: Path) -> None:
     """B = 0, as version 0 without a warm start."""
     policy = adapter_folder(tmp_path / "p", 4, 1)
     zero = AdapterExport.read(adapter_folder(tmp_path / "zero", 4, 5), decoder().config)

@@ -114,7 +114,7 @@ def test_two_policies_of_pairs_share_a_pass(tmp_path: Path) -> None:
         close(gradient(together, name), gradient(alone, name))
 
 
-def test_what_is_no_pair_fails_and_what_memory_does_not_hold_is_lost(tmp_path: Path) -> None:
+def test_a_batch_without_pairs_fails_and_one_beyond_memory_is_lost(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "p", 4, 1)
     at = trainer(decoder(), {"p": folder}, limits=PassLimits(resident_tokens=64, max_tokens=40))
     lonely = pairs(0, ((4, 3, 2),))

@@ -181,7 +181,7 @@ def reference(
 
 
 by_peft: dict[str, tuple[Tensor, list[float]]] = {}
-"""What one configuration's tests share: every attention's gradient and log-probabilities are PEFT's."""
+"""The model of one configuration's tests: every attention's gradient and log-probabilities are PEFT's."""
 
 
 @pytest.mark.parametrize(
@@ -846,7 +846,7 @@ def test_trainers_behind_one_queue_share_it_by_tenant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("slice_tokens", "least"), [(800, 80), (160, 20), (16, 20)])
-def test_a_tiny_batch_does_not_shrink_a_pass_to_its_own_size(tmp_path: Path, slice_tokens: int, least: int) -> None:
+def test_a_tiny_batch_does_not_shrink_a_pass_to_its_size(tmp_path: Path, slice_tokens: int, least: int) -> None:
     rng = random.Random(0)
     at = PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=slice_tokens)
     for policy, count in (("x", 1), ("y", 20)):

@@ -219,7 +219,7 @@ async def test_files_of_a_killed_trainer_are_deleted_by_a_process_that_lives(ser
     await receiver.close()
 
 
-def test_private_folder_of_a_process_that_lives_stays_whatever_its_id_is(tmp_path: Path) -> None:
+def test_private_folder_of_a_living_process_stays_for_every_process_id(tmp_path: Path) -> None:
     """The ids of another container's processes are unknown here, and those of dead ones may be taken."""
     root = tmp_path / "adapters"
     cache = AdapterCache(root, 1 << 30)

@@ -66,7 +66,7 @@ class AgentFailed(RookeryError):
 
 @dataclass(frozen=True)
 class AgentOutcome:
-    """What an agent's work is worth."""
+    """The reward and metrics of an agent's work."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class AgentSession:
     keys: list[str] = field(default_factory=list)
     """Hashes."""
     hosted: bool = False
-    """Its agent runs in an environment host, which reports its end."""
+    """Its agent runs in an environment host, which reports its start and its end."""
     state: State = "waiting"
     reason: str = ""
     """Why it ended."""
@@ -112,11 +112,14 @@ class AgentSession:
     """When its last call ended (monotonic seconds)."""
     calls: int = 0
     """Calls that run."""
+    begun: bool = False
+    """Its agent runs; a plain one in a host may wait for a thread first."""
     calls_refused: Counter[str] = field(default_factory=Counter)
     """Refused calls by their reason."""
 
     def __post_init__(self) -> None:
         self.since = self.clock.monotonic()
+        self.begun = not self.hosted
         if self.keys:
             self.state = "running"
 
@@ -142,6 +145,7 @@ class AgentSession:
     def calling(self) -> Iterator[None]:
         """A call runs within. Raises :class:`EpisodeEnded`."""
         self.advance("called")
+        self.begun = True
         self.calls += 1
         try:
             yield
@@ -162,7 +166,7 @@ class AgentSession:
 
 
 class EndedKeys(NamedTuple):
-    """What is kept of a session that ended."""
+    """The record of a session that ended."""
 
     tenant: str
     keys: tuple[str, ...]
@@ -190,7 +194,8 @@ class Agents:
         self._asking: Counter[str] = Counter()
         self._ended: TTLCache[str, EndedKeys] = TTLCache(ENDED_SESSIONS, ENDED_SECONDS, clock.monotonic)
         """By the episode of an evaluation."""
-        self._changed = Signal()
+        self._offered: dict[str, Signal] = {}
+        """By job, while processes ask for its episodes: those of other jobs sleep on."""
 
     @property
     def count(self) -> int:
@@ -206,7 +211,8 @@ class Agents:
         self._live[session.id] = session
         if session.state == "waiting" and not session.hosted:
             self._waiting.setdefault(session.job, {})[session.id] = session
-            self._changed.notify()
+            if (offered := self._offered.get(session.job)) is not None:
+                offered.notify()
         try:
             yield
         finally:
@@ -233,14 +239,21 @@ class Agents:
         await session.save(" ".join(session.keys))
         return key
 
+    def begin(self, tenant: str, episode: str) -> None:
+        """The agent of an episode in a host of the tenant runs: its silence counts from now."""
+        session = self._live.get(episode)
+        if session is not None and session.tenant == tenant and session.hosted and not session.begun:
+            session.begun, session.since = True, self._clock.monotonic()
+
     async def open(self, job: str, seconds: float) -> tuple[AgentSession, str] | None:
         """The next episode of a job that waits for an agent, with its key; None where there is none within
         ``seconds``."""
         deadline = self._clock.monotonic() + seconds
         self._asking[job] += 1
+        offered = self._offered.setdefault(job, Signal())
         try:
             while True:
-                changed = self._changed.next
+                changed = offered.next
                 if waiting := self._waiting.get(job):
                     session = next(iter(waiting.values()))
                     return session, await self.give(session)
@@ -251,7 +264,7 @@ class Agents:
             self._asking[job] -= 1
             self._asked[job] = self._clock.monotonic()
             if not self._asking[job]:
-                del self._asking[job]
+                del self._asking[job], self._offered[job]
 
     async def find(self, episode: str, key_hash: str) -> tuple[str, AgentSession | RookeryError]:
         """The tenant of the episode that a key opens, and its running session; instead of that, the error of a call,
@@ -289,7 +302,7 @@ class Agents:
         )
 
     async def standing(self, tenant: str, job: str, episode: str) -> EpisodeStanding:
-        """What is stored of an episode of a job. Raises :class:`NotFound`."""
+        """The stored state of an episode of a job. Raises :class:`NotFound`."""
         found = await self._stored(episode)
         if found is None or (found.tenant, found.job) != (tenant, job):
             raise NotFound(f"no episode {episode[:80]} of this job runs")
@@ -316,6 +329,8 @@ class Agents:
             else:
                 if session.calls or away():
                     session.since = now
+                elif not session.begun:  # it waits for others, which have this limit themselves
+                    session.since = max(session.since, self._last_active(session.job, now))
                 limit, since = step_timeout, session.since
             if now - since < limit:
                 await wait_event(changed, limit - (now - since))
@@ -325,10 +340,20 @@ class Agents:
                     f"no process opens the job's episodes (POST /api/v1/jobs/{session.job}/episodes): waited"
                     f" {return_timeout:g} s for one"
                 )
+            if not session.begun:
+                raise AgentFailed(
+                    f"its agent waited {step_timeout:g} s (environment.step_timeout) for a thread of its host, while no"
+                    " other agent of the job made a call; make run async, or end methods that do not return"
+                )
             made = len(session.sampler.tree.turns)
             raise AgentFailed(
                 f"its agent made no call for {step_timeout:g} s (environment.step_timeout), after {made} replies"
             )
+
+    def _last_active(self, job: str, now: float) -> float:
+        """When an agent of the job called last, or began."""
+        begun = [one for one in self._live.values() if one.job == job and one.begun and one.state == "running"]
+        return max((now if one.calls else one.since for one in begun), default=0.0)
 
     def _attended(self, job: str) -> bool:
         """Whether an agent works at an episode of the job."""

@@ -72,6 +72,8 @@ class EnvironmentRef:
     spec: EnvironmentSpec
     options: dict[str, Any]
     """A built-in's options, datasets resolved to paths."""
+    tenant: str = ""
+    """The job's tenant."""
 
     @property
     def name(self) -> str:
@@ -82,7 +84,7 @@ class EnvironmentRef:
         """The first call of an episode; ``prompt`` is JSON."""
         return protocol.Reset(
             call="", episode=episode, job=self.job, environment=self.name, options=self.options, prompt=prompt,
-            seed=seed,
+            seed=seed, tenant=self.tenant,
         )  # fmt: skip
 
 
@@ -99,7 +101,7 @@ class EnvironmentHost:
     left: float = 0.0
     """When its connection ended."""
     episodes: set[str] = field(default_factory=set)
-    """Those that may continue there; the host may have others, and is sent a close for them when it reconnects."""
+    """The episodes that may continue there; a host that reconnects is sent a close for any other."""
     calls: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     """Unanswered calls. The result None means that the connection ended."""
 
@@ -141,7 +143,7 @@ class EnvironmentHosts:
         self._answer = answer
         self._questions: set[asyncio.Task[None]] = set()
         self.agents = agents
-        """Those that drive episodes, in hosts or elsewhere."""
+        """The agents that drive episodes, in hosts or elsewhere."""
         self.hosts: dict[tuple[str, str], EnvironmentHost] = {}
         """By owner and instance."""
         self._epoch = int(clock.time() * 1000)
@@ -223,6 +225,8 @@ class EnvironmentHosts:
             future = host.calls.get(message.call)
             if future is not None and not future.done():
                 future.set_result(message)
+        elif isinstance(message, protocol.AgentStarted):
+            self.agents.begin(host.owner, message.episode)
         elif isinstance(message, protocol.AskModel) and host.owner == SERVICE:  # which names the jobs of all tenants
             task = asyncio.create_task(self._ask_model(host, message))
             self._questions.add(task)
@@ -303,7 +307,7 @@ class EnvironmentHosts:
         environment, from another one when the first leaves."""
         message = protocol.GetPrompts(
             call="", job=environment.job, environment=environment.name, options=environment.options, split=split,
-            start=start, count=count, seed=seed, shuffle=shuffle,
+            start=start, count=count, seed=seed, shuffle=shuffle, tenant=environment.tenant,
         )  # fmt: skip
         host, answer = await self._ask(environment, message)
         if host.owner:
@@ -325,6 +329,7 @@ class EnvironmentHosts:
         message = protocol.GetPrompts(
             call="", job=environment.job, environment=environment.name, options=environment.options, split=split,
             start=0, count=count, seed=seed, shuffle=shuffle, constant=True,
+            tenant=environment.tenant,
         )  # fmt: skip
         _, answer = await self._ask(environment, message)
         return answer.constant

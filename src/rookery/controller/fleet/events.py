@@ -51,7 +51,7 @@ class WorkerEvent(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def spans(self) -> tuple[TraceSpan, ...]:
-        """What it adds to the timeline of work (:mod:`rookery.telemetry.spans`)."""
+        """Its entry in the timeline of work (:mod:`rookery.telemetry.spans`)."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Worker:
     retained: set[str] = field(default_factory=set)
     """Hashes of artifacts that it keeps as their last reserved holder."""
     lagging: set[str] = field(default_factory=set)
-    """Those of them that keep it catching up."""
+    """Hashes of missing versions, while it catches up after it joined."""
     slow: bool = False
     """Whether it takes much longer than others to cache a version."""
     planned_roles: frozenset[str] | None = None

@@ -43,8 +43,8 @@ class JobAdmission:
     def waits_for(self, row: JobRow) -> str:
         """Why a waiting job may not start, and its place."""
         obstacle = self._obstacle(row, self._quotas.models(row.tenant), self._running(row.tenant))
-        place = [one.id for one in self._jobs.waiting_of(row.tenant)].index(row.id) + 1
-        return f"{obstacle or 'its turn'} (place {place})"
+        position = [one.id for one in self._jobs.waiting_of(row.tenant)].index(row.id) + 1
+        return f"{obstacle or 'its turn'} (place {position})"
 
     def _obstacle(self, row: JobRow, models: set[str], running: list[int]) -> str:
         """``running``: the tokens of each running job of the tenant."""

@@ -44,6 +44,10 @@ from rookery.tokenization.tool_calls import called, message_key
 
 DIGEST_BYTES = 16
 
+STORED_CONTEXTS = 32
+"""Tokens of one episode, in contexts of its model, after which it gets no further reply: all are stored again with each
+reply. Prompts count by what they add to the reply that they follow."""
+
 SHOWN_ROLES = 64
 """Characters of a role that are stored."""
 
@@ -70,11 +74,11 @@ class PreparedCall(PreparedPrompt):
     """A call, tokenized."""
 
     said: list[protocol.ChatMessage]
-    """What it says in addition to the reply that it follows."""
+    """The messages in addition to the reply that it follows."""
     history: bytes
     """The digest of its conversation; empty for token ids."""
     tools: Sequence[Mapping[str, Any]] = ()
-    places: list[int] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
     """Of its replies."""
 
 
@@ -91,17 +95,19 @@ class AgentCalls:
         seed: int,
         turns: Sequence[AgentTurn],
         sample: SampleReply,
-        store: Callable[[list[AgentTurn]], Awaitable[None]],
+        store: Callable[[], Awaitable[None]],
     ) -> None:
-        """``turns``: the replies of the attempt so far; ``store`` makes all of them durable."""
+        """``turns``: the replies of the attempt so far; ``store`` makes all of ``tree`` durable."""
         self.tree = TurnTree(list(turns))
         self._job = job
         self._episode = episode
         self._seed = seed
         self._sample = sample
         self._store = store
-        self._histories = {turn.history: place for place, turn in enumerate(self.tree.turns) if turn.history}
+        self._histories = {turn.history: index for index, turn in enumerate(self.tree.turns) if turn.history}
         self._numbers: set[int] = {turn.call for turn in self.tree.turns}
+        self._pending: dict[int, int] = {}
+        """By the numbers of the calls in flight, the most tokens that each adds."""
         self._repeated: set[int] = set()
         """Places of undelivered replies that a repeated call is about to get."""
         self._over = False
@@ -119,6 +125,11 @@ class AgentCalls:
                 f" {' or '.join(self._job.policies)}"
             )
         return Target(policy.name, policy.model, None), policy.chat
+
+    def answer_tokens(self, target: Target, limit: int | None) -> int:
+        """The most tokens of a reply to a call with that limit; None for none."""
+        most = self._job.policies[target.name].spec.sampling.max_tokens
+        return most if limit is None else min(limit, most)
 
     def draw_seed(self) -> int:
         """For the names of a reply's calls of tools; what is sampled depends on the call's number alone."""
@@ -155,8 +166,8 @@ class AgentCalls:
         known = next((n for n in range(len(messages), 0, -1) if digests[n] in self._histories), 0)
         prompt = None
         if known:
-            place = self._histories[digests[known]]
-            tokens, reply = self.tree.sequence(place), self.tree.turns[place]
+            index = self._histories[digests[known]]
+            tokens, reply = self.tree.sequence(index), self.tree.turns[index]
             if known < len(messages):
                 prompt = chat.continuation(tokens, reply.tokens, messages, known - 1, tools)
             elif reply.finish == "length":  # the client asks for the rest of the reply
@@ -188,20 +199,23 @@ class AgentCalls:
         )  # fmt: skip
         digest = _digest(array("q", prepared.prompt).tobytes(), msgspec.msgpack.encode(given))
         with session.calling():
-            if (place := self._undelivered(digest)) is not None:
-                self._repeated.add(place)
-                prepared.places.append(place)
-                reply = self.tree.turns[place]
+            if (index := self._undelivered(digest)) is not None:
+                self._repeated.add(index)
+                prepared.indexes.append(index)
+                reply = self.tree.turns[index]
                 return SamplingResult(reply.tokens, reply.logprobs, reply.versions, finish=reply.finish)
-            number = self._take_number()
+            models = self._models(policy)
+            parent, length = self.tree.parent_of(prepared.prompt, models)
+            number = self._take_number(prepared, options, length)
             try:
                 made = await unless(
                     session.ended.wait(),
-                    self._reply(policy, prepared, number, digest, options, on_tokens),
+                    self._reply(policy, prepared, models, parent, number, digest, options, on_tokens),
                 )
             except GenerationFailed as error:
                 raise schema_problem(error) or error from None
             finally:
+                self._pending.pop(number, None)
                 if not any(turn.call == number for turn in self.tree.turns):
                     self._numbers.discard(number)  # a repetition of this call resumes its text
                 if self._over or session.result is not None:
@@ -213,13 +227,13 @@ class AgentCalls:
     def delivered(self, prepared: PreparedPrompt) -> None:
         """The response to a call was sent."""
         assert isinstance(prepared, PreparedCall)
-        for place in prepared.places:
-            self.tree.turns[place].delivered = True
+        for index in prepared.indexes:
+            self.tree.turns[index].delivered = True
 
     def settled(self, prepared: PreparedPrompt) -> None:
         """The response to a call has ended: where it was lost, a repetition of the call gets its replies."""
         assert isinstance(prepared, PreparedCall)
-        self._repeated.difference_update(prepared.places)
+        self._repeated.difference_update(prepared.indexes)
 
     def forget(self) -> None:
         """The agent makes no more calls: drop what was sampled for those that it gave up."""
@@ -230,39 +244,57 @@ class AgentCalls:
 
     def _undelivered(self, digest: bytes) -> int | None:
         """The place of a reply to the same call whose response was lost."""
-        for place, turn in enumerate(self.tree.turns):
-            if turn.options == digest and not turn.delivered and place not in self._repeated:
-                return place
+        for index, turn in enumerate(self.tree.turns):
+            if turn.options == digest and not turn.delivered and index not in self._repeated:
+                return index
         return None
 
-    def _take_number(self) -> int:
-        """The least number that no call has. Raises :class:`CallLimit`."""
+    def _take_number(self, prepared: PreparedCall, options: CallOptions, stored_length: int) -> int:
+        """The least number that no call has. The first ``stored_length`` tokens of the prompt are stored already.
+        Raises :class:`CallLimit`."""
         most = self._job.spec.environment.max_turns
         if len(self._numbers) >= most:
             self.session.calls_refused["max_turns"] += 1
             raise CallLimit(
                 f"the episode has had its {most} replies (environment.max_turns): end it with the reward it has"
             )
+        stored = sum(len(turn.added) + len(turn.tokens) for turn in self.tree.turns)
+        if stored + sum(self._pending.values()) >= STORED_CONTEXTS * prepared.chat.context:
+            self.session.calls_refused["tokens"] += 1
+            raise CallLimit(
+                f"the episode has {STORED_CONTEXTS} times the model's context of tokens, the most that is stored,"
+                " calls in flight included: end it with the reward it has"
+            )
         number = next(number for number in range(len(self._numbers) + 1) if number not in self._numbers)
         self._numbers.add(number)
+        self._pending[number] = len(prepared.prompt) - stored_length + self._most_tokens(prepared, options)
         return number
+
+    def _models(self, policy: JobPolicy) -> list[bool]:
+        """For each reply, whether the policy's model gave it."""
+        return [
+            self._job.policies[turn.policy or self._job.first.name].model == policy.model for turn in self.tree.turns
+        ]
+
+    def _most_tokens(self, prepared: PreparedCall, options: CallOptions) -> int:
+        """The most tokens of the reply to a call."""
+        room = prepared.chat.context - len(prepared.prompt)
+        return min(self.answer_tokens(prepared.target, options.max_tokens), room)
 
     async def _reply(
         self,
         policy: JobPolicy,
         prepared: PreparedCall,
+        models: list[bool],
+        parent: int,
         number: int,
         digest: bytes,
         options: CallOptions,
         on_tokens: Callable[[SamplingResult], None] | None,
     ) -> SamplingResult:
         chat, sampling, tree, prompt = prepared.chat, policy.spec.sampling, self.tree, prepared.prompt
-        models = [self._job.policies[turn.policy or self._job.first.name].model == policy.model for turn in tree.turns]
-        parent, length = tree.parent_of(prompt, models)
         root = tree.turns[tree.path(parent)[0]].added if parent != NONE else prompt
-        most, seed = sampling.max_tokens, options.seed
-        if options.max_tokens is not None:
-            most = min(options.max_tokens, most)
+        seed = options.seed
         line = tree.line_of(parent, number)
         if policy is not self._job.first:
             line += f".{policy.name}"
@@ -271,7 +303,7 @@ class AgentCalls:
             adapter=None,
             prompt=prompt,
             shared_prefix=len(root),
-            max_tokens=min(most, chat.context - len(prompt)),
+            max_tokens=self._most_tokens(prepared, options),
             temperature=sampling.temperature if options.temperature is None else options.temperature,
             seed=derive_seed(self._seed, number) if seed is None else derive_seed(self._seed, "given", seed),
             stop_tokens=[*chat.stop_tokens, *(token for token in options.stop_tokens if token not in chat.stop_tokens)],
@@ -293,13 +325,13 @@ class AgentCalls:
             call=number, parent=parent, added=prompt[length:], messages=prepared.said, history=history,
             options=digest, trained=self.trainable(prepared.target, options.temperature, options.logits),
         )  # fmt: skip
-        place = tree.add(turn)
-        prepared.places.append(place)
-        self._repeated.add(place)  # its own response is on its way
+        index = tree.add(turn)
+        prepared.indexes.append(index)
+        self._repeated.add(index)  # its own response is on its way
         if history:
-            self._histories[history] = place
+            self._histories[history] = index
         self._job.progress.add_sampled(len(turn.tokens))
-        await self._store(tree.turns)
+        await self._store()
         return result
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -328,22 +360,24 @@ class AgentCalls:
         made = assemble(self.tree, first)
         conversation: list[protocol.ChatMessage] = []
         steps: list[TurnRecord] = []
-        for place in made.order:
-            turn = turns[place]
+        order = {index: number for number, index in enumerate(made.order)} | {NONE: -1}
+        for number, index in enumerate(made.order):
+            turn, parent = turns[index], order[turns[index].parent]
             conversation += turn.messages
             conversation.append(protocol.ChatMessage(role="assistant", content=turn.text))
             steps.append(
                 TurnRecord(
                     0.0, {}, turn.finish, len(turn.tokens), turn.queue_seconds, turn.generation_seconds, 0.0,
-                    turn.workers, turn.policy or first, trained=turn.trained,
+                    turn.workers, turn.policy or first, trained=turn.trained, message=len(conversation) - 1,
+                    follows=None if parent == number - 1 else parent,
                 )
             )  # fmt: skip
         last = steps[-1]
         last.reward, last.metrics, last.rewards = outcome.reward, dict(outcome.metrics), dict(outcome.rewards)
         return EpisodeResult(
-            made.trajectories, conversation, [turns[place].text for place in made.order], outcome.reward,
+            made.trajectories, conversation, [turns[index].text for index in made.order], outcome.reward,
             dict(outcome.metrics), "done", dict(seconds), steps, dict(outcome.rewards),
-            [spoke[place] for place in made.order] if len(self._job.policies) > 1 else [],
+            [spoke[index] for index in made.order] if len(self._job.policies) > 1 else [],
         )  # fmt: skip
 
 

@@ -31,15 +31,13 @@ class AgentTurn(AssistantTurn, kw_only=True):
     added: list[int] = msgspec.field(default_factory=list)
     """The tokens between the parent's and its own: the whole prompt where it has no parent."""
     messages: list[ChatMessage] = msgspec.field(default_factory=list)
-    """What the call said in addition to the parent's."""
+    """The messages of the call in addition to the parent's."""
     history: bytes = b""
     """The digest of the conversation up to this reply; empty where the call gave token ids."""
     options: bytes = b""
     """The digest of prompt and options: a repeated call has the same."""
     trained: bool = True
     """Whether it was sampled as the trainer computes it: with the job's temperature, and nothing else."""
-    delivered: bool = False
-    """Whether its response was sent. Else a repeated call gets this reply, and none is sampled."""
 
 
 agent_turns_decoder = msgspec.msgpack.Decoder(list[AgentTurn])
@@ -53,56 +51,56 @@ class TurnTree:
     _children: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for place, turn in enumerate(self.turns):
-            self._children.setdefault(turn.parent, []).append(place)
+        for index, turn in enumerate(self.turns):
+            self._children.setdefault(turn.parent, []).append(index)
 
     def add(self, turn: AgentTurn) -> int:
         """Returns its place."""
         self.turns.append(turn)
-        place = len(self.turns) - 1
-        self._children.setdefault(turn.parent, []).append(place)
-        return place
+        index = len(self.turns) - 1
+        self._children.setdefault(turn.parent, []).append(index)
+        return index
 
-    def path(self, place: int) -> list[int]:
-        """The places of the replies from the first one to ``place``."""
+    def path(self, index: int) -> list[int]:
+        """The places of the replies from the first one to ``index``."""
         found: list[int] = []
-        while place != NONE:
-            found.append(place)
-            place = self.turns[place].parent
+        while index != NONE:
+            found.append(index)
+            index = self.turns[index].parent
         return found[::-1]
 
-    def sequence(self, place: int) -> list[int]:
+    def sequence(self, index: int) -> list[int]:
         """The tokens up to the end of a reply."""
-        return [token for one in self.path(place) for token in (*self.turns[one].added, *self.turns[one].tokens)]
+        return [token for one in self.path(index) for token in (*self.turns[one].added, *self.turns[one].tokens)]
 
     def parent_of(self, prompt: Sequence[int], model: Sequence[bool]) -> tuple[int, int]:
         """The reply with the longest sequence that ``prompt`` extends, and the length of that; ``model``: by place,
         whether the reply is of the prompt's base model."""
         best = (NONE, 0)
-        waiting = [(place, 0) for place in self._children.get(NONE, ())]
+        waiting = [(index, 0) for index in self._children.get(NONE, ())]
         while waiting:
-            place, at = waiting.pop()
-            turn = self.turns[place]
+            index, at = waiting.pop()
+            turn = self.turns[index]
             middle, end = at + len(turn.added), at + len(turn.added) + len(turn.tokens)
-            if not model[place] or end > len(prompt):
+            if not model[index] or end > len(prompt):
                 continue
             if prompt[at:middle] != turn.added or prompt[middle:end] != turn.tokens:
                 continue
             if end > best[1]:
-                best = (place, end)
-            waiting += [(child, end) for child in self._children.get(place, ())]
+                best = (index, end)
+            waiting += [(child, end) for child in self._children.get(index, ())]
         return best
 
     def lines(self) -> Iterator[list[int]]:
         """The places of each trajectory's replies, from the first to the last of its path."""
         starts = list(self._children.get(NONE, ()))
         while starts:
-            place = starts.pop(0)
-            line = self.path(place)
+            index = starts.pop(0)
+            line = self.path(index)
             branches: list[int] = []
-            while successors := self._children.get(place):
-                place, *others = successors
-                line.append(place)
+            while successors := self._children.get(index):
+                index, *others = successors
+                line.append(index)
                 branches += others
             yield line
             starts = branches + starts
@@ -133,16 +131,16 @@ def assemble(tree: TurnTree, first: str) -> Assembled:
     done: set[int] = set()
     for line in tree.lines():
         trajectory = Trajectory(prompt=list(tree.turns[line[0]].added))
-        for place in line:
-            turn = tree.turns[place]
-            if place != line[0]:
+        for index in line:
+            turn = tree.turns[index]
+            if index != line[0]:
                 trajectory.append_observation(turn.added)
-            if place in done or not turn.trained:
+            if index in done or not turn.trained:
                 trajectory.append_observation(turn.tokens)
             else:
                 trajectory.append_action(turn, turn.policy or first)
-            if place not in done:
-                order.append(place)
-                done.add(place)
+            if index not in done:
+                order.append(index)
+                done.add(index)
         trajectories.append(trajectory)
     return Assembled(trajectories, order)

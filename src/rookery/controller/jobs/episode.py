@@ -27,10 +27,11 @@ from rookery.bounds import METRICS
 from rookery.controller.fleet.agents import AgentFailed, AgentOutcome, AgentSession
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
 from rookery.controller.jobs.agent_calls import AgentCalls
-from rookery.controller.jobs.agent_turns import AgentTurn, agent_turns_decoder
+from rookery.controller.jobs.agent_turns import agent_turns_decoder
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import (
     AssistantTurn,
+    EncodedTurns,
     EpisodeResult,
     Trajectory,
     TurnRecord,
@@ -92,6 +93,7 @@ class Episode:
     _host: EnvironmentHost | None = None
     _agent: AgentCalls | None = None
     _session: AgentSession | None = None
+    _encoded: EncodedTurns = field(default_factory=EncodedTurns)
     _calls: list[TracedCall] = field(default_factory=list)
     """Its requests and the calls of its environment, where they are traced."""
 
@@ -186,7 +188,7 @@ class Episode:
         turns = known if self._agent is None else self._agent.tree.turns
         if not self._keys:  # it begins, or another process repeats its calls
             turns = [msgspec.structs.replace(turn, delivered=False) for turn in turns]
-        calls = AgentCalls(job, self.id, self.seed, turns, self.sample, self._store_calls)
+        calls = AgentCalls(job, self.id, self.seed, turns, self.sample, self._save)
         self._agent, self.turns = calls, calls.tree.turns
         session = self._session = AgentSession(
             self.id, job.row.id, job.row.tenant, "eval" if self.row is None else "train", self.prompt,
@@ -237,16 +239,11 @@ class Episode:
             found = observed.result()
         session.end(AgentOutcome(found.reward, found.metrics, found.rewards))
 
-    async def _store_calls(self, turns: list[AgentTurn]) -> None:
-        """Make the replies to an agent's calls durable."""
-        if self.row is not None:
-            await self._save(turns)
-
     async def _store_keys(self, keys: str) -> None:
         self._keys = keys.split()
         if self.row is not None:
             await self.job.progress.store(
-                jobs.save_turns, self.id, msgspec.msgpack.encode(self.turns), host_instance=self._instance,
+                jobs.save_turns, self.id, self._encoded.parts(self.turns), host_instance=self._instance,
                 agent_keys=keys,
             )  # fmt: skip
 
@@ -299,7 +296,7 @@ class Episode:
                 TurnRecord(
                     observation.reward, dict(observation.metrics), reply.finish, len(reply.tokens), reply.queue_seconds,
                     reply.generation_seconds, self.seconds["environment"] - before, reply.workers,
-                    speaker.name, dict(observation.rewards),
+                    speaker.name, dict(observation.rewards), message=sequence.messages - 1,
                 )
             )  # fmt: skip
             self._check_rewards([observation.reward, *observation.rewards.values()], f" in turn {turn}")
@@ -476,8 +473,7 @@ class Episode:
         reply, _ = await self.sample(policy, generate, continues=turn > 0)
         self.turns.append(reply)
         self.job.progress.add_sampled(len(reply.tokens))
-        if self.row is not None:
-            await self._save(self.turns)
+        await self._save()
         return reply
 
     def _trace_request(self, reply: AssistantTurn, policy: JobPolicy, generate: protocol.Generate) -> None:
@@ -497,14 +493,15 @@ class Episode:
         }  # fmt: skip
         self._calls.append(TracedCall("request", start, end, about, worked))
 
-    async def _save(self, replies: Sequence[AssistantTurn]) -> None:
+    async def _save(self) -> None:
         """Make the replies durable, and the version of the first one."""
-        turns = msgspec.msgpack.encode(replies)
-        first = self.job.first.name
-        of_first = [version for turn in replies if turn.policy in ("", first) for version in turn.versions]
-        ref = self.refs[first]
-        version = of_first[0] if of_first else ref.version if ref is not None else 0
-        await self.job.progress.store(jobs.save_turns, self.id, turns, version=version, host_instance=self._instance)
+        if self.row is None:
+            return
+        first, ref = self.job.first.name, self.refs[self.job.first.name]
+        of_first = (version for turn in self.turns if turn.policy in ("", first) for version in turn.versions)
+        version = next(of_first, ref.version if ref is not None else 0)
+        parts = self._encoded.parts(self.turns)
+        await self.job.progress.store(jobs.save_turns, self.id, parts, version=version, host_instance=self._instance)
 
     async def _observe(
         self, host: EnvironmentHost, message: protocol.Reset | protocol.StepEpisode

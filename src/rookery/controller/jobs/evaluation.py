@@ -54,10 +54,10 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
     versions = {**job.newest(), **start, policy.name: version}
     with job.pinned(versions):  # until its score is known: it may be the best
         prompts, constant = await held_out_prompts(job)
-        places = asyncio.Semaphore(job.controller.settings.limits.job_episodes)
+        slots = asyncio.Semaphore(job.controller.settings.limits.job_episodes)
         async with TaskGroup() as tasks:
             runs = [
-                tasks.create_task(_run(job, policy, versions, number, prompt, places))
+                tasks.create_task(_run(job, policy, versions, number, prompt, slots))
                 for number, prompt in enumerate(prompts)
             ]
         results = [run.result() for run in runs]
@@ -118,7 +118,7 @@ async def _run(
     versions: Mapping[str, int],
     number: int,
     prompt: bytes,
-    places: asyncio.Semaphore,
+    slots: asyncio.Semaphore,
 ) -> EvalResult:
     """The result for ``policy``; one without a reply of it counts as failed."""
     seed = derive_seed(job.spec.seed, "evaluation", job.spec.evaluation.seed, number)
@@ -128,7 +128,7 @@ async def _run(
     episode = Episode(job, name, job.refs(versions), prompt, seed, environment_seed=seed)
     shown = values.decode(prompt)
     try:
-        async with places:
+        async with slots:
             result = await episode.run()
     except (EpisodeFailed, GenerationFailed) as error:
         return EvalResult(shown, error=str(error))

@@ -47,7 +47,7 @@ class TrainingJob:
         return None if None in left else sum(number for number in left if number is not None)
 
     def versions(self, model: str | None = None) -> list[PolicyVersions]:
-        """Those of all policies that have versions of their own, with ``model`` of those on that base model."""
+        """The versions of all policies that have their own, with ``model`` of those on that base model."""
         return [
             policy.versions
             for policy in self.policies.values()

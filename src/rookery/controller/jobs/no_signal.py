@@ -17,7 +17,7 @@ def without_signal(row: Mapping[str, Any]) -> bool:
 
 
 def no_signal_line(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> str:
-    """What the owner of a job reads after the steps ``rows``, all without a signal: the figures, and the usual
+    """The message for the owner of a job after the steps ``rows``, all without a signal: the figures, and the usual
     reasons."""
     rewards = [row["reward"] for row in rows]
     low, high = min(rewards), max(rewards)

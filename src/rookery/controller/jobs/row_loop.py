@@ -17,7 +17,7 @@ from rookery.aio import Signal, TaskGroup
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.policy_loop import PolicyLoop
-from rookery.controller.jobs.rows import RowBatch, row_batch, step_metrics
+from rookery.controller.jobs.rows import RowBatch, longest, row_batch, step_metrics
 from rookery.controller.jobs.step import StepAccumulator
 from rookery.errors import UserError
 from rookery.storage.repositories.versions import add_evaluation
@@ -45,7 +45,7 @@ class RowStep(StepAccumulator):
         return step_metrics(self.batch, self._sums)
 
     def trainer_metrics(self) -> dict[str, float]:
-        """Those that :meth:`describe` does not have, and that a step on rows has a meaning for."""
+        """The metrics that :meth:`describe` does not have, and that a step on rows has a meaning for."""
         return {
             name: value
             for name, value in self._sums.items()
@@ -63,6 +63,8 @@ class RowLoop(PolicyLoop):
         super().__init__(job, policy, changed, rng)
         self._coming: tuple[int, asyncio.Task[RowBatch]] | None = None
         """The batch of a later step, by the step's number."""
+        self._warned = False
+        """Whether this run has written the line about steps that teach nothing."""
 
     @property
     def _batch_size(self) -> int:
@@ -83,11 +85,24 @@ class RowLoop(PolicyLoop):
         began = self._controller.clock.monotonic()
         batch = await self._batch(self.step)
         self._next.batch = batch
+        if batch.empty == batch.rows and not self._warned:
+            self._warned = True
+            await self._job.progress.add_event("warning", self._teaches_nothing(batch))
         self._next.waiting_seconds += self._controller.clock.monotonic() - began
         if self.spec.stop.steps is None or self.step + 1 < self.spec.stop.steps:
             self._coming = self.step + 1, asyncio.create_task(self._load(self.step + 1))
         self._next.add((await self._timed(self._forward(batch))).metrics)
         return True
+
+    def _teaches_nothing(self, batch: RowBatch) -> str:
+        line = f"step {self.step + 1}: none of its {batch.rows} rows has a learned token"
+        if not batch.cut:
+            return f"{line}, so the step teaches nothing: the chat template writes the prompts before them differently"
+        most = longest(self.spec, self.policy.chat)
+        return (
+            f"{line} among its first {most} tokens (algorithm.max_length, or the model's context), so the step teaches"
+            " nothing; give shorter rows, or a larger max_length"
+        )
 
     async def _batch(self, step: int) -> RowBatch:
         coming, self._coming = self._coming, None

@@ -39,10 +39,15 @@ class RowBatch:
     """Rows without a learned token once they were cut: they teach nothing."""
 
 
+def longest(spec: JobSpec, chat: Chat) -> int:
+    """The most tokens of a sequence."""
+    return min(spec.algorithm.max_length or chat.context, chat.context)
+
+
 def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only: bool = False) -> RowBatch:
     """The batch of ``rows``, each the JSON of a checked row. Blocks. Raises ``ValueError`` or
     :class:`~rookery.errors.UserError` for a row that the chat template refuses."""
-    algorithm, most = spec.algorithm, min(spec.algorithm.max_length or chat.context, chat.context)
+    algorithm, most = spec.algorithm, longest(spec, chat)
     convert = _pair if algorithm.name == "dpo" else _demonstrated
     groups: list[protocol.SharedPrefixGroup] = []
     lengths: list[int] = []

@@ -89,10 +89,10 @@ class JobRunner:
         TENANT.set(self.row.tenant)
         started: asyncio.Task[None] | None = None
         try:
-            self._record.starts(self.row.id)
+            await self._record.starts(self.row.id)
             started = asyncio.create_task(self._end_start())
             self.job = await self._assemble()
-            self._record.assembled(self.row.id)
+            await self._record.assembled(self.row.id)
             await begun()
             return "completed", await self.job.run()
         except asyncio.CancelledError:

@@ -91,7 +91,7 @@ class _Part(NamedTuple):
 
     episode: int
     """The number of its episode in the group …"""
-    place: int
+    ordinal: int
     """… and its own in the episode."""
     trajectory: Trajectory
     score: float
@@ -124,9 +124,9 @@ def _units(spec: JobSpec, group: CompleteGroup, context: int) -> dict[tuple[int,
     for number, (episode, score, weight) in enumerate(zip(group.episodes, scores, weights, strict=True)):
         if algorithm.loss.name == "cross_entropy":
             weight *= max(score, 0.0)  # imitate only episodes better than their group
-        for place, trajectory in enumerate(episode.trajectories):
+        for index, trajectory in enumerate(episode.trajectories):
             if trajectory.num_action_tokens and (score != 0.0 or always):
-                units.setdefault(tuple(trajectory.prompt), []).append(_Part(number, place, trajectory, score, weight))
+                units.setdefault(tuple(trajectory.prompt), []).append(_Part(number, index, trajectory, score, weight))
     return units
 
 
@@ -144,12 +144,12 @@ def trainer_logprobs(
         for parts in _units(spec, group, context).values():
             for part in parts:
                 name, end = group.names[part.episode], at + FLOAT32_BYTES * part.weighted
-                found.setdefault(name, {})[part.place] = returned[at:end]
+                found.setdefault(name, {})[part.ordinal] = returned[at:end]
                 wanted[name] = FLOAT32_BYTES * group.episodes[part.episode].num_action_tokens
                 at = end
     if at != len(returned):
         return {}
-    joined = {name: b"".join(places[place] for place in sorted(places)) for name, places in found.items()}
+    joined = {name: b"".join(parts[index] for index in sorted(parts)) for name, parts in found.items()}
     return {name: logprobs for name, logprobs in joined.items() if logprobs and len(logprobs) == wanted[name]}
 
 

@@ -82,10 +82,13 @@ class AssistantTurn(TokenLog, kw_only=True):
     generation_seconds: float = 0.0
     policy: str = ""
     """Its name in the job; empty where the job has only one."""
+    delivered: bool = False
+    """Whether the response to the call of an agent was sent. Else a repeated call gets this reply, and none is
+    sampled."""
 
 
 class TurnRecord(msgspec.Struct, array_like=True):
-    """What one turn of an episode earned and how long it took; for readers only."""
+    """The reward and the duration of one turn of an episode; for readers only."""
 
     reward: float
     metrics: dict[str, float]
@@ -103,6 +106,11 @@ class TurnRecord(msgspec.Struct, array_like=True):
     """By policy, in addition to ``reward``."""
     trained: bool = True
     """False for a call of an agent whose tokens are read and not trained on."""
+    message: int = -1
+    """The place of the reply in the conversation; -1 in episodes of earlier versions of Rookery."""
+    follows: int | None = None
+    """Of an agent's call that does not continue the turn before it: the place of the turn that it continues; -1 where
+    it begins a conversation."""
 
 
 class EpisodeResult(msgspec.Struct):
@@ -124,7 +132,7 @@ class EpisodeResult(msgspec.Struct):
     steps: list[TurnRecord] = []
     """One per reply; empty in episodes of earlier versions of Rookery."""
     rewards: dict[str, float] = {}
-    """What single policies get in addition."""
+    """The additional rewards of single policies."""
     speakers: list[str] = []
     """The policy of each of ``replies``; empty in a result of a job with one policy."""
 
@@ -159,6 +167,29 @@ class EpisodeResult(msgspec.Struct):
 
 turns_decoder = msgspec.msgpack.Decoder(list[AssistantTurn])
 episode_result_decoder = msgspec.msgpack.Decoder(EpisodeResult)
+
+
+class EncodedTurns:
+    """The replies of an episode as they are stored. Each is encoded when it is new, not each time that one is added."""
+
+    def __init__(self) -> None:
+        self._encoded: list[tuple[bool, bytes]] = []
+        """By index: whether its response was sent, and the reply."""
+
+    def parts(self, turns: Sequence[AssistantTurn]) -> list[bytes]:
+        """The encoding of ``turns`` in parts. Of replies that were encoded before, only ``delivered`` may change."""
+        del self._encoded[len(turns) :]
+        for index, turn in enumerate(turns):
+            if index == len(self._encoded):
+                self._encoded.append((turn.delivered, _encoder.encode(turn)))
+            elif self._encoded[index][0] != turn.delivered:
+                self._encoded[index] = (turn.delivered, _encoder.encode(turn))
+        return [_ARRAY + len(turns).to_bytes(4, "big"), *(part for _, part in self._encoded)]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_ARRAY = b"\xdd"
+"""How an array begins in MessagePack, before its length in four bytes."""
 
 
 def decode_turns(turns: bytes) -> list[AssistantTurn]:

@@ -141,8 +141,8 @@ class Seeding:
 
     def figures(self, policy: str) -> dict[str, float]:
         """Metrics of the last cycle of the worker that trains ``policy``; empty without one."""
-        place = self._trainer_of.get(policy)
-        return dict(place.figures) if place is not None and place.cycle is not None else {}
+        trainer = self._trainer_of.get(policy)
+        return dict(trainer.figures) if trainer is not None and trainer.cycle is not None else {}
 
     def gauges(self) -> dict[str, float]:
         """The longest T_seed of the training workers with cycles; remote workers in use and on standby."""
@@ -306,8 +306,8 @@ class Seeding:
         policy = operation.policy
         if policy not in self._jobs or (isinstance(operation, protocol.ForwardBackward) and operation.commit):
             return  # a share that another worker computes
-        place = self._trainer_of.get(policy)
-        if place is None or place.worker is not worker:
+        trainer = self._trainer_of.get(policy)
+        if trainer is None or trainer.worker is not worker:
             self._move(policy, worker)
         trainer = self._trainer_of[policy]
         if (cycle := trainer.cycle) is None:

@@ -44,10 +44,10 @@ Action = Literal[
     "give",  # an assignment is made, and the worker receives the request
     "begin",  # its worker decodes it from now on
     "reserve",  # its next worker keeps room for it
-    "ask",  # its worker ends it, and sends the tokens that it has
+    "recall",  # its worker ends it, and sends the tokens that it has
     "abort",  # its worker deletes it
     "drop",  # its assignment ends
-    "tell",  # its worker continues it with the newer version
+    "retarget",  # its worker continues it with the newer version
     "settle",  # its tenant is charged for the tokens that it has
     "forget",  # it leaves the indexes
 ]
@@ -79,8 +79,8 @@ TRANSITIONS: dict[tuple[State, Event], Transition] = {
     ("assigned", "tokens"): Transition("decoding", ("begin",)),
     ("decoding", "tokens"): Transition("decoding"),
     ("returning", "tokens"): Transition("returning"),
-    ("decoding", "divide"): Transition("returning", ("reserve", "ask")),
-    **_at_worker("switch", None, "tell"),
+    ("decoding", "divide"): Transition("returning", ("reserve", "recall")),
+    **_at_worker("switch", None, "retarget"),
     **_at_worker("move", "assigned", "abort", "drop", "give"),
     **_at_worker("withdraw", "waiting", "abort", "drop", "requeue"),
     **_at_worker("return", "waiting", "drop", "requeue"),
@@ -119,7 +119,7 @@ class Assignment:
     worker: Worker
     name: str
     """The epoch of the connection and a number: never used twice. Tokens of another assignment are ignored."""
-    express: bool
+    interactive: bool
     """Whether it occupies the worker's room for interactive requests."""
     order: float
     """Among the worker's waiting requests: the least is admitted first."""

@@ -32,7 +32,7 @@ from rookery.controller.rollout.rules import RolloutRules
 from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, load, order, select
 from rookery.scheduling.costs import CostTable
 from rookery.scheduling.divided_rollout import DecodingWorker, moves
-from rookery.scheduling.pipelines import Planner, StagePredictor
+from rookery.scheduling.pipelines import TAKING_TURNS, StagePredictor
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.saturation import SaturationEstimator
 from rookery.scheduling.tails import WorkerRollouts, merge
@@ -57,7 +57,7 @@ class WorkerSlots:
     requests: dict[str, InflightRequest] = field(default_factory=dict)
     """By assignment, in the order in which these were made."""
     decoding: int = 0
-    express: int = 0
+    interactive: int = 0
     tags: frozenset[str] = frozenset()
     missing: frozenset[str] | None = None
     """Of a serving worker: adapters for which it gets no requests."""
@@ -104,7 +104,7 @@ class WorkerSlots:
     @property
     def serving(self) -> bool:
         """Whether it has interactive requests."""
-        return bool(self.express or (self.heartbeats and self.heartbeats[-1].interactive))
+        return bool(self.interactive or (self.heartbeats and self.heartbeats[-1].interactive))
 
     @property
     def saturated(self) -> bool:
@@ -131,13 +131,13 @@ class WorkerPool:
         self._slots: dict[str, WorkerSlots] = {}
         """By the worker's name."""
         self._common: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
-        self._express: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
+        self._interactive: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
         self._missing: defaultdict[str, Counter[frozenset[str]]] = defaultdict(Counter)
         """By model: the sets of adapters that serving workers miss, and how many workers miss each."""
         self._numbers = itertools.count(1)
         """Of assignments."""
         self._saturation: defaultdict[tuple[str, str, str], SaturationEstimator] = defaultdict(SaturationEstimator)
-        self._planner = Planner() if rules.merge_tails else None
+        self._merges = rules.merge_tails
 
     def workers(self) -> list[Worker]:
         return [slots.worker for slots in self._slots.values()]
@@ -161,7 +161,7 @@ class WorkerPool:
             slots.tags = frozenset({ANY, BASE, *worker.cached})
         self._count_missing(slots, worker.missing_adapters if worker.state == "serving" else None)
         slots.accepts_rollouts = gate
-        self._reindex(slots, express=True)
+        self._reindex(slots, interactive=True)
 
     def remove(self, worker: Worker) -> list[InflightRequest]:
         """It is lost. Returns its requests, in the order of their assignment."""
@@ -170,7 +170,7 @@ class WorkerPool:
             return []
         del self._slots[worker.name]
         self._count_missing(slots, None)
-        for index in (self._common, self._express):
+        for index in (self._common, self._interactive):
             index[worker.hello.model].remove(worker.name)
         return list(slots.requests.values())
 
@@ -204,14 +204,14 @@ class WorkerPool:
         return len(self.slots(worker).requests)
 
     def executing(self, worker: Worker) -> int:
-        """Those of them that it decodes, as far as is known (:func:`rookery.scheduling.balancing.load`)."""
+        """The requests among them that it decodes, as far as is known (:func:`rookery.scheduling.balancing.load`)."""
         return self.slots(worker).load[1]
 
     def busy_seconds(self, worker: Worker) -> float:
         """Seconds for which it has had at least one request, on this connection."""
         return self.slots(worker).busy.seconds
 
-    def assign(self, inflight: InflightRequest, worker: Worker, *, express: bool, resumed: bool) -> Assignment:
+    def assign(self, inflight: InflightRequest, worker: Worker, *, interactive: bool, resumed: bool) -> Assignment:
         """The request's stay at the worker begins: the one place that makes an assignment."""
         slots, now = self._slots[worker.name], self._clock.monotonic()
         slots.busy.add(1)
@@ -221,14 +221,14 @@ class WorkerPool:
         turn = tokens * max(1, int(worker.hello.max_rows * self._turn_share))
         order = slots.counters[tenant] // turn * turn  # requests of a turn stay together
         slots.counters.charge(tenant, tokens)
-        slots.express += express
+        slots.interactive += interactive
         name = f"{worker.epoch}.{next(self._numbers)}"  # an epoch is never used twice, also not by another controller
         inflight.assignment = assignment = Assignment(
-            worker, name, express, order, now, resumed, since=now, queued_at=inflight.queued_at
+            worker, name, interactive, order, now, resumed, since=now, queued_at=inflight.queued_at
         )
         assignment.chunk_end = len(inflight.result.tokens) + self._chunk
         slots.requests[name] = inflight
-        self._reindex(slots, express)
+        self._reindex(slots, interactive)
         return assignment
 
     def find(self, worker: Worker, assignment: str) -> InflightRequest | None:
@@ -257,24 +257,24 @@ class WorkerPool:
             del slots.requests[assignment.name]
             slots.busy.add(-1)
             slots.decoding -= assignment.tokens > 0
-            slots.express -= assignment.express
-            self._reindex(slots, assignment.express)
+            slots.interactive -= assignment.interactive
+            self._reindex(slots, assignment.interactive)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
-    def has_capacity(self, model: str, express: bool) -> bool:
+    def has_capacity(self, model: str, interactive: bool) -> bool:
         """Whether some worker accepts some request."""
-        return self._select(model, express, (ANY,)) is not None
+        return self._select(model, interactive, (ANY,)) is not None
 
-    def choose(self, inflight: InflightRequest, express: bool) -> Worker | None:
+    def choose(self, inflight: InflightRequest, interactive: bool) -> Worker | None:
         """The worker for a request, in the common room or in that of interactive requests."""
-        return self._select(inflight.request.model, express, self._tags_for(inflight))
+        return self._select(inflight.request.model, interactive, self._tags_for(inflight))
 
     def find_division(self, inflight: InflightRequest, queues: RequestQueues) -> Worker | None:
         """The worker where a decoding request, at the end of a chunk, should continue under the same version; None:
         where it is. A worker that has not its adapter is no target."""
         assignment, request, tokens = inflight.assignment, inflight.request, len(inflight.result.tokens)
-        if assignment is None or tokens < assignment.chunk_end or assignment.express:
+        if assignment is None or tokens < assignment.chunk_end or assignment.interactive:
             return None
         assignment.chunk_end = tokens + self._chunk
         index, source = self._common[request.model], assignment.worker
@@ -311,7 +311,7 @@ class WorkerPool:
         if index is None or (move := balance(index.fullest(), index.first((ANY,)))) is None:
             return None
         requests = self._slots[move.source].requests.values()
-        able = [inflight for inflight in reversed(requests) if not _is_express(inflight)]
+        able = [inflight for inflight in reversed(requests) if not _is_interactive(inflight)]
         if move.executing:
             able.sort(key=lambda inflight: len(inflight.result.tokens))
         else:
@@ -328,13 +328,13 @@ class WorkerPool:
         """All rollouts of a worker that trains, which another worker's batch is to take, by
         :func:`rookery.scheduling.tails.merge`; None while requests wait for a worker."""
         slots, index = self.slots(worker), self._common.get(worker.hello.model)
-        if self._planner is None or index is None or not slots.train_seconds or queues.models[worker.hello.model]:
+        if not self._merges or index is None or not slots.train_seconds or queues.models[worker.hello.model]:
             return None
         moved, others = list(slots.requests.values()), index.first((UNTRAINING,))
         if not moved or not others or slots.serving or slots.leaving:
             return None
         taker = self._slots[others[0].name]
-        move = merge(self._tail(slots, queues), self._tail(taker, queues), taker.costs, self._planner)
+        move = merge(self._tail(slots, queues), self._tail(taker, queues), taker.costs)
         if move is None or not all(taker.worker.accepts(inflight.request.adapter) for inflight in moved):
             return None
         return Migration(taker.worker, moved, "merged")
@@ -342,11 +342,12 @@ class WorkerPool:
     def _tail(self, slots: WorkerSlots, queues: RequestQueues) -> WorkerRollouts:
         tokens = sum(len(held.request.generate.prompt) + len(held.result.tokens) for held in slots.requests.values())
         left = [queues.remaining(held, 1) for held in slots.requests.values()]
-        return WorkerRollouts(slots.worker.name, slots.site, max(left, default=0), tokens, slots.train_seconds)
+        name, slow = slots.worker.name, slots.heartbeats[-1].slowdowns if slots.heartbeats else TAKING_TURNS
+        return WorkerRollouts(name, slots.site, max(left, default=0), tokens, slots.train_seconds, slow)
 
-    def _select(self, model: str, express: bool, tags: Sequence[str]) -> Worker | None:
-        index = (self._express if express else self._common).get(model)
-        name = select(index.first(tags), 0 if express else self._dispatch_ahead) if index is not None else None
+    def _select(self, model: str, interactive: bool, tags: Sequence[str]) -> Worker | None:
+        index = (self._interactive if interactive else self._common).get(model)
+        name = select(index.first(tags), 0 if interactive else self._dispatch_ahead) if index is not None else None
         return self._slots[name].worker if name is not None else None
 
     def _tags_for(self, inflight: InflightRequest) -> list[str]:
@@ -369,8 +370,8 @@ class WorkerPool:
             counts[missing] += 1
         slots.missing = missing
 
-    def _reindex(self, slots: WorkerSlots, express: bool = False) -> None:
-        """The worker's figures have changed; with ``express`` also those of its room for interactive requests."""
+    def _reindex(self, slots: WorkerSlots, interactive: bool = False) -> None:
+        """The worker's figures have changed; with ``interactive`` also those of its room for interactive requests."""
         worker = slots.worker
         pending, executing, free = slots.load
         rows = self._saturation_of(worker).saturated_rows
@@ -378,9 +379,9 @@ class WorkerPool:
         able = slots.accepts_rollouts and not slots.saturated
         tags = slots.tags if slots.training else slots.tags | {UNTRAINING}
         self._common[worker.hello.model].put(common, tags if able and slots.tags else frozenset())
-        if express:
-            reserved = WorkerLoad(worker.name, 0, slots.express, max(0, worker.hello.max_rows - slots.express))
-            self._express[worker.hello.model].put(reserved, slots.tags)
+        if interactive:
+            reserved = WorkerLoad(worker.name, 0, slots.interactive, max(0, worker.hello.max_rows - slots.interactive))
+            self._interactive[worker.hello.model].put(reserved, slots.tags)
 
     def _saturation_of(self, worker: Worker) -> SaturationEstimator:
         hello = worker.hello
@@ -391,8 +392,8 @@ class WorkerPool:
         return slots if slots is not None and slots.worker is worker else None
 
 
-def _is_express(inflight: InflightRequest) -> bool:
-    return inflight.assignment is not None and inflight.assignment.express
+def _is_interactive(inflight: InflightRequest) -> bool:
+    return inflight.assignment is not None and inflight.assignment.interactive
 
 
 def _missing_tag(hashes: Iterable[str]) -> str:

@@ -43,7 +43,7 @@ class RequestQueues:
 
     def _of(self, request: SamplingRequest) -> FairQueue[InflightRequest]:
         queues = self.models[request.model]
-        return queues.express if request.generate.interactive else queues.common
+        return queues.interactive if request.generate.interactive else queues.common
 
     def position(self, tenant: str, job: str) -> int | None:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""

@@ -31,4 +31,4 @@ class RolloutRules:
 
 
 ROLLOUT_RULES = RolloutRules()
-"""Those of a service."""
+"""The values that a service uses."""

@@ -105,7 +105,7 @@ class Details(NamedTuple):
 
     worker: Worker | None = None
     """The worker that gets the request, or will get it."""
-    express: bool = False
+    interactive: bool = False
     """Whether the request gets the worker's room for interactive requests."""
     recompute: bool = False
     """Whether a newer version computes the attention cache again."""
@@ -146,6 +146,8 @@ class RolloutScheduler:
         """Tokens received."""
         self.requeues: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         """Requests that moved to another worker, by reason."""
+        self.migrated_tokens = 0
+        """Tokens that requests had when they moved: the worker that continues does not sample them again."""
         self.late_chunks = 0
         """Chunks of assignments that have ended."""
         self._actions: dict[Action, Callable[[InflightRequest, Details], None]] = {
@@ -155,10 +157,10 @@ class RolloutScheduler:
             "give": self._give,
             "begin": lambda inflight, details: self.pool.begin(inflight),
             "reserve": self._reserve,
-            "ask": lambda inflight, details: self._abort(inflight, resume=True),
+            "recall": lambda inflight, details: self._abort(inflight, resume=True),
             "abort": lambda inflight, details: self._abort(inflight),
             "drop": lambda inflight, details: self._drop(inflight),
-            "tell": self._tell,
+            "retarget": self._retarget,
             "settle": lambda inflight, details: self.queues.on_finished(inflight),
             "forget": self._forget,
         }
@@ -333,22 +335,22 @@ class RolloutScheduler:
         """Assign waiting requests to workers with room; then move requests that could begin sooner elsewhere."""
         queue, pool = self.queues.models[model], self.pool
 
-        def fits(express: bool) -> Callable[[InflightRequest], bool] | None:
-            if not pool.has_capacity(model, express):
+        def fits(interactive: bool) -> Callable[[InflightRequest], bool] | None:
+            if not pool.has_capacity(model, interactive):
                 return None
-            return lambda inflight: pool.choose(inflight, express) is not None
+            return lambda inflight: pool.choose(inflight, interactive) is not None
 
         now = self._clock.monotonic()
         resumed = now >= self._resume_until
         while queue and (taken := queue.take(fits(True), fits(False) if resumed else None, now)):
-            inflight, express = taken
-            worker = pool.choose(inflight, express)
+            inflight, interactive = taken
+            worker = pool.choose(inflight, interactive)
             assert worker is not None
-            self.apply(inflight, "assign", Details(worker, express))
+            self.apply(inflight, "assign", Details(worker, interactive))
         while migration := pool.find_migration(model):
-            self._move(migration)
+            self._migrate(migration)
 
-    def _move(self, migration: Migration) -> None:
+    def _migrate(self, migration: Migration) -> None:
         for inflight in migration.requests:
             self._count_requeue(inflight, migration.reason)
             self.apply(inflight, "move", Details(migration.target))
@@ -360,6 +362,7 @@ class RolloutScheduler:
 
     def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
         self.requeues[reason] += 1
+        self.migrated_tokens += len(inflight.result.tokens)
         if inflight.assignment is not None:
             worker = inflight.assignment.worker
             self._fleet.emit(RequestMoved(self._clock.time(), worker, inflight.request, reason))
@@ -380,13 +383,13 @@ class RolloutScheduler:
         resumption = self.resumptions.pop(request.id, None)
         resumed = resumption is not None and resumption.worker is worker
         self.queues.on_assigned(inflight)
-        assignment = self.pool.assign(inflight, worker, express=details.express, resumed=resumed)
+        assignment = self.pool.assign(inflight, worker, interactive=details.interactive, resumed=resumed)
         generate = msgspec.structs.replace(
             request.generate,
             assignment=assignment.name,
             adapter=self._references.adapter_ref(worker, request.adapter) if request.adapter is not None else None,
             prefix_tokens=inflight.result.tokens,
-            interactive=details.express,
+            interactive=details.interactive,
             tenant=request.tenant,
             weight=self._weights.get(request.tenant, 1.0),
             order=assignment.order,
@@ -411,7 +414,7 @@ class RolloutScheduler:
         assert stay is not None
         stay.worker.post(protocol.Abort(request=inflight.request.id, assignment=stay.name, resume=resume))
 
-    def _tell(self, inflight: InflightRequest, details: Details) -> None:
+    def _retarget(self, inflight: InflightRequest, details: Details) -> None:
         stay, ref = inflight.assignment, inflight.request.adapter
         assert stay is not None and ref is not None
         inflight.versions.add(ref.version)
@@ -458,7 +461,7 @@ class RolloutScheduler:
         self.pool.on_heartbeat(worker, beat)
         self._dispatch(worker.hello.model)
         if (migration := self.pool.find_merge(worker, self.queues)) is not None:
-            self._move(migration)
+            self._migrate(migration)
 
     def on_output(self, worker: Worker, message: protocol.Output) -> None:
         worker.max_flush_tokens = max(worker.max_flush_tokens, sum(len(chunk.tokens) for chunk in message.chunks))

@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 from cachetools import LRUCache
@@ -69,7 +67,8 @@ class Future:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     stored: asyncio.Future[None] | None = None
     """Done when the operation is durable."""
-    status: Callable[[], QueueStatus] = QueueStatus
+    unstored: str = ""
+    """The reason why its result is not stored yet: it is computed."""
 
 
 class Futures:
@@ -129,17 +128,16 @@ class Futures:
     async def finish(self, future: Future, result: AnyResult, *, trace: bool = True) -> None:
         """Store ``result``, again and again until the database accepts it, and deliver it. Without ``trace`` in the
         training run's state the operation need not be replayed."""
-        services, content, refused = self._services, encode(result), False
+        services, content = self._services, encode(result)
         while True:
             try:
                 now = services.clock.time()
                 await services.store.write(sessions.finish_future, future.id, content, now, trace=trace)
             except (StorageFull, Unavailable) as error:
                 reason = f"finished, but the result is not stored yet: {error}"
-                if not refused:
+                if not future.unstored:
                     log.error("operation %s: %s", future.id, reason, extra={"tenant": future.tenant})
-                refused = True
-                future.status = partial(QueueStatus, reason=reason)
+                future.unstored = reason
                 await services.clock.sleep(services.settings.worker.heartbeat_seconds)
             else:
                 break
@@ -153,8 +151,8 @@ class Futures:
             self._keep(future)
             future.done.set()
 
-    async def wait(self, tenant: str, id: str) -> AnyResult | QueueStatus:
-        """The result as soon as it is there, or after ``poll_seconds`` the reason why it is not. Raises
+    async def wait(self, tenant: str, id: str) -> AnyResult | Future:
+        """The result as soon as it is there, or after ``poll_seconds`` the future without one. Raises
         :class:`FutureExpired`."""
         future = self._open.get(id) or self._kept.get(id)
         if future is None:
@@ -166,7 +164,7 @@ class Futures:
         if future is None or future.tenant != tenant:
             raise FutureExpired(f"no request {id}: its result has expired, or was fetched long ago")
         if future.result is None and not await wait_event(future.done, self._poll_seconds):
-            return future.status()
+            return future
         assert future.result is not None
         return future.result
 

@@ -128,7 +128,6 @@ class Samplers:
 
     def start(self, future: Future, operation: Sample, row: SamplerRow) -> None:
         """Sample; the result goes to ``future``."""
-        future.status = lambda: self._status(future, row)
         work = asyncio.create_task(self._sample_until_stored(future, operation, row), name=f"sample {future.id}")
         task = asyncio.create_task(self._deliver(future), name=f"result of {future.id}")
         self._running[future.id] = _RunningSample(row, work, task)
@@ -182,9 +181,13 @@ class Samplers:
                 self._used.pop(row.id, None)
                 await context.rooms.collector.delete_unnamed(release_sampler, row.id)
 
-    def _status(self, future: Future, row: SamplerRow) -> QueueStatus:
+    def status(self, future: Future) -> QueueStatus | None:
+        """Why a sample has no result yet; None for a future that is no running sample."""
         fleet, sample = self._context.rooms.fleet, self._running.get(future.id)
-        if sample is not None and sample.outage:
+        if sample is None:
+            return None
+        row = sample.row
+        if sample.outage:
             return QueueStatus(paused=True, reason=sample.outage)
         if row.session in self._suspended:
             return CLIENT_AWAY

@@ -18,9 +18,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rookery.controller.context import ControllerContext
-from rookery.controller.sessions.futures import FutureExpired, Futures
+from rookery.controller.sessions.futures import Future, FutureExpired, Futures, QueueStatus
 from rookery.controller.sessions.operations import (
     AnyOperation,
+    AnyResult,
     CreateModel,
     ForwardBackwardOperation,
     LoadState,
@@ -337,6 +338,22 @@ class Sessions:
         if problem:
             await self.futures.finish(future, OperationFailed(error=problem, category="user"))
         return future.id
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    async def wait(self, tenant: str, request: str) -> AnyResult | QueueStatus:
+        """The result of a request as soon as it is there, or after a while the reason why it is not. Raises
+        :class:`~rookery.controller.sessions.futures.FutureExpired`."""
+        found = await self.futures.wait(tenant, request)
+        return self._status(found) if isinstance(found, Future) else found
+
+    def _status(self, future: Future) -> QueueStatus:
+        if future.unstored:
+            return QueueStatus(reason=future.unstored)
+        if (sampling := self.samplers.status(future)) is not None:
+            return sampling
+        run = self.runs.get(future.id.rpartition("/")[0])
+        return run.status(future) if run is not None else QueueStatus()
 
     # --- samplers and checkpoints -------------------------------------------------------------------------------------
 

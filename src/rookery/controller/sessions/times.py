@@ -36,4 +36,4 @@ class SessionTimes:
 
 
 SESSION_TIMES = SessionTimes()
-"""Those of a service."""
+"""The values that a service uses."""

@@ -192,7 +192,6 @@ class TrainingRun:
 
     def enqueue(self, future: Future, operation: operations.AnyOperation) -> str:
         """Execute ``operation`` in its turn; the reason if its sequence number was used before."""
-        future.status = lambda: self._status(future)
         try:
             self._queue.put(future.seq, (future, operation))
         except ValueError as error:
@@ -206,7 +205,8 @@ class TrainingRun:
         known, self._logged = self._logged, self._trainer.logged_bytes
         self._context.rooms.quotas.count_queued(self.row.tenant, queued + self._logged - known)
 
-    def _status(self, future: Future) -> QueueStatus:
+    def status(self, future: Future) -> QueueStatus:
+        """Why an operation of this run has no result yet."""
         fleet, model, missing = self._context.rooms.fleet, self.row.base_model, self._queue.missing
         if self._outage:
             return QueueStatus(paused=True, reason=self._outage)

@@ -115,7 +115,7 @@ class TrainerSlots:
         capacity = self._capacity(base_model)
         for name in slots_to_free(
             uses,
-            places=capacity,
+            capacity=capacity,
             wanted=len(queue),
             now=self._clock.monotonic(),
             patience=self._patience,

@@ -17,7 +17,7 @@ from rookery.controller.fleet.worker import CONNECTED, Worker
 class HandedVersion:
     digest: str
     workers: dict[Worker, bool] = field(default_factory=dict)
-    """Those that were told of it, and whether they have it."""
+    """The workers that were informed of it, and whether they have it."""
 
 
 class HandedVersions:

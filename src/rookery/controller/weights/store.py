@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -84,10 +84,8 @@ HEARTBEATS_UNSEEN = 5
 class Transfer:
     """An artifact on its way to a worker."""
 
-    source: str
-    """The name of the worker that it is read from; empty: the service."""
     sources: list[str]
-    """Addresses, as the receiver has them."""
+    """Addresses, as the receiver has them. It reads from the first one; empty: from the service."""
     since: float
     """Monotonic time when the receiver last was seen to receive it."""
     ordered: bool = False
@@ -104,10 +102,12 @@ class ArtifactReferences:
     holders: dict[Worker, None] = field(default_factory=dict)
     transfers: dict[Worker, Transfer] = field(default_factory=dict)
 
-    def sources(self, key: protocol.ReadKey | None) -> list[Replica]:
-        """The workers that hold or receive it and have this read key."""
+    def sources(self, key: protocol.ReadKey | None, serving: Mapping[str, Worker]) -> list[Replica]:
+        """The workers that hold or receive it and have this read key; ``serving``: by address, who answers there."""
         here = [_replica(worker) for worker in self.holders if worker.reads == key]
-        here += [_replica(worker, move.source) for worker, move in self.transfers.items() if worker.reads == key]
+        for worker, move in self.transfers.items():
+            if worker.reads == key:
+                here.append(_replica(worker, _source(move, serving)))
         return here
 
     def serving(self) -> set[str]:
@@ -242,7 +242,7 @@ class WeightStore:
         """``ref`` as a message to ``worker`` names it: with sources, unless it is there. It may ask for others from now
         on."""
         worker.authorized.add(ref.hash)
-        if ref.hash in worker.cached:
+        if ref.hash in worker.cached or worker.state not in CONNECTED:  # a lost one is in no table
             return ref
         entry, move = self._table.get(ref.hash), self._moving(worker, ref.hash)
         if entry is None or move is None:
@@ -263,14 +263,10 @@ class WeightStore:
 
     def on_worker_joined(self, worker: Worker) -> None:
         """It answers at its address from now on: an earlier process there, whose end is not known yet, is no source any
-        more, and whoever reads from that address reads from this one: it must not read from them in turn."""
+        more, and whoever reads from that address reads from this one."""
         if address := worker.hello.address:
             if (earlier := self._serving.get(address)) is not None:
                 earlier.serves = False
-                for entry in self._table.values():
-                    for move in entry.transfers.values():
-                        if move.source == earlier.name:
-                            move.source = worker.name
             self._serving[address] = worker
             worker.serves = True
 
@@ -289,6 +285,7 @@ class WeightStore:
     def on_worker_lost(self, worker: Worker) -> None:
         """It is not named as a source any more; who reads from it goes on while it answers, and asks for another."""
         self._handed.lost(worker)
+        worker.serves = False
         if self._serving.get(worker.hello.address) is worker:
             del self._serving[worker.hello.address]
         for digest in worker.cached | worker.receiving:
@@ -331,7 +328,7 @@ class WeightStore:
         self._fleet.refresh(worker)
 
     def on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
-        """What it receives is known from its heartbeat; a transfer that it does not mention has ended."""
+        """Take over its transfers from a heartbeat; a transfer that it does not mention has ended."""
         now = self._clock.monotonic()
         for digest in list(worker.receiving):
             entry = self._table.get(digest)
@@ -345,19 +342,23 @@ class WeightStore:
 
     def on_sources_request(self, worker: Worker, message: protocol.SourcesRequest) -> None:
         """A source failed: name others, without those that failed this receiver before."""
-        move, order = self._moving(worker, message.hash), worker.orders.get(message.hash)
+        order = worker.orders.get(message.hash)
         if message.hash not in worker.authorized:  # a hash is no permission: only artifacts that its work names
             return
-        if move is None:
+        entry = self._table.get(message.hash)
+        if entry is None or worker in entry.holders:
             worker.post(protocol.Sources(hash=message.hash, sources=[]))
             return
-        entry = self._table[message.hash]
+        move = entry.transfers.get(worker)
+        if move is None:  # it was silent for so long that its transfer counted as ended
+            move = entry.transfers[worker] = Transfer([], self._clock.monotonic())
+            worker.receiving.add(message.hash)
         failed = (one for one in (*entry.holders, *entry.transfers) if one.hello.address == message.failed)
         move.failed.update(one.name for one in failed)
         self._reroute(message.hash, entry, worker, move)
         worker.post(protocol.Sources(hash=message.hash, sources=move.sources))
         name = f"version {order.ref.version} of {order.ref.policy}" if order is not None else message.hash[:12]
-        log.info("worker %s reads %s from %s", worker.name, name, move.source or "the service")
+        log.info("worker %s reads %s from %s", worker.name, name, _source(move, self._serving) or "the service")
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -403,14 +404,14 @@ class WeightStore:
             by_name = {worker.name: worker for worker in (*entry.holders, *entry.transfers, *group)}
             routes = plan_routes(
                 [_replica(worker) for worker in group],
-                entry.sources(group[0].reads),
+                entry.sources(group[0].reads, self._serving),
                 site=self._site,
                 hops=entry.hops,
             )
             for route in routes:
                 worker = by_name[route.receiver]
                 ordered.append(worker)
-                entry.transfers[worker] = Transfer(route.source, _addresses(worker, route, by_name), now)
+                entry.transfers[worker] = Transfer(_addresses(route, by_name), now)
                 worker.receiving.add(ref.hash)
                 self._count(worker, by_name.get(route.source))
         return ordered
@@ -418,9 +419,9 @@ class WeightStore:
     def _reroute(self, digest: str, entry: ArtifactReferences, worker: Worker, move: Transfer) -> None:
         """Another source for a receiver whose source failed."""
         by_name = {one.name: one for one in (*entry.holders, *entry.transfers)}
-        others = [one for one in entry.sources(worker.reads) if one.name != worker.name]
+        others = [one for one in entry.sources(worker.reads, self._serving) if one.name != worker.name]
         [route] = plan_routes([_replica(worker)], others, site=self._site, hops=entry.hops, excluded=move.failed)
-        move.source, move.sources = route.source, _addresses(worker, route, by_name)
+        move.sources = _addresses(route, by_name)
         self._count(worker, by_name.get(route.source))
 
     def _count(self, worker: Worker, source: Worker | None) -> None:
@@ -439,7 +440,7 @@ class WeightStore:
             entry = self._table.setdefault(digest, ArtifactReferences(hops_of(1)))
             entry.transfers.pop(worker, None)
             worker.receiving.discard(digest)
-            if worker not in entry.holders and worker.state != "draining":
+            if worker not in entry.holders and worker.state in CONNECTED and worker.state != "draining":
                 entry.holders[worker] = None
                 self._review(digest)
 
@@ -491,13 +492,26 @@ class WeightStore:
 def _replica(worker: Worker, source: str | None = None) -> Replica:
     hello = worker.hello
     reserved = hello.kind == "reserved"
-    return Replica(worker.name, hello.host, hello.site, serves=worker.serves, reserved=reserved, source=source)
+    return Replica(
+        worker.name,
+        hello.host,
+        hello.site,
+        serves=worker.serves,
+        reserved=reserved,
+        source=source,
+        address=hello.address,
+    )
 
 
-def _addresses(receiver: Worker, route: Route, by_name: dict[str, Worker]) -> list[str]:
-    """Of the route's sources, without the receiver's, where a process before it may have listened."""
-    found = [by_name[name].hello.address for name in route.sources if name != SERVICE]
-    return [address for address in found if address != receiver.hello.address]
+def _source(move: Transfer, serving: Mapping[str, Worker]) -> str:
+    """The name of the worker that a receiver reads from, or its address where nobody answers any more; empty: the
+    service."""
+    address = move.sources[0] if move.sources else SERVICE
+    return serving[address].name if address in serving else address
+
+
+def _addresses(route: Route, by_name: dict[str, Worker]) -> list[str]:
+    return [by_name[name].hello.address for name in route.sources if name != SERVICE]
 
 
 def _clear_order(worker: Worker, digest: str) -> None:

@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rookery.bounds import SETTINGS, JsonSize, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
+from rookery.environments.foreign.pool import LibraryProcesses
 from rookery.environments.foreign.process import (
     Installed,
     LibraryFailed,
     LibraryProcess,
-    LibraryProcesses,
     parse_installed,
 )
 from rookery.errors import UserError
@@ -59,7 +59,7 @@ def parse_games(text: str) -> Installed | None:
 
 
 def set_games(text: str) -> None:
-    """What jobs may use. Called once when a process starts."""
+    """Set the packages that jobs may use. Called once when a process starts."""
     global _installed
     _installed = parse_games(text)
 
@@ -175,7 +175,6 @@ class Game(Environment):
         self._options = options
         given = {"library": options.library, **options.model_dump(mode="json")}
         self._processes = LibraryProcesses(options.library, require_games().python, PROCESS, given)
-        self._processes.get()
         self._process: LibraryProcess | None = None
         self._inbox: asyncio.Queue[dict[str, Any]] | None = None
         self._name = ""
@@ -184,7 +183,7 @@ class Game(Environment):
         return self._options.seeds(split)
 
     async def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
-        self._process = await asyncio.get_running_loop().run_in_executor(None, self._processes.get)
+        self._process = await self._processes.join()
         self._name = self._processes.next_name()
         self._inbox = self._process.listen(self._name)
         answer = await self._ask({"reset": self._name, "seed": prompt})
@@ -201,6 +200,7 @@ class Game(Environment):
             process.forget(self._name)
             with contextlib.suppress(LibraryFailed):
                 process.send({"close": self._name})
+            self._processes.leave(process)
 
     def for_episode(self) -> Environment:
         return copy.copy(self)  # the process is shared

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rookery.errors import UserError, short
+
+START_SECONDS = 600.0
+"""Longest time from the start of a process until it is ready. A package that loads a data set for the first time takes
+minutes; one that takes longer hangs."""
+
+END_SECONDS = 10.0
+"""Time that a process has to end after its input."""
 
 INHERITED = re.compile(
     r"HOME|USER|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|XDG_(?:CACHE|DATA|CONFIG)_HOME|HF_\w+"
@@ -32,7 +41,7 @@ of its judges or of its storage."""
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of the service's variables that the process of an environment gets."""
+    """The service's variables that the process of an environment gets."""
     return {name: value for name, value in variables.items() if INHERITED.fullmatch(name)}
 
 
@@ -64,8 +73,10 @@ class LibraryFailed(RuntimeError):
 class LibraryProcess:
     """The process of one environment. Its messages about an episode are put where that episode waits."""
 
-    def __init__(self, library: str, python: str, script: Path, given: Mapping[str, Any]) -> None:
-        """Returns when the environment serves. Blocks; raises :class:`UserError`."""
+    def __init__(
+        self, library: str, python: str, script: Path, given: Mapping[str, Any], start_seconds: float = START_SECONDS
+    ) -> None:
+        """Returns when the environment serves, within ``start_seconds``. Blocks; raises :class:`UserError`."""
         self._library = library
         binaries = str(Path(python).parent)  # with programs that the library starts
         environment = inherited(os.environ)
@@ -82,19 +93,46 @@ class LibraryProcess:
             )
         except OSError as error:
             raise UserError(f"{library}: {python} does not start ({error.strerror})") from None
+        self.tenant = ""
+        """The tenant whose episode was the first since the process last had none; changed by the pool."""
+        self.episodes = 0
+        """The number of its running episodes; changed by the pool."""
+        self.since = time.monotonic()
+        """When it last changed between having episodes and having none (monotonic seconds); changed by the pool."""
+        self.draining = False
+        """It gets no further episode, because another tenant waits for its place; changed by the pool."""
+        self._ending = False
         self._end = weakref.finalize(self, _end, self._process)
         self._lock = threading.Lock()
         self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[dict[str, Any]]]] = {}
-        assert self._process.stdout is not None
-        self.ready = self._read(self._process.stdout.readline())
+        process, waiting = self._process, self._waiting  # not self, which the threads would keep alive
+        first: Future[dict[str, Any]] = Future()
+        reading = (library, process, first, waiting)
+        threading.Thread(target=_deliver, args=reading, daemon=True, name=library).start()
+        threading.Thread(target=_end_children, args=(process,), daemon=True, name=f"end of {library}").start()
+        try:
+            self.ready = first.result(start_seconds)
+        except TimeoutError:
+            self.kill()
+            raise UserError(
+                f"environment.id: the process of {library} was not ready within {start_seconds:g} s and was killed; see"
+                " the service's standard error, and load what it downloads in advance"
+            ) from None
         if "refused" in self.ready:
             self._end()
             raise UserError(f"environment.{self.ready['refused']}")
-        process, waiting = self._process, self._waiting  # not self, which the thread would keep alive
-        threading.Thread(target=_deliver, args=(library, process, waiting), daemon=True, name=library).start()
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._ending and self._process.poll() is None
+
+    def end(self) -> None:
+        """End the process; no episode is in it."""
+        self._ending = True
+        self._end()
+
+    def kill(self) -> None:
+        """End the process at once, and what it started."""
+        _kill(self._process)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises :class:`LibraryFailed`."""
@@ -116,27 +154,40 @@ class LibraryProcess:
     def forget(self, episode: str) -> None:
         self._waiting.pop(episode, None)
 
-    @staticmethod
-    def _read(line: str) -> dict[str, Any]:
-        if not line:
-            return {"refused": "id: its process ended as it started; see the service's standard error"}
-        message: dict[str, Any] = json.loads(line)
-        return message
-
 
 def _deliver(
     library: str,
     process: subprocess.Popen[str],
+    first: Future[dict[str, Any]],
     waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[dict[str, Any]]]],
 ) -> None:
+    """Reads the messages of a process until its output ends: the first into ``first``, the others to their episodes."""
     assert process.stdout is not None
-    with contextlib.suppress(ValueError):  # closed
-        for line in process.stdout:
-            message = json.loads(line)
-            _put(waiting.get(message.get("episode") or message.get("ended")), message)
-    ended = {"error": f"{library}: its process ended with {process.wait()}"}
+    reason = ""
+    try:
+        with process.stdout:
+            for line in process.stdout:
+                message = json.loads(line)
+                where = waiting.get(message.get("episode") or message.get("ended"))
+                if first.done():
+                    _put(where, message)
+                else:
+                    first.set_result(message)
+    except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
+        reason = "wrote a line that is no message"
+        _kill(process)
+    reason = reason or f"ended with {process.wait()}"
+    if not first.done():
+        first.set_result({"refused": f"id: its process {reason} as it started; see the service's standard error"})
+    ended = {"error": f"{library}: its process {reason}"}
     for one in list(waiting.values()):
         _put(one, ended)
+
+
+def _end_children(process: subprocess.Popen[str]) -> None:
+    """Kills what a process has started and left when it ends."""
+    process.wait()
+    _kill_group(process)
 
 
 def _put(
@@ -149,28 +200,23 @@ def _put(
             loop.call_soon_threadsafe(inbox.put_nowait, message)
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kills a process and what it started. Where it has ended, :func:`_end_children` does."""
+    if process.poll() is None:
+        _kill_group(process)
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _end(process: subprocess.Popen[str]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            if pipe is not None:
-                pipe.close()  # it ends with its input
-
-
-class LibraryProcesses:
-    """The process of one environment, started again where it has ended. Thread-safe; blocks."""
-
-    def __init__(self, library: str, python: str, script: Path, given: Mapping[str, Any]) -> None:
-        self._arguments = (library, python, script, given)
-        self._lock = threading.Lock()
-        self._process: LibraryProcess | None = None
-        self._episodes = itertools.count()
-
-    def get(self) -> LibraryProcess:
-        with self._lock:
-            if self._process is None or not self._process.alive():
-                self._process = LibraryProcess(*self._arguments)
-            return self._process
-
-    def next_name(self) -> str:
-        """A name for another episode."""
-        return f"episode-{next(self._episodes)}"
+    """Ends a process by the end of its input, and kills it where that takes longer than :data:`END_SECONDS`."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    killing = threading.Timer(END_SECONDS, _kill, (process,))
+    killing.daemon = True
+    with contextlib.suppress(RuntimeError):  # the interpreter ends
+        killing.start()

@@ -19,14 +19,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rookery.bounds import INTEGER, JsonSize, Line, Name
 from rookery.environments.base import Environment, Reply, Split, Step
+from rookery.environments.foreign.pool import LibraryProcesses
 from rookery.environments.foreign.process import (
     Installed,
     LibraryFailed,
     LibraryProcess,
-    LibraryProcesses,
     parse_installed,
 )
 from rookery.errors import UserError
+from rookery.protocol import MOST_POLICIES
 
 TASKS, CONFIG_BYTES = 100_000, 64 << 10
 """Most tasks of a package, and most bytes of a job's ``config`` as JSON."""
@@ -45,7 +46,7 @@ def parse_verifiers(text: str) -> Installed | None:
 
 
 def set_verifiers(text: str) -> None:
-    """What jobs may use. Called once when a process starts."""
+    """Set the packages that jobs may use. Called once when a process starts."""
     global _installed
     _installed = parse_verifiers(text)
 
@@ -81,6 +82,8 @@ class VerifiersOptions(BaseModel):
     """Number of tasks at the end that are held out from training."""
     tokenizer: Line | None = None
     """Filled in by the service."""
+    policies: list[Name] | None = Field(None, max_length=MOST_POLICIES)
+    """Filled in by the service."""
 
     @field_validator("package")
     @classmethod
@@ -102,7 +105,16 @@ class Verifiers(Environment):
             "tokenizer": options.tokenizer, "packages": installed.names,
         }  # fmt: skip
         self._processes = LibraryProcesses("verifiers", installed.python, PROCESS, given)
-        tasks: list[dict[str, Any]] = self._processes.get().ready["tasks"]
+        ready = self._processes.ready
+        others = [role for role in ready["roles"] if role != ready["agent"]]
+        missing = [role for role in others if options.policies is not None and role not in options.policies]
+        if missing:
+            raise UserError(
+                f"environment.package: the environment has the roles {', '.join(ready['roles'])}; each but"
+                f" {ready['agent']} is a policy of the job with its name: add policies.{missing[0]}, such as"
+                f" {{{missing[0]}: {{train: false, base: true}}}}"
+            )
+        tasks: list[dict[str, Any]] = ready["tasks"]
         if options.eval_last >= len(tasks):
             raise UserError(
                 f"environment.eval_last: given {options.eval_last}, allowed: less than the {len(tasks)} tasks"
@@ -117,7 +129,7 @@ class Verifiers(Environment):
         return self._splits[split]
 
     async def reset(self, prompt: Any, seed: int) -> Step:
-        process = self._process = await asyncio.get_running_loop().run_in_executor(None, self._processes.get)
+        process = self._process = await self._processes.join()
         self._name = self._processes.next_name()
         self._inbox = process.listen(self._name)
         process.send({"run": self._name, "task": prompt})
@@ -138,12 +150,13 @@ class Verifiers(Environment):
             process.forget(self._name)
             with contextlib.suppress(LibraryFailed):
                 process.send({"cancel": self._name})
+            self._processes.leave(process)
 
     def for_episode(self) -> Environment:
         return copy.copy(self)  # the process is shared
 
     async def _next(self) -> Step:
-        """What the environment does next: a call of the model, or its end."""
+        """The next action of the environment: a call of the model, or its end."""
         assert self._inbox is not None and self._process is not None
         message = await self._inbox.get()
         if "error" in message:

@@ -81,13 +81,13 @@ def task_of(row: Mapping[str, Any]) -> CodeTask:
 def code_of(reply: str) -> str:
     """The code in a reply: the last fenced block of Python, to the reply's end where its end is missing; the whole
     reply without one."""
-    place, found = 0, None
-    while (opening := _FENCE.search(reply, place)) is not None:
+    position, found = 0, None
+    while (opening := _FENCE.search(reply, position)) is not None:
         closing = re.compile(rf"^[ \t]*{re.escape(opening[1])}[`~]*[ \t]*$", re.MULTILINE).search(reply, opening.end())
         end = closing.start() if closing is not None else len(reply)
         if opening[2].lower() in _LANGUAGES:
             found = reply[opening.end() : end]
-        place = closing.end() if closing is not None else len(reply)
+        position = closing.end() if closing is not None else len(reply)
     return reply if found is None else found
 
 

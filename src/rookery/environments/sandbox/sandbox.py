@@ -62,7 +62,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may take. More ends it."""
+    """The limits of one program. A program that exceeds one is ended."""
 
     seconds: float = 2.0
     """Processor time. By the clock it has five times as long, and a second."""
@@ -126,7 +126,7 @@ class ProgramResult:
     done: bool
     """All checks came to their end."""
     value: Any
-    """What the called function returned; None without one."""
+    """The result of the called function; None without one."""
     seconds: float
     """Processor time."""
     elapsed: float

@@ -88,9 +88,13 @@ def program() -> bytes:
     for numbers in _CALLS.values():
         if numbers[column] >= 0:
             lines += [_line(_EQUAL, numbers[column], 0, 1), _line(_RETURN, _ALLOW)]
-    for numbers, place, allowed in _ARGUMENT.values():
+    for numbers, argument, allowed in _ARGUMENT.values():
         choices = [part for value in allowed for part in (_line(_EQUAL, value, 0, 1), _line(_RETURN, _ALLOW))]
-        lines += [_line(_EQUAL, numbers[column], 0, len(choices) + 2), _line(_LOAD, _ARGUMENTS + 8 * place), *choices]
+        lines += [
+            _line(_EQUAL, numbers[column], 0, len(choices) + 2),
+            _line(_LOAD, _ARGUMENTS + 8 * argument),
+            *choices,
+        ]
         lines.append(_line(_RETURN, _ERRNO | errno.EPERM))
     lines += [_line(_EQUAL, _CLONE3[column], 0, 1), _line(_RETURN, _ERRNO | errno.ENOSYS)]
     lines.append(_line(_RETURN, _ERRNO | errno.EPERM))

@@ -34,23 +34,23 @@ SECONDS = 3.0
 """Longest time for one job, for patterns that run away."""
 
 _ATOMS = {r"\s": " ", r"\n": "\n", r"\t": "\t", "^": "", "$": "", r"\A": "", r"\Z": "", r"\b": ""}
-"""What stands for parts of a pattern in a text that matches it. Other parts have no example."""
+"""The examples of parts of a pattern, for a text that matches it. Other parts have no example."""
 
 
 def example(pattern: str, group: int | str | None, answer: str) -> str | None:
     """A text that a simple pattern matches with ``answer`` in its group: characters, white space, anchors and one group
     that is compared. None for other patterns. The caller scores the text: it may not match after all."""
-    text, number, place = "", 0, 0
-    while place < len(pattern):
-        opened = re.compile(r"\((?:\?P?<(\w+)>)?(?!\?)").match(pattern, place)
+    text, number, position = "", 0, 0
+    while position < len(pattern):
+        opened = re.compile(r"\((?:\?P?<(\w+)>)?(?!\?)").match(pattern, position)
         if opened is not None:
             number += 1
-            if (end := _closing(pattern, place)) is None or group not in (number, opened[1]):
+            if (end := _closing(pattern, position)) is None or group not in (number, opened[1]):
                 return None
-            text, place = text + answer, end
+            text, position = text + answer, end
             continue
-        atom = pattern[place : place + 2] if pattern[place] == "\\" else pattern[place]
-        place += len(atom)
+        atom = pattern[position : position + 2] if pattern[position] == "\\" else pattern[position]
+        position += len(atom)
         if atom in _ATOMS:
             char = _ATOMS[atom]
         elif len(atom) == 2 and not atom[1].isalnum():
@@ -59,9 +59,9 @@ def example(pattern: str, group: int | str | None, answer: str) -> str | None:
             char = atom
         else:
             return None
-        many = re.compile(r"[*+?][?+]?").match(pattern, place)
+        many = re.compile(r"[*+?][?+]?").match(pattern, position)
         if many is not None:
-            place = many.end()
+            position = many.end()
             char = "" if many[0][0] in "*?" else char
         text += char
     return text
@@ -69,20 +69,20 @@ def example(pattern: str, group: int | str | None, answer: str) -> str | None:
 
 def _closing(pattern: str, start: int) -> int | None:
     """The place after the bracket that closes the group at ``start``, None for a group that holds groups."""
-    place = start + 1
-    while place < len(pattern):
-        if pattern[place] == "\\":
-            place += 1
-        elif pattern[place] == "[":
-            place = pattern.find("]", place + 2)
-            if place == -1:
+    position = start + 1
+    while position < len(pattern):
+        if pattern[position] == "\\":
+            position += 1
+        elif pattern[position] == "[":
+            position = pattern.find("]", position + 2)
+            if position == -1:
                 return None
-        elif pattern[place] == "(" and place > start:
+        elif pattern[position] == "(" and position > start:
             return None
-        elif pattern[place] == ")":
-            quantified = pattern[place + 1 : place + 2] in tuple("*+?{")
-            return None if quantified else place + 1
-        place += 1
+        elif pattern[position] == ")":
+            quantified = pattern[position + 1 : position + 2] in tuple("*+?{")
+            return None if quantified else position + 1
+        position += 1
     return None
 
 

@@ -160,14 +160,14 @@ def _last_box(text: str) -> str | None:
     content = text[start:].lstrip("\\").removeprefix("boxed").removeprefix("fbox").lstrip()
     if not content.startswith("{"):
         return content[:1].strip()  # \boxed 5
-    depth = place = 0
-    while place < len(content):
-        char = content[place]
+    depth = position = 0
+    while position < len(content):
+        char = content[position]
         if char == "\\":
-            place += 1
+            position += 1
         elif char in "{}":
             depth += 1 if char == "{" else -1
             if not depth:
-                return content[1:place].strip()
-        place += 1
+                return content[1:position].strip()
+        position += 1
     return ""

@@ -12,7 +12,7 @@ from pydantic import Field
 TEMPLATE = 20_000
 """Characters of a grader's text."""
 
-PLACES = 16
+PLACEHOLDERS = 16
 """Places of a template: each may become as long as a reply."""
 
 RENDERED = 4 << 20
@@ -21,7 +21,7 @@ RENDERED = 4 << 20
 HELD_BACK = ("messages", "prompt")
 """Fields of a row that are no ``item``: the policy reads them."""
 
-_PLACE = re.compile(r"\{\{((?:(?!\{\{|\}\}).)*+)\}\}", re.DOTALL)
+_PLACEHOLDER = re.compile(r"\{\{((?:(?!\{\{|\}\}).)*+)\}\}", re.DOTALL)
 """Linear: no place begins within another, and the repetition gives nothing back."""
 
 _STEP = re.compile(r"\.?([A-Za-z_][A-Za-z0-9_-]*)|\[(\d{1,6})\]")
@@ -48,24 +48,29 @@ def sample_of(text: str) -> dict[str, Any]:
 def paths(template: str) -> list[list[str | int]]:
     """The places of a template. Raises ``ValueError`` for one that names nothing known."""
     named = []
-    for place in map(str.strip, _PLACE.findall(template)):
+    if "{{" in (left := _PLACEHOLDER.sub("", template)) or "{%" in left:
+        raise ValueError(
+            f"the template {template[:60]!r} has a {{{{ that no }}}} closes, or a {{%; give {{{{ item.FIELD }}}},"
+            " {{ sample.output_text }} or {{ sample.output_json.FIELD }}, and no statements"
+        )
+    for placeholder in map(str.strip, _PLACEHOLDER.findall(template)):
         steps: list[str | int] = []
         at = 0
-        while at < len(place):
-            step = _STEP.match(place, at)
+        while at < len(placeholder):
+            step = _STEP.match(placeholder, at)
             if step is None:
                 break
             steps.append(step[1] if step[1] is not None else int(step[2]))
             at = step.end()
         known = steps[:1] == ["item"] or steps[:2] in (["sample", "output_text"], ["sample", "output_json"])
-        if at < len(place) or not known or len(steps) < 2:
+        if at < len(placeholder) or not known or len(steps) < 2:
             raise ValueError(
-                f"the template {{{{ {place[:60]} }}}} names nothing; give item.FIELD, sample.output_text or"
+                f"the template {{{{ {placeholder[:60]} }}}} names nothing; give item.FIELD, sample.output_text or"
                 " sample.output_json.FIELD"
             )
         named.append(steps)
-    if len(named) > PLACES:
-        raise ValueError(f"the template has more than {PLACES} places in braces; give fewer")
+    if len(named) > PLACEHOLDERS:
+        raise ValueError(f"the template has more than {PLACEHOLDERS} places in braces; give fewer")
     return named
 
 
@@ -73,15 +78,15 @@ def rendered(template: str, sample: Sample, item: Mapping[str, Any]) -> str:
     """Raises ``ValueError`` for more than :data:`RENDERED` characters."""
     parts: list[str] = []
     end = length = 0
-    for place in _PLACE.finditer(template):
-        [steps] = paths(place[0])
+    for placeholder in _PLACEHOLDER.finditer(template):
+        [steps] = paths(placeholder[0])
         value = found(item if steps[0] == "item" else sample, steps[1:])
         try:
             text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         except RecursionError:
             raise ValueError("a field that the grader names is nested too deeply") from None
-        parts += [template[end : place.start()], text]
-        end, length = place.end(), length + len(text)
+        parts += [template[end : placeholder.start()], text]
+        end, length = placeholder.end(), length + len(text)
         if length > RENDERED:
             raise ValueError(f"a text of the grader has more than {RENDERED} characters with its fields")
     return "".join([*parts, template[end:]])

@@ -242,6 +242,8 @@ def calculated(formula: str, values: Mapping[str, float], *, check: bool = False
         result = value(tree)
     except (RecursionError, OverflowError):
         raise ValueError("calculate_output is too large; make it shorter") from None
+    if check and not any(isinstance(node, ast.Name) and node.id in values for node in ast.walk(tree)):
+        raise ValueError(f"calculate_output names no grader of {', '.join(values)}: every reply would get the same")
     if not math.isfinite(result) and not check:
         raise ValueError("calculate_output has no finite value")
     return result
@@ -290,12 +292,12 @@ def _f1(shared: int, mine: int, theirs: int) -> float:
 
 def _common(first: Sequence[str], second: Sequence[str]) -> int:
     """Length of the longest common subsequence, by bits of one integer (Hyyrö 2004)."""
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for at, one in enumerate(first):
-        places[one] = places.get(one, 0) | 1 << at
+        positions[one] = positions.get(one, 0) | 1 << at
     every = (1 << len(first)) - 1
     row = every
     for one in second:
-        found = row & places.get(one, 0)
+        found = row & positions.get(one, 0)
         row = ((row + found) | (row - found)) & every
     return len(first) - row.bit_count()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rookery.bounds import Name
 
 THINKING, THINKING_END = "<think>", "</think>"
-"""What encloses the thinking of most models that think."""
+"""The tags around the thinking of most models that think."""
 
 
 class ReplyPart(BaseModel):

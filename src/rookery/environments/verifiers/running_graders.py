@@ -26,7 +26,7 @@ FUNCTION = "grade"
 """The function of a Python grader: ``grade(sample, item)``."""
 
 PYTHON_LIMITS = ProgramLimits(seconds=10.0, memory=512 << 20)
-"""What one call may take: OpenAI's two minutes and 2 GB would stop a step whose replies are judged in turn."""
+"""The limits of one call: OpenAI's two minutes and 2 GB would stop a step whose replies are judged in turn."""
 
 MESSAGES, LABELS = 32, 100
 """Messages and labels of a model grader."""
@@ -37,7 +37,7 @@ ANSWER_TOKENS = 1024
 
 @dataclass
 class GraderTools:
-    """What graders run with, and what was used. One for each judged reply."""
+    """The context of graders, and the usage so far. One for each judged reply."""
 
     sandbox: Sandbox
     ask: Ask | None = None
@@ -58,7 +58,7 @@ class ModelSilent(UserError):
 
 
 class AnyGraderType(BaseModel):
-    """What all graders have."""
+    """The interface of all graders."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from rookery.bounds import METRICS, NAME, Integer, Name, SmallJson
+from rookery.bounds import METRICS, NAME, Integer, Line, Name, SmallJson
 from rookery.environments.judges import require_judge
 from rookery.environments.models import Ask
 from rookery.environments.sandbox.rows import code_of, task_of
@@ -72,7 +72,7 @@ _EXACT = decimal.Context(prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, 
 
 
 class AnyVerifier(ReplyPart):
-    """What all verifiers have."""
+    """The interface of all verifiers."""
 
     def score(self, text: str, row: Row, raw: str = "", special: Sequence[str] = ()) -> Score:
         """The reward of a reply and its metrics. A reply with special tokens has them in ``raw`` and ``special``, as
@@ -508,7 +508,7 @@ class Judge(AnyVerifier):
     model: Name | None = None
     """Which model outside of the job judges: a name that the administrator gave in `ROOKERY_JUDGES`. It reads the same
     conversation by OpenAI's chat API, at temperature 0."""
-    prompt: Name = "How good is the last reply? Answer with one number from 0 to 10 and nothing else."
+    prompt: Line = "How good is the last reply? Answer with one number from 0 to 10 and nothing else."
     """The question, a user's message. `{field}` stands for the text of that field of the row."""
     scale: float = Field(10.0, gt=0)
     """The number of a perfect reply."""
@@ -525,7 +525,7 @@ class Judge(AnyVerifier):
             require_judge(self.model)
 
     def question(self, row: Row) -> str:
-        """What the judge is asked about a reply to ``row``."""
+        """The question to the judge about a reply to ``row``."""
         return re.sub(r"\{(\w+)\}", lambda found: str(row.get(found[1], found[0])), self.prompt)
 
     def check(self, row: Row) -> None:

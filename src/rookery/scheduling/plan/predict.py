@@ -54,15 +54,15 @@ def devices_of(fleet: FleetSpec) -> list[Device]:
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What a plan makes of one machine."""
+    """One machine of a plan, with its predicted load."""
 
     role: Role
     rows: int
     """Sequences that decode together at most; 0 without the role ``rollout``."""
     episodes: float
-    """Of a round, of all jobs."""
+    """Of a round, of all jobs; where several policies reply in one, it counts once for each reply."""
     policies: tuple[str, ...]
-    """Jobs that it trains, with others where a job is divided."""
+    """Policies that it trains, with others where one is divided, by the names of their demands."""
     rollout_seconds: float
     """Of a round."""
     train_seconds: float
@@ -108,7 +108,11 @@ def predict(
     train = _train_seconds(devices, demands, trainers)
     policies = {i: tuple(demands[j].name for j, at in enumerate(trainers) if i in at) for i in training}
     rows = {}
+    prompt = max(demand.prompt_tokens for demand in demands)
     for i in rolling:
+        if devices[i].machine.context <= prompt:
+            context = devices[i].machine.context
+            return impossible(f"{devices[i].name} has a context of {context} tokens, a prompt has {prompt}")
         states = len(policies.get(i, ()))
         rows[i] = fitting_rows(devices[i].machine, demands, states, trains=i in training)
         if rows[i] < 1:
@@ -119,8 +123,8 @@ def predict(
     pool = _pool(devices, demands, rolling, rows, train, balanced)
     apart = _pool(devices, demands, rolling, rows, {}, balanced).seconds + max(train.values())
     overlap = max(pool.seconds, max(train.values()))
-    total = sum(demand.episodes for demand in demands)
-    lockstep = sum((apart - overlap) * demand.episodes / total / (demand.staleness + 1) for demand in demands)
+    total = sum(demand.replies for demand in demands)
+    lockstep = sum((apart - overlap) * demand.replies / total / (demand.staleness + 1) for demand in demands)
     chains = [_chain(fleet, devices, demands, j, rolling, rows, trainers[j], balanced) for j in range(len(demands))]
     seconds = max(overlap + max(0.0, lockstep), *chains)
     uses = []
@@ -140,7 +144,7 @@ def predict(
 def fitting_rows(machine: FleetMachine, demands: Sequence[JobDemand], states: int, *, trains: bool) -> int:
     """Sequences of the longest kind that decode together within the machine's memory, ``states`` training states and
     the activations of a training slice aside; 0 where none fits."""
-    longest = max(demand.prompt_tokens + demand.max_tokens for demand in demands)
+    longest = max(demand.longest for demand in demands)
     tokens = machine.cache_tokens
     if (memory := machine.memory) is not None:
         free = memory.total - memory.base - states * machine.state_bytes
@@ -228,13 +232,14 @@ def _pool(
     balanced: bool,
 ) -> _Pool:
     """All jobs' rollouts in a round at full batches: jobs fill each other's tails."""
-    total = sum(demand.episodes for demand in demands)
-    mean = sum(demand.episodes * demand.mean_tokens for demand in demands) / total
-    prefill = sum(demand.groups_per_step * demand.prompt_tokens for demand in demands) / total
+    total = sum(demand.replies for demand in demands)
+    mean = sum(demand.replies * demand.mean_tokens for demand in demands) / total
+    prefill = sum(demand.replies * demand.episode_prefill / demand.turns for demand in demands) / total
+    together = round(sum(demand.episodes / demand.policies for demand in demands))  # one reply of an episode at a time
     per_episode = {}
     for i in rolling:
         machine = devices[i].machine
-        batch = min(rows[i], total)
+        batch = min(rows[i], together)
         per_episode[i] = mean * machine.decode_step(batch) / batch + prefill * machine.prefill_token
     if balanced:  # all that take any end at the same time: (total + Σ train_i / per_i) / Σ 1 / per_i
         taking = list(rolling)
@@ -287,17 +292,19 @@ def _chain(
         sent = _transfer(fleet, helper, fleet.service, machine.state_bytes / 3, helper.machine.upload)
         gradient = max(gradient, sent)
     trained = max(rollout, early) + alone - early
-    return (demand.environment + trained + gradient + machine.optimizer + publish) / (demand.staleness + 1)
+    environment = demand.environment * demand.turns
+    return (environment + trained + gradient + machine.optimizer + publish) / (demand.staleness + 1)
 
 
 class _Finish:
-    """When a machine ends some episodes of one job."""
+    """When a machine ends some episodes of one job; their replies follow each other."""
 
     def __init__(self, machine: FleetMachine, rows: int, demand: JobDemand, offset: float) -> None:
         self._offset = offset
-        self._prefill = demand.prompt_tokens * machine.prefill_token / demand.group_size
+        self._prefill = demand.episode_prefill * machine.prefill_token
+        lengths = tuple(demand.turns * length for length in demand.lengths())
         self._counts, self._seconds = _curve(
-            tuple(machine.decode), min(rows, demand.episodes), demand.lengths(), demand.episodes
+            tuple(machine.decode), min(rows, demand.episodes), lengths, demand.episodes
         )
 
     def seconds(self, episodes: float) -> float:

@@ -35,7 +35,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
       axes: [{ ...axis, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(6))).replace(/^(-?\d+)000$/, "$1k")) }],
       series: [{}, ...lines.map((line, place) => ({
         label: line.label, stroke: color(`--c${place % 6}`), width: line.dashed ? 1.3 : 2, spanGaps: true,
-        dash: line.dashed ? [6, 5] : undefined, points: { show: line.dots ?? steps.length < 3, size: line.dots ? 8 : 5 }, paths: line.dots ? () => null : undefined,
+        dash: line.dashed ? [6, 5] : undefined, points: { show: line.dots ?? ((u, place) => u.data[place].filter(isNumber).length < 3), size: line.dots ? 8 : 5 }, paths: line.dots ? () => null : undefined,
       }))],
       hooks: {
         setCursor: [(u) => setAt(u.cursor.idx ?? null)],

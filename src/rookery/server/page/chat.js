@@ -7,10 +7,11 @@ import { partsOf, surprise, targetOf } from "./text.js";
 
 const SAMPLES = 8; // at once: what fits beside each other
 
-/** The replies of `model` to a conversation, with the log-probability of each token. */
-async function ask(model, messages, { n, temperature, maxTokens, seed }) {
-  const body = { model, messages, n, temperature, max_tokens: maxTokens, logprobs: true, ...(seed === "" ? {} : { seed: Number(seed) }) };
-  const answer = await call("POST", "/v1/chat/completions", body);
+/** The replies of `model` to a conversation, with the log-probability of each token. A field that was emptied is left to the service. */
+async function ask(model, messages, { n, temperature, maxTokens, seed, system }, signal) {
+  const given = Object.entries({ n, temperature, max_tokens: maxTokens, seed }).filter(([, value]) => value !== "").map(([name, value]) => [name, Number(value)]);
+  const opened = system.trim() ? [{ role: "system", content: system }] : [];
+  const answer = await call("POST", "/v1/chat/completions", { model, messages: [...opened, ...messages], logprobs: true, ...Object.fromEntries(given) }, { signal });
   return answer.choices.map((one) => ({ text: one.message.content, finish: one.finish_reason, tokens: one.logprobs?.content ?? [] }));
 }
 
@@ -20,54 +21,64 @@ export const history = (turns, last) => turns.slice(0, last + 1).flatMap((turn, 
 export function Chat({ query, account }) {
   const { data: models } = useData("/api/v1/models"), { data: runs } = useData("/api/v1/runs?limit=200");
   const [targets, setTargets] = useState(["", query.target ?? ""]), [sides, setSides] = useState([[], []]);
-  const [options, setOptions] = useState({ n: 1, temperature: 1, maxTokens: 128, seed: "" }), [text, setText] = useState(""), [busy, setBusy] = useState(false), [error, setError] = useState(null);
+  const [options, setOptions] = useState({ n: 1, temperature: 1, maxTokens: 128, seed: "", system: "" }), [text, setText] = useState(""), [busy, setBusy] = useState(null), [error, setError] = useState(null); // busy: what ends the requests
   const usable = (models ?? []).filter((one) => one.state === "loaded"), mine = (runs?.runs ?? []).filter((run) => run.tenant === account.name && run.step > 0);
   useEffect(() => {
     if (!targets[0] && usable.length) setTargets([mine.find((run) => targets[1].startsWith(run.id))?.base_model ?? usable[0].name, targets[1]]);
   }, [models, runs]);
-  const play = async (side, users, target) => {
-    const turns = [];
-    for (const user of users) {
-      turns.push({ user, samples: [], chosen: 0 });
-      turns[turns.length - 1].samples = await ask(target, history(turns, turns.length - 1), options);
-      setSides((old) => old.map((one, at) => (at === side ? [...turns] : one)));
+  const show = (side, turns) => setSides((old) => old.map((one, at) => (at === side ? turns : one)));
+  /** Samples the replies to messages after the turns that are there; without one, what was there before stays. */
+  const play = async (side, before, users, signal) => {
+    const kept = sides[side];
+    let turns = before;
+    try {
+      for (const user of users) {
+        show(side, [...turns, { user, samples: [], chosen: 0 }]);
+        const asked = [...turns, { user, samples: [], chosen: 0 }];
+        turns = [...turns, { user, samples: await ask(targets[side], history(asked, turns.length), options, signal), chosen: 0 }];
+      }
+      show(side, turns);
+    } catch (problem) {
+      show(side, turns.length > before.length ? turns : kept);
+      throw problem;
     }
   };
   const run = async (work) => {
-    setBusy(true);
+    const stop = new AbortController();
+    setBusy(stop);
     setError(null);
-    try { await work(); } catch (problem) { setError(problem); }
-    setBusy(false);
+    const failed = (await Promise.allSettled(work(stop.signal))).find((one) => one.status === "rejected");
+    if (failed && !stop.signal.aborted) setError(failed.reason);
+    setBusy(null);
+    return !failed;
   };
-  const send = (event) => {
+  const send = async (event) => {
     event.preventDefault();
     const user = text.trim();
-    if (!user) return;
+    if (!user || busy || targets.every((one) => !one)) return;
     setText("");
-    run(() => Promise.all(targets.map(async (target, side) => {
-      if (!target) return;
-      const turns = [...sides[side], { user, samples: [], chosen: 0 }], last = turns.length - 1;
-      const samples = await ask(target, history(turns, last), options);
-      setSides((old) => old.map((one, at) => (at === side ? [...turns.slice(0, last), { user, samples, chosen: 0 }] : one)));
-    })));
+    const done = await run((signal) => targets.flatMap((target, side) => (target ? [play(side, sides[side], [user], signal)] : [])));
+    if (!done) setText((now) => now || text); // to be sent again
   };
-  const replay = (side) => run(() => play(side, sides[side].length ? sides[side].map((turn) => turn.user) : sides[1 - side].map((turn) => turn.user), targets[side]));
+  const replay = (side) => run((signal) => [play(side, [], (sides[side].length ? sides[side] : sides[1 - side]).map((turn) => turn.user), signal)]);
   const choose = (side, turn, chosen) => setSides((old) => old.map((one, at) => (at === side ? one.map((given, place) => (place === turn ? { ...given, chosen } : given)) : one)));
-  const option = (name, label, more) => html`<label>${label} <input class="short" type="number" value=${options[name]} ...${more} onInput=${(event) => setOptions({ ...options, [name]: name === "seed" ? event.target.value : Number(event.target.value) })} /></label>`;
+  const option = (name, label, more) => html`<label>${label} <input class="short" type="number" value=${options[name]} ...${more} onInput=${(event) => setOptions({ ...options, [name]: event.target.value })} /></label>`;
   const users = sides.some((turns) => turns.length > 0);
   return html`<div class="bar"><h1>Chat</h1>${option("n", "samples", { min: 1, max: SAMPLES })}${option("temperature", "temperature", { min: 0, max: 10, step: 0.1 })}${option("maxTokens", "longest reply, tokens", { min: 1 })}${option("seed", "seed", { min: 0, placeholder: "any" })}
-      ${users && html`<button class="right" onClick=${() => setSides([[], []])}>New conversation</button>`}</div>
+      ${users && html`<button class="right" disabled=${busy} onClick=${() => setSides([[], []])}>New conversation</button>`}</div>
+    <details class="part system" open=${options.system !== ""}><summary>System message ${options.system === "" && html`<span class="muted">the model's default</span>`}</summary><textarea rows="2" aria-label="System message" value=${options.system} onInput=${(event) => setOptions({ ...options, system: event.target.value })}></textarea></details>
     <${Problem} error=${error} />
     ${models && usable.length === 0 && html`<${Empty}>No base model is loaded yet: chat needs a worker.<//>`}
     <div class="two">${targets.map((target, side) => html`<section key=${side} class="panel side" aria-label=${side ? "Right" : "Left"}>
       <div class="bar"><${Target} value=${target} label=${side ? "Model on the right" : "Model on the left"} models=${usable} runs=${mine} onChange=${(value) => setTargets(targets.map((one, at) => (at === side ? value : one)))} />
-        ${users && target && html`<button onClick=${() => replay(side)} disabled=${busy} title="Sends the same messages to this model again">Replay</button>`}</div>
+        ${users && target && html`<button onClick=${() => replay(side)} disabled=${busy} title="Sends the same messages to this model again and shows its new replies">Replay</button>`}</div>
       ${sides[side].map((turn, place) => html`<div key=${place}><article class="message user"><pre>${turn.user}</pre></article>
-        <div class="samples">${turn.samples.map((sample, at) => html`<article key=${at} class=${`message assistant ${turn.samples.length > 1 && at === turn.chosen ? "chosen" : ""}`}>
+        ${turn.samples.length === 0 && html`<p class="muted small" role="status">sampling …</p>`}<div class="samples">${turn.samples.map((sample, at) => html`<article key=${at} class=${`message assistant ${turn.samples.length > 1 && at === turn.chosen ? "chosen" : ""}`}>
           ${turn.samples.length > 1 && html`<button class="small" aria-pressed=${at === turn.chosen} onClick=${() => choose(side, place, at)}>${at === turn.chosen ? "goes on from this" : "go on from this"}</button>`}
           <${Tokens} sample=${sample} /></article>`)}</div></div>`)}
-      ${busy && target && html`<p class="muted">samples …</p>`}</section>`)}</div>
-    <form class="bar say" onSubmit=${send}><label class="grow"><span class="skip">Message</span><textarea rows="2" aria-label="Message" placeholder="A message to both" value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey) send(event); }}></textarea></label><button class="main" disabled=${busy || targets.every((one) => !one)}>Send</button></form>`;
+      ${!users && html`<p class="muted small">${target ? "Its replies stand here, each token with its log-probability." : "Choose a base model, or a version of a run."}</p>`}</section>`)}</div>
+    ${users && html`<p class="muted small">The stronger the color of a token, the less likely it was; point at it for its log-probability.</p>`}
+    <form class="bar say" onSubmit=${send}><label class="grow"><span class="skip">Message</span><textarea rows="2" aria-label="Message" placeholder=${targets.every(Boolean) ? "A message to both" : "A message"} value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey) send(event); }}></textarea></label>${busy ? html`<button type="button" onClick=${() => busy.abort()}>Stop</button>` : html`<button class="main" disabled=${targets.every((one) => !one)}>Send</button>`}</form>`;
 }
 
 /** A base model, or a run, one of its policies and one of its versions. */
@@ -86,5 +97,5 @@ function Target({ value, label, models, runs, onChange }) {
 
 function Tokens({ sample }) {
   if (sample.tokens.length === 0) return html`<pre>${sample.text || html`<span class="muted">(empty)</span>`}</pre>`;
-  return html`<pre class="tokens">${sample.tokens.map((one, at) => html`<span key=${at} class=${`token lp${surprise(one.logprob)}`} title=${`${number(one.logprob, 4)} nats`}>${one.token}</span>`)}</pre>${sample.finish === "length" && html`<span class="muted small">cut at its longest</span>`}`;
+  return html`<pre class="tokens">${sample.tokens.map((one, at) => html`<span key=${at} class=${`token lp${surprise(one.logprob)}`} title=${`${number(one.logprob, 4)} nats`}>${one.token}</span>`)}</pre>${sample.finish === "length" && html`<span class="muted small">cut at the longest reply</span>`}`;
 }

@@ -1,18 +1,15 @@
 // The episode reader: the conversation turn by turn, what each turn earned, and the strip of its tokens.
-import { useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
 import { duration, isNumber, number, route } from "./format.js";
 import { ofPolicy, prompts, Reply } from "./groups.js";
 import { Badge, Empty, Facts, Problem, html, signed } from "./parts.js";
-import { gapStep, stripTokens, surprise } from "./text.js";
+import { gapStep, stripTokens, surprise, turnsOf } from "./text.js";
 
 export function Episode({ job, view, path }) {
   const { data, error } = useData(jobPath(job, "episodes", encodeURIComponent(path[3])));
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
-  // Environments may begin with examples: the turns belong to the last replies.
-  const replies = (data.messages ?? []).filter((message) => message.role === "assistant").length;
-  const policies = [...new Set(data.turns.map((one) => one.policy).filter(Boolean))];
-  let turn = data.turns.length ? data.turns.length - replies - 1 : -1;
+  const policies = Object.keys(view.spec.policies);
   return html`
     <div class="bar"><h2>Answer ${data.member + 1} of <a href=${route(["run", job, "group", data.group])}>group ${data.ordinal}</a></h2><${Badge} state=${data.state} />
       <nav class="right" aria-label="Answers of the group">${data.members.map((one) => html` <a class=${`button small ${one.episode === data.episode ? "chosen" : ""}`} aria-current=${one.episode === data.episode ? "true" : undefined} href=${route(["run", job, "episode", one.episode])}>${one.member + 1}: ${isNumber(one.reward) ? number(one.reward, 2) : one.state}</a>`)}</nav></div>
@@ -23,17 +20,17 @@ export function Episode({ job, view, path }) {
       ["queue", data.seconds ? duration(data.seconds.queue ?? 0) : ""], ["generation", data.seconds ? duration(data.seconds.generation ?? 0) : ""], ["environment", data.seconds ? duration(data.seconds.environment ?? 0) : ""],
       ...Object.entries(data.metrics ?? {}).map(([name, value]) => [name, number(value)]),
     ]} />
-    <div class="conversation">${data.messages === null && !data.error ? html`<section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section><${Empty}>The text of this episode is not kept any more. Its reward and metrics are.<//>` : (data.messages ?? []).map((message, at) => {
-      if (message.role === "assistant") turn += 1;
-      return html`<${Message} key=${at} message=${message} number=${turn} turn=${message.role === "assistant" ? data.turns[turn] : null} policies=${policies} />`;
-    })}</div>
+    <div class="conversation">${data.messages === null && !data.error ? html`<section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section><${Empty}>The text of this episode is not kept any more. Its reward and metrics are.<//>` : turnsOf(data).map(({ message, turn, number: of, branch }, at) => html`
+      ${branch !== null && html`<h3 class="branch muted small">${branch < 0 ? "Another conversation of the agent" : `A branch: the agent continues from turn ${branch + 1}`}</h3>`}
+      <${Message} key=${at} message=${message} number=${of} turn=${turn} policies=${policies} />`)}</div>
     ${data.trajectories.map((one, at) => html`<${TokenStrip} key=${at} trajectory=${one} policies=${policies} trained=${data.consumed_by !== null} title=${data.trajectories.length > 1 ? `Tokens, sequence ${at + 1}` : "Tokens"} />`)}`;
 }
 
 function Message({ message, turn, number: at, policies }) {
   const several = turn && policies.length > 1, color = several ? policies.indexOf(turn.policy) % 6 : 0;
-  return html`<article class=${`message ${message.role} ${several ? `p${color}` : ""}`}><header><b>${message.role}</b>${message.role === "assistant" && html` <span class="muted small">${at < 0 ? "example of the prompt" : `turn ${at + 1}`}</span>`}${several && html` <span><i class=${`swatch s${color}`}></i>${turn.policy}</span>`}
-      ${turn && html`<span class="right small muted">reward <b class=${turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : ""}>${signed(turn.reward)}</b>${Object.entries(turn.rewards).map(([name, value]) => `, ${name} ${signed(value)}`)} · ${turn.tokens} tokens, ended by ${turn.finish} · queue ${duration(turn.queue_seconds)}, generation ${duration(turn.generation_seconds)}, environment ${duration(turn.environment_seconds)}</span>`}</header>
+  const rewards = !turn ? [] : [...(turn.reward || Object.keys(turn.rewards).length === 0 ? [["reward", turn.reward]] : []), ...Object.entries(turn.rewards).map(([name, value]) => [several ? `reward of ${name}` : name, value])];
+  return html`<article class=${`message ${policies.length > 1 ? "" : message.role} ${several ? `p${color}` : ""}`}><header><b>${message.role}</b>${message.role === "assistant" && html` <span class="muted small">${turn ? `turn ${at + 1}${turn.trained ? "" : ", not trained on"}` : "of the prompt"}</span>`}${several && html` <span><i class=${`swatch s${color}`}></i>${turn.policy}</span>`}
+      ${turn && html`<span class="right small muted">${rewards.map(([name, value]) => html`${name} <b class=${value > 0 ? "good" : value < 0 ? "bad" : ""}>${signed(value)}</b> · `)}${turn.tokens} tokens, ended by ${turn.finish} · queue ${duration(turn.queue_seconds)}, generation ${duration(turn.generation_seconds)}, environment ${duration(turn.environment_seconds)}</span>`}</header>
     ${message.role === "assistant" ? html`<${Reply} text=${message.content} />` : html`<pre>${message.content}</pre>`}
     ${turn && Object.keys(turn.metrics).length > 0 && html`<p class="small muted metrics">${Object.entries(turn.metrics).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</p>`}</article>`;
 }
@@ -42,7 +39,11 @@ const COLORED = { logprob: "log-probability", gap: "trainer − engine", version
 
 /** The tokens as the engine sampled them. Those of the environment or the template are dimmed. */
 export function TokenStrip({ trajectory, title, trained, policies = [] }) {
-  const [by, setBy] = useState("logprob"), [at, setAt] = useState(null);
+  const [by, setBy] = useState("logprob"), [at, setAt] = useState(null), box = useRef(null);
+  useEffect(() => { // a long prompt stands above what was sampled
+    const first = box.current.querySelector(".token:not(.masked)");
+    if (first) box.current.scrollTop = first.offsetTop - box.current.offsetTop - box.current.clientHeight / 2;
+  }, [trajectory]);
   const tokens = stripTokens(trajectory), sampled = tokens.filter((one) => one.sampled);
   const gaps = sampled.map((one) => one.gap).filter(isNumber);
   const versions = [...new Set(sampled.map((one) => one.version))];
@@ -57,8 +58,8 @@ export function TokenStrip({ trajectory, title, trained, policies = [] }) {
   const one = at === null ? null : tokens[at];
   const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
   return html`<section class="panel strip"><div class="bar"><h2 class="sub">${title}</h2>
-      <span class="muted small">${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(Math.max(...gaps.map(Math.abs)), 4)} nats` : trained ? (policies.length > 1 ? ", those of the trainer are not kept with several policies" : ", the trainer computed no gradient of them") : ", not trained on yet"}</span>
+      <span class="muted small">${sampled.length === 0 ? "read, not trained on" : html`${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(Math.max(...gaps.map(Math.abs)), 4)} nats` : trained ? (policies.length > 1 ? ", those of the trainer are not kept with several policies" : ", the trainer computed no gradient of them") : ", not trained on yet"}`}</span>
       <span class="right">${choices.map(([name, label]) => html`<button key=${name} class="small" aria-pressed=${by === name} onClick=${() => setBy(name)}>${label}</button>`)}</span></div>
-    <div class="tokens mono" tabindex="0" role="group" aria-label="Tokens; the arrow keys move from one to the next" onKeyDown=${(event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); setAt(Math.max(0, Math.min(tokens.length - 1, (at ?? tokens.length - sampled.length) + by))); } }} onMouseOver=${(event) => { const found = event.target.dataset?.at; if (found !== undefined) setAt(Number(found)); }}>${tokens.map((token, place) => html`${token.worker && html`<span class="mark worker">▸ ${token.worker} </span>`}${token.changed && html`<span class="mark version">▸ version ${token.version} </span>`}<span key=${place} data-at=${place} class=${`token ${shade(token)} ${place === at ? "at" : ""}`}>${token.text}</span>`)}</div>
+    <div class="tokens mono" ref=${box} tabindex="0" role="group" aria-label="Tokens; the arrow keys move from one to the next" onKeyDown=${(event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); setAt(Math.max(0, Math.min(tokens.length - 1, (at ?? tokens.length - sampled.length) + by))); } }} onMouseOver=${(event) => { const found = event.target.dataset?.at; if (found !== undefined) setAt(Number(found)); }}>${tokens.map((token, place) => html`${token.worker && html`<span class="mark worker">▸ ${token.worker} </span>`}${token.changed && html`<span class="mark version">▸ version ${token.version} </span>`}<span key=${place} data-at=${place} class=${`token ${shade(token)} ${place === at ? "at" : ""}`}>${token.text}</span>`)}</div>
     <p class="small mono about" aria-live="polite">${one ? html`<b>${JSON.stringify(one.text)}</b> token ${one.id}${one.sampled ? ` · log-probability ${number(one.logprob, 4)} (engine)${isNumber(one.trainer) ? `, ${number(one.trainer, 4)} (trainer), gap ${signed(one.gap, 4)} nats` : ""} · version ${one.version}${one.policy && policies.length > 1 ? ` of ${one.policy}` : ""}` : " · of the prompt, the environment or the template: not trained on"}` : html`<span class="muted">Point at a token for its numbers. ${by === "logprob" ? "The stronger the color, the less likely." : by === "gap" ? "Orange: the trainer finds it likelier; blue: less likely." : by === "policy" ? html`A color for each policy: ${policies.map((name, place) => html` <i class=${`swatch s${place % 6}`}></i>${name}`)}` : "A color for each version."}</span>`}</p></section>`;
 }

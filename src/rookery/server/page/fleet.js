@@ -9,21 +9,21 @@ export function Fleet() {
   const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health } = useData("/api/v1/health", REFRESH);
   const { data: costs } = useData("/api/v1/costs", 5 * REFRESH), { data: events } = useData(`/api/v1/workers/events?limit=${EVENTS}`, REFRESH);
   if (!workers) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
-  const totals = health?.totals ?? {}, gauges = health?.gauges ?? {};
+  const totals = health?.totals ?? {}, gauges = health?.gauges ?? {}, sites = workers.some((worker) => worker.site);
   return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${workers.length} ${workers.length === 1 ? "worker" : "workers"}</span></div>
     <${Problem} error=${error} />
     ${health && html`<${Facts} facts=${[
       ["requests running", count(gauges.requests_running)], ["requests waiting", count(gauges.requests_waiting)], ["environment hosts", count(gauges.environment_hosts)],
       ["tokens sampled", number(totals.sampled_tokens)], ["tokens trained", number(totals.trained_tokens)], ["steps", count(totals.steps)],
-      ["requests moved", count(totals.requests_migrated)], ["workers lost", count(totals.worker_losses)], ["training retries", count(totals.training_retries)],
+      ["requests moved", count(totals.requests_migrated)], ["tokens saved by moving", count(totals.migrated_tokens)], ["workers lost", count(totals.worker_losses)], ["training retries", count(totals.training_retries)],
     ]} />`}
-    ${workers.length === 0 ? html`<${Empty}>No worker is connected. <code>rookery worker --connect …</code> starts one.<//>` : html`<${Scroll} label="Workers"><table><thead><tr><th>Worker</th><th>State</th><th>Base model</th><th>Roles</th><th>Device</th>
-      <th class="number">Requests</th><th class="number">Tokens/s</th><th class="number">Memory</th><th>Parts of it</th><th class="number">Adapters</th><th class="number">Price per hour</th><th>Notice</th></tr></thead>
-      <tbody>${workers.map((worker) => html`<tr key=${worker.name}><td><b>${worker.name}</b><div class="muted small">${worker.host} · ${worker.pid}</div></td>
-        <td><${Badge} state=${worker.state} /><div class="muted small">for ${duration(worker.seconds)}</div></td><td>${worker.model}<div class="muted small">${worker.engine}</div></td>
-        <td>${worker.roles.join(" + ")}<div class="muted small">${worker.kind}</div></td><td>${worker.device}</td><td class="number">${worker.requests}</td><td class="number">${number(worker.tokens_per_second, 1)}</td>
+    ${workers.length === 0 ? html`<${Empty}>No worker is connected. <code>rookery worker --connect …</code> starts one.<//>` : html`<${Scroll} label="Workers"><table><thead><tr><th>Worker</th>${sites && html`<th>Site</th>`}<th>State</th><th>Base model</th><th>Roles</th>
+      <th class="number">Requests</th><th class="number">Memory</th><th>Parts of it</th><th class="number">Adapters</th><th>Notice</th></tr></thead>
+      <tbody>${workers.map((worker) => html`<tr key=${worker.name}><td><b>${worker.name}</b><div class="muted small">${worker.host} · ${worker.pid}</div></td>${sites && html`<td>${worker.site || "–"}</td>`}
+        <td><${Badge} state=${worker.state} /><div class="muted small">for ${duration(worker.seconds)}</div></td><td>${worker.model}<div class="muted small">${[worker.engine, worker.device].filter(Boolean).join(" on ")}</div></td>
+        <td>${worker.roles.join(" + ")}<div class="muted small">${worker.kind}${worker.price ? `, ${number(worker.price, 2)} per hour` : ""}</div></td><td class="number">${worker.requests}<div class="muted small">${number(worker.tokens_per_second, 1)} tokens/s</div></td>
         <td class="number">${worker.beat?.gauges.worker_memory_budget_bytes ? html`${bytes(worker.beat.gauges.worker_memory_bytes)}<div class="muted small">of ${bytes(worker.beat.gauges.worker_memory_budget_bytes)}</div>` : "–"}</td>
-        <td><${Parts} parts=${worker.beat?.memory_parts ?? {}} /></td><td class="number">${worker.adapters}</td><td class="number">${worker.price ? number(worker.price, 2) : "–"}</td><td class="wrap small">${worker.note || "–"}</td></tr>`)}</tbody></table><//>`}
+        <td><${Parts} parts=${worker.beat?.memory_parts ?? {}} /></td><td class="number">${worker.adapters}</td><td class="wrap small">${worker.note || "–"}</td></tr>`)}</tbody></table><//>`}
     ${costs?.workers.length > 0 && html`<h2>What the fleet costs</h2><${Scroll} label="Costs of the fleet"><table><thead><tr><th>Base model</th><th>Kind</th><th class="number">Hours</th><th class="number">Cost</th><th class="number">Used</th><th class="number">Idle</th><th class="number">In progress</th></tr></thead>
       <tbody>${costs.workers.map((one) => html`<tr><td>${one.model}</td><td>${one.kind}</td><td class="number">${number(one.hours, 2)}</td><td class="number">${number(one.cost)}</td><td class="number">${number(one.used)}</td><td class="number">${number(one.idle)}</td><td class="number">${number(one.waiting)}</td></tr>`)}</tbody></table><//>`}
     ${events?.length > 0 && html`<h2>What happened to workers</h2><${Scroll} label="Events of workers"><table><thead><tr><th>Time</th><th>Worker</th><th>Event</th><th>Details</th></tr></thead>

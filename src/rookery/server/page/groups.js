@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
 import { ago, histogram, inBin, isNumber, number, route, steps, time } from "./format.js";
 import { Badge, Empty, Facts, Pager, Problem, Scroll, html, signed } from "./parts.js";
-import { asText, segments, shorten } from "./text.js";
+import { asText, reach, segments, shorten } from "./text.js";
 
 const PAGE = 50;
 const BAR = 90; // height of the histogram in pixels
@@ -88,22 +88,22 @@ export function Group({ job, view, path }) {
     ${data.reason && html`<div class="notice warn">${data.reason}</div>`}
     <section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section>
     <h2>${data.members.length} answers${ofPolicy(view) && html` <span class="unit muted small">reward and advantage${ofPolicy(view)}</span>`}</h2>
-    <div class="answers">${data.members.map((one) => html`<${Answer} key=${one.episode} job=${job} one=${one} />`)}</div>`;
+    <div class="answers">${data.members.map((one) => html`<${Answer} key=${one.episode} job=${job} one=${one} policies=${Object.keys(view.spec.policies)} />`)}</div>`;
 }
 
-export function Answer({ job, one }) {
+export function Answer({ job, one, policies = [] }) {
   return html`<article class="panel answer">
     <div class="bar"><a href=${route(["run", job, "episode", one.episode])}>Answer ${one.member + 1}</a>
       ${one.state === "failed" ? html`<${Badge} state="failed" />` : html`<b>${number(one.reward)}</b>`}
       ${isNumber(one.advantage) && html`<span class=${one.advantage > 0 ? "good" : one.advantage < 0 ? "bad" : "muted"}>advantage ${signed(one.advantage, 2)}</span>`}
       <span class="muted small right">${one.tokens} tokens${one.finish && one.finish !== "done" ? `, ended by ${one.finish.replace("_", " ")}` : ""}${one.version !== null ? `, version ${one.version}` : ""}</span></div>
-    ${one.error && html`<pre class="bad">${one.error}</pre>`}
-    ${one.replies?.length ? one.replies.map((reply, at) => html`<${Reply} key=${at} text=${reply} />`) : !one.error && html`<p class="muted">Its text is not kept any more.</p>`}
+    ${one.error && html`<pre class="bad" tabindex=${reach(one.error)}>${one.error}</pre>`}
+    ${one.replies?.length ? one.replies.map((reply, at) => html`${one.speakers?.length > 0 && html`<p class="small speaker" key=${`by ${at}`}><i class=${`swatch s${policies.indexOf(one.speakers[at]) % 6}`}></i>${one.speakers[at]}</p>`}<${Reply} key=${at} text=${reply} />`) : !one.error && html`<p class="muted">Its text is not kept any more.</p>`}
     ${one.metrics && Object.keys(one.metrics).length > 0 && html`<p class="small muted metrics">${Object.entries(one.metrics).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</p>`}
   </article>`;
 }
 
 /** A reply: reasoning folded, tool calls set apart. */
 export const Reply = ({ text }) => html`${segments(text).map((one, at) => one.kind === "think"
-  ? html`<details key=${at} class="think"><summary>reasoning, ${one.text.length} characters</summary><pre>${one.text}</pre></details>`
-  : html`<pre key=${at} class=${one.kind === "tool" ? "tool" : ""}>${one.text || html`<span class="muted">(empty)</span>`}</pre>`)}`;
+  ? html`<details key=${at} class="think"><summary>reasoning, ${one.text.length} characters</summary><pre tabindex=${reach(one.text)}>${one.text}</pre></details>`
+  : html`<pre key=${at} class=${one.kind === "tool" ? "tool" : ""} tabindex=${reach(one.text)}>${one.text || html`<span class="muted">(empty)</span>`}</pre>`)}`;

@@ -45,6 +45,9 @@ const without = (object, name) => Object.fromEntries(Object.entries(object).filt
 /** A description without the links and quotes of its markup. */
 export const plain = (text) => (text ?? "").replace(/\[([^\]]*)\]\([^)]*\)/g, "$1").replace(/`/g, "").replace(/\s+/g, " ").trim();
 
+/** The first sentence of a description, for the form, without the name of what it links to; the rest is its title. */
+export const brief = (text) => text.match(/^.*?[.;](?= |$)/)?.[0].replace(/;$/, ".").replace(/: [\w ]{1,20}\.$/, ".") ?? text;
+
 /** What a text in a field means; undefined where it is empty. Raises for JSON that is none. */
 export function parseField(kind, text) {
   if (text.trim() === "") return undefined;

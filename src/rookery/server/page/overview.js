@@ -3,17 +3,17 @@ import { duration, isNumber } from "./format.js";
 
 const FIRST = "reward/"; // a metric of the environment is reward/<name>
 
-/** The charts of a run, with a line for each of its policies, without those that have no value. `evaluations` and `constant` belong to the reward. */
-export function chartsOf(rows, evaluations = []) {
-  const policies = [...new Set(rows.map((row) => row.policy))], several = policies.length > 1;
+/** The charts of a run, with a line for each of its policies, in their `order`, without those that have no value. `evaluations` and `constant` belong to the reward. */
+export function chartsOf(rows, evaluations = [], order = []) {
+  const policies = [...new Set(rows.map((row) => row.policy))].sort((a, b) => order.indexOf(a) - order.indexOf(b)), several = policies.length > 1;
   const onRows = rows.length > 0 && rows.every((row) => isNumber(row.rows)); // a step on rows has no reward
   const of = (policy, name, factor = 1) => rows.map((row) => (row.policy === policy && isNumber(row[name]) ? factor * row[name] : null));
   const line = (label, name, more = {}) => policies.map((policy) => ({ label: several ? `${policy}: ${label}` : label, values: of(policy, name, more.factor), ...more }));
   const stages = [["queue", "seconds/queue"], ["generation", "seconds/generation"], ["environment", "seconds/environment"], ["waiting", "seconds/waiting"], ["training", "seconds/train"], ["commit", "seconds/commit"]];
   const metrics = [...new Set(rows.flatMap((row) => Object.keys(row).filter((name) => name.startsWith(FIRST))))].sort();
   const charts = [
-    onRows ? { title: "Loss", unit: "mean of the step", lines: [line("training", "loss"), ...evaluationLines(rows, evaluations, several)] }
-      : { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations, several)] },
+    onRows ? { title: "Loss", unit: "mean of the step", lines: [line("training", "loss"), ...evaluationLines(rows, evaluations, several, order)] }
+      : { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations, several, order)] },
     ...(onRows ? [{ title: "Preference", unit: "share of pairs", lines: [line("chosen preferred", "accuracy")] }, { title: "Margin", unit: "implicit reward", lines: [line("chosen − rejected", "margin")] }] : []),
     { title: "Reply length", unit: "tokens", lines: [line("mean", "length_mean"), line("longest", "length_max")], digits: 1 },
     { title: "Entropy", unit: "nats per token", lines: [line("entropy", "entropy")] },
@@ -57,8 +57,8 @@ function byPolicy(all, names) {
   return { runs: parts.map((one) => one.rows), labels: parts.map((one) => one.label) };
 }
 
-function evaluationLines(rows, evaluations, several) {
-  const lines = [...new Set(evaluations.map((one) => one.policy))].map((policy) => {
+function evaluationLines(rows, evaluations, several, order) {
+  const lines = [...new Set(evaluations.map((one) => one.policy))].sort((a, b) => order.indexOf(a) - order.indexOf(b)).map((policy) => {
     const values = rows.map(() => null);
     for (const one of evaluations.filter((each) => each.policy === policy)) {
       // A version holds the steps up to the last row of its policy that carries it; version 0 is before the first.

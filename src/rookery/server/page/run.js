@@ -31,13 +31,16 @@ function policiesOf(view) {
 const TABS = [["", "Overview"], ["steps", "Groups"], ["episodes", "Episodes"], ["timeline", "Timeline"], ["events", "Events"]];
 const INSIDE = { steps: Steps, step: Steps, group: Group, episode: Episode, episodes: Episodes, timeline: RunTimeline, events: Events };
 
+/** Whether a run trains on rows, without replies: it has neither groups nor episodes. */
+const onRows = (view) => ["sft", "dpo"].includes(view.spec.algorithm?.name);
+
 export function Run({ path, query, account }) {
   const [, job, tab = ""] = path;
   const stream = useMetrics(job);
   const { data: view, error, reload } = useData(jobPath(job), stream.live || !stream.job ? 3000 : 15000);
   if (error && !view) return html`<${Problem} error=${error} />`;
   if (!view) return html`<p class="muted">Loading …</p>`;
-  const Inside = INSIDE[tab];
+  const Inside = INSIDE[tab], tabs = TABS.filter(([name]) => !onRows(view) || !["steps", "episodes"].includes(name));
   return html`
     <div class="bar"><h1>${view.name}</h1><${Badge} state=${view.state} />
       ${stream.live && view.state === "running" && html`<span class="good small">● live</span>`}
@@ -48,18 +51,18 @@ export function Run({ path, query, account }) {
       ["base model", view.base_model],
       ["step", view.steps ? `${view.step} of ${view.steps}` : view.step],
       [`reward${ofPolicy(view)}`, number(view.reward)],
-      ["tokens/s", view.state === "running" ? number(view.tokens_per_second, 1) : ""],
-      ["tokens sampled", count(view.tokens)],
+      ["tokens/s", view.state === "running" && !onRows(view) ? number(view.tokens_per_second, 1) : ""],
+      ["tokens sampled", onRows(view) ? "" : count(view.tokens)],
       ["waits for", view.finished ? "" : view.waits_for],
       ["episodes", view.counters.episodes ? `${count(view.counters.episodes)}${view.counters.episodes_failed ? `, ${count(view.counters.episodes_failed)} failed` : ""}` : ""],
       ["cost", view.cost.cost ? number(view.cost.cost) : ""],
       ["compute", view.cost.seconds ? duration(view.cost.seconds) : ""],
       ["submitted", time(view.created)],
-      ["took", view.finished ? duration(view.finished - (view.started || view.created)) : view.started ? ago(view.started) : ""],
+      view.finished ? ["took", duration(view.finished - (view.started || view.created))] : ["began", view.started ? `${ago(view.started)} ago` : ""],
     ]} />
     <${Facts} facts=${policiesOf(view)} />
     <${Actions} job=${job} view=${view} reload=${reload} />
-    <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, label]) => html`<a href=${route(["run", job, ...(name ? [name] : [])])} aria-current=${(tab === name || (name === "steps" && ["step", "group", "episode"].includes(tab))) ? "page" : undefined}>${label}</a>`)}</nav>
+    <nav class="tabs" aria-label="Parts of the run">${tabs.map(([name, label]) => html`<a href=${route(["run", job, ...(name ? [name] : [])])} aria-current=${(tab === name || (name === "steps" && ["step", "group", "episode"].includes(tab))) ? "page" : undefined}>${label}</a>`)}</nav>
     ${Inside ? html`<${Inside} job=${job} view=${view} rows=${stream.rows} path=${path} query=${query} account=${account} />` : html`<${Overview} job=${job} view=${view} stream=${stream} />`}`;
 }
 
@@ -73,8 +76,8 @@ function Overview({ job, view, stream }) {
   const rows = stream.rows, steps = rows.map((row) => row.step);
   if (!stream.loaded) return html`<p class="muted">Loading …</p>`;
   if (rows.length === 0) return html`<${Problem} error=${stream.error} /><${Empty}>No step is committed yet. ${view.waits_for && `The run waits for: ${view.waits_for}.`}<//>`;
-  const charts = chartsOf(rows, evaluations ?? []);
-  const open = (step) => { if (step !== undefined) location.hash = route(["run", job, "step", String(step)]); };
+  const charts = chartsOf(rows, evaluations ?? [], Object.keys(view.spec.policies));
+  const rowsOnly = onRows(view), open = (step) => { if (step !== undefined && !rowsOnly) location.hash = route(["run", job, "step", String(step)]); };
   const draw = (chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} onStep=${open} />`;
   const environment = charts.filter((chart) => chart.environment), several = Object.keys(view.spec.policies).length > 1;
   return html`
@@ -84,14 +87,16 @@ function Overview({ job, view, stream }) {
       <input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />
       <span class="muted small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span>
       ${zoom && html`<button onClick=${() => setZoom(null)}>Show all steps</button>`}
-      <span class="muted small right">drag to zoom, double-click to show all, click to open a step</span></div>
+      <span class="muted small right">drag to zoom, double-click to show all${rowsOnly ? "" : ", click to open a step"}</span></div>
     <div class="charts">${charts.filter((chart) => !chart.environment).map(draw)}</div>
     ${environment.length > 0 && html`<h2>Metrics of the environment</h2><div class="charts">${environment.map(draw)}</div>`}
     <h2>Newest steps</h2>
-    <${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th>${several && html`<th>Policy</th>`}<th class="number">Version</th><th class="number">Reward</th><th class="number">Spread</th>
+    ${rowsOnly ? html`<${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th>${several && html`<th>Policy</th>`}<th class="number">Version</th><th class="number">Loss</th><th class="number">Rows</th><th class="number">Tokens learned</th><th class="number">Length, tokens</th><th class="number">Training</th><th>Committed</th></tr></thead>
+      <tbody>${rows.slice(-STEPS_SHOWN).reverse().map((row) => html`<tr key=${row.step}><td class="number">${row.step}</td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${number(row.loss)}</td><td class="number">${count(row.rows)}</td><td class="number">${count(row.tokens)}</td>
+        <td class="number">${number(row.length_mean, 1)}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>` : html`<${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th>${several && html`<th>Policy</th>`}<th class="number">Version</th><th class="number">Reward</th><th class="number">Spread</th>
       <th class="number">Episodes</th><th class="number">No variance</th><th class="number">Length, tokens</th><th class="number">Staleness</th><th class="number">Generation</th><th class="number">Training</th><th>Committed</th></tr></thead>
       <tbody>${rows.slice(-STEPS_SHOWN).reverse().map((row) => html`<tr key=${row.step}>
         <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${number(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
         <td class="number">${row.episodes}</td><td class="number">${percent(row.zero_variance_share)}</td><td class="number">${number(row.length_mean, 1)}</td><td class="number">${number(row.staleness_mean, 2)}</td>
-        <td class="number">${duration(row["seconds/generation"])}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>`;
+        <td class="number">${duration(row["seconds/generation"])}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>`}`;
 }

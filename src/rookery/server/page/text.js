@@ -19,6 +19,11 @@ export function segments(text) {
 /** A prompt or another value of JSON as text. */
 export const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 1));
 
+const SHORT = 500, SHORT_LINES = 12; // what fits into the box of a reply without scrolling
+
+/** The tabindex of a box that scrolls where its text is long: the keyboard has to reach it. */
+export const reach = (text) => (text.length > SHORT || text.split("\n").length > SHORT_LINES ? 0 : undefined);
+
 /** The first characters of a text on one line. */
 export function shorten(text, most = 160) {
   const line = text.replace(/\s+/g, " ").trim();
@@ -49,6 +54,18 @@ export function stripTokens(trajectory) {
   });
   const prefix = prompt.map((id, at) => ({ id, text: before?.[at] ?? `⟨${id}⟩`, sampled: false, logprob: null, trainer: null, gap: null, version: null, changed: false, worker: null, policy: "" }));
   return [...prefix, ...rest];
+}
+
+/** The messages of an episode with their turns: [{message, turn, number, branch}]. `turn` is null for what no policy wrote; `branch` is the turn from which an agent continues where that is not the one before (-1: from none), at the first message of it, else null. */
+export function turnsOf({ messages, turns }) {
+  const number = new Map(turns.map((turn, at) => [turn.message, at]));
+  let next = 0, begins = true;
+  return (messages ?? []).map((message, place) => {
+    const at = number.get(place) ?? null, branch = begins ? turns[next]?.follows ?? null : null;
+    begins = at !== null;
+    if (begins) next = at + 1;
+    return { message, turn: at === null ? null : turns[at], number: at, branch };
+  });
 }
 
 /** A model as sampling names it, JOB[/POLICY][@VERSION] or a base model's name, in its parts. */

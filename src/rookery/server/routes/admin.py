@@ -65,7 +65,7 @@ async def worker_events(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_EVENTS, description="At most so many events")] = MOST_EVENTS,
 ) -> list[WorkerEventView]:
-    """What happened at workers, oldest first: joins, losses with their reason, adapters, training operations:
+    """The events of workers, oldest first: joins, losses with their reason, adapters, training operations:
     without ``after`` the newest ``limit``, else the first later ones. The newest of each kind are kept, since the
     service started."""
     timeline = service.controller.timeline

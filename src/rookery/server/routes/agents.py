@@ -11,7 +11,7 @@ from rookery.aio import unless
 from rookery.bounds import Line
 from rookery.controller.fleet.agents import AgentOutcome, AgentSession, EpisodeEnded
 from rookery.controller.prompts import Sampling
-from rookery.errors import Conflict, Unavailable, UserError
+from rookery.errors import Conflict, NotFound, Unavailable, UserError, short
 from rookery.server.auth import AuthenticatedRoute, Service, ServiceContext, authenticate_agent
 from rookery.server.openai import ChatRequest
 from rookery.server.openai_responses import ResponsesRequest
@@ -131,6 +131,8 @@ class EpisodeChat(ChatRequest):
 class EpisodeResponses(ResponsesRequest):
     """A response of an agent."""
 
+    chat_type = EpisodeChat
+
     model: Line = ""
 
 
@@ -165,8 +167,19 @@ async def generate(service: Service, session: Session, request: Request, asked: 
 @agent_routes.get("/v1/models", response_model=dict[str, Any], name="agent_models")
 async def models(session: Session) -> Response:
     """The policies that reply in the episode."""
-    rows = [{"id": name, "object": "model", "created": 0, "owned_by": session.tenant} for name in session.policies]
-    return json_response({"object": "list", "data": rows})
+    return json_response({"object": "list", "data": [_model(session, name) for name in session.policies]})
+
+
+@agent_routes.get("/v1/models/{model}", response_model=dict[str, Any], name="agent_model")
+async def model(session: Session, model: Annotated[str, Path(max_length=200)]) -> Response:
+    """One of them."""
+    if model not in session.policies:
+        raise NotFound(f"no model {short(repr(model))} in an agent's episode; give {' or '.join(session.policies)}")
+    return json_response(_model(session, model))
+
+
+def _model(session: AgentSession, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": session.tenant}
 
 
 @agent_routes.api_route(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 
+from rookery.controller.episode_views import EpisodePage, EpisodeReading, FailureView, GroupPage, GroupView
+from rookery.controller.views import JobHealthView
 from rookery.server.auth import AuthenticatedRoute, Service
 from rookery.server.paging import decoded, encoded
 from rookery.server.responses import ERRORS
 from rookery.server.routes.jobs import OfJob
-from rookery.server.schemas import EpisodePage, EpisodeReading, FailureView, GroupPage, GroupView, JobHealthView
 from rookery.storage.models import GroupState
 from rookery.storage.repositories.episodes import EpisodeChoice
 
@@ -20,7 +21,7 @@ Step = Annotated[int | None, Query(ge=0, lt=2**63, description="Only groups that
 Name = Annotated[str, Path(max_length=200)]
 
 
-@routes.get("/jobs/{job}/groups", response_model=GroupPage)
+@routes.get("/jobs/{job}/groups")
 async def groups(
     service: Service,
     job: OfJob,
@@ -28,19 +29,19 @@ async def groups(
     state: GroupState | None = None,
     offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-) -> Any:
+) -> GroupPage:
     """Training groups, newest first, with their episodes' rewards and advantages."""
     queries = service.controller.queries.episodes
     return await queries.groups(job.tenant, job.id, step=step, state=state, offset=offset, limit=limit)
 
 
-@routes.get("/jobs/{job}/groups/{group}", response_model=GroupView)
-async def group(service: Service, job: OfJob, group: Name) -> Any:
+@routes.get("/jobs/{job}/groups/{group}")
+async def group(service: Service, job: OfJob, group: Name) -> GroupView:
     """One group with the replies of its episodes."""
     return await service.controller.queries.episodes.group(job.tenant, job.id, group)
 
 
-@routes.get("/jobs/{job}/episodes", response_model=EpisodePage)
+@routes.get("/jobs/{job}/episodes")
 async def episodes(
     service: Service,
     job: OfJob,
@@ -53,29 +54,30 @@ async def episodes(
     text: Annotated[str, Query(max_length=1000, description="Exact part of a text, or of an error")] = "",
     before: Annotated[str | None, Query(max_length=300, description="``next`` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 25,
-) -> Any:
+) -> EpisodePage:
     """Episodes that have ended, newest first, with their replies while their text is kept. A search of a text looks
     for a tenth of a second; ``next`` continues it."""
-    place = decoded(before or "", (float, str), "before", "``next``") or None
-    chosen = EpisodeChoice(step, version, group, failed, min_reward, max_reward, text, place, limit)
-    page = await service.controller.queries.episodes.episodes(job.tenant, job.id, chosen)
-    place = page["next"]
-    return {**page, "next": encoded(place) if place else None, "reached": place[0] if place else None}
+    cursor = decoded(before or "", (float, str), "before", "``next``") or None
+    chosen = EpisodeChoice(step, version, group, failed, min_reward, max_reward, text, cursor, limit)
+    rows, following = await service.controller.queries.episodes.episodes(job.tenant, job.id, chosen)
+    if following is None:
+        return EpisodePage(episodes=rows, next=None, reached=None)
+    return EpisodePage(episodes=rows, next=encoded(following), reached=following[0])
 
 
-@routes.get("/jobs/{job}/episodes/{episode}", response_model=EpisodeReading)
-async def episode(service: Service, job: OfJob, episode: Name) -> Any:
+@routes.get("/jobs/{job}/episodes/{episode}")
+async def episode(service: Service, job: OfJob, episode: Name) -> EpisodeReading:
     """One episode: its conversation, what each turn earned, and its tokens with log-probabilities and versions."""
     return await service.controller.queries.episodes.episode(job.tenant, job.id, episode)
 
 
-@routes.get("/jobs/{job}/failures", response_model=list[FailureView])
-async def failures(service: Service, job: OfJob, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
+@routes.get("/jobs/{job}/failures")
+async def failures(service: Service, job: OfJob, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> list[FailureView]:
     """The most frequent errors of failed episodes."""
     return await service.controller.queries.episodes.failures(job.tenant, job.id, limit)
 
 
-@routes.get("/jobs/{job}/health", response_model=JobHealthView)
-async def job_health(service: Service, job: OfJob) -> Any:
+@routes.get("/jobs/{job}/health")
+async def job_health(service: Service, job: OfJob) -> JobHealthView:
     """Alarms about the job, each with what to do; advice where nothing is wrong."""
     return await service.controller.queries.job_health(job.tenant, job.id)

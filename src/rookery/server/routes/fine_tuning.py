@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from rookery.server.fine_tuning import (
     GraderRun,
     GraderValidate,
     JobCreate,
+    Start,
     checkpoint,
     dataset_of,
     file_object,
@@ -45,7 +46,7 @@ from rookery.server.fine_tuning import (
     read_grader,
     step_event,
 )
-from rookery.server.multipart import Multipart
+from rookery.server.multipart import Form, Multipart
 from rookery.server.openai import UnsupportedField
 from rookery.server.responses import json_response
 from rookery.server.routes.jobs import DATASET_ROWS
@@ -75,24 +76,39 @@ FileLimit = Annotated[int, Query(ge=1, le=FILES_LISTED)]
     openapi_extra={"requestBody": {"content": {"multipart/form-data": {"schema": {"type": "object"}}}}},
 )
 async def add_file(service: Service, owner: Owner, request: Request) -> Response:
-    """Upload rows as a file: a form with ``purpose`` fine-tune and then ``file``."""
+    """Upload rows as a file: a form with ``purpose`` fine-tune and ``file``."""
     form = await Multipart(request.headers.get("content-type", ""), aiter(request.stream())).form()
-    purpose = form.fields.pop("purpose", None)
-    if purpose != PURPOSE:
-        given = "missing" if purpose is None else f"given {purpose[:40]!r}"
-        raise UnsupportedField(f"purpose: {given}; give {PURPOSE}, before the file", "purpose")
-    for name in form.fields:
-        raise UnsupportedField(f"{name[:60]}: files are kept until they are deleted; leave it out", name[:60])
+    _check_fields(form.fields)
     if form.content is None:
         raise UnsupportedField("file: missing; send it as a file of the form", "file")
     limits = service.context.settings.limits
     count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
     try:
-        digest, _ = await service.controller.add_dataset(owner.id, form.content, count)
+        digest, _ = await service.controller.add_dataset(owner.id, _with_purpose(form), count)
+    except UnsupportedField:
+        raise
     except UserError as error:
         raise UnsupportedField(str(error), "file") from None
     row = await service.context.store.read(tenants.get_upload, owner.id, "dataset", digest)
     return json_response(file_object(row.hash, row.size, row.created, form.filename[:200]))
+
+
+async def _with_purpose(form: Form) -> AsyncIterator[bytes]:
+    """The content of a form's file. Raises :class:`UnsupportedField` where the form has no purpose, or other fields,
+    also after the file."""
+    assert form.content is not None
+    async for piece in form.content:
+        yield piece
+    _check_fields({"purpose": "", **form.fields})
+
+
+def _check_fields(fields: Mapping[str, str]) -> None:
+    for name, value in fields.items():
+        if name != "purpose":
+            raise UnsupportedField(f"{name[:60]}: files are kept until they are deleted; leave it out", name[:60])
+        if value != PURPOSE:
+            given = f"given {value[:40]!r}" if value else "missing"
+            raise UnsupportedField(f"purpose: {given}; give {PURPOSE}", "purpose")
 
 
 async def _files(service: ServiceContext, tenant: str) -> list[UploadRow]:
@@ -107,14 +123,14 @@ async def _files(service: ServiceContext, tenant: str) -> list[UploadRow]:
 
 
 async def _uploads(service: ServiceContext, tenant: str) -> AsyncIterator[UploadRow]:
-    place: tuple[str | float, ...] = ()
+    cursor: tuple[str | float, ...] = ()
     while True:
-        rows = await service.context.store.read(tenants.uploads, tenant, Page(LONGEST_PAGE, place))
+        rows = await service.context.store.read(tenants.uploads, tenant, Page(LONGEST_PAGE, cursor))
         for row in rows:
             yield row
         if len(rows) < LONGEST_PAGE:
             return
-        place = rows[-1].created, rows[-1].hash, rows[-1].kind
+        cursor = rows[-1].created, rows[-1].hash, rows[-1].kind
 
 
 @routes.get("/files", response_model=dict[str, Any])
@@ -193,7 +209,8 @@ async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate) -
     if asked is not None:
         await _checked_grader(service, owner.id, asked.grader, "method.reinforcement.grader")
     try:
-        view, _ = await service.controller.submit(owner.id, await service.threads(job_of, given))
+        start = await _start(service, owner.id, given.model)
+        view, _ = await service.controller.submit(owner.id, await service.threads(job_of, given, start))
     except SpecError as error:
         line = error.problems[0]
         param = _param_of(line, given)
@@ -201,9 +218,20 @@ async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate) -
     return json_response(fine_tuning_job(view))
 
 
+async def _start(service: ServiceContext, tenant: str, model: str) -> Start | None:
+    """The fine-tuned model that a job starts from; None for a base model. Raises :class:`NotFound`."""
+    if not model.startswith("ft:"):
+        return None
+    target = await service.controller.completions.find(tenant, model)
+    assert target.adapter is not None  # a version of a job
+    view = await service.controller.queries.show(tenant, target.name.partition("@")[0])
+    policy = next(policy.name for policy in view.policies if policy.id == target.adapter.policy)
+    return Start(view.id, policy, target.adapter.version, target.model, view.spec["policies"][policy])
+
+
 def _param_of(line: str, given: JobCreate) -> str:
     """The argument that a refused job's first mistake concerns."""
-    if line.startswith("base_model"):
+    if line.startswith(("base_model", "policies.main.warm_start", "policies.main.rank")):
         return "model"
     if "the grader names" in line:
         return "method.reinforcement.grader"
@@ -217,26 +245,29 @@ def _param_of(line: str, given: JobCreate) -> str:
 async def list_fine_tunings(
     service: Service, owner: Owner, request: Request, after: After = "", limit: Limit = 20
 ) -> Response:
-    """The tenant's fine-tuning jobs, newest first; ``metadata[KEY]=VALUE`` chooses."""
+    """The tenant's fine-tuning jobs, newest first; ``metadata[KEY]=VALUE`` chooses, ``metadata=null`` those without
+    any."""
     wanted = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()
         if name.startswith("metadata[") and name.endswith("]")
     }
-    place: tuple[str | float, ...] = ()
+    without = request.query_params.get("metadata") == "null"
+    cursor: tuple[str | float, ...] = ()
     if after:
         last = await _job(service, owner.id, after)
-        place = (last.created, last.id)
+        cursor = (last.created, last.id)
     found: list[dict[str, Any]] = []
     while len(found) <= limit:
-        views = await service.controller.queries.list(owner.id, Page(LONGEST_PAGE, place))
+        views = await service.controller.queries.list(owner.id, Page(LONGEST_PAGE, cursor))
         for view in views:
             metadata = view.spec.get("metadata") or {}
-            if is_fine_tuning(view.spec) and wanted.items() <= metadata.items():
+            chosen = not metadata if without else wanted.items() <= metadata.items()
+            if is_fine_tuning(view.spec) and chosen:
                 found.append(fine_tuning_job(view))
         if len(views) < LONGEST_PAGE:
             break
-        place = (views[-1].created, views[-1].id)
+        cursor = (views[-1].created, views[-1].id)
     return json_response({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
 
 

@@ -89,13 +89,13 @@ async def worker(socket: WebSocket, service: Service) -> None:
 @routes.websocket("/host")
 async def host(socket: WebSocket, service: Service) -> None:
     """Keys of workers belong to the service's own hosts, which have no limits."""
-    with ExitStack() as place:
+    with ExitStack() as hosting:
         try:
             caller = await authenticate(socket, ("worker", "host", "tenant", "admin"))
             owner, most = SERVICE, protocol.MAX_FRAME
             if caller.role != "worker":
                 owner, most = caller.id, service.context.settings.edge.host_bytes
-                place.enter_context(service.context.rooms.quotas.hosting(owner))
+                hosting.enter_context(service.context.rooms.quotas.hosting(owner))
         except RookeryError as error:
             await socket.send_denial_response(refusal(error))
             return

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Resp
 from fastapi.responses import StreamingResponse
 
 from rookery.aio import cancel_all
+from rookery.controller.episode_views import DryRun, EpisodeView
 from rookery.controller.feeds import FeedRow
 from rookery.controller.views import (
     NUMBER,
@@ -37,8 +38,6 @@ from rookery.server.paging import Limit, Paged, mark_next
 from rookery.server.peft_archive import pack, unpack
 from rookery.server.responses import ERRORS, event_data
 from rookery.server.schemas import (
-    DryRun,
-    EpisodeView,
     MetricsRow,
     RunPage,
     SampleRequest,
@@ -98,8 +97,8 @@ async def submit(
     return view
 
 
-@routes.post("/jobs/dry-run", response_model=DryRun, tags=["jobs"])
-async def dry_run(service: Service, owner: Owner, data: JobData) -> Any:
+@routes.post("/jobs/dry-run", tags=["jobs"])
+async def dry_run(service: Service, owner: Owner, data: JobData) -> DryRun:
     """Validate a job, fill in its defaults, list warnings and render three of its prompts. Nothing is created."""
     return await service.controller.dry_run(owner.id, data)
 
@@ -197,7 +196,7 @@ async def events(
 )
 async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version: OfVersion = None) -> Any:
     """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
-    return await service.controller.queries.trajectories(job.tenant, job.id, limit, version)
+    return await service.controller.queries.episodes.trajectories(job.tenant, job.id, limit, version)
 
 
 @routes.get("/jobs/{job}/evaluations", tags=["results"])

@@ -15,7 +15,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -28,9 +28,10 @@ from rookery.aio import cancel_all, unless
 from rookery.controller.prompts import CallOptions, PreparedPrompt, PromptTooLong, Sampling
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.validation import Target
-from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, UserError, shortage
+from rookery.errors import NotFound, RookeryError, TooManyRequests, Unauthorized, Unavailable, UserError, shortage
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.completion_formats import ChatFormat, Choice, ResponseFormat, TextFormat
+from rookery.server.fine_tuning import is_fine_tuning, model_name
 from rookery.server.openai import (
     TOOLS,
     ChatRequest,
@@ -42,12 +43,15 @@ from rookery.server.openai import (
 )
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
-from rookery.server.responses import event_data, json_response, problem, retry_after
+from rookery.server.responses import event_data, first_problem, json_response, problem, retry_after
 from rookery.server.token_face import TokenFormat, TokenRequest
+from rookery.storage.columns import Page
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.tool_calls import READERS, CallReader, ForcedReader
 
 log = logging.getLogger("rookery.server.openai")
+
+T = TypeVar("T")
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion without a limit, as in OpenAI's API."""
@@ -57,6 +61,9 @@ MAX_CHOICES = 1024
 
 MAX_LOGPROBS = 1 << 20
 """Log-probabilities of a request that asks for more than those of the sampled tokens; each takes about 100 bytes."""
+
+FINE_TUNED = 100
+"""Newest jobs among which fine-tuned models are looked up for a list of models."""
 
 CLIENT_GONE = 499
 """Status of a request whose client has disconnected, as proxies log it."""
@@ -70,18 +77,18 @@ def _error_body(error: Exception, request: Request) -> tuple[int, dict[str, Any]
     error = shortage(error) or error
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     if isinstance(error, RequestValidationError):
-        where, line = problem(error.errors()[0], request)
+        where, line = problem(first_problem(error.errors(), {"body": error.body}), request, error.body)
         status, message, param = 400, f"{where}: {line}" if where else line, where or None
     elif isinstance(error, RookeryError):
         status, message = error.status, " ".join(str(error).split())
         if isinstance(error, Unauthorized):
             code = "invalid_api_key"
-        elif isinstance(error, PromptTooLong):
-            code = "context_length_exceeded"
+        elif isinstance(error, TooManyRequests):
+            code = "rate_limit_exceeded"
         elif isinstance(error, NotFound) and param is None:
             param, code = "model", "model_not_found"
     elif isinstance(error, HTTPException):
-        status, message = error.status_code, error.detail
+        status, message = 400 if error.status_code == 422 else error.status_code, error.detail
     else:
         status, message = 500, f"internal error ({type(error).__name__}); the service's log has the traceback"
         log.error("%s failed", request.url.path, exc_info=error)
@@ -143,8 +150,19 @@ async def complete_chat(
     )
     _limit_choices(options, 1)
     await _check_schemas(service, options)
-    prompt = await service.threads(_prepare_chat, source, target, chat, options, messages)
+    prompt = await service.threads(_of_argument, "messages", _prepare_chat, source, target, chat, options, messages)
     return await _respond(service, source, owner, request, form, [prompt], min(limits, default=None))
+
+
+def _of_argument(param: str, work: Callable[..., T], *arguments: Any) -> T:
+    """The result of ``work``, whose errors concern the argument ``param`` where they name no other."""
+    try:
+        return work(*arguments)
+    except UnsupportedField:
+        raise
+    except UserError as error:
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        raise UnsupportedField(str(error), param, code) from None
 
 
 async def _check_schemas(service: ServiceContext, options: ChatRequest) -> None:
@@ -180,7 +198,7 @@ def _prepare_chat(
 
 
 def _reader(options: CompletionOptions, chat: Chat) -> CallReader | None:
-    """What finds calls of tools in a reply; None where none are offered."""
+    """The parser of tool calls in a reply; None where no tools are offered."""
     if not isinstance(options, ChatRequest):
         return None
     names = [tool.function.name for tool in options.offered]
@@ -207,7 +225,7 @@ async def completions(service: Service, owner: Owner, request: Request, options:
     form = TextFormat(service, options, target.name, logprobs=options.logprobs is not None)
     _limit_choices(options, len(options.prompts))
     prepare = partial(service.controller.completions.prepare, target, chat)
-    prompts = await service.threads(lambda: [prepare(prompt) for prompt in options.prompts])
+    prompts = await service.threads(_of_argument, "prompt", lambda: [prepare(prompt) for prompt in options.prompts])
     limit = COMPLETION_TOKENS if options.max_tokens is None else options.max_tokens
     return await _respond(service, service.controller.completions, owner.id, request, form, prompts, limit)
 
@@ -222,16 +240,17 @@ async def respond(
     service: ServiceContext, source: Sampling, owner: str, request: Request, asked: ResponsesRequest
 ) -> Response:
     """A response of ``source``."""
-    options = asked.as_chat()
-    messages = [message.for_template(f"input.{number}") for number, message in enumerate(options.messages)]
-    target, chat = await source.open(owner, options.model)
-    form = ResponsesFormat(service, asked, target.name, trainable=_trainable(source, target, options))
-    await _check_schemas(service, options)
-    prompt = await service.threads(_prepare_chat, source, target, chat, options, messages)
-    choices = _choices(source, options, [prompt])
-    limit = options.max_completion_tokens
-    _limit_logprobs(service, options, choices, limit)
-    await service.threads(_check_logits, source, options, prompt)
+    with asked.renamed():
+        options = asked.as_chat()
+        messages = [message.for_template(f"messages.{number}") for number, message in enumerate(options.messages)]
+        target, chat = await source.open(owner, options.model)
+        form = ResponsesFormat(service, asked, target.name, trainable=_trainable(source, target, options))
+        await _check_schemas(service, options)
+        prompt = await service.threads(_of_argument, "messages", _prepare_chat, source, target, chat, options, messages)
+        choices = _choices(source, options, [prompt])
+        limit = options.max_completion_tokens
+        _limit_logprobs(source, options, choices, limit)
+        await service.threads(_check_logits, source, options, prompt)
     growth = _generate(service, source, owner, options, choices, limit)
     headers = {"x-request-id": form.id}
     if asked.stream:
@@ -261,14 +280,27 @@ async def complete_tokens(
     target, chat = await source.open(owner, asked.model)
     form = TokenFormat(service, options, target.name, logprobs=True, trainable=_trainable(source, target, options))
     _limit_choices(options, 1)
-    prompt = await service.threads(source.prepare, target, chat, asked.token_ids)
+    prompt = await service.threads(_of_argument, "token_ids", source.prepare, target, chat, asked.token_ids)
     return await _respond(service, source, owner, request, form, [prompt], options.max_tokens)
 
 
 @routes.get("/models", response_model=dict[str, Any], name="openai_models")
 async def list_models(service: Service, owner: Owner) -> Response:
-    """The models available now: base models that a worker has, and the versions of the tenant's jobs."""
+    """The models available now: base models that a worker has, the versions of the tenant's jobs, and its newest
+    fine-tuned models by their names."""
     rows = await service.controller.completions.targets(owner.id)
+    tenant, jobs = await service.controller.queries.completed(owner.id, Page(FINE_TUNED))
+    contexts = {row["name"]: row.get("context") for row in rows}  # of base models
+    rows += [
+        {
+            "name": model_name(job, tenant),
+            "created": job.finished,
+            "owner": tenant,
+            "context": contexts.get(job.spec["base_model"]),
+        }
+        for job in jobs
+        if is_fine_tuning(job.spec)
+    ]
     return json_response({"object": "list", "data": [_model(row["name"], row) for row in rows]})
 
 
@@ -316,7 +348,7 @@ async def _respond(
     """``n`` completions of each prompt, streamed or whole."""
     options = form.options
     choices = _choices(source, options, prompts)
-    _limit_logprobs(service, options, choices, limit)
+    _limit_logprobs(source, options, choices, limit)
     await service.threads(_check_logits, source, options, prompts[0])
     growth = _generate(service, source, owner, options, choices, limit)
     headers = {"x-request-id": form.id}
@@ -355,13 +387,11 @@ def _limit_choices(options: CompletionOptions, prompts: int) -> None:
         raise UnsupportedField(f"n: at most {MAX_CHOICES} choices in one request", "n")
 
 
-def _limit_logprobs(
-    service: ServiceContext, options: CompletionOptions, choices: Sequence[Choice], limit: int | None
-) -> None:
+def _limit_logprobs(source: Sampling, options: CompletionOptions, choices: Sequence[Choice], limit: int | None) -> None:
     """Raises :class:`UnsupportedField`."""
     echo, likeliest = _scores_prompt(options), options.likeliest
     if echo or likeliest:
-        tokens = service.controller.completions.answer_tokens if limit is None else limit
+        tokens = source.answer_tokens(choices[0].prompt.target, limit)
         prompts = sum(len(choice.prompt.prompt) for choice in choices) if echo else 0
         if (prompts + tokens * len(choices)) * (1 + likeliest) > MAX_LOGPROBS:
             raise UnsupportedField(
@@ -496,7 +526,8 @@ async def _events(
     growth: AsyncGenerator[tuple[Choice, str, str | None] | None],
     request: Request,
 ) -> AsyncGenerator[bytes]:
-    """The events of a streamed response. An error is its last event."""
+    """The events of a streamed response. An error is its last event. The end of a choice has a separate chunk, as in
+    OpenAI's streams: its client closes a call of a tool that an earlier chunk brought."""
     async with aclosing(growth):
         try:
             for choice in choices:
@@ -508,8 +539,11 @@ async def _events(
                     yield b": heartbeat\n\n"
                     continue
                 choice, text, finish = update
-                if text or finish or form.options.return_token_ids or choice.calls_sent < len(choice.calls):
-                    yield form.chunk([form.delta(choice, text, finish)])
+                ids = form.options.return_token_ids and choice.ids_sent < len(choice.reply.tokens)
+                if text or ids or choice.calls_sent < len(choice.calls):
+                    yield form.chunk([form.delta(choice, text, None)])
+                if finish:
+                    yield form.chunk([form.delta(choice, "", finish)])
             if form.include_usage:
                 yield form.chunk([], _usage(choices))
             yield b"data: [DONE]\n\n"

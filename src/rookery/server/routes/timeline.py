@@ -46,7 +46,7 @@ async def timeline(
     service: Service, owner: Owner, start: Time = None, end: Time = None, seconds: Seconds = USUAL_SECONDS,
     columns: Columns = 1000,
 ) -> Response:  # fmt: skip
-    """What workers, environments and the trainer did between two times, the last ten minutes if none is given, and
+    """The work of workers, environments and the trainer between two times, the last ten minutes if none is given, and
     what happened to them. A tenant sees its own work, and that of others as ``busy`` without a name; the administrator
     everything. Spans of a job are kept as long as its episodes; of a busy hour, neighbours are joined."""
     activity = service.controller.queries.activity

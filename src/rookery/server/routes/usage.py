@@ -38,7 +38,7 @@ async def usage(
     offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     limit: Annotated[int, Query(ge=1, le=PAGE)] = 100,
 ) -> Any:
-    """What each job used, newest first; for the administrator of all tenants."""
+    """The usage of each job, newest first; for the administrator of all tenants."""
     tenant = None if owner.role == "admin" else owner.id
     found, total = await service.controller.queries.runs(RunChoice(tenant, offset=offset, limit=limit))
     return {"jobs": [_line(run) for run in found], "total": total}

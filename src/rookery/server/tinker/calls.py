@@ -205,7 +205,7 @@ async def retrieve_future(service: Service, owner: Owner, request: Request) -> R
     as the result."""
     body = await schemas.RetrieveFuture.read(request)
     try:
-        waiting = service.controller.sessions.futures.wait(owner.id, body.request_id)
+        waiting = service.controller.sessions.wait(owner.id, body.request_id)
         result = await unless(service.closing.wait(), waiting)
         if result is None:
             result = QueueStatus(reason="the service stops; it resumes at its next start")

@@ -111,8 +111,8 @@ class Tensor:
         if self.cells is None:
             return self.values if cells is None else self.values[cells]
         found = np.zeros(math.prod(self.shape) if cells is None else len(cells), self.values.dtype)
-        places = self.cells if cells is None else np.searchsorted(cells, self.cells)
-        found[places] = self.values
+        columns = self.cells if cells is None else np.searchsorted(cells, self.cells)
+        found[columns] = self.values
         return found
 
 

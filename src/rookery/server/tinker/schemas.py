@@ -15,7 +15,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rookery import protocol
-from rookery.bounds import ENTRIES, INTEGER, Integer, Line, Metadata, Name, SmallJson, StopText, Token
+from rookery.bounds import CHUNKS, ENTRIES, INTEGER, Integer, Line, Metadata, Name, SmallJson, StopText, Token
 from rookery.controller.sessions.operations import (
     AnyOperation,
     LoadState,
@@ -278,7 +278,7 @@ class ModelInputChunk(TinkerRequest):
 
 
 class ModelInput(TinkerRequest):
-    chunks: Annotated[list[ModelInputChunk], Field(max_length=ENTRIES)]
+    chunks: Annotated[list[ModelInputChunk], Field(max_length=CHUNKS)]
 
 
 class SamplingParams(TinkerRequest):

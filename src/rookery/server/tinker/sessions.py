@@ -160,7 +160,7 @@ async def trace(service: Service, ticket: str, tenant: str, session: str) -> Res
 
 
 def _trace_of(tenant: str, session: str) -> str:
-    """What a ticket for a session's trace opens: never the hash of an artifact."""
+    """The subject of a ticket for a session's trace: never the hash of an artifact."""
     return f"trace of {session} of {tenant}"
 
 

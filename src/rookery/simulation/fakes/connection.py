@@ -103,12 +103,28 @@ class FaultyProcess(Protocol):
     def faults(self) -> Faults: ...
 
 
+class AdapterSource(Protocol):
+    """A worker process that others read adapters from."""
+
+    def serves(self, digest: str) -> bool:
+        """Whether it has the adapter, or receives it."""
+        ...
+
+
 class Faults:
     """Hooks at which a fake worker fails. This one injects nothing."""
 
     def delay(self, kind: Literal["pull", "batch", "upload", "redial"], seconds: float) -> float:
         """How long something takes that takes ``seconds`` usually."""
         return seconds
+
+    def peer(self, address: str) -> AdapterSource | None:
+        """The live worker that answers at an address."""
+        return None
+
+    def evicts(self) -> bool:
+        """Whether an adapter leaves the cache to make room for another one."""
+        return False
 
     def pull_fails(self) -> bool:
         return False

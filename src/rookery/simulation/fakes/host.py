@@ -4,7 +4,7 @@ gets the same reply."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,15 +26,30 @@ def uniform_reward(episode: str, turn: int) -> float:
     return draw("reward", episode, turn) / 2**64
 
 
-def fixed_turns(turns: int, text: str, reward: Callable[[str, int], float] = uniform_reward) -> Observe:
-    """Episodes of so many turns, each of which asks with ``text``; ``reward`` maps (episode, turn)."""
+NO_SPEAKERS: Mapping[str, Sequence[str]] = {}
+
+
+def fixed_turns(
+    turns: int,
+    text: str,
+    reward: Callable[[str, int], float] = uniform_reward,
+    speakers: Mapping[str, Sequence[str]] = NO_SPEAKERS,
+) -> Observe:
+    """Episodes of so many turns, each of which asks with ``text``; ``reward`` maps (episode, turn). In the environments
+    of ``speakers`` each of these policies replies once, in this order."""
+    speaking: dict[str, Sequence[str]] = {}
 
     def observe(call: EpisodeCall) -> dict[str, Any]:
         if isinstance(call, protocol.Reset):
+            speaking[call.episode] = speakers.get(call.environment, ())
             return {"messages": [user_message(f"{call.prompt.decode()} {text}")]}
-        done = call.turn + 1 >= turns
-        messages = [] if done else [user_message(text)]
-        return {"messages": messages, "reward": reward(call.episode, call.turn), "done": done}
+        names = speaking.get(call.episode, ())
+        done = call.turn + 1 >= (len(names) or turns)
+        if done:
+            speaking.pop(call.episode, None)
+            return {"reward": reward(call.episode, call.turn), "done": True}
+        answer = {"messages": [user_message(text)], "reward": reward(call.episode, call.turn)}
+        return answer | ({"policy": names[call.turn + 1]} if names else {})
 
     return observe
 

@@ -27,7 +27,7 @@ from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter, VirtualClock
 from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
-from rookery.simulation.fakes.host import FakeHost, fixed_turns, uniform_reward
+from rookery.simulation.fakes.host import NO_SPEAKERS, FakeHost, fixed_turns, uniform_reward
 from rookery.simulation.fakes.text import Length, chat
 from rookery.simulation.fakes.worker import FakeWorker, worker_hello
 from rookery.spec.fleet import Plan
@@ -114,14 +114,15 @@ class SimulatedService:
 
     def host(
         self, seconds: Mapping[str, float], *, prompt_tokens: int, turns: int = 1,
-        reward: Callable[[str, int], float] = uniform_reward,
+        reward: Callable[[str, int], float] = uniform_reward, speakers: Mapping[str, Sequence[str]] = NO_SPEAKERS,
     ) -> FakeHost:  # fmt: skip
         """An environment host that is not joined yet. ``seconds`` maps each environment's full name to the time of its
-        ``reset`` and ``step``; a message has about ``prompt_tokens`` tokens of one byte."""
+        ``reset`` and ``step``; a message has about ``prompt_tokens`` tokens of one byte. In the environments of
+        ``speakers`` each of these policies replies once."""
         return FakeHost(
             self.dial("host", partial(self.controller.serve_host, owner=SERVICE)),
             environments=dict.fromkeys(seconds, True),
-            observe=fixed_turns(turns, "x" * prompt_tokens, reward),
+            observe=fixed_turns(turns, "x" * prompt_tokens, reward, speakers),
             seconds=lambda environment: seconds.get(environment, 0.0),
         )
 

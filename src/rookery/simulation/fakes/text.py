@@ -1,5 +1,5 @@
-"""What a modelled engine says: tokens, log-probabilities and lengths that are functions of (seed, position) and nothing
-else, so a text that goes on elsewhere is known to be the same, at the price of a slice of a list."""
+"""The output of a modelled engine: tokens, log-probabilities and lengths that are functions of (seed, position) only,
+so a text that continues elsewhere is known to be the same, at the price of a slice of a list."""
 
 from __future__ import annotations
 

@@ -33,6 +33,9 @@ class TrainingProcess(FaultyProcess, Protocol):
     machine: Machine
     tickets: TicketRoutes
     pulled_bytes: int
+    handed: set[str]
+
+    def adopt(self, digest: str) -> None: ...
 
     async def send(self, message: protocol.Message) -> bool: ...
 
@@ -94,6 +97,7 @@ class FakeTrainingOps:
             message = await queue.get()
             if isinstance(message, protocol.VersionCommitted):
                 await self._die_in("committed")
+                self._worker.adopt(message.ref.hash)
                 self.trainer.committed(message)
             else:
                 await self._prepare(message)
@@ -154,6 +158,11 @@ class FakeTrainingOps:
         """Upload what the operation made, and reply."""
         reply = result.reply
         if result.upload is not None:
+            if ADAPTER in result.upload:
+                staged = protocol.manifest_of(_shard(*file) for file in result.upload.items()).hash
+                await self._worker.send(
+                    protocol.VersionStaged(epoch=0, op=reply.op, hash=staged, folder=f".1.{staged[:32]}")
+                )
             share = self._machine.push() / len(result.upload)
             written = [await self._upload(result.ticket, name, file, share) for name, file in result.upload.items()]
             shards = [shard for shard in written if shard is not None]
@@ -161,6 +170,8 @@ class FakeTrainingOps:
                 reply = protocol.OperationDone(epoch=0, op=reply.op, error="the upload was rejected", category="lost")
             else:
                 reply = msgspec.structs.replace(reply, manifest=protocol.manifest_of(shards))
+                if ADAPTER in result.upload:
+                    self._worker.handed.add(staged)
         await self._die_in("reply")
         await self._worker.send(reply)
         await self._die_in("replied")
@@ -177,7 +188,7 @@ class FakeTrainingOps:
             asyncio.get_running_loop().call_later(later, self._write, ticket, name, arrives)
         if self._write(ticket, name, arrives) is None:
             return None
-        return protocol.Shard(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+        return _shard(name, content)
 
     def _write(self, ticket: str, name: str, content: bytes) -> protocol.Shard | None:
         try:
@@ -189,3 +200,7 @@ class FakeTrainingOps:
     async def _die_in(self, phase: Phase) -> None:
         if self._faults.dies(self._worker, phase):
             await asyncio.Event().wait()  # cancelled with the process
+
+
+def _shard(name: str, content: bytes) -> protocol.Shard:
+    return protocol.Shard(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())

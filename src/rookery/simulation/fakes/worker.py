@@ -30,6 +30,8 @@ from rookery.spec.machine import Machine
 
 REDIAL_SECONDS = 1.0
 """Between the end of a connection and the next attempt."""
+SOURCES_SECONDS = 5.0
+"""How long the answer to a request for other sources is awaited."""
 HOLD_SECONDS = 60.0
 """How long a request that nobody claims is held."""
 
@@ -89,6 +91,10 @@ class FakeWorker:
         for digest in cached:
             self._adapters[digest] = self._loop.create_future()
             self._adapters[digest].set_result(True)
+        self.handed: set[str] = set()
+        """Versions that are here and not committed."""
+        self._sources: dict[str, asyncio.Future[list[str]]] = {}
+        """By hash, the answers to requests for other sources."""
         self._pulling: dict[str, asyncio.Task[None]] = {}
         """Requests that wait for their adapter."""
         self._started = 0.0
@@ -213,6 +219,8 @@ class FakeWorker:
             if not pull.done():
                 pull.cancel()
                 del self._adapters[digest]
+        self.handed.clear()
+        self._sources.clear()
         self.training.disconnected()
 
     async def _load(self) -> None:
@@ -228,7 +236,9 @@ class FakeWorker:
                 epoch=0, progress=self.compute.slices, active=self.engine.active,
                 waiting=self.engine.waiting + len(self._pulling), training=self.compute.pending,
                 generated=self.engine.generated, decode_seconds=self.compute.decoded,
-                train_seconds=self.compute.trained, free_tokens=self.engine.free_tokens, costs=self.machine.costs,
+                train_seconds=self.compute.trained,
+                receiving={digest: 0 for digest, pull in self._adapters.items() if not pull.done()},
+                free_tokens=self.engine.free_tokens, costs=self.machine.costs,
                 gauges={"worker_trained_tokens": self.trainer.trained, "pulled_from_service_bytes": self.pulled_bytes},
             )  # fmt: skip
             if not await self.send(heartbeat):
@@ -260,7 +270,14 @@ class FakeWorker:
                         self.spawn(self._report_cached(ref.hash))
                     else:
                         self._pull(ref)
-            case protocol.Retain() | protocol.Sources() | protocol.Withdraw():
+            case protocol.HandOver():
+                self.spawn(self._receive_handed(message.ref.hash))
+            case protocol.Withdraw():
+                self.handed.difference_update(message.hashes)
+            case protocol.Sources():
+                if (answer := self._sources.pop(message.hash, None)) is not None and not answer.done():
+                    answer.set_result(message.sources)
+            case protocol.Retain():
                 pass
             case protocol.EvictArtifacts():
                 self._evict(message)
@@ -342,19 +359,66 @@ class FakeWorker:
 
     def _pull(self, ref: protocol.AdapterRef) -> asyncio.Future[bool]:
         """Done when the adapter is here, or its pull failed."""
+        self.adopt(ref.hash)
         pull = self._adapters.get(ref.hash)
         if pull is None:
             pull = self._adapters[ref.hash] = self.spawn(self._fetch(ref))
         return pull
 
-    async def _fetch(self, ref: protocol.AdapterRef) -> bool:
+    def adopt(self, digest: str) -> None:
+        """Work names the version: it is committed."""
+        if digest in self.handed:
+            self.handed.remove(digest)
+            if digest not in self._adapters:
+                self._adapters[digest] = self._loop.create_future()
+                self._adapters[digest].set_result(True)
+                self.spawn(self._report_cached(digest))
+
+    async def _receive_handed(self, digest: str) -> None:
+        epoch = self.epoch
+        await asyncio.sleep(self.faults.delay("batch", 0.0))
+        if epoch == self.epoch:
+            self.handed.add(digest)
+            await self.send(protocol.HandedOver(epoch=0, hash=digest))
+
+    def serves(self, digest: str) -> bool:
+        return not self.frozen and digest in self._adapters
+
+    async def _read(self, ref: protocol.AdapterRef) -> None:
+        """Read the adapter from one source after the other, at last from the service."""
+        sources = list(ref.sources)
+        while sources:
+            address = sources.pop(0)
+            for _ in range(2):  # it may end in the middle
+                await asyncio.sleep(self.faults.delay("pull", self.machine.pull()) / 2)
+                source = self.faults.peer(address)
+                if source is None or not source.serves(ref.hash):
+                    break
+            else:
+                return
+            answer = self._sources[ref.hash] = self._loop.create_future()
+            await self.send(protocol.SourcesRequest(epoch=0, hash=ref.hash, failed=address))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SOURCES_SECONDS):
+                    sources = await answer
         await asyncio.sleep(self.faults.delay("pull", self.machine.pull()))
+
+    async def _evict_oldest(self, kept: str) -> None:
+        oldest = next((digest for digest in self._adapters if digest != kept and self._has(digest)), None)
+        if oldest is not None:
+            del self._adapters[oldest]
+            await self.send(protocol.AdaptersEvicted(epoch=0, hashes=[oldest]))
+
+    async def _fetch(self, ref: protocol.AdapterRef) -> bool:
+        await self._read(ref)
         if self.faults.pull_fails():
             self._adapters.pop(ref.hash, None)
             await self.send(protocol.PullFailed(epoch=0, hash=ref.hash, error="the network is unreachable"))
             return False
         self.pulled_bytes += self.machine.adapter_bytes
         await self._report_cached(ref.hash)
+        if self.faults.evicts():
+            await self._evict_oldest(ref.hash)
         return True
 
     async def _report_cached(self, digest: str) -> None:

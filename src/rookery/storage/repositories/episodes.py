@@ -154,33 +154,33 @@ def episodes_page(connection: Connection, tenant: str, job: str, chosen: Episode
     if not chosen.text:
         query = select(EpisodeRow).where(*where, *_after(chosen.before)).order_by(*newest).limit(chosen.limit)
         ended = fetch_all(connection, EpisodeRow, query)
-        place = (ended[-1].finished or 0.0, ended[-1].id) if len(ended) == chosen.limit else None
-        return FoundEpisodes(_with_groups(connection, ended), place)
+        cursor = (ended[-1].finished or 0.0, ended[-1].id) if len(ended) == chosen.limit else None
+        return FoundEpisodes(_with_groups(connection, ended), cursor)
     contains = [_contains(connection, column) for column in (EpisodeRow.trajectories, EpisodeRow.turns)]
     found = or_(*contains, EpisodeRow.error.contains(chosen.text, autoescape=True))
-    values, ended, place = {"searched": chosen.text.encode()}, list[EpisodeRow](), chosen.before
+    values, ended, cursor = {"searched": chosen.text.encode("utf-8", "replace")}, list[EpisodeRow](), chosen.before
     until = time.monotonic() + SEARCH_SECONDS
     while True:
-        after = _after(place)
+        after = _after(cursor)
         looked_at = select(EpisodeRow.finished, EpisodeRow.id).where(*where, *after).order_by(*newest)
         last = connection.execute(looked_at.offset(SEARCHED_AT_ONCE - 1).limit(1)).one_or_none()
         part = where + after if last is None else [*where, *after, _up_to(last.finished, last.id)]
         query = select(EpisodeRow).where(*part, found).order_by(*newest).limit(chosen.limit - len(ended))
         ended += fetch_all(connection, EpisodeRow, query, values)
         if len(ended) == chosen.limit:
-            place = (ended[-1].finished or 0.0, ended[-1].id)
+            cursor = (ended[-1].finished or 0.0, ended[-1].id)
             break
-        place = (last.finished, last.id) if last is not None else None
-        if place is None or time.monotonic() > until:
+        cursor = (last.finished, last.id) if last is not None else None
+        if cursor is None or time.monotonic() > until:
             break
-    return FoundEpisodes(_with_groups(connection, ended), place)
+    return FoundEpisodes(_with_groups(connection, ended), cursor)
 
 
-def _after(place: tuple[float, str] | None) -> list[ColumnElement[bool]]:
+def _after(cursor: tuple[float, str] | None) -> list[ColumnElement[bool]]:
     """Behind a place in the order of episodes, newest first; None is its beginning."""
-    if place is None:
+    if cursor is None:
         return []
-    end, id = place  # the first condition is of an index alone
+    end, id = cursor  # the first condition is of an index alone
     return [EpisodeRow.finished <= end, or_(EpisodeRow.finished < end, EpisodeRow.id > id)]
 
 

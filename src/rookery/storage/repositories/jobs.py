@@ -99,7 +99,7 @@ JOBS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class EpisodeStanding:
-    """Who owns an episode, and whether it runs."""
+    """The owner of an episode, and whether it runs."""
 
     tenant: str
     job: str
@@ -297,17 +297,17 @@ def add_groups(connection: Connection, job: str, groups: Sequence[GroupRow]) -> 
 def save_turns(
     connection: Connection,
     episode: str,
-    turns: bytes,
+    turns: Sequence[bytes],
     *,
     version: int | None = None,
     host_instance: str | None = None,
     agent_keys: str | None = None,
     counters: Counters = None,
 ) -> bool:
-    """Make the completed turns durable (all of them: they replace those stored before), and, where given, the version
-    that the episode runs on, the host that holds it, and the hashes of its agent's keys. False if the episode is
-    closed: it changes no more."""
-    values: dict[str, Any] = {"turns": turns}
+    """Make the completed turns durable (all of them, encoded in parts: they replace those stored before), and, where
+    given, the version that the episode runs on, the host that holds it, and the hashes of its agent's keys. False if
+    the episode is closed: it changes no more."""
+    values: dict[str, Any] = {"turns": b"".join(turns)}
     if version is not None:
         values["version"] = version
     if host_instance is not None:

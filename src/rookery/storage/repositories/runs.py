@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
 
 from rookery.errors import NotFound
-from rookery.storage.columns import fetch_all, find, rows
+from rookery.storage.columns import SafeText, fetch_all, find, rows
 from rookery.storage.models import EventRow, JobRow, JobState, StepRow, UsageRow
 
 RunOrder = Literal["created", "name", "state", "step", "reward", "tenant"]
@@ -23,7 +23,7 @@ class RunChoice:
     states: Sequence[JobState] = ()
     """Empty: any."""
     text: str = ""
-    """Part of a job's name, id or base model, in any case."""
+    """Part of a job's name or id, in any case."""
     order: RunOrder = "created"
     descending: bool = True
     offset: int = 0
@@ -43,7 +43,8 @@ def chosen_jobs(connection: Connection, chosen: RunChoice) -> tuple[list[JobRow]
         where.append(JobRow.id.in_(chosen.jobs))
     if chosen.text:
         lower = chosen.text.lower()
-        where.append(or_(*(func.lower(column).contains(lower, autoescape=True) for column in (JobRow.name, JobRow.id))))
+        columns = [func.lower(column, type_=SafeText()) for column in (JobRow.name, JobRow.id)]
+        where.append(or_(*(column.contains(lower, autoescape=True) for column in columns)))
     reward = select(StepRow.reward).where(StepRow.job == JobRow.id, StepRow.step == JobRow.step).scalar_subquery()
     key: Mapping[str, Any] = {
         "created": JobRow.created, "name": JobRow.name, "state": JobRow.state, "step": JobRow.step,

@@ -236,14 +236,14 @@ def newest_checkpoints(
 ) -> dict[tuple[str, CheckpointKind], CheckpointRow]:
     """The newest checkpoint of each kind of these models."""
     mine = (CheckpointRow.tenant == tenant) & CheckpointRow.model.in_(models)
-    place = func.row_number().over(
+    rank = func.row_number().over(
         partition_by=(CheckpointRow.model, CheckpointRow.kind),
         order_by=(CheckpointRow.created.desc(), CheckpointRow.name.desc()),
     )
-    ranked = select(CheckpointRow.model, CheckpointRow.kind, CheckpointRow.name, place.label("place")).where(mine)
+    ranked = select(CheckpointRow.model, CheckpointRow.kind, CheckpointRow.name, rank.label("rank")).where(mine)
     first = ranked.subquery()
     key = (CheckpointRow.model == first.c.model) & (CheckpointRow.kind == first.c.kind)
-    query = select(CheckpointRow).join(first, key & (CheckpointRow.name == first.c.name)).where(first.c.place == 1)
+    query = select(CheckpointRow).join(first, key & (CheckpointRow.name == first.c.name)).where(first.c.rank == 1)
     return {(row.model, row.kind): row for row in fetch_all(connection, CheckpointRow, query)}
 
 

@@ -26,6 +26,7 @@ from rookery.storage.models import (
     ModelRow,
     OwnedRow,
     SamplerRow,
+    SecretRow,
     SessionRow,
     SpanRow,
     TenantRow,
@@ -72,13 +73,14 @@ def rename_tenant(connection: Connection, id: str, name: str) -> TenantRow:
 
 
 def delete_tenant(connection: Connection, id: str, time: float) -> None:
-    """The tenant's keys are valid no more, and its name is free. Its rows stay until they are deleted one by one.
-    Raises :class:`NotFound`, :class:`Conflict` for the administrator's tenant."""
+    """The tenant's keys are valid no more, its secrets are deleted, and its name is free. Its rows stay until
+    they are deleted one by one. Raises :class:`NotFound`, :class:`Conflict` for the administrator's tenant."""
     if get_tenant(connection, id).admin:
         raise Conflict(f"tenant {id} is the administrator's, which cannot be deleted")
     connection.execute(update(TenantRow).where(TenantRow.id == id).values(deleted=time))
     connection.execute(update(KeyRow).where(KeyRow.tenant == id, KeyRow.revoked.is_(None)).values(revoked=time))
-    connection.execute(delete(SpanRow).where(SpanRow.tenant == id))
+    for kind in (SpanRow, SecretRow):
+        connection.execute(delete(kind).where(kind.tenant == id))
 
 
 def half_deleted(connection: Connection) -> set[str]:

@@ -61,7 +61,7 @@ class ResidentAdapter:
 
     @cached_property
     def sites(self) -> set[str]:
-        """Those that it has in any layer."""
+        """The modules that it has in any layer."""
         return {site for _, site in self.a}
 
     @property

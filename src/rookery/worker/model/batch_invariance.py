@@ -43,8 +43,8 @@ _BLOCK = 4
 threads, while of 97 rows among eight threads one stood alone."""
 
 _DEPTH = 192
-"""What MKL's float32 kernels add up in one piece. A contraction of less than two such pieces is cut in the middle, a
-longer one after every piece."""
+"""The length that MKL's float32 kernels add up in one piece. A contraction of less than two such pieces is cut in the
+middle, a longer one after every piece."""
 
 TILE_ROWS = 32
 """Two tiles: up to so many rows oneDNN's kernels for tiles add up a long contraction in one order, by any number of

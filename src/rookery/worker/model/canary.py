@@ -33,7 +33,7 @@ def write_canary(folder: Path, logprobs: Sequence[float]) -> None:
 
 
 def read_canary(folder: Path) -> list[float]:
-    """Those of the version in ``folder``; empty for one that has none, such as an uploaded adapter. Raises
+    """The canaries of the version in ``folder``; empty for one that has none, such as an uploaded adapter. Raises
     ``UserError`` for a broken file."""
     path = folder / CANARY_FILE
     if not path.is_file():

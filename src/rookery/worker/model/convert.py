@@ -28,6 +28,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,12 +149,12 @@ def _download(hub_id: str, fetched: Path) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     shared = any(name in os.environ for name in _HUB_VARIABLES) or os.access(constants.HF_HUB_CACHE, os.W_OK)
-    place = None if shared else fetched
-    if place is not None:
+    folder = None if shared else fetched
+    if folder is not None:
         os.environ.setdefault(_XET_VARIABLE, str(fetched.parent / "xet"))
     bound_requests()
     try:
-        return Path(snapshot_download(hub_id, cache_dir=place, allow_patterns=_HUB_PATTERNS, etag_timeout=SECONDS))
+        return Path(snapshot_download(hub_id, cache_dir=folder, allow_patterns=_HUB_PATTERNS, etag_timeout=SECONDS))
     except GatedRepoError:
         raise _SourceMissing(f"{hub_id} is gated: accept its licence on the hub and set HF_TOKEN") from None
     except RepositoryNotFoundError:
@@ -224,13 +225,13 @@ def _write(model: registry.Model, source: registry.Source, published: _Published
     (target / registry.PREPARED).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m rookery.worker.model.convert")
     parser.add_argument("name", help="a catalogue name, a local folder or a hub id")
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--export", type=Path, help="write the published layout to this new folder")
     parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.die_with_parent:
         die_with_parent(lambda: os._exit(1))  # what it has begun, the next attempt removes
     try:

@@ -156,7 +156,7 @@ class Decoder:
     def attention(
         self, i: int, h: Tensor, rotation: tuple[Tensor, Tensor], attend: AttentionBackend, lora: LoraProduct | None
     ) -> Tensor:
-        """What block ``i``'s attention adds to the residual stream; ``h`` [tokens, hidden] is its normalised input."""
+        """Block ``i``'s attention for the residual stream; ``h`` [tokens, hidden] is its normalised input."""
         cfg, w = self.config, self.layers[i]
         y = w.qkv(h)
         if lora is not None:

@@ -28,10 +28,10 @@ def bound_requests(seconds: float = SECONDS) -> None:
     unanswered: Counter[str] = Counter()
 
     def sending(request: Any) -> None:
-        place = f"{request.method} {request.url}"
-        if unanswered[place] >= ATTEMPTS:
+        asked = f"{request.method} {request.url}"
+        if unanswered[asked] >= ATTEMPTS:
             raise HubSilent(f"no answer within {ATTEMPTS} x {seconds:g} s")
-        unanswered[place] += 1
+        unanswered[asked] += 1
         given = request.extensions.get("timeout", {})
         request.extensions["timeout"] = {
             kind: seconds if given.get(kind) is None else min(seconds, given[kind])

@@ -203,7 +203,7 @@ class LoraManager:
 
     @property
     def slots(self) -> AdapterSlots:
-        """What ``grouped_product`` reads."""
+        """The inputs of ``grouped_product``."""
         assert self._slots is not None
         return self._slots
 

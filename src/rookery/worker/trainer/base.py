@@ -68,7 +68,7 @@ class Trainer(Protocol):
         ...
 
     def tenants(self) -> Collection[str]:
-        """Those that have operations."""
+        """The tenants that have operations."""
         ...
 
     def share_time(self, time: WorkerTime) -> None:

@@ -88,7 +88,7 @@ class OperationQueue:
     def all(self) -> Iterator[Queued]:
         return (queued for policies in self._queues.values() for queue in policies.values() for queued in queue)
 
-    def pending_of(self, trainer: QueuedTrainer) -> bool:
+    def pending_of(self, trainer: object) -> bool:
         """Whether operations that ``trainer`` computes are queued."""
         return any(one is trainer for one in self._trainers.values())
 

@@ -1,4 +1,4 @@
-"""What the trainers behind an :class:`~rookery.worker.trainer.operation_queue.OperationQueue` have in common."""
+"""The base class of trainers behind an :class:`~rookery.worker.trainer.operation_queue.OperationQueue`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("rookery.worker.trainer")
 
 
 class OperationTrainer:
-    """What trainers share of :class:`rookery.worker.trainer.base.Trainer`. Subclasses hold the states and compute.
+    """The shared part of :class:`rookery.worker.trainer.base.Trainer`. Subclasses hold the states and compute.
     Several may stand behind one ``queue``."""
 
     def __init__(self, queue: OperationQueue | None = None) -> None:

@@ -47,6 +47,10 @@ class Trainers:
     def pending(self) -> int:
         return self._queue.pending
 
+    def trains_full(self) -> bool:
+        """Whether operations of full-parameter policies are queued."""
+        return self._full is not None and self._queue.pending_of(self._full)
+
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> Export:
         return self._of(op.rank).initial_version(op, source)
 

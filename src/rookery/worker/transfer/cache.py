@@ -3,7 +3,7 @@
 Promises:
 
 * A file appears whole, under its name, or not at all: it is written as a private ``.part`` file and renamed.
-* Bytes on disk are hashed again before this process first uses them.
+* Bytes on disk are hashed again before this process first uses them, and again where it has used many others since.
 * The cache stays below its limit: the least recently used folders are evicted first, retained ones after all others,
   pinned ones never. Eviction creates no file, so it works on a full disk.
 * Half-written and private files of a process that has died are deleted by the next one that begins, or looks
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+from cachetools import LRUCache
 
 from rookery import protocol
 from rookery.errors import UserError
@@ -43,6 +44,10 @@ MANIFEST = "manifest.json"
 
 COMPLETE = ".adapter"
 """Marker file of a folder that holds all that generation needs. No shard's name begins with a dot."""
+
+VERIFIED = 1024
+"""Artifacts whose hashed files are known: of one that is not, they are hashed again, in milliseconds. The disk may have
+hundreds of thousands."""
 
 RECENT_SECONDS = 60.0
 """Folders used this recently, perhaps by another worker of the machine, are not evicted."""
@@ -60,7 +65,8 @@ class AdapterCache:
         """Raises ``UserError`` if ``root`` belongs to another user and is open to others."""
         self._root = root
         self._capacity_bytes = capacity_bytes
-        self._verified: set[Path] = set()
+        self._verified: LRUCache[Path, set[str]] = LRUCache(VERIFIED)
+        """The names of the hashed files, by folder."""
         self._pins: Counter[str] = Counter()
         self._private: dict[Path, int] = {}
         """This process's private folders, and the descriptors that lock them."""
@@ -81,8 +87,8 @@ class AdapterCache:
             if not psutil.pid_exists(int(part.name.split(".")[-2])):
                 part.unlink(missing_ok=True)
         self.delete_private_leftovers()
-        place = root.stat()
-        self.identity = f"{place.st_dev:x}.{place.st_ino:x}"
+        found = root.stat()
+        self.identity = f"{found.st_dev:x}.{found.st_ino:x}"
         """Equal in all processes of this machine that share the cache, in containers too."""
 
     def delete_private_leftovers(self) -> None:
@@ -131,15 +137,16 @@ class AdapterCache:
 
     async def verify(self, path: Path, digest: str) -> bool:
         """Whether the existing shard ``path`` has the SHA-256 ``digest``."""
-        if path in self._verified or await asyncio.to_thread(sha256, path) == digest:
-            self._verified.add(path)
+        known = path.name in self._verified.get(path.parent, ())
+        if known or await asyncio.to_thread(sha256, path) == digest:
+            self._verified.setdefault(path.parent, set()).add(path.name)
             return True
         return False
 
     def insert(self, part: Path, path: Path) -> None:
         """Rename ``part``, whose hash is verified, to the shard ``path``."""
         part.rename(path)
-        self._verified.add(path)
+        self._verified.setdefault(path.parent, set()).add(path.name)
 
     def mark_complete(self, folder: Path) -> None:
         """All that generation needs is in ``folder``; it counts as used now."""
@@ -214,7 +221,7 @@ class AdapterCache:
         hidden = self._private_path()
         with suppress(FileNotFoundError):  # another worker of this machine has deleted it
             folder.rename(hidden)
-        self._verified = {path for path in self._verified if path.parent != folder}
+        self._verified.pop(folder, None)
         return asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, hidden, True)
 
     def _private_path(self) -> Path:

@@ -111,7 +111,9 @@ class TransferClient:
         ``abandoned(hash)`` is called where the upload of a staged version fails or is cancelled."""
         bases = base.split(",")
         ways = {
-            each: httpx.AsyncHTTPTransport(verify=client_tls(each, ca_file) or True, proxy=proxy_of(each))
+            each: httpx.AsyncHTTPTransport(
+                verify=client_tls(each, ca_file) or True, proxy=proxy_of(each), trust_env=False
+            )
             for each in bases
         }
         self._http = httpx.AsyncClient(base_url=bases[0], timeout=timeout_seconds, trust_env=False, mounts=ways)
@@ -380,7 +382,7 @@ class TransferClient:
             self._orders.start(asyncio.to_thread(self._cache.delete_private_leftovers))
 
     def _private(self, digests: Iterable[str]) -> list[str]:
-        """What is an artifact of the cache was committed, by this policy or with the same bytes by another one."""
+        """A staged artifact of the cache was committed, by this policy or with the same bytes by another one."""
         return [digest for digest in digests if not self._cache.is_complete(digest)]
 
     # --- uploads ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 Read = Callable[[int], bytes]
-Words = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+WordArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 BLOCK_WORDS = 1 << 22
 """Words of a part, so that neither side holds more than some tens of megabytes."""
@@ -77,7 +77,7 @@ def apply_delta(base: Path, delta: Path, new: Path) -> None:
             raise BadDelta(f"it is none for a file of {size} bytes")
         shutil.copyfile(base, new)
         with new.open("r+b") as target:
-            words: Words = np.memmap(target, dtype=_TYPES[width], mode="r+", shape=(size // width,))
+            words: WordArray = np.memmap(target, dtype=_TYPES[width], mode="r+", shape=(size // width,))
             for at in range(0, len(words), BLOCK_WORDS):
                 _overwrite(words[at : at + BLOCK_WORDS], file.read)
             words.flush()  # type: ignore[union-attr]
@@ -96,12 +96,12 @@ def _best_width(base: Path, new: Path, size: int) -> int:
     return 4
 
 
-def _words(path: Path, width: int, size: int) -> Words:
-    words: Words = np.memmap(path, dtype=_TYPES[width], mode="r", shape=(size // width,))
+def _words(path: Path, width: int, size: int) -> WordArray:
+    words: WordArray = np.memmap(path, dtype=_TYPES[width], mode="r", shape=(size // width,))
     return words
 
 
-def _part(before: Words, after: Words) -> bytes:
+def _part(before: WordArray, after: WordArray) -> bytes:
     changed = before != after
     at = np.flatnonzero(changed)
     mask = np.packbits(changed)
@@ -120,7 +120,7 @@ def _gap_bytes(gaps: npt.NDArray[np.int64], taken: int) -> npt.NDArray[np.uint8]
     return written
 
 
-def _overwrite(words: Words, read: Read) -> None:
+def _overwrite(words: WordArray, read: Read) -> None:
     """Carry out one part."""
     head = read(_PART.size)
     if len(head) < _PART.size:

@@ -1,4 +1,4 @@
-"""What a worker serves to others, and how it signs and checks reads. The I/O thread writes, the peer server's reads."""
+"""The artifacts that a worker serves to others, and signed reads. The I/O thread writes, the peer server's reads."""
 
 from __future__ import annotations
 

@@ -4,12 +4,13 @@ cannot run them gets a reason."""
 from __future__ import annotations
 
 import logging
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.forked import ForkedProcess
 
 from rookery.worker.engine.native.kernels import runtime
 
@@ -67,22 +68,22 @@ def write(args: int) -> None:
 
 if __name__ == "__main__":
     import torch
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     kernel, out = runtime.Kernel(write), torch.zeros(1, dtype=torch.int64)
     runtime.load([kernel], Path(sys.argv[1]))
     kernel(runtime.Arguments().tensor(out, torch.int64, 1))
-    print("result", out.item(), kernel._compiled.cache_hits)
+    print("result", out.item(), kernel._compiled.cache_hits, file=sys.stderr)
 """
 
 
 @pytest.mark.skipif(bool(runtime.why_unavailable()), reason=runtime.why_unavailable())
-def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     script = tmp_path / "kernel.py"
     script.write_text(KERNEL)
-    command = [sys.executable, str(script), str(tmp_path / "cache")]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=240)[0] for process in started]
+    code = f"import runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')"
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    started = [ForkedProcess(code, [str(tmp_path / "cache")], environment) for _ in range(2)]
+    outputs = [process.communicate(timeout=240)[1].decode() for process in started]
     hits = sorted(output.split("result 7 ")[1].strip() for output in outputs)
     assert hits == ["0", "1"]
     assert sum("compiling kernels" in output for output in outputs) == 1

@@ -19,7 +19,7 @@ from tests.support.tiny import small, trained_adapter
 from tests.worker.engine.test_exactness import BEST, RANKS, RUNNERS
 
 from rookery import protocol
-from rookery.scheduling.speculation import StepCosts
+from rookery.scheduling.speculation import DraftAccount, StepCosts
 from rookery.worker.engine.native import drafts as drafts_module
 from rookery.worker.engine.native.drafts import Speculator, SuffixIndex
 from rookery.worker.engine.native.engine import NativeEngine
@@ -227,10 +227,20 @@ class Free(StepCosts):
         return np.ones(drafts + 1)
 
 
-def test_drafts_come_from_siblings_only(monkeypatch: pytest.MonkeyPatch) -> None:
+class AlwaysOn(DraftAccount):
+    """As if drafts never cost anything."""
+
+    def allows(self, rows: int) -> bool:
+        return True
+
+
+def free() -> Speculator:
+    return Speculator(Free(), AlwaysOn())
+
+
+def test_drafts_come_from_siblings_only() -> None:
     """A greedy group: whoever comes later says what the first said. Equal texts of another tenant, of a request without
     a group, or of another group are not known."""
-    monkeypatch.setattr(drafts_module, "VAIN_SHARE", 1e9)
 
     def go(speculator: Speculator, second: protocol.Generate) -> int:
         """Decode steps of the second request."""
@@ -242,13 +252,13 @@ def test_drafts_come_from_siblings_only(monkeypatch: pytest.MonkeyPatch) -> None
         return int(engine.stats["decode_steps"] - before)
 
     plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60}
-    assert go(Speculator(Free()), order("two", **plain)) < 20
+    assert go(free(), order("two", **plain)) < 20
     for stranger in (
         order("two", **plain, group=""),
         order("two", **plain, group="another"),
         order("two", **plain, adapter=version("a", 1, "another tenant's policy of the same bytes")),
     ):
-        assert go(Speculator(Free()), stranger) > 20
+        assert go(free(), stranger) > 20
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -288,14 +298,14 @@ def _followers(suffix: Sequence[int], texts: Sequence[Sequence[int]]) -> Counter
 def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, idle: int, states: int) -> None:
     monkeypatch.setattr(drafts_module, "MAX_IDLE", idle)
     monkeypatch.setattr(drafts_module, "MAX_STATES", states)
-    speculator, text = Speculator(Free()), 2 * (20 + 100)
+    speculator, text = free(), 2 * (20 + 100)
 
     def draft(name: str, group: str, seed: int) -> None:
         request = EngineRequest(
             order(name, group=group), "", StopStrings([], str), protocol.TokenLog(prompt(seed, 100))
         )
         speculator.begin(request)
-        speculator.observe(1, 1, 1e3)
+        speculator.observe(1, 1, 1, 1e3)
         speculator.propose([request], [8])
         speculator.end(request)
 
@@ -311,7 +321,7 @@ def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, idle: int,
 def test_texts_without_an_index_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """While drafts do not pay, texts of a group that goes on were kept until its end."""
     monkeypatch.setattr(drafts_module, "MAX_STATES", 500)
-    speculator = Speculator(Free())
+    speculator = free()
     requests = [
         EngineRequest(order(str(i), group="g"), "", StopStrings([], str), protocol.TokenLog(prompt(i, 100)))
         for i in range(20)

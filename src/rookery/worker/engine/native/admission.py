@@ -118,10 +118,10 @@ class Admission:
     def enqueue(self, request: EngineRequest) -> None:
         self._on_version(request)
         interactive = self._num_interactive()
-        first, place = (0, interactive) if request.params.interactive else (interactive, len(self.waiting))
-        while place > first and self.waiting[place - 1].params.order > request.params.order:
-            place -= 1
-        self.waiting.insert(place, request)
+        first, index = (0, interactive) if request.params.interactive else (interactive, len(self.waiting))
+        while index > first and self.waiting[index - 1].params.order > request.params.order:
+            index -= 1
+        self.waiting.insert(index, request)
 
     def admit(self) -> list[EngineRequest]:
         """Admits waiting requests as far as there are rows and memory. Returns rollouts that leave this worker, for

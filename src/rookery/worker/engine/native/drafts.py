@@ -8,7 +8,7 @@ Promises:
 * Memory is bounded by ``MAX_STATES``, of indexes and of ended texts that wait to be indexed; further ones are left
   out. A request without a group is forgotten when it ends. A group of which no request
   is here is kept for further ones as long as it is among the ``MAX_IDLE`` last of those and there is room.
-* Looking for drafts in vain takes ``VAIN_SHARE`` of the time of the steps.
+* Drafts are off for a number of rows where they cost time (``DraftAccount``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from cachetools import LRUCache
 
-from rookery.scheduling.speculation import Acceptance, StepCosts, draft_budget, kind_of
+from rookery.scheduling.speculation import Acceptance, DraftAccount, StepCosts, draft_budget, kind_of
 from rookery.worker.engine.request import EngineRequest
 
 MAX_DRAFT = 8
@@ -38,9 +38,6 @@ MAX_LINKS = 64
 
 MAX_IDLE = 64
 """Groups without a request here: their next turns, or members that wait for a row, come within as many groups."""
-
-VAIN_SHARE = 0.01
-"""Of the steps' time: with many rows, drafts are looked for in one step of some dozens until they pay again."""
 
 
 class SuffixIndex:
@@ -146,8 +143,9 @@ class _GroupTexts:
 class Speculator:
     """The drafts of an engine's requests, and how many of them a step verifies."""
 
-    def __init__(self, costs: StepCosts | None = None) -> None:
+    def __init__(self, costs: StepCosts | None = None, account: DraftAccount | None = None) -> None:
         self.costs = costs or StepCosts()
+        self._account = account or DraftAccount()
         self._groups: dict[tuple[str, ...], _GroupTexts] = {}
         """With requests here; by policy and name, or by the request that has no group."""
         self._idle: dict[tuple[str, ...], _GroupTexts] = {}
@@ -156,8 +154,8 @@ class Speculator:
         """By policy, and whether the request has a group."""
         self.unread = 0
         """Tokens of ended requests that are not indexed yet."""
-        self._vain_seconds = 0.0
-        """Not yet made up for by steps."""
+        self._looking = 0.0
+        """Seconds of ``propose`` before the present step."""
 
     @property
     def states(self) -> int:
@@ -191,34 +189,37 @@ class Speculator:
 
     def propose(self, rows: Sequence[EngineRequest], room: Sequence[int]) -> list[list[int]]:
         """Draft tokens of each row that its next step should verify, at most ``room`` [rows]."""
-        if self._vain_seconds > 0.0:
+        self._looking = 0.0
+        if not self._account.allows(len(rows)):
             return [[] for _ in rows]
         began = time.perf_counter()
         while (full := self.states > MAX_STATES) and self._idle:
             self._forget()
-        if not full:
-            for key in {_key(row) for row in rows}:
-                self._grow(self._groups[key])
+        grown = 0 if full else sum(self._grow(self._groups[key]) for key in {_key(row) for row in rows})
         drafts, chances, drafting = [], [], time.perf_counter()
+        growing = (drafting - began) * len(rows) / max(grown, len(rows))  # of a step that follows another one
         for row, most in zip(rows, room, strict=True):
             draft = self._draft(row)[: max(most, 0)]
             drafts.append([token for token, _, _ in draft])
             chances.append(self._accepted(row).chances([kind_of(matched, share) for _, matched, share in draft]))
-        lengths = draft_budget(chances, self.costs, time.perf_counter() - drafting)
-        if not any(lengths):
-            self._vain_seconds += time.perf_counter() - began
+        lengths = draft_budget(chances, self.costs, time.perf_counter() - drafting + growing)
+        self._looking = time.perf_counter() - began
         return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
 
-    def observe(self, rows: int, positions: int, seconds: float) -> None:
-        """A step of so many rows and positions took so long, ``propose`` not counted."""
+    def observe(self, rows: int, positions: int, tokens: int, seconds: float) -> None:
+        """A step of so many rows and positions gave so many tokens and took so long, ``propose`` not counted."""
         self.costs.observe(rows, positions, seconds)
-        self._vain_seconds = max(0.0, self._vain_seconds - VAIN_SHARE * seconds)
+        looking, self._looking = self._looking, 0.0
+        self._account.observe(rows, tokens, positions - rows, seconds, looking)
 
-    def _grow(self, group: _GroupTexts) -> None:
-        """Indexes what its texts have become."""
+    def _grow(self, group: _GroupTexts) -> int:
+        """Indexes what its texts have become. Returns the number of tokens."""
+        grown = 0
         for text in (*(text for text, _ in group.ended), *group.live.values()):
+            grown += len(text) - text.indexed
             _index(group.index, text)
         self._clear(group)
+        return grown
 
     def _draft(self, row: EngineRequest) -> list[tuple[int, int, float]]:
         """From the texts as far as they are indexed, after the row's draft before was compared with its text."""

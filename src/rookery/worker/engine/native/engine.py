@@ -294,7 +294,7 @@ class NativeEngine:
         seconds = time.perf_counter() - start
         self.stats[f"{kind}_seconds"] += seconds
         if size:
-            self.gate.costs.record(kind, size, seconds)
+            self.gate.record(kind, size, seconds)
         return size > 0
 
     def _must_decode(self) -> bool:
@@ -416,10 +416,12 @@ class NativeEngine:
         for row in rows:
             row.filled += 1
         self.stats["decode_steps"] += 1
+        before = self.generated
         self._sample(rows, logits, drafts)
         positions = sum(len(chunk.tokens) for chunk in chunks)
         if self._speculator is not None:
-            self._speculator.observe(len(rows), positions, time.perf_counter() - began)
+            seconds, tokens = time.perf_counter() - began, self.generated - before
+            self._speculator.observe(len(rows), positions, tokens, seconds)
         return positions
 
     def _drafts(self, rows: Sequence[EngineRequest]) -> list[list[int]]:

@@ -64,8 +64,8 @@ class Runner(Protocol):
 
 
 class BaseRunner:
-    """What all runners but a GPU's share: adapters need no preparation, and a decode step is a prefill of one token of
-    each sequence."""
+    """The base class of all runners but a GPU's: adapters need no preparation, and a decode step is a prefill of one
+    token of each sequence."""
 
     def __init__(self, decoder: Any, loras: Any, store: SegmentStore) -> None:
         self.store = store

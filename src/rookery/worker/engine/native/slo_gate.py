@@ -86,6 +86,11 @@ class SloGate:
     ) -> None:
         """``headroom``: the share of the KV cache that rollouts leave to interactive requests."""
         self.costs = CostTable()
+        """Of slices in turns, with the cores that they had."""
+        self.beside = False
+        """Whether the engine computes beside training."""
+        self.last: tuple[Kind, int, float] = "decode", 0, 0.0
+        """Kind, tokens and seconds of the engine's last slice."""
         self.tracked: dict[str, TrackedRequest] = {}
         """By the request's name."""
         self.met = self.ended = 0
@@ -115,6 +120,12 @@ class SloGate:
     def gauges(self) -> dict[str, float]:
         """Figures for the operator, as an engine's."""
         return {"slo_requests": self.ended, "slo_requests_within": self.met, "slo_cache_cuts": self.cache_cuts}
+
+    def record(self, kind: Kind, size: int, seconds: float) -> None:
+        """A slice of the engine took so long."""
+        self.last = kind, size, seconds
+        if not self.beside:
+            self.costs.record(kind, size, seconds)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -147,7 +158,7 @@ class SloGate:
         return row.params.interactive or row.params.request in self.tracked
 
     def decode_rows(self, rows: list[EngineRequest]) -> list[EngineRequest]:
-        """Those of ``rows`` (in order of admission) that the next decode step computes."""
+        """The rows among ``rows`` (in order of admission) that the next decode step computes."""
         self.rollout_share = 1.0
         if not self.tracked or self.open:
             return rows

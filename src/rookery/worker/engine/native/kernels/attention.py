@@ -53,26 +53,26 @@ registers, so that most reads of keys and values find them in the first cache.""
 _BLOCKS_PER_THREAD = 4
 """So many blocks of each key head are made for every thread, if there are as many tokens, so that none waits long."""
 
-(_TOKENS, _KV_HEADS, _GROUP, _SIZE, _LAYERS, _HALF, _PLACES, _BLOCKS, _NUM_BLOCKS, _KEYS, _VALUES, _QUERIES, _COS,
+(_TOKENS, _KV_HEADS, _GROUP, _SIZE, _LAYERS, _HALF, _SPANS, _BLOCKS, _NUM_BLOCKS, _KEYS, _VALUES, _QUERIES, _COS,
  _SIN, _CONSTANTS, _SCRATCH, _ROOM, _WIDTH, _ROWS, _LAYER, _ROTATES, _WINDOW, _QKV, _OUT, _Q_NORM,
  _K_NORM) = range(FIRST, FIRST + 26)  # fmt: skip
 """Both kernels read the same arguments. From ``_LAYER`` on, they are a layer's."""
 
 _PREFIX_START, _PREFIX_CAPACITY, _TAIL_START, _TAIL_CAPACITY, _PREFIX_LENGTH, _INDEX = range(6)
-"""Columns of ``_PLACES`` [tokens, 6]: the segments' slots, the prefix's tokens, and the token's index in the tail."""
+"""Columns of ``_SPANS`` [tokens, 6]: the segments' slots, the prefix's tokens, and the token's index in the tail."""
 
 
 @device_function
-def _place(args: int, token: int, column: int) -> int:
-    return read_int(read_int(args, _PLACES), token * 6 + column)
+def _span(args: int, token: int, column: int) -> int:
+    return read_int(read_int(args, _SPANS), token * 6 + column)
 
 
 @device_function
 def _address(args: int, base: int, token: int, segment: int, head: int, key: int) -> int:
     """Of a key (the first of its block) or value of the token's segment, for a key head."""
     heads, half = read_int(args, _KV_HEADS), read_int(args, _HALF)
-    row = _place(args, token, 2 * segment) * read_int(args, _LAYERS) * heads
-    row += (read_int(args, _LAYER) * heads + head) * _place(args, token, 2 * segment + 1) + key
+    row = _span(args, token, 2 * segment) * read_int(args, _LAYERS) * heads
+    row += (read_int(args, _LAYER) * heads + head) * _span(args, token, 2 * segment + 1) + key
     return read_int(args, base) + (2 if half else 4) * row * read_int(args, _SIZE)
 
 
@@ -119,7 +119,7 @@ def _rotate(args: int) -> None:
             to = ((head // group * tokens + token) * group + head % group) * size
             for i in range(0, size, LANES):
                 store_float(queries, to + i, load_float(out, i) * scale)
-        index = _place(args, token, _INDEX)
+        index = _span(args, token, _INDEX)
         for head in range(kv_heads):
             _rotated(args, token, kv_heads * group + head, read_int(args, _K_NORM), out)
             for i in range(0, size, LANES):
@@ -139,15 +139,15 @@ def _rotate(args: int) -> None:
 @device_function
 def _begin(args: int, token: int, segment: int) -> int:
     """The first key of a segment that the token attends to; ``_end`` if there is none."""
-    length, window = _place(args, token, _PREFIX_LENGTH), read_int(args, _WINDOW)
-    first = max(length + _place(args, token, _INDEX) + 1 - window, 0) if window else 0
+    length, window = _span(args, token, _PREFIX_LENGTH), read_int(args, _WINDOW)
+    first = max(length + _span(args, token, _INDEX) + 1 - window, 0) if window else 0
     return max(first - length, 0) if segment else min(first, length)
 
 
 @device_function
 def _end(args: int, token: int, segment: int) -> int:
     """The end of these keys."""
-    return _place(args, token, _INDEX) + 1 if segment else _place(args, token, _PREFIX_LENGTH)
+    return _span(args, token, _INDEX) + 1 if segment else _span(args, token, _PREFIX_LENGTH)
 
 
 @device_function
@@ -180,7 +180,7 @@ def _score(args: int, first: int, count: int, segment: int, head: int, query: in
 @device_function
 def _softmax(args: int, token: int, scores: int) -> float:
     """Replaces a row's scores, one for each position, by exp(score - maximum) and returns their sum."""
-    end, window = _place(args, token, _PREFIX_LENGTH) + _place(args, token, _INDEX) + 1, read_int(args, _WINDOW)
+    end, window = _span(args, token, _PREFIX_LENGTH) + _span(args, token, _INDEX) + 1, read_int(args, _WINDOW)
     begin = max(end - window, 0) if window else 0
     first = begin // LANES * LANES
     for i in range(first, begin):
@@ -242,7 +242,7 @@ def _attend(args: int) -> None:
         head, block = block % kv_heads, read_int(args, _BLOCKS) + 24 * (block // kv_heads)
         first, count, one_tail = read_int(block, 0), read_int(block, 1), read_int(block, 2)
         query = read_int(args, _QUERIES) + 4 * (head * read_int(args, _TOKENS) + first) * group * size
-        tail = _place(args, first, _PREFIX_LENGTH)
+        tail = _span(args, first, _PREFIX_LENGTH)
         together = count if one_tail else 1
         _score(args, first, count, 0, head, query, scores)
         for i in range(0, count, together):
@@ -276,26 +276,26 @@ class KernelAttention:
         config, dtype, size = decoder.config, decoder.dtype, decoder.config.head_dim
         self._decoder, self._cache, self._stream = decoder, cache, stream
         self.tokens, self.positions, self.last = map(torch.from_numpy, (stream.tokens, stream.positions, stream.last))
-        places = _checked_places(cache, stream)
-        count, threads = len(places), torch.get_num_threads()
+        spans = _checked_spans(cache, stream)
+        count, threads = len(spans), torch.get_num_threads()
         most = min(_BLOCK_ROWS // config.group, count * config.kv_heads // (_BLOCKS_PER_THREAD * threads))
-        blocks = _token_blocks(places, max(1, most))
+        blocks = _token_blocks(spans, max(1, most))
         rows = int(blocks[:, 1].max()) * config.group
-        ends = places[:, (_PREFIX_LENGTH, _INDEX)] + [0, 1]
+        ends = spans[:, (_PREFIX_LENGTH, _INDEX)] + [0, 1]
         width = int((-(-ends // LANES) * LANES).sum(1).max())
         room = max(2 * size, rows * (width + size))
         cos, sin = (x.reshape(count, size) for x in decoder.rotation(self.positions))
         arguments = self._arguments = Arguments()
         for number in (count, config.kv_heads, config.group, size, cache.layers, dtype == torch.bfloat16):
             arguments.number(number)
-        arguments.tensor(torch.from_numpy(places), torch.int64, count, 6)
+        arguments.tensor(torch.from_numpy(spans), torch.int64, count, 6)
         arguments.tensor(torch.from_numpy(blocks), torch.int64, len(blocks), 3).number(len(blocks))
         for x in (cache.k, cache.v):
             arguments.tensor(x, dtype, cache.tokens * cache.layers * config.kv_heads, size)
         arguments.tensor(torch.empty(count, config.heads, size), torch.float32, count, config.heads, size)
         arguments.tensor(cos, dtype, count, size).tensor(sin, dtype, count, size)
         arguments.tensor(torch.tensor([config.eps, size**-0.5]), torch.float32, 2)
-        arguments.tensor(torch.empty(threads, room), torch.float32, threads, room)
+        arguments.tensor(torch.empty(arguments.threads, room), torch.float32, arguments.threads, room)
         for number in (room, width, rows):
             arguments.number(number)
         self._count = count
@@ -314,8 +314,8 @@ class KernelAttention:
         return out
 
 
-def _checked_places(cache: KVCache, stream: TokenStream) -> np.ndarray:
-    """``_PLACES`` of the tokens."""
+def _checked_spans(cache: KVCache, stream: TokenStream) -> np.ndarray:
+    """``_SPANS`` of the tokens."""
     tails = [chunk.slot for chunk in stream.chunks]
     prefixes = [chunk.prefix_slot or chunk.slot for chunk in stream.chunks]
     lengths = [chunk.prefix_length for chunk in stream.chunks]
@@ -328,17 +328,17 @@ def _checked_places(cache: KVCache, stream: TokenStream) -> np.ndarray:
         (prefix.start, prefix.capacity, tail.start, tail.capacity, length)
         for prefix, tail, length in zip(prefixes, tails, lengths, strict=True)
     ]
-    places = np.empty((len(stream.tokens), 6), dtype=np.int64)
-    places[:, :_INDEX] = np.array(by_chunk, dtype=np.int64)[stream.owner]
-    places[:, _INDEX] = stream.index
-    return places
+    spans = np.empty((len(stream.tokens), 6), dtype=np.int64)
+    spans[:, :_INDEX] = np.array(by_chunk, dtype=np.int64)[stream.owner]
+    spans[:, _INDEX] = stream.index
+    return spans
 
 
-def _token_blocks(places: np.ndarray, most: int) -> np.ndarray:
+def _token_blocks(spans: np.ndarray, most: int) -> np.ndarray:
     """``_BLOCKS``: tokens of one tail in a row, or of several tails with one prefix, at most ``most``."""
-    prefix, tail, shared = (places[:, column].tolist() for column in (_PREFIX_START, _TAIL_START, _PREFIX_LENGTH))
+    prefix, tail, shared = (spans[:, column].tolist() for column in (_PREFIX_START, _TAIL_START, _PREFIX_LENGTH))
     blocks = [[0, 1, 1]]
-    for token in range(1, len(places)):
+    for token in range(1, len(spans)):
         first, count, one_tail = blocks[-1]
         same = tail[token] == tail[token - 1]
         siblings = shared[token] and shared[first] and prefix[token] == prefix[first]

@@ -18,7 +18,7 @@ from rookery.worker.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class LayerValues:
-    """What one layer computed [tokens, …]: the residual stream ``x`` before it, and ``middle`` of it; the norms'
+    """The activations of one layer [tokens, …]: the residual stream ``x`` before it, and ``middle`` of it; the norms'
     outputs; the projections with their deltas; and of each site LoRA's middle ``inner``, see ``LayerStages``."""
 
     x: Tensor

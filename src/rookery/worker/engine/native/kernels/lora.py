@@ -37,11 +37,11 @@ from rookery.worker.engine.native.kernels.vec import (
     store_float,
     sum_lanes,
 )
-from rookery.worker.model.config import SITES
+from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.decoder import Decoder, output_slices
 
 BLOCK_ROWS = 8
-"""Rows of a block: as many as a product holds in registers."""
+"""Most rows of a block: as many as a product holds in registers. Fewer where threads would have no block."""
 
 _COLUMNS = 16 * LANES
 """Columns that a block computes at a time, so that they stay in the first cache."""
@@ -241,7 +241,7 @@ def _stage(args: int) -> None:
 
 KERNEL = Kernel(_stage)
 
-Site = tuple[int, str]
+LayerSite = tuple[int, str]
 """A layer and a key of ``SITES``."""
 
 
@@ -256,9 +256,11 @@ class LayerStages:
         config, self._dtype = decoder.config, residual.dtype
         self.decoder, self.residual, self._tokens = decoder, residual, len(residual)
         self._adapted = any(adapter is not None for adapter, _ in groups)
-        blocks = np.array(list(_blocks(groups, self._tokens, config.layers)), dtype=np.int64)
+        threads = torch.get_num_threads()
+        blocks = np.array(list(_blocks(groups, self._tokens, config.layers, threads)), dtype=np.int64)
         stride = max((3 * adapter.rank for adapter, _ in groups if adapter is not None), default=0)
         self.inner = torch.empty(self._tokens, stride)
+        self._widths = {site: _widths(config, site) for site in SITES}
         self._keep = groups
         room = BLOCK_ROWS * max(config.hidden, 2 * _COLUMNS)
         arguments = self._arguments = Arguments()
@@ -267,50 +269,51 @@ class LayerStages:
         arguments.number(stride).tensor(torch.empty(arguments.threads, room), torch.float32, arguments.threads, room)
         arguments.number(room).tensor(torch.tensor([config.eps]), torch.float32, 1)
 
-    def norm(self, weight: Tensor, y: Tensor | None, up: Site | None, down: Site | None) -> Tensor:
+    def norm(self, weight: Tensor, y: Tensor | None, up: LayerSite | None, down: LayerSite | None) -> Tensor:
         """Adds y and the delta of its site ``up`` to the residual stream → its norm, for the site ``down``."""
         out = torch.empty_like(self.residual)
-        self._run(_NORM, up, down, (self.decoder.config.hidden,), y, weight, out)
+        self._run(_NORM, up, down, self._widths["qkv"][0], y, weight, out)
         return out
 
-    def expand(self, site: Site, y: Tensor) -> Tensor:
+    def expand(self, site: LayerSite, y: Tensor) -> Tensor:
         """y plus the delta of its site, in place."""
         if self._adapted:
-            ends = [part.stop for part in output_slices(self.decoder.config, site[1]).values()]
-            self._run(_EXPAND, site, None, ends, y)
+            self._run(_EXPAND, site, None, self._widths[site[1]][1], y)
         return y
 
-    def shrink(self, site: Site, x: Tensor) -> Tensor:
+    def shrink(self, site: LayerSite, x: Tensor) -> Tensor:
         """x itself, the input of ``site``."""
         if self._adapted:
-            self._run(_SHRINK, None, site, (self.decoder.config.site_shape(site[1])[0],), x)
+            self._run(_SHRINK, None, site, self._widths[site[1]][0], x)
         return x
 
-    def swiglu(self, y: Tensor, up: Site | None, down: Site) -> Tensor:
+    def swiglu(self, y: Tensor, up: LayerSite | None, down: LayerSite) -> Tensor:
         """SwiGLU of y = [gate, up] and the delta of its site ``up``, for the site ``down``."""
         out = torch.empty(self._tokens, self.decoder.config.inner, dtype=self._dtype)
-        self._run(_SWIGLU, up, down, (self.decoder.config.inner,), y, None, out)
+        self._run(_SWIGLU, up, down, self._widths["down"][0], y, None, out)
         return out
 
     def _run(
         self,
         stage: int,
-        up: Site | None,
-        down: Site | None,
-        ends: Sequence[int],
+        up: LayerSite | None,
+        down: LayerSite | None,
+        ends: tuple[int, int, int],
         y: Tensor | None,
         weight: Tensor | None = None,
         out: Tensor | None = None,
     ) -> None:
-        width, inner = ends[-1] * (2 if stage == _SWIGLU else 1), torch.empty_like(self.inner)
+        """``ends`` of y's parts."""
+        inner = torch.empty_like(self.inner) if self._adapted and down is not None else self.inner
+        hidden, width = self.residual.shape[1], ends[2] * (2 if stage == _SWIGLU else 1)
         self._arguments.replace(
             _STAGE,
             stage,
-            _place(up) + 1 if up is not None and self._adapted else 0,
-            _place(down) + 1 if down is not None and self._adapted else 0,
+            _SITE_FIELDS[up[1]] + 2 * len(SITES) * up[0] + 1 if up is not None and self._adapted else 0,
+            _SITE_FIELDS[down[1]] + 2 * len(SITES) * down[0] + 1 if down is not None and self._adapted else 0,
             len(SITES[down[1]]) if down is not None else 0,
-            *(*ends, ends[-1], ends[-1])[:3],
-            checked_address(weight, self._dtype, (self.decoder.config.hidden,)) if weight is not None else 0,
+            *ends,
+            checked_address(weight, self._dtype, (hidden,)) if weight is not None else 0,
             self.inner.data_ptr(),
             inner.data_ptr(),
             out.data_ptr() if out is not None else 0,
@@ -321,22 +324,28 @@ class LayerStages:
             self.inner = inner
 
 
-def _place(site: Site) -> int:
-    """Of A in an adapter's table; B's is the next."""
-    return 2 * (site[0] * len(SITES) + list(SITES).index(site[1]))
+_SITE_FIELDS = {site: 2 * i for i, site in enumerate(SITES)}
+"""Of a site's A in a layer's part of an adapter's table; B's is the next."""
+
+
+def _widths(config: DecoderConfig, site: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """``_END_0`` to ``_END_2`` of a site's input, and of its output, which has up to three parts."""
+    ends = [part.stop for part in output_slices(config, site).values()]
+    width = config.site_shape(SITES[site][0])[0]
+    return (width, width, width), (ends[0], ends[min(1, len(ends) - 1)], ends[-1])
 
 
 def _blocks(
-    groups: Sequence[tuple[KernelAdapter | None, int]], tokens: int, layers: int
+    groups: Sequence[tuple[KernelAdapter | None, int]], tokens: int, layers: int, threads: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """``_BLOCKS`` of the groups."""
-    first = 0
+    """``_BLOCKS`` of the groups: at least one for each thread, where each has two tokens."""
+    first, most = 0, min(BLOCK_ROWS, max(2, tokens // threads))
     for adapter, count in groups:
         check_rows(first, count, tokens)
         rank = adapter.rank if adapter is not None else 0
         table = checked_address(adapter.table, torch.int64, (layers, len(SITES), 2)) if adapter is not None else 0
-        for begin in range(first, first + count, BLOCK_ROWS):
-            yield begin, min(BLOCK_ROWS, first + count - begin), rank, table
+        for begin in range(first, first + count, most):
+            yield begin, min(most, first + count - begin), rank, table
         first += count
     if first != tokens:
         raise ValueError(f"adapters are given for {first} of {tokens} tokens")

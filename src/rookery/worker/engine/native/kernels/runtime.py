@@ -22,6 +22,7 @@ import hashlib
 import logging
 import os
 import platform
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,12 +68,21 @@ def openmp_parallel() -> Any:
     return None
 
 
+_reserved = 1
+
+
+def reserve(threads: int) -> None:
+    """Kernels have room for so many threads at least, whatever the number is when their arguments are made."""
+    global _reserved
+    _reserved = threads
+
+
 class Arguments:
     """The int64 words that one kernel reads: two counters, then its arguments in the order in which they are added. The
-    tensors stay alive as long as this object. ``threads`` run the kernel: as many as PyTorch has now."""
+    tensors stay alive as long as this object. At most ``threads`` run the kernel: as many as its caller has then."""
 
     def __init__(self) -> None:
-        self.threads = torch.get_num_threads()
+        self.threads = max(_reserved, torch.get_num_threads())
         self._words = [0] * FIRST
         self._tensors: list[Tensor] = []
         self._array: np.ndarray | None = None
@@ -98,15 +108,23 @@ class Arguments:
             self._words += words
             self._array = None
         else:
-            self._array[index:] = words
+            _packer(len(words)).pack_into(self._array.data, 8 * index, *words)  # a fifth of NumPy's time
 
     def reset(self) -> int:
         """Sets the counters to 0 and returns the address of the words. None can be added afterwards."""
         if self._array is None:
             self._array = np.array(self._words, dtype=np.int64)
             self._address = self._array.ctypes.data
-        self._array[:FIRST] = 0
+        _COUNTERS.pack_into(self._array.data, 0, *[0] * FIRST)
         return self._address
+
+
+_COUNTERS = struct.Struct(f"{FIRST}q")
+
+
+@cache
+def _packer(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}q")
 
 
 def checked_address(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -150,7 +168,7 @@ class Kernel:
     def __call__(self, arguments: Arguments) -> None:
         """Returns when all blocks are done. ``load`` comes first."""
         assert self._code, f"kernel {self._function.__name__} is not compiled"
-        openmp_parallel()(self._code, arguments.reset(), arguments.threads, 0)
+        openmp_parallel()(self._code, arguments.reset(), min(arguments.threads, torch.get_num_threads()), 0)
 
 
 def load(kernels: Sequence[Kernel], folder: Path | None) -> None:
@@ -180,21 +198,21 @@ def _numba_cache(folder: Path | None) -> Iterator[bool]:
     if root is None:
         yield False
         return
-    place = root / code_key()
+    folder = root / code_key()
     try:
         import fcntl
 
-        place.mkdir(parents=True, exist_ok=True)
-        lock = (place / "lock").open("w", encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w", encoding="utf-8")
     except OSError as error:
         log.warning("kernels are compiled at every start: %s", error)
         yield False
         return
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not any(place.rglob("*.nbi")):
+        if not any(folder.rglob("*.nbi")):
             log.info("compiling kernels for this processor, about 10 seconds, once")
-        before, config.CACHE_DIR = config.CACHE_DIR, str(place)
+        before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
         try:
             yield True
         finally:

@@ -1,0 +1,289 @@
+"""A worker's planner: its knowledge of slices and of the work of tenants, for :mod:`rookery.scheduling.pipelines`.
+
+The work of all jobs of a tenant counts as one job's here. Durations are seconds alone on all cores: those of a slice
+beside another are divided by its measured slowdown. A tenant's stage has ended when nothing of it is left in the
+engine, or the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from statistics import fmean, median
+from typing import Literal
+
+import torch
+from cachetools import LRUCache
+
+from rookery.scheduling.costs import CostTable, Kind
+from rookery.scheduling.pipelines import (
+    BUCKETS,
+    ENGINE,
+    MOST_STAGES,
+    TRAINER,
+    TURNS,
+    JobStages,
+    LaneChoice,
+    LaneCosts,
+    SlowdownTable,
+    Stage,
+    StageKind,
+    StagePredictor,
+    choose,
+)
+from rookery.worker import device, teams
+from rookery.worker.engine.native.attention import SequenceChunk
+from rookery.worker.engine.native.runner import Runner
+from rookery.worker.trainer.packed_pass import Backbone
+from rookery.worker.trainer.packing import PackedGroup, pack_groups
+
+PLAN_SECONDS = 0.5
+"""A plan is made again after so long, or when other tenants have work: stages last longer, and a plan takes about a
+millisecond."""
+
+RETRY_SECONDS = 60.0
+"""After so long in turns, what was measured at the start counts again: in turns nothing else corrects the table."""
+
+TAIL_ROWS = BUCKETS[0]
+"""So few rows that decode are a tail."""
+
+LEFT = 0.1
+"""Of a stage that takes longer than the last one did, so much is assumed to be left."""
+
+MEASURE_TOKENS = 256
+"""Of the training pass that the start measures: half of a short real one."""
+
+MEASURE_SECONDS = 4.0
+"""The start measures no further split of the cores after so long."""
+
+
+def splits(threads: int) -> list[int]:
+    """Threads of the engine's lane that are worth a comparison, turns first."""
+    quarters = {round(threads * part / 4) for part in (1, 2, 3)}
+    return [TURNS, *sorted((one for one in quarters if 0 < one < threads), key=lambda one: abs(one - threads / 2))]
+
+
+Part = Literal["engine", "trainer"]
+
+
+class LanePlan:
+    """Its methods need the lock of the two threads."""
+
+    def __init__(
+        self,
+        threads: int,
+        table: SlowdownTable,
+        costs: CostTable,
+        depth: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``table`` and ``costs``: as measured at the start, the latter of the engine's slices alone on all cores."""
+        self._modes = splits(threads)
+        self._first = table
+        self._costs = deepcopy(costs)
+        """Of slices alone on all cores. The gate's own follow slices as they are, also those with fewer cores."""
+        self._depth = depth
+        self._clock = clock
+        self.table = deepcopy(table)
+        self._token_seconds = 0.0
+        """Of training, alone."""
+        self._spent: defaultdict[str, dict[StageKind, float]] = defaultdict(dict)
+        """Of the present stages, by tenant."""
+        self._present: dict[Part, set[str]] = {"engine": set(), "trainer": set()}
+        self._rows: LRUCache[str, int] = LRUCache(MOST_STAGES)
+        """Of each tenant, when it last had work in the engine."""
+        self._predictor = StagePredictor()
+        self._planned_at = -math.inf
+        self._planned_for: object = None
+        self._turns_since = clock()
+        self.choice = LaneChoice(TURNS, 0.0, "no work to run beside")
+
+    # --- slices -------------------------------------------------------------------------------------------------------
+
+    def on_engine(
+        self, kind: Kind, size: int, seconds: float, threads: int | None, tokens: Mapping[str, float]
+    ) -> None:
+        """A slice of the engine, of ``size`` tokens, with so many of each tenant's; ``threads`` of its lane, 0 without
+        one, None with fewer cores than the worker has."""
+        total = sum(tokens.values())
+        if threads == TURNS and size:
+            self._costs.record(kind, size, seconds)
+        expected = self._costs.predict(kind, size)
+        if threads and total and expected:
+            stage: StageKind = "prefill" if kind == "prefill" else "decode"
+            self.table.record(threads, stage, int(total), engine=seconds / expected)
+        for tenant, part in tokens.items():
+            if not part:
+                continue
+            if kind == "prefill":
+                self._spend(tenant, "prefill", (expected or seconds) * part / total)
+            else:  # others' rows in the batch are not its work
+                own = self._costs.predict("decode", int(part)) or seconds
+                self._spend(tenant, "tail" if total <= TAIL_ROWS else "decode", own)
+
+    def on_trainer(
+        self, seconds: float, tokens: Mapping[str, float], trained: float, threads: int | None, rows: int
+    ) -> None:
+        """A slice of the trainer: ``trained`` tokens, 0 for an optimizer step; beside a lane of so many ``threads``, 0
+        without one, None for a part of the time, or with fewer cores. ``rows`` decoded beside it."""
+        kind: StageKind = "train" if trained else "optimizer"
+        alone = seconds
+        if trained and threads == TURNS:
+            each = seconds / trained
+            self._token_seconds += (each - self._token_seconds) * (0.2 if self._token_seconds else 1.0)
+        elif trained and self._token_seconds:
+            alone = self._token_seconds * trained
+            if threads is not None and rows:
+                self.table.record(threads, "decode", rows, trainer=seconds / alone)
+        total = sum(tokens.values())
+        for tenant, part in tokens.items():
+            if part:
+                self._spend(tenant, kind, alone * part / total)
+
+    def end_stages(self, part: Part, present: Collection[str]) -> None:
+        """After each slice of the engine, or the trainer: these tenants have work there; stages of others have
+        ended."""
+        kinds, now = ENGINE if part == "engine" else TRAINER, set(present)
+        for tenant in self._present[part] - now:
+            spent = self._spent[tenant]
+            for kind in sorted(kinds & spent.keys()):
+                self._predictor.record(f"{tenant} {kind}", spent.pop(kind))
+            if not spent:
+                del self._spent[tenant]
+        self._present[part] = now
+
+    def _spend(self, tenant: str, kind: StageKind, seconds: float) -> None:
+        spent = self._spent[tenant]
+        spent[kind] = spent.get(kind, 0.0) + seconds
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def decide(self, rows: Mapping[str, int], training: Collection[str]) -> LaneChoice:
+        """The mode for now. ``rows``: that each tenant has in the engine; ``training``: tenants with operations."""
+        now = self._clock()
+        rows = {tenant: max(1, count) for tenant, count in rows.items()}
+        self._rows.update(rows)
+        generating = set(rows)
+        work = generating, set(training)
+        if now - self._planned_at < PLAN_SECONDS and work == self._planned_for:
+            return self.choice
+        self._planned_at, self._planned_for = now, work
+        if self.choice.active:
+            self._turns_since = now
+        elif now - self._turns_since > RETRY_SECONDS:
+            self.table = deepcopy(self._first)
+            self._turns_since = now
+        costs = LaneCosts(self.table, lambda count: self._costs.predict("decode", count))
+        chains = self._chains(generating, work[1])
+        self.choice = choose(chains, self._modes, costs, self.choice.threads, self._depth)
+        return self.choice
+
+    def slowdowns(self, rows: int, threads: int) -> tuple[float, float]:
+        """Of engine and trainer while both have work, in this mode."""
+        return self.table.slowdown(threads, "decode" if rows else "prefill", rows)
+
+    def _chains(self, generating: set[str], training: set[str]) -> list[JobStages]:
+        """The predicted rest of each tenant's present work, and the work that follows it in its step."""
+        chains: list[JobStages] = []
+        for tenant in sorted(generating | training):
+            engine = self._stages(
+                tenant, ("prefill", "decode", "tail"), self._rows.get(tenant, 1), present=tenant in generating
+            )
+            trainer = self._stages(tenant, ("train", "optimizer"), 0, present=tenant in training)
+            if tenant in generating and tenant in training:
+                chains += [engine, trainer]
+            else:
+                chains.append(engine + trainer if tenant in generating else trainer + engine)
+        return [chain for chain in chains if chain]
+
+    def _stages(self, tenant: str, kinds: Sequence[StageKind], rows: int, *, present: bool) -> JobStages:
+        """One part of a tenant's step, or the rest of it if it is ``present``: endless if it is that and unknown."""
+        spent: Mapping[StageKind, float] = self._spent.get(tenant, {}) if present else {}
+        found = []
+        for kind in kinds:
+            predicted = self._predictor.predict(f"{tenant} {kind}")
+            if predicted is not None:
+                left = predicted - spent.get(kind, 0.0)
+                later = any(spent.get(other) for other in kinds[kinds.index(kind) + 1 :])
+                if left > LEFT * predicted or not later:
+                    found.append(Stage(kind, max(left, LEFT * predicted), rows))
+        if present and not found:
+            found.append(Stage(kinds[1] if kinds[0] == "prefill" else kinds[0], math.inf, rows))
+        return tuple(found)
+
+
+def measure_slowdowns(
+    threads: int, runner: Runner, backbone: Backbone, costs: CostTable, max_rows: int, where: torch.device
+) -> SlowdownTable:
+    """A training pass beside decode steps, and beside prefills, on every split of the cores. In the calling thread,
+    which trains later on; ``costs`` are those of the engine's slices alone."""
+    table = SlowdownTable()
+    began = time.perf_counter()
+    _train(backbone, where)
+    alone = min(_train(backbone, where) for _ in range(2))
+    for split in splits(threads)[1:]:
+        for rows in (*BUCKETS, 0):
+            slots = [slot for _ in range(max(1, min(rows, max_rows))) if (slot := runner.store.allocate(128))]
+            tokens = 1 if rows else 128
+            expected = costs.predict("decode" if rows else "prefill", len(slots) * tokens)
+            if not slots or not expected or time.perf_counter() - began > MEASURE_SECONDS:
+                for slot in slots:
+                    runner.store.free(slot)
+                continue
+            chunks = [SequenceChunk("", [0] * tokens, 0, slot) for slot in slots]
+            lane = _Generating(runner, chunks, split, where, decodes=bool(rows))
+            lane.start()
+            try:
+                teams.use(max(1, threads - split))
+                trained = fmean([_train(backbone, where) for _ in range(2)])
+            finally:
+                lane.end()
+                teams.use(threads)
+                for slot in slots:
+                    runner.store.free(slot)
+            kind: StageKind = "decode" if rows else "prefill"
+            if lane.took:
+                table.record(split, kind, rows, engine=median(lane.took) / expected, trainer=trained / alone)
+    return table
+
+
+class _Generating(threading.Thread):
+    """Slices of the engine until it is ended, in a lane of ``threads``."""
+
+    def __init__(
+        self, runner: Runner, chunks: list[SequenceChunk], threads: int, where: torch.device, *, decodes: bool
+    ) -> None:
+        super().__init__(name="engine", daemon=True)
+        self._runner, self._chunks, self._threads, self._where = runner, chunks, threads, where
+        self._slice = runner.decode if decodes else runner.prefill
+        self._ended = threading.Event()
+        self.took: list[float] = []
+        """Seconds of each."""
+
+    def run(self) -> None:
+        teams.use(self._threads)
+        with device.own_stream(self._where), torch.no_grad():
+            self._runner.prepare_adapters([""])
+            while not self._ended.is_set():
+                began = time.perf_counter()
+                self._slice(self._chunks)
+                device.finish(self._where)
+                self.took.append(time.perf_counter() - began)
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def _train(backbone: Backbone, where: torch.device) -> float:
+    """Seconds of a forward and a backward pass of the base model."""
+    batch = pack_groups([PackedGroup([0] * MEASURE_TOKENS, [], [])], where)
+    began = time.perf_counter()
+    passed = backbone.forward(batch, [], recompute=False)
+    passed.backward(torch.zeros_like(passed.hidden))
+    device.finish(where)
+    return time.perf_counter() - began

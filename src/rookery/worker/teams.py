@@ -1,0 +1,69 @@
+"""The OpenMP threads of a worker: each thread that computes has a team of its own, and all teams together have no more
+threads than there are cores to compute with.
+
+Promise: after :func:`reserve`, a thread that asked for no team computes alone, so that no third team appears beside
+those of the lanes. The GNU runtime lets threads spin briefly once a process has more of them in teams than the machine
+has processors, which makes a decode step of few rows half as fast. A team grows and shrinks with the number that its
+thread asks for; it ends with its thread.
+
+A result does not depend on the number of threads where the kernels compute in bfloat16 (:func:`why_inexact`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rookery.worker.engine.native.kernels import runtime
+from rookery.worker.model.batch_invariance import uses_amx
+
+
+@cache
+def _setter() -> Any:
+    """``omp_set_num_threads`` of the runtime that PyTorch uses. PyTorch's own function also sets the number that other
+    threads begin with."""
+    for library in (None, *sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))):
+        function = getattr(ctypes.CDLL(None if library is None else str(library)), "omp_set_num_threads", None)
+        if function is not None:
+            function.argtypes, function.restype = (ctypes.c_int,), None
+            return function
+    return None
+
+
+def reserve(threads: int) -> int:
+    """The calling thread computes with ``threads`` (0: as many as there are cores), every other one alone until it asks
+    for more. Returns the number."""
+    present = torch.get_num_threads()  # asked first: PyTorch sets a thread's number at its first question
+    chosen = threads or present
+    torch.set_num_threads(chosen)
+    runtime.reserve(chosen)
+    others = threading.Thread(target=torch.set_num_threads, args=(1,), name="teams")
+    others.start()
+    others.join()
+    return chosen
+
+
+def use(threads: int) -> None:
+    """The calling thread computes with so many from now on."""
+    if torch.get_num_threads() != threads:
+        _setter()(threads)
+
+
+def why_inexact(device: torch.device, dtype: torch.dtype, *, kernels: bool) -> str:
+    """Why results would depend on the number of threads; empty where they do not. ``kernels``: engine and trainer
+    compute by compiled kernels."""
+    if device.type != "cpu":
+        return ""
+    if not kernels:
+        return "engine and trainer do not compute by CPU kernels"
+    if dtype != torch.bfloat16:
+        return "float32 products depend on the number of threads"
+    if uses_amx(dtype, device):
+        return "products by tile instructions depend on the number of threads"
+    gnu = runtime.openmp_parallel() is not None and _setter() is not None
+    return "" if gnu else "PyTorch does not use GNU OpenMP here"

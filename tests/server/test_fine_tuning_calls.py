@@ -1,0 +1,181 @@
+"""Single calls of OpenAI's fine-tuning API by the unmodified SDK, on a worker that computes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.support.faces import MODEL, ScriptedWorker, served
+from tests.support.waiting import until
+
+ROWS = b"\n".join(
+    json.dumps({"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "4"}]}).encode()
+    for n in range(4)
+)
+CHECK: dict[str, Any] = {
+    "type": "string_check", "name": "right", "input": "{{ sample.output_text }}", "reference": "{{ item.answer }}",
+    "operation": "eq",
+}  # fmt: skip
+
+
+@dataclass
+class Called:
+    client: openai.OpenAI
+    http: httpx.Client
+
+    def upload(self, content: bytes = ROWS) -> str:
+        return self.client.files.create(file=("rows.jsonl", content), purpose="fine-tune").id
+
+    def done(self, **asked: Any) -> Any:
+        """A job that has succeeded."""
+        jobs = self.client.fine_tuning.jobs
+        job = jobs.create(**{"model": MODEL, "training_file": self.upload(), **asked}).id
+        return until(lambda: found if (found := jobs.retrieve(job)).status == "succeeded" else None)
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Called]:
+    with served(tmp_path_factory.mktemp("calls")) as service, ScriptedWorker.of(service):
+        headers = {"Authorization": f"Bearer {service.key}"}
+        with httpx.Client(base_url=f"{service.url}/v1", headers=headers, timeout=60) as http:
+            client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0)
+            until(lambda: any(model.id == MODEL for model in client.models.list()))
+            yield Called(client, http)
+
+
+def form(*parts: tuple[str, bytes]) -> list[tuple[str, Any]]:
+    return [(name, ("rows.jsonl", value) if name == "file" else (None, value)) for name, value in parts]
+
+
+PURPOSE, FILE = ("purpose", b"fine-tune"), ("file", ROWS)
+
+
+@pytest.mark.parametrize(
+    ("parts", "param"),
+    [
+        ([PURPOSE, FILE], ""),
+        ([FILE, PURPOSE], ""),  # as openai-node sends what its manual shows
+        ([FILE], "purpose"),
+        ([FILE, ("purpose", b"batch")], "purpose"),
+        ([("purpose", b"batch"), FILE], "purpose"),
+        ([FILE, PURPOSE, ("expires_after[seconds]", b"60")], "expires_after[seconds]"),
+        ([PURPOSE], "file"),
+        ([("file", b"[1]"), PURPOSE], "file"),
+    ],
+)
+def test_the_purpose_of_a_file_may_stand_on_either_side_of_it(
+    called: Called, parts: list[tuple[str, bytes]], param: str
+) -> None:
+    known = {one.id for one in called.client.files.list()}
+    answer = called.http.post("/files", files=form(*parts)).json()
+    if param:
+        assert answer["error"]["param"] == param, answer
+        assert {one.id for one in called.client.files.list()} == known, "nothing of it stays"
+    else:
+        assert called.http.get(f"/files/{answer['id']}/content").content == ROWS
+
+
+def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
+    lora = {"rank": 4, "targets": ["q"]}  # as the worker's adapters are
+    rows = called.upload().removeprefix("file-")
+    submitted = called.http.post("/../api/v1/jobs", json={
+        "name": "first", "base_model": MODEL, "environment": {"id": "demonstrations", "dataset": rows},
+        "algorithm": {"name": "sft", "batch_size": 2}, "policies": {"main": lora}, "stop": {"steps": 2},
+    }).json()  # fmt: skip
+    first = submitted["id"].removeprefix("job-")
+    until(lambda: called.client.fine_tuning.jobs.retrieve(f"ftjob-{first}").status == "succeeded")
+    model = f"ft:{MODEL}:admin:first:{first}"
+    for name, version in ((model, 2), (f"{model}:ckpt-step-1", 1)):
+        further = called.done(model=name)
+        assert further.model == MODEL and first not in further.fine_tuned_model
+        spec = called.http.get(f"/../api/v1/jobs/job-{further.id.removeprefix('ftjob-')}").json()["spec"]
+        policy = spec["policies"]["main"]
+        assert {name: policy[name] for name in lora} == lora
+        assert (policy["warm_start"]["job"], policy["warm_start"]["version"]) == (submitted["id"], version)
+    for name in (f"{model}0", f"{model}:ckpt-step-9", "ft:"):
+        with pytest.raises(openai.NotFoundError, match="no fine-tuned model") as refused:
+            called.done(model=name)
+        assert refused.value.param == "model"
+
+
+def test_a_job_starts_from_the_first_policy_of_a_job_with_several(called: Called) -> None:
+    """That which answers by the job's own name, whatever the order of the names."""
+    lora = {"rank": 4, "targets": ["q"]}
+    judge = {"name": "judge", "policy": "judge", "prompt": "{reply} {answer}", "scale": 4}
+    submitted = called.http.post("/../api/v1/jobs", json={
+        "name": "first", "base_model": MODEL, "policies": {"solver": lora, "judge": lora}, "stop": {"steps": 1},
+        "environment": {"id": "jsonl", "rows": [{"prompt": "1+1?", "answer": "2"}], "verifier": judge},
+        "algorithm": {"group_size": 2, "groups_per_step": 1},
+    }).json()  # fmt: skip
+    path = f"/../api/v1/jobs/{submitted['id']}"
+    until(lambda: called.http.get(path).json()["state"] == "completed")
+    model = f"ft:{MODEL}:admin:first:{submitted['id'].removeprefix('job-')}"
+    for name in (model, f"{model}:ckpt-step-1"):
+        further = called.done(model=name)
+        spec = called.http.get(f"/../api/v1/jobs/job-{further.id.removeprefix('ftjob-')}").json()["spec"]
+        assert spec["policies"]["main"]["warm_start"]["policy"] == "solver"
+
+
+def test_fine_tuned_models_are_listed_by_their_names(called: Called) -> None:
+    name = called.done(suffix="listed").fine_tuned_model
+    assert ":listed:" in name and name in [model.id for model in called.client.models.list()]
+    assert called.client.models.delete(name).deleted
+    assert name not in [model.id for model in called.client.models.list()]
+
+
+def test_jobs_are_listed_by_metadata_and_by_its_absence(called: Called) -> None:
+    team, plain = called.done(metadata={"team": "a"}).id, called.done().id
+
+    def listed(**query: str) -> list[str]:
+        return [one["id"] for one in called.http.get("/fine_tuning/jobs", params=query).json()["data"]]
+
+    assert listed(**{"metadata[team]": "a"}) == [team]
+    assert team in listed() and plain in listed()
+    assert plain in listed(metadata="null") and team not in listed(metadata="null")
+
+
+def test_an_unknown_cursor_names_its_argument(called: Called) -> None:
+    job = called.done().id
+    jobs = called.client.fine_tuning.jobs
+    for call in (
+        lambda: jobs.list_events(job, after="ftevent-x"),
+        lambda: jobs.checkpoints.list(job, after="ftckpt_x"),
+        lambda: called.client.files.list(after="file-x"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            call()
+        assert refused.value.param == "after"
+
+
+@pytest.mark.parametrize(
+    ("grader", "param"),
+    [
+        (None, "grader"),
+        ([CHECK], "grader"),
+        ({**CHECK, "type": None}, "grader.type"),
+        ({"name": "right"}, "grader.type"),
+        ({**CHECK, "type": "endpoint"}, "grader.type"),
+        ({**CHECK, "operation": "contains"}, "grader.operation"),
+        ({**CHECK, "pass_threshold": 1}, "grader.pass_threshold"),
+        ({"type": "multi", "name": "m", "calculate_output": "a"}, "grader.graders"),
+        ({"type": "multi", "name": "m", "calculate_output": "a", "graders": [CHECK]}, "grader.graders"),
+        ({"type": "multi", "name": "m", "calculate_output": "a", "graders": CHECK}, "grader.graders.type"),
+        ({"type": "multi", "name": "m", "calculate_output": "a", "graders": {"a": {}}}, "grader.graders.a.type"),
+        ({"type": "multi", "name": "m", "calculate_output": "a", "graders": {"a": {**CHECK, "input": 1}}},
+         "grader.graders.a.input"),
+        ({"type": "score_model", "name": "m", "model": MODEL, "input": [{"role": "user", "content": [
+            {"type": "input_image", "image_url": "x"}]}]}, "grader.input.0.content.0.type"),
+        ({"type": "score_model", "name": "m", "model": MODEL, "input": [{"role": "user"}]}, "grader.input.0.content"),
+    ],
+)  # fmt: skip
+def test_a_malformed_grader_names_its_field(called: Called, grader: Any, param: str) -> None:
+    for path, more in (("validate", {}), ("run", {"model_sample": "4", "item": {"answer": "4"}})):
+        answer = called.http.post(f"/fine_tuning/alpha/graders/{path}", json={"grader": grader, **more})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == param, error
+        assert error["message"].startswith(f"{param}: ") and "\n" not in error["message"]

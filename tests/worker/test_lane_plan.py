@@ -1,0 +1,142 @@
+"""A worker's planner: what it learns from slices, and when it chooses to run beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.tiny import COMPUTED, small
+
+from rookery.scheduling.costs import CostTable
+from rookery.scheduling.pipelines import BUCKETS, TAKING_TURNS, TURNS, SlowdownTable, StagePredictor
+from rookery.worker import teams
+from rookery.worker.engine.native import kernels
+from rookery.worker.engine.native.runner import best_runner
+from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
+from rookery.worker.lane_plan import PLAN_SECONDS, RETRY_SECONDS, LanePlan, Part, measure_slowdowns, splits
+from rookery.worker.model.lora import LoraManager
+from rookery.worker.trainer.native.backbone import NativeBackbone
+
+STEP, TOKENS, PASS = 0.02, 100.0, 1.0
+
+
+class Moment:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plan(engine: float = 1.6, trainer: float = 1.7, depth: int = 1) -> tuple[LanePlan, Moment]:
+    """Of a worker with two cores."""
+    table, costs, clock = SlowdownTable(), CostTable(), Moment()
+    for rows in BUCKETS:
+        table.record(1, "decode", rows, engine=engine, trainer=trainer)
+        costs.record("decode", rows, STEP)
+    return LanePlan(2, table, costs, depth, clock), clock
+
+
+def work(
+    planned: LanePlan, tenant: str, *, steps: int = 0, passes: int = 0, threads: int | None = TURNS, slow: float = 1.0
+) -> None:
+    for _ in range(steps):
+        planned.on_engine("decode", 16, STEP * slow, threads, {tenant: 16})
+    for _ in range(passes):
+        planned.on_trainer(PASS * slow, {tenant: TOKENS}, TOKENS, threads, 16)
+
+
+def step(planned: LanePlan, tenant: str, *, steps: int = 0, passes: int = 0) -> None:
+    """One stage of a tenant, as the compute thread tells of it: after its arrival and after each slice."""
+    part: Part = "engine" if steps else "trainer"
+    planned.end_stages(part, [tenant])
+    for _ in range(steps + passes):
+        work(planned, tenant, steps=bool(steps), passes=bool(passes))
+        planned.end_stages(part, [tenant])
+    planned.end_stages(part, [])
+
+
+def test_lanes_run_where_the_table_gains_and_there_are_two_kinds_of_work() -> None:
+    planned, clock = plan()
+    assert planned.decide({"a": 16}, ["b"]).threads == 1
+    clock.now += PLAN_SECONDS
+    assert planned.decide({}, ["b"]) == (TURNS, 0.0, "no work to run beside")
+    planned, _ = plan(2.0, 2.1)
+    assert planned.decide({"a": 16}, ["b"]) == (TURNS, 0.0, "nothing gains")
+
+
+def test_slices_correct_the_table_and_the_start_counts_again_after_a_while_in_turns() -> None:
+    planned, clock = plan()
+    work(planned, "b", passes=2)
+    for _ in range(40):
+        work(planned, "a", steps=1, threads=1, slow=2.6)
+        work(planned, "b", passes=1, threads=1, slow=2.2)
+    assert planned.slowdowns(16, 1) == pytest.approx((2.6, 2.2), rel=0.05)
+    clock.now += 1
+    assert not planned.decide({"a": 16}, ["b"]).active
+    clock.now += RETRY_SECONDS + 1
+    assert planned.decide({"a": 16}, ["b"]).threads == 1
+
+
+def test_durations_of_stages_are_those_of_the_last_step_alone() -> None:
+    """Decoding is quick beside training, and training slow. A tenant that has much to decode after it has trained gets
+    turns; that is known after its second step, although nothing was decided meanwhile."""
+    planned, clock = plan(1.05, 5.0)
+    for _ in range(3):
+        step(planned, "b", steps=400)
+        step(planned, "b", passes=2)
+    for _ in range(3):
+        step(planned, "a", steps=500)
+    clock.now += 1
+    assert not planned.decide({"a": 16}, ["b"]).active
+
+
+def test_slices_with_fewer_cores_teach_nothing_of_those_with_all() -> None:
+    planned, _ = plan(1.9, 2.2)
+    work(planned, "a", steps=40, threads=None, slow=3.0)
+    work(planned, "b", passes=2)
+    work(planned, "b", passes=40, threads=None, slow=3.0)
+    assert planned.slowdowns(16, 1) == (1.9, 2.2)
+    work(planned, "a", steps=40, threads=1, slow=1.9)
+    work(planned, "b", passes=40, threads=1, slow=2.2)
+    assert planned.slowdowns(16, 1) == pytest.approx((1.9, 2.2))
+    assert not planned.decide({"a": 16}, ["b"]).active
+    assert planned.decide({"a": 16}, ["b"]).why == "nothing gains"
+
+
+def test_work_of_a_tenant_in_a_shared_batch_is_that_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, float] = {}
+    monkeypatch.setattr(StagePredictor, "record", lambda _, name, seconds: found.update({name: seconds}))
+    table, costs = SlowdownTable(), CostTable()
+    for rows, seconds in ((4, 0.010), (16, 0.016), (64, 0.040)):
+        costs.record("decode", rows, seconds)
+    costs.record("prefill", 100, 0.2)
+    planned = LanePlan(2, table, costs, 1, Moment())
+    planned.end_stages("engine", ["a", "b"])
+    planned.on_engine("prefill", 100, 0.2, TURNS, {"a": 25, "b": 75})
+    for _ in range(10):
+        planned.on_engine("decode", 64, 0.040, TURNS, {"a": 4, "b": 60})
+    planned.end_stages("engine", [])
+    assert found["a prefill"] == pytest.approx(0.05) and found["b prefill"] == pytest.approx(0.15)
+    assert found["a decode"] == pytest.approx(0.1)
+    assert found["b decode"] == pytest.approx(10 * costs.predict("decode", 60))
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, [0]), (2, [0, 1]), (4, [0, 2, 1, 3]), (16, [0, 8, 4, 12])])
+def test_splits_of_the_cores(threads: int, expected: list[int]) -> None:
+    assert splits(threads) == expected
+
+
+@pytest.mark.skipif(
+    not kernels.load(None) or bool(teams.why_inexact(torch.device("cpu"), COMPUTED, kernels=True)),
+    reason="no lanes on this processor",
+)
+def test_the_start_measures_every_split_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    decoder, where, gate = small("llama", torch.bfloat16), torch.device("cpu"), SloGate()
+    runner = best_runner(decoder, LoraManager(decoder.config, decoder.dtype, where, 16), 1 << 26)
+    measure_costs(gate.costs, runner, where, 64, 128)
+    free, threads = runner.store.bytes, torch.get_num_threads()
+    table = measure_slowdowns(2, runner, NativeBackbone(decoder), gate.costs, 64, where)
+    assert {at for at, _ in table.figures().items()} == {(1, key) for key in ("4", "16", "64", "prefill")}
+    assert table.slowdown(1, "decode", 16) != TAKING_TURNS and runner.store.bytes == free
+    teams.use(threads)
