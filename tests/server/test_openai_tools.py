@@ -137,6 +137,14 @@ def test_forced_call_follows_the_schema_of_its_tool(small: tuple[OpenAI, str]) -
         assert (content, finish, calls[0]["arguments"]) == ("", "tool_calls", call.arguments)
 
 
+def test_forced_call_of_a_tool_that_closes_no_object_ends(small: tuple[OpenAI, str]) -> None:
+    parameters = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    flag = {"type": "function", "function": {"name": "flag", "parameters": parameters}}
+    choices = asked(*small, tools=[flag], tool_choice="required", temperature=1.5, n=64).choices
+    found = [json.loads(choice.message.tool_calls[0].function.arguments) for choice in choices]
+    assert {tuple(given) for given in found} == {("on",)} and {given["on"] for given in found} == {True, False}
+
+
 def test_reply_follows_its_response_format(small: tuple[OpenAI, str]) -> None:
     answer = asked(*small, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}})
     jsonschema_rs.validate(SCHEMA, json.loads(answer.choices[0].message.content))

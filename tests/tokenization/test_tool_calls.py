@@ -13,6 +13,7 @@ from tests.support.tiny import smollm2_folder
 from rookery.errors import UserError
 from rookery.simulation.fakes.text import byte_tokenizer
 from rookery.tokenization.chat import Chat
+from rookery.tokenization.reply_schemas import forced_schema
 from rookery.tokenization.tool_calls import (
     READERS,
     CallReader,
@@ -20,7 +21,6 @@ from rookery.tokenization.tool_calls import (
     Piece,
     Style,
     ToolCall,
-    forced_schema,
     message_key,
     read_json,
     style_of,

@@ -32,8 +32,9 @@ from rookery.bounds import (
 )
 from rookery.errors import UserError, short
 from rookery.spec.policy import Temperature
-from rookery.tokenization.grammar import ANY_OBJECT, schema_of
-from rookery.tokenization.tool_calls import forced_schema, read_json
+from rookery.tokenization.grammar import ANY_OBJECT
+from rookery.tokenization.reply_schemas import forced_schema, schema_of
+from rookery.tokenization.tool_calls import read_json
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 

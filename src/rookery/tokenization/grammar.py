@@ -8,8 +8,8 @@ too much work at a later token; that reply then fails, and no other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -107,11 +107,6 @@ class ReplyGrammar:
         bits = np.unpackbits(mask, bitorder="little")[:vocabulary]
         allowed[: len(bits)] = bits.astype(bool)
         return allowed
-
-
-def schema_of(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as the text that an engine gets."""
-    return json.dumps(schema, separators=(",", ":"))
 
 
 def _line(error: object) -> str:

@@ -467,52 +467,6 @@ class ToolSupport:
         return {"hermes": "<tool_call>\n", "llama3": "", "mistral": "[TOOL_CALLS]"}[self.style]
 
 
-def forced_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of a call of one of these tools. Each tool's schema is a separate definition, to which its
-    references point. Raises :class:`UserError` for one whose parts are not of the right type."""
-    calls, definitions = [], {}
-    for number, tool in enumerate(tools):
-        function = tool["function"]
-        pointer = f"#/$defs/tool{number}"
-        parameters = _moved(function.get("parameters") or {"type": "object"}, pointer)
-        definitions[f"tool{number}"] = {
-            key: value for key, value in parameters.items() if key not in ("$id", "$schema")
-        }
-        calls.append({
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": pointer}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        })  # fmt: skip
-    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": definitions}
-
-
-_MAPS = frozenset({"$defs", "definitions", "properties", "patternProperties", "dependentSchemas"})
-"""Keywords of JSON schema whose value is an object of schemas by name."""
-
-_DATA = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose value is no schema."""
-
-
-def _moved(schema: Any, pointer: str) -> Any:
-    """The same schema where it stands at ``pointer`` of a document instead of at its root."""
-    if isinstance(schema, list):
-        return [_moved(part, pointer) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _MAPS:
-            if not isinstance(value, Mapping):
-                raise UserError(f"{key} of a JSON schema must be an object")
-            moved[key] = {name: _moved(part, pointer) for name, part in value.items()}
-        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = pointer + value[1:]
-        else:
-            moved[key] = value if key in _DATA else _moved(value, pointer)
-    return moved
-
-
 PROBE = "rookery_probe"
 
 
