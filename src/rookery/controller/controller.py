@@ -168,7 +168,6 @@ class Controller:
                 clock,
                 ids,
                 lambda owner: store.read(jobs.unfinished_job_ids, owner),
-                lambda question: self.completions.answer_host(question),
                 Agents(clock, random_bytes, lambda episode: store.read(jobs.find_episode, episode)),
             ),
             usage=UsageMeter(settings, clock, store, quotas),
@@ -194,7 +193,6 @@ class Controller:
             records=self.records,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )
-        self.serve_host = rooms.hosts.serve
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.retries = OutageRetries(settings.limits, clock, quotas)
         self.sinks = JobSinks(self.context, self.jobs.signal, senders, self.jobs.totals)
@@ -280,6 +278,10 @@ class Controller:
     async def serve_worker(self, connection: Connection, key_hash: str = "") -> None:
         """Serve one worker, whose API key has this hash, until its connection ends."""
         await self._fleet.serve(connection, self.reads.add(key_hash))
+
+    async def serve_host(self, connection: Connection, owner: str) -> None:
+        """Serve one environment host of ``owner`` until its connection ends."""
+        await self.context.rooms.hosts.serve(connection, owner, self.completions.answer_host)
 
     # --- events of workers --------------------------------------------------------------------------------------------
 

@@ -124,6 +124,10 @@ class EnvironmentHost:
                 future.set_result(None)
 
 
+ModelAnswer = Callable[[protocol.AskModel], Awaitable[protocol.ModelReply]]
+"""The answer of a model to a host's question; it does not raise."""
+
+
 class EnvironmentHosts:
     def __init__(
         self,
@@ -131,16 +135,14 @@ class EnvironmentHosts:
         clock: Clock,
         ids: IdGenerator,
         unfinished: Callable[[str], Awaitable[Collection[str]]],
-        answer: Callable[[protocol.AskModel], Awaitable[protocol.ModelReply]],
         agents: Agents,
     ) -> None:
         """``unfinished(owner)`` returns the owner's jobs that have not ended, including paused ones; those of all
-        tenants for :data:`SERVICE`. ``answer`` asks a model for a host of the service; it does not raise."""
+        tenants for :data:`SERVICE`."""
         self._settings = settings
         self._clock = clock
         self._ids = ids
         self._unfinished = unfinished
-        self._answer = answer
         self._questions: set[asyncio.Task[None]] = set()
         self.agents = agents
         """The agents that drive episodes, in hosts or elsewhere."""
@@ -151,13 +153,13 @@ class EnvironmentHosts:
 
     # --- connections --------------------------------------------------------------------------------------------------
 
-    async def serve(self, connection: Connection, owner: str) -> None:
-        """Serve one host of ``owner`` until its connection ends."""
+    async def serve(self, connection: Connection, owner: str, answer: ModelAnswer) -> None:
+        """Serve one host of ``owner`` until its connection ends; ``answer`` asks a model for a host of the service."""
         await serve_peer(
             connection,
             protocol.from_host,
             register=partial(self._register, owner),
-            deliver=self._deliver,
+            deliver=partial(self._deliver, answer),
             bad_frame=self._bad_frame,
             closed=self._closed,
         )
@@ -217,7 +219,7 @@ class EnvironmentHosts:
         if owner != SERVICE and any(offer.name.startswith(BUILTIN) for offer in hello.environments):
             raise RegistrationRefused(f"names that begin with {BUILTIN} belong to the service")
 
-    def _deliver(self, host: EnvironmentHost, message: Any) -> None:
+    def _deliver(self, answer: ModelAnswer, host: EnvironmentHost, message: Any) -> None:
         if isinstance(message, protocol.HostHello) or message.epoch != host.outbox.epoch:
             return
         host.outbox.last_frame = self._clock.monotonic()
@@ -228,13 +230,13 @@ class EnvironmentHosts:
         elif isinstance(message, protocol.AgentStarted):
             self.agents.begin(host.owner, message.episode)
         elif isinstance(message, protocol.AskModel) and host.owner == SERVICE:  # which names the jobs of all tenants
-            task = asyncio.create_task(self._ask_model(host, message))
+            task = asyncio.create_task(self._ask_model(answer, host, message))
             self._questions.add(task)
             task.add_done_callback(self._questions.discard)
 
-    async def _ask_model(self, host: EnvironmentHost, question: protocol.AskModel) -> None:
+    async def _ask_model(self, answer: ModelAnswer, host: EnvironmentHost, question: protocol.AskModel) -> None:
         outbox = host.outbox
-        reply = await self._answer(question)
+        reply = await answer(question)
         if host.outbox is outbox and host.connected:  # else the host asks again
             outbox.post(reply)
 
