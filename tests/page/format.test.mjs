@@ -9,6 +9,11 @@ test("numbers have few characters at any size, and a dash where there is none", 
   for (const value of [1e-300, 1e-3, 0.0999, 9999, 99999.5, 1e14]) assert.ok(format.number(value).length <= 8);
 });
 
+test("rewards of a column have the same decimals", () => {
+  const table = [[1, "1.000"], [0, "0.000"], [-2, "-2.000"], [0.5, "0.500"], [0.596, "0.596"], [12345, "12.3k"], [null, "–"], [NaN, "–"]];
+  for (const [value, text] of table) assert.equal(format.reward(value), text);
+});
+
 test("durations and sizes carry their unit", () => {
   for (const [seconds, text] of [[0.02, "20 ms"], [1.5, "1.5 s"], [42, "42 s"], [600, "10 min"], [7300, "2 h 2 min"], [260000, "3 days"], [null, "–"]]) assert.equal(format.duration(seconds), text);
   for (const [size, text] of [[0, "0 B"], [999, "999 B"], [1500, "1.5 kB"], [2.5e9, "2.5 GB"], [undefined, "–"]]) assert.equal(format.bytes(size), text);

@@ -92,8 +92,8 @@ class OperationSucceeded(WorkerEvent, frozen=True):
     @property
     def text(self) -> str:
         metrics = self.done.metrics
-        tokens, seconds = metrics.get("tokens", 0.0), metrics.get("seconds", 0.0)
-        return f"{type(self.operation).__name__}: {tokens:.0f} tokens, {seconds:.2f} s"
+        tokens = f"{metrics['tokens']:.0f} tokens, " if metrics.get("tokens") else ""
+        return f"{type(self.operation).__name__}: {tokens}{metrics.get('seconds', 0.0):.2f} s"
 
     @property
     def spans(self) -> tuple[TraceSpan, ...]:

@@ -1,7 +1,7 @@
 // The episode reader: the conversation turn by turn, what each turn earned, and the strip of its tokens.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
-import { duration, isNumber, number, route } from "./format.js";
+import { duration, isNumber, number, reward, route } from "./format.js";
 import { ofPolicy, prompts, Reply } from "./groups.js";
 import { Badge, Empty, Facts, Problem, html, signed } from "./parts.js";
 import { gapStep, stripTokens, surprise, turnsOf } from "./text.js";
@@ -15,7 +15,7 @@ export function Episode({ job, view, path }) {
       <nav class="right" aria-label="Answers of the group">${data.members.map((one) => html` <a class=${`button small ${one.episode === data.episode ? "chosen" : ""}`} aria-current=${one.episode === data.episode ? "true" : undefined} href=${route(["run", job, "episode", one.episode])}>${one.member + 1}: ${isNumber(one.reward) ? number(one.reward, 2) : one.state}</a>`)}</nav></div>
     ${data.error && html`<div class="notice bad"><pre>${data.error}</pre></div>`}
     <${Facts} facts=${[
-      [`reward${ofPolicy(view)}`, number(data.reward)], [`advantage${ofPolicy(view)}`, signed(data.advantage)], ["ended by", data.finish?.replace("_", " ")],
+      [`reward${ofPolicy(view)}`, reward(data.reward)], [`advantage${ofPolicy(view)}`, signed(data.advantage)], ["ended by", data.finish?.replace("_", " ")],
       ["oldest version", data.version], ["trained into version", data.consumed_by],
       ["queue", data.seconds ? duration(data.seconds.queue ?? 0) : ""], ["generation", data.seconds ? duration(data.seconds.generation ?? 0) : ""], ["environment", data.seconds ? duration(data.seconds.environment ?? 0) : ""],
       ...Object.entries(data.metrics ?? {}).map(([name, value]) => [name, number(value)]),

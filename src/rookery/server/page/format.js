@@ -15,6 +15,9 @@ export function number(value, digits = 3) {
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : digits);
 }
 
+/** A reward or a mean of rewards, with the same decimals whatever its value: in a column the points stand below each other. */
+export const reward = (value) => (Number.isInteger(value) && Math.abs(value) < 1e4 ? value.toFixed(3) : number(value));
+
 export const count = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : "–");
 
 export const percent = (value) => (isNumber(value) ? `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %` : "–");

@@ -1,7 +1,7 @@
 // The groups of a step, their rewards, and the answers of one prompt side by side.
 import { useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
-import { ago, histogram, inBin, isNumber, number, route, steps, time } from "./format.js";
+import { ago, histogram, inBin, isNumber, number, reward, route, steps, time } from "./format.js";
 import { Badge, Empty, Facts, Pager, Problem, Scroll, html, signed } from "./parts.js";
 import { asText, reach, segments, shorten } from "./text.js";
 
@@ -52,7 +52,7 @@ export function Steps({ job, view, path, rows }) {
       ${step !== null && html`${other(-1, "← earlier step")}${other(1, "later step →")}`}
       ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance</label>`}
       <span class="muted right">${data.total} ${data.total === 1 ? "group" : "groups"}</span></div>
-    ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${number(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
+    ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${reward(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
     ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
     <${Histogram} rewards=${rewards} bin=${bin} onBin=${setBin} whose=${ofPolicy(view)} />
     <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards${ofPolicy(view)}</th><th class="number">Mean</th><th>Variance</th><th class="number">Oldest version</th><th>Ended</th></tr></thead>
@@ -60,8 +60,8 @@ export function Steps({ job, view, path, rows }) {
         const values = group.members.map((one) => one.reward).filter(isNumber);
         return html`<tr key=${group.group}><td class="number"><a href=${route(["run", job, "group", group.group])}>${group.ordinal}</a></td>
           <td class="wrap"><a class="plain" href=${route(["run", job, "group", group.group])}>${shorten(prompts(group.prompt), 110)}</a></td><td><${Badge} state=${group.state} />${group.reason && html` <span class="small muted">${shorten(group.reason, 40)}</span>`}</td>
-          <td><${Dots} members=${group.members} /></td><td class="number">${values.length ? number(values.reduce((sum, one) => sum + one, 0) / values.length) : "–"}</td>
-          <td>${group.zero_variance ? html`<span class="warn small">none: no gradient</span>` : values.length > 1 ? html`<span class="small muted">${number(Math.max(...values) - Math.min(...values))} apart</span>` : "–"}</td>
+          <td><${Dots} members=${group.members} /></td><td class="number">${values.length ? reward(values.reduce((sum, one) => sum + one, 0) / values.length) : "–"}</td>
+          <td>${group.zero_variance ? html`<span class="warn small">none: no gradient</span>` : values.length > 1 ? html`<span class="small muted">${reward(Math.max(...values) - Math.min(...values))} apart</span>` : "–"}</td>
           <td class="number">${group.min_version ?? "–"}</td><td class="small">${group.finished ? `${ago(group.finished)} ago` : "runs"}</td></tr>`;
       })}</tbody></table><//>
     <${Pager} offset=${offset} size=${PAGE} total=${data.total} onOffset=${setOffset} />`}`;
@@ -94,7 +94,7 @@ export function Group({ job, view, path }) {
 export function Answer({ job, one, policies = [] }) {
   return html`<article class="panel answer">
     <div class="bar"><a href=${route(["run", job, "episode", one.episode])}>Answer ${one.member + 1}</a>
-      ${one.state === "failed" ? html`<${Badge} state="failed" />` : html`<b>${number(one.reward)}</b>`}
+      ${one.state === "failed" ? html`<${Badge} state="failed" />` : html`<b>${reward(one.reward)}</b>`}
       ${isNumber(one.advantage) && html`<span class=${one.advantage > 0 ? "good" : one.advantage < 0 ? "bad" : "muted"}>advantage ${signed(one.advantage, 2)}</span>`}
       <span class="muted small right">${one.tokens} tokens${one.finish && one.finish !== "done" ? `, ended by ${one.finish.replace("_", " ")}` : ""}${one.version !== null ? `, version ${one.version}` : ""}</span></div>
     ${one.error && html`<pre class="bad" tabindex=${reach(one.error)}>${one.error}</pre>`}

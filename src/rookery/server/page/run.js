@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import { jobPath, useData, useMetrics } from "./api.js";
 import { Actions } from "./actions.js";
 import { Chart } from "./chart.js";
-import { ago, count, duration, isNumber, number, percent, route, steps, time } from "./format.js";
+import { ago, count, duration, isNumber, number, percent, reward, route, steps, time } from "./format.js";
 import { chartsOf } from "./overview.js";
 import { Episode } from "./episode.js";
 import { Episodes } from "./episodes.js";
@@ -23,7 +23,7 @@ function policiesOf(view) {
     const one = known[name];
     if (!one) return [`policy ${name}`, "the base model"];
     if (one.follows) return [`policy ${name}`, `version ${one.version} of ${one.follows}`];
-    const figures = [["reward", number(one.reward)], ["loss", number(one.loss)], ["staleness", steps(one.staleness)]].filter(([figure]) => isNumber(one[figure]));
+    const figures = [["reward", reward(one.reward)], ["loss", number(one.loss)], ["staleness", steps(one.staleness)]].filter(([figure]) => isNumber(one[figure]));
     return [`policy ${name}`, [`version ${one.version}${view.spec.policies[name].train === false ? ", frozen" : ""}`, ...figures.map((pair) => pair.join(" "))].join(" · ")];
   });
 }
@@ -50,7 +50,7 @@ export function Run({ path, query, account }) {
       account.role === "admin" ? ["tenant", view.tenant] : ["", ""],
       ["base model", view.base_model],
       ["step", view.steps ? `${view.step} of ${view.steps}` : view.step],
-      [`reward${ofPolicy(view)}`, number(view.reward)],
+      [`reward${ofPolicy(view)}`, reward(view.reward)],
       ["tokens/s", view.state === "running" && !onRows(view) ? number(view.tokens_per_second, 1) : ""],
       ["tokens sampled", onRows(view) ? "" : count(view.tokens)],
       ["waits for", view.finished ? "" : view.waits_for],
@@ -96,7 +96,7 @@ function Overview({ job, view, stream }) {
         <td class="number">${number(row.length_mean, 1)}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>` : html`<${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th>${several && html`<th>Policy</th>`}<th class="number">Version</th><th class="number">Reward</th><th class="number">Spread</th>
       <th class="number">Episodes</th><th class="number">No variance</th><th class="number">Length, tokens</th><th class="number">Staleness</th><th class="number">Generation</th><th class="number">Training</th><th>Committed</th></tr></thead>
       <tbody>${rows.slice(-STEPS_SHOWN).reverse().map((row) => html`<tr key=${row.step}>
-        <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${number(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
+        <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${reward(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
         <td class="number">${row.episodes}</td><td class="number">${percent(row.zero_variance_share)}</td><td class="number">${number(row.length_mean, 1)}</td><td class="number">${number(row.staleness_mean, 2)}</td>
         <td class="number">${duration(row["seconds/generation"])}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>`}`;
 }

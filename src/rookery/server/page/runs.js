@@ -1,7 +1,7 @@
 // All runs: their state at a glance, filtered and sorted by the service, up to four chosen for comparison.
 import { useEffect, useState } from "preact/hooks";
 import { useData } from "./api.js";
-import { ago, number, route, time } from "./format.js";
+import { ago, number, reward, route, time } from "./format.js";
 import { Badge, Empty, Pager, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
 
 const REFRESH = 2000; // ms: as fresh as a person notices
@@ -48,7 +48,7 @@ export function Runs({ query, account }) {
 
 function Row({ run, tenant, chosen, onToggle }) {
   const ended = run.finished > 0;
-  const waits = ended ? run.reason : run.state === "paused" ? run.reason : run.waits_for;
+  const waits = ended ? run.reason && `ended: ${run.reason}` : run.state === "paused" ? run.reason : run.waits_for;
   const where = run.state === "queued" || run.state === "paused" ? `for ${ago(run.since)}` : "";
   return html`<tr>
     <td><input type="checkbox" checked=${chosen} onChange=${onToggle} aria-label=${`Compare ${run.name}`} /></td>
@@ -56,7 +56,7 @@ function Row({ run, tenant, chosen, onToggle }) {
     ${tenant && html`<td>${run.tenant}</td>`}
     <td><${Badge} state=${run.state} /></td>
     <td class="number">${run.step}${run.steps ? ` / ${run.steps}` : ""}<${Progress} done=${run.step} all=${run.steps} /></td>
-    <td class="number">${number(run.reward)} ${run.rewards.length > 1 && html`<${Sparkline} values=${run.rewards} />`}</td>
+    <td class="number">${reward(run.reward)} ${run.rewards.length > 1 && html`<${Sparkline} values=${run.rewards} />`}</td>
     <td class="number">${ended || !run.tokens_per_second ? "–" : number(run.tokens_per_second, 1)}</td>
     <td class="number">${number(run.staleness, 2)}</td>
     <td class="wrap small">${waits || "–"} <span class="muted">${where}</span></td>
