@@ -1,8 +1,8 @@
 """A worker's threads next to programs that always run: a decode step of 8 rows and an optimizer step of 4 x 240 tokens.
 
-Three ways, each alone, beside one program and beside two: threads as they are without any control; threads that only
-spin briefly; and fewer of them, as a worker does where results do not depend on their number. Each way has
-``SETTLE_SECONDS`` of work before what counts, in which its control looks as often as a worker's."""
+Two ways, each alone, beside one program and beside two: threads as they are without any control, and threads that spin
+briefly where they wait for cores, as a worker's do. Each way has ``SETTLE_SECONDS`` of work before what counts, in
+which its control looks as often as a worker's."""
 
 from __future__ import annotations
 
@@ -26,32 +26,27 @@ from benchmarks.lib.model import chat_ids
 from benchmarks.lib.workload import questions
 
 from rookery.worker import teams
-from rookery.worker.spinning import LOOK_SECONDS, SparePool, ThreadControl
+from rookery.worker.spinning import LOOK_SECONDS, SparePool, SpinControl
 
 PROGRAMS = (0, 1, 2)
 ROWS, TOKENS = 8, 16
 SHAPE = [[240] * 4]
 SETTLE_SECONDS = 3.0
-MOST = 2.5
-"""A decode step beside one program, over one alone without any control: one core of two, and the caches are shared."""
-WAYS = ("no control", "spinning", "threads")
+MOST = {1: 2.5, 2: 2.5}
+"""A step beside so many programs, over one alone without any control: half of two cores, and the caches are shared."""
+WAYS = ("no control", "spinning")
 
 
 class Way:
-    """One of ``WAYS``: with how many threads the next step computes."""
+    """One of ``WAYS``."""
 
-    def __init__(self, name: str, most: int) -> None:
-        self.threads = self._most = most
+    def __init__(self, name: str) -> None:
         self._pool = SparePool()
-        self._control = ThreadControl(self._pool, self._use)
-        self._control.begin(most, fixed=name == "spinning")
+        self._control = SpinControl(self._pool, lambda crowded: None)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         if name != "no control":
             self._thread.start()
-
-    def _use(self, threads: int) -> None:
-        self.threads = threads
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
@@ -62,7 +57,6 @@ class Way:
         if self._thread.is_alive():
             self._thread.join()
         self._pool.stop()
-        teams.use(self._most)
 
 
 @contextmanager
@@ -77,17 +71,12 @@ def programs(count: int) -> Iterator[None]:
             program.wait()
 
 
-def measure(way: Way, step: Callable[[], float], repeats: int) -> list[float]:
+def measure(step: Callable[[], float], repeats: int) -> list[float]:
     """Milliseconds of steps, after some that do not count."""
     until = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < until:
-        teams.use(way.threads)
         step()
-    found = []
-    for _ in range(repeats):
-        teams.use(way.threads)
-        found.append(1000 * step())
-    return found
+    return [1000 * step() for _ in range(repeats)]
 
 
 def over_alone(medians: Mapping[tuple[str, int, str], float], what: str, count: int) -> dict[str, float]:
@@ -99,8 +88,8 @@ def over_alone(medians: Mapping[tuple[str, int, str], float], what: str, count: 
 def main() -> None:
     given = options(__doc__, "decoding only").parse_args()
     result = Result("neighbours", "Next to other programs that always run", command())
-    engine, training, most = Engine(), Training(), torch.get_num_threads()
-    teams.reserve(most)
+    engine, training = Engine(), Training()
+    teams.reserve(torch.get_num_threads())
     prompts = chat_ids(questions(ROWS))
 
     def decode() -> float:
@@ -115,19 +104,17 @@ def main() -> None:
         for count in PROGRAMS:
             with programs(count):
                 for name in WAYS:
-                    way = Way(name, most)
-                    values = measure(way, step, given.repeats)
-                    note = f"{way.threads} threads at the end"
+                    way = Way(name)
+                    values = measure(step, given.repeats)
                     way.close()
-                    result.add(f"{what}, {count} programs, {name}", values, "ms", note)
+                    result.add(f"{what}, {count} programs, {name}", values, "ms")
                     medians[what, count, name] = statistics.median(values)
     for what in works:
         for count in PROGRAMS[1:]:
             over = over_alone(medians, what, count)
-            why = f"{over['no control']:.1f} x without control, {over['spinning']:.1f} x by spinning alone"
-            met = over["threads"] <= MOST if count == 1 else None
-            target = f"{what}, beside {count}: <= {MOST} x alone" if count == 1 else f"{what}, beside {count}: x alone"
-            result.judge(target, f"{over['threads']:.1f} x", met, why)
+            target = f"{what}, beside {count}: <= {MOST[count]} x alone"
+            why = f"{over['no control']:.1f} x without control"
+            result.judge(target, f"{over['spinning']:.1f} x", over["spinning"] <= MOST[count], why)
     result.save()
 
 

@@ -37,7 +37,7 @@ def test_hashes_of_differences_are_compared(equal: list[bool], expected: tuple[s
 
 
 def test_ways_next_to_programs_are_compared_with_no_control_alone() -> None:
-    medians = {("step", 0, "no control"): 10.0, ("step", 0, "spinning"): 30.0, ("step", 0, "threads"): 20.0}
+    medians = {("step", 0, "no control"): 10.0, ("step", 0, "spinning"): 30.0}
     medians |= {("step", 1, name): 40.0 for name in neighbours.WAYS}
     assert neighbours.over_alone(medians, "step", 1) == dict.fromkeys(neighbours.WAYS, 4.0)
 

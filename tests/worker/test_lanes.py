@@ -301,10 +301,10 @@ def test_the_planner_learns_nothing_from_slices_of_fewer_threads(
             compute.call(begin).result()
             until(lambda: compute.call(lambda _: engine.active + trainer.pending).result() == 0)
 
-        compute.limit_threads(1)
+        compute.crowd(True)
         ten_of_each()
         assert told == {"engine": [None] * 10, "trainer": [None] * 10}
-        compute.limit_threads(2)
+        compute.crowd(False)
         ten_of_each()
         assert 1 in told["engine"][10:] and set(told["engine"][10:]) <= {0, 1}
         assert {0, 1} & set(told["trainer"][10:])

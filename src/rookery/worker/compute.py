@@ -169,8 +169,8 @@ class Compute:
         self._recalled = False
         self._clients = False
         """Whether the engine holds requests with objectives, as its owner published it."""
-        self._all_cores = True
-        """Whether the present slices compute with all threads, and not with the fewer ones of a limit."""
+        self._crowded = False
+        """Whether other programs want the cores."""
         self._plan: LanePlan | None = None
         self._lent = self._beside_seconds = 0.0
         self._late: TimeSlice | None = None
@@ -178,8 +178,7 @@ class Compute:
         self._lane_failure: BaseException | None = None
         self._chunks: list[protocol.TokenChunk] = []
         self._results: list[TrainerResult] = []
-        self.threads = self._limit = 0
-        """How many compute where the worker has the cores; how many may now."""
+        self.threads = 0
         self.status = ComputeStatus()
         self.failure: BaseException | None = None
         self.ready: Future[WorkerCore] = Future()
@@ -197,9 +196,10 @@ class Compute:
             self._stopping = True
             self._changed.notify_all()
 
-    def limit_threads(self, threads: int) -> None:
-        """Compute with at most so many threads from the next slice, or the next layer of training, on."""
-        self._limit = threads
+    def crowd(self, crowded: bool) -> None:
+        """Other programs want the cores, or no longer: while they do, engine and trainer take turns, and the planner
+        does not learn."""
+        self._crowded = crowded
 
     def call(self, function: Callable[[WorkerCore], T], *, touches: Touches = "states") -> Future[T]:
         """Run ``function`` between two slices, or within one where what it ``touches`` allows that. Calls keep their
@@ -243,7 +243,7 @@ class Compute:
 
     def _main(self) -> None:
         try:
-            self.threads = self._limit = teams.reserve(self._settings.worker.threads)
+            self.threads = teams.reserve(self._settings.worker.threads)
             core = load_core(self._prepare(), self._settings, self._between_layers, trains=self._trains)
             self.ready.set_result(core)
             try:
@@ -291,7 +291,7 @@ class Compute:
                 return
             core.gate.training_waits = False
             self._divide(core)
-            self._use_threads(core)
+            teams.use(self.threads)
             chosen = next_slice(self._slices, core.gate.allows_training)
             if chosen is not None and not self._step(core, chosen):  # it gives its turn to the other
                 for other in self._slices:
@@ -318,12 +318,6 @@ class Compute:
         if calls:
             self._publish(core, stepped=False, lane=lane)
 
-    def _use_threads(self, core: WorkerCore) -> None:
-        """Compute with as many threads as may now. Results do not depend on the number, or it does not change."""
-        threads = min(self.threads, self._limit) if core.adapts_threads() else self.threads
-        self._all_cores = threads == self.threads
-        teams.use(threads)
-
     def _divide(self, core: WorkerCore) -> None:
         """The shares of engine and trainer. A tenant whose rollouts all wait for rows uses no time."""
         having_rows = [tenant for tenant, rows in self._rows(core).items() if rows]
@@ -348,8 +342,8 @@ class Compute:
         return stepped
 
     def _observe(self, core: WorkerCore, used: TimeSlice, trained: float, threads: int | None) -> None:
-        """The planner learns of a slice beside a lane of so many ``threads``; None: for a part of the time, or with
-        fewer cores than the worker has."""
+        """The planner learns of a slice beside a lane of so many ``threads``; None: for a part of the time, or on cores
+        that other programs want."""
         if self._plan is None:
             return
         with self._changed:
@@ -379,7 +373,7 @@ class Compute:
                 core.time.charge(own, core.trainer.tenant_tokens())
         used.seconds += spent
         used.present += spent
-        used.full &= self._all_cores
+        used.full &= not self._crowded
 
     def _between_layers(self) -> None:
         """Within a training slice: answer what may run there, and let the engine step while a request's objective does
@@ -394,7 +388,7 @@ class Compute:
             self._answer(core, calls)
             return
         self._recall(core)
-        self._use_threads(core)
+        teams.use(self.threads)
         stepped = self._lane_failure is None
         while stepped and not self._stopping:
             with self._changed:
@@ -417,7 +411,7 @@ class Compute:
     def _engine_threads(self, core: WorkerCore) -> int:
         """How many of the cores an engine lane computes with; 0: engine and trainer take turns. This is the only place
         that decides it."""
-        if self.lanes == "turns" or not core.allows_lanes() or self._limit < self.threads:
+        if self.lanes == "turns" or not core.allows_lanes() or self._crowded:
             return 0
         if self.lanes == "beside" or self._plan is None:
             return max(1, self.threads // 2)
@@ -476,7 +470,7 @@ class Compute:
         core.gate.training_waits, core.gate.beside = False, True
         if core.device_name.startswith("cuda"):
             torch.cuda.synchronize()  # the lane's stream may read what this thread's stream wrote
-        self._recalled, self._all_cores = False, True
+        self._recalled = False
         self._lent = time.perf_counter()
         self._lane_threads, self._lane_computes = threads, True
         self._lane = threading.Thread(target=self._run_lane, args=(core, threads), name="engine", daemon=True)
@@ -496,7 +490,7 @@ class Compute:
             torch.cuda.synchronize()
         with self._changed:
             self._lane, self._lane_threads = None, 0
-        self._use_threads(core)
+        teams.use(self.threads)
 
     def _run_lane(self, core: WorkerCore, threads: int) -> None:
         """The engine's slices, until it is recalled."""
@@ -537,7 +531,7 @@ class Compute:
     def _why_turns(self) -> str:
         if self.lanes == "turns":
             return "as set"
-        if self._limit < self.threads:
+        if self._crowded:
             return "other programs use some of the cores"
         if self._clients:
             return "requests have objectives"

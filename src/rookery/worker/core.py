@@ -67,13 +67,11 @@ class WorkerCore:
         engine_name: str = "",
         device_name: str = "",
         dtype: str = "",
-        fixed_threads: str = "",
         no_lanes: str = NO_TRAINING,
         slowdowns: SlowdownTable | None = None,
     ) -> None:
-        """``gate``: the engine's, if it has one. ``fixed_threads``: why results depend on the number of threads; empty
-        where they do not. ``no_lanes``: why training cannot run beside decoding; empty where it can. ``slowdowns``: of
-        both beside each other, where they were measured."""
+        """``gate``: the engine's, if it has one. ``no_lanes``: why training cannot run beside decoding; empty where it
+        can. ``slowdowns``: of both beside each other, where they were measured."""
         self.engine = engine
         self.trainer = trainer
         self.budget = budget
@@ -84,14 +82,8 @@ class WorkerCore:
         self.engine_name = engine_name
         self.device_name = device_name
         self.dtype = dtype
-        self.fixed_threads = fixed_threads
         self.no_lanes = no_lanes
         self.slowdowns = slowdowns
-
-    def adapts_threads(self) -> bool:
-        """Whether the number of threads may change now: a full-parameter policy computes by PyTorch's operations, whose
-        sums depend on it."""
-        return not self.fixed_threads and not (isinstance(self.trainer, Trainers) and self.trainer.trains_full())
 
     def memory_of_trainer(self) -> dict[str, MemoryUse]:
         """Use of the parts of the memory budget that are not the engine's."""
@@ -101,8 +93,9 @@ class WorkerCore:
         return parts
 
     def allows_lanes(self) -> bool:
-        """Whether training may run beside decoding now."""
-        return not self.no_lanes and self.adapts_threads()
+        """Whether training may run beside decoding now: a full-parameter policy computes by PyTorch's operations, whose
+        sums depend on the number of threads."""
+        return not self.no_lanes and not (isinstance(self.trainer, Trainers) and self.trainer.trains_full())
 
     def submit(self, generate: protocol.Generate, folder: Path | None, arrived: float) -> bool:
         """Submit a request to the engine; False if its adapter is neither in memory nor in ``folder``. ``arrived``:
@@ -229,9 +222,7 @@ def load_core(
         rows = settings.engine.max_rows
         slowdowns = measure_slowdowns(torch.get_num_threads(), engine.runner, backbone, gate.costs, rows, where)
         log.info("slowdowns of decoding and training beside each other: %s", slowdowns.figures())
-    return WorkerCore(
-        engine, trainer, budget, gate=gate, fixed_threads=fixed, no_lanes=no_lanes, slowdowns=slowdowns, **names
-    )
+    return WorkerCore(engine, trainer, budget, gate=gate, no_lanes=no_lanes, slowdowns=slowdowns, **names)
 
 
 def _why_no_lanes(resources: _Resources, chosen: Backends, fixed: str) -> str:

@@ -41,7 +41,7 @@ from rookery.worker.connection import ServiceConnection, WorkerOptions, report_r
 from rookery.worker.core import WorkerCore
 from rookery.worker.model.convert import prepare
 from rookery.worker.progress import ProgressWatch
-from rookery.worker.spinning import SparePool, ThreadControl
+from rookery.worker.spinning import SparePool, SpinControl
 from rookery.worker.transfer.http import one_line
 from rookery.worker.transfer.peers import listen
 
@@ -70,14 +70,13 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
         lambda: loop.call_soon_threadsafe(output.set),
         trains="train" in options.roles,
     )
-    watch, threads = ProgressWatch(compute), ThreadControl(SparePool(), compute.limit_threads)
+    watch, spinning = ProgressWatch(compute), SpinControl(SparePool(), compute.crowd)
     connection = ServiceConnection(options, settings, compute, listening, watch)
     compute.start()
     ended = _in_loop(compute.ended)
 
     def on_ready(ready: asyncio.Future[WorkerCore]) -> None:
         if ready.exception() is None:
-            threads.begin(compute.threads, fixed=bool(ready.result().fixed_threads))
             connection.on_loaded(ready.result(), registry.status(settings.cache, options.model).hash)
 
     _in_loop(compute.ready).add_done_callback(on_ready)
@@ -88,7 +87,7 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
             output.clear()
             connection.collect()
 
-    running = (connection.serve(), collect(), connection.housekeeping(), watch.run(), threads.run(), signalled.wait())
+    running = (connection.serve(), collect(), connection.housekeeping(), watch.run(), spinning.run(), signalled.wait())
     tasks = [asyncio.create_task(coroutine) for coroutine in running]
     try:
         await asyncio.wait({ended, *tasks}, return_when=asyncio.FIRST_COMPLETED)
