@@ -64,7 +64,6 @@ AGAIN = {
     "a simulation with the shipped worker's I/O side": "python -m benchmarks.scale.shipped_worker",
     "a MoE and a hybrid family by the transformers trainer": "python -m benchmarks.micro.other_families",
     "the planner of lanes, simulated with the slowdowns that were measured": "python -m benchmarks.scale.jigsaw",
-    "next to other programs that always run": "python -m benchmarks.micro.neighbours",
     "any GPU": "make bench-gpu",
 }
 """The measures without a figure, because their code changed since, and the commands that measure them."""
