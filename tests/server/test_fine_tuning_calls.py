@@ -80,6 +80,14 @@ def test_the_purpose_of_a_file_may_stand_on_either_side_of_it(
         assert called.http.get(f"/files/{answer['id']}/content").content == ROWS
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "größe 数.jsonl", 'of "a".jsonl'])
+def test_a_file_has_its_name_wherever_it_is_read(called: Called, name: str) -> None:
+    """The one of its last upload."""
+    made = called.client.files.create(file=(name, ROWS + b"\n"), purpose="fine-tune")
+    (listed,) = [file for file in called.client.files.list() if file.id == made.id]
+    assert [file.filename for file in (made, called.client.files.retrieve(made.id), listed)] == [name] * 3
+
+
 def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
     lora = {"rank": 4, "targets": ["q"]}  # as the worker's adapters are
     rows = called.upload().removeprefix("file-")

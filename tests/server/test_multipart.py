@@ -35,6 +35,28 @@ async def test_a_file_is_the_same_however_the_body_is_cut(size: int, content: by
     assert b"".join([piece async for piece in form.content]) == content
 
 
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        ('filename="a b;c.jsonl"', "a b;c.jsonl"),
+        ("filename=plain.jsonl", "plain.jsonl"),
+        ('filename="größe-数.jsonl"', "größe-数.jsonl"),
+        ("filename*=utf-8''gr%C3%B6%C3%9Fe.jsonl", "größe.jsonl"),
+        ("filename=\"old.jsonl\"; filename*=UTF-8'en'new%20one.jsonl", "new one.jsonl"),
+        ('filename="%22a%22.jsonl"', '"a".jsonl'),
+        ('filename="../../etc/rows.jsonl"', "rows.jsonl"),
+        ('filename="C:\\data\\rows.jsonl"', "rows.jsonl"),
+        ('filename="a%0D%0Ab\x1b[1m.jsonl"', "ab[1m.jsonl"),
+        (f'filename="{"x" * 300}"', "x" * 200),
+        ('filename=""', ""),
+    ],
+)
+async def test_a_file_keeps_its_name_without_folders(sent: str, name: str) -> None:
+    given = body().replace(b'filename="rows \\"a\\".jsonl"', sent.encode())
+    assert given != body()
+    assert (await Multipart(KIND, cut(given, 10_000)).form()).filename == name
+
+
 async def test_a_form_without_a_file_has_none() -> None:
     form = await Multipart(KIND, cut(body().partition(b'--abc\r\nContent-Disposition: form-data; name="file"')[0]
                                      + b"--abc--\r\n", 9)).form()  # fmt: skip

@@ -470,14 +470,14 @@ class JobValidator:
             raise NotFound(f"no fine-tuned model {short(name)}; GET /v1/fine_tuning/jobs lists yours") from None
 
     async def add_dataset(
-        self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int]
+        self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int], name: str = ""
     ) -> tuple[str, int]:
-        """Store a dataset that arrives in pieces, never held whole; returns its hash and the number of its rows, which
-        ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
+        """Store a dataset that arrives in pieces, never held whole, as the file ``name``; returns its hash and the
+        number of its rows, which ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
         await self._quotas.check_stored(tenant)
         async with self._received(DATASET, chunks) as staging:
             rows = await self._checked(tenant, count, staging.path(DATASET))
-            return await self._keep(tenant, "dataset", staging), rows
+            return await self._keep(tenant, "dataset", staging, name), rows
 
     async def _checked(self, tenant: str, check: Callable[..., T], *arguments: Any) -> T:
         """The result of a check, when it is the tenant's turn for one. Raises :class:`TooManyRequests`."""
@@ -530,13 +530,14 @@ class JobValidator:
         finally:
             await self._services.threads(staging.abandon)
 
-    async def _keep(self, tenant: str, kind: UploadKind, staging: Staging) -> str:
+    async def _keep(self, tenant: str, kind: UploadKind, staging: Staging, name: str = "") -> str:
         """Commit an upload of the tenant; returns its hash."""
         services = self._services
         manifest = await services.store.transfer(self._collector.commit, staging)
         try:
             size = sum(shard.size for shard in manifest.shards)
-            await services.store.write(tenants.add_upload, tenant, kind, manifest.hash, size, services.clock.time())
+            now = services.clock.time()
+            await services.store.write(tenants.add_upload, tenant, kind, manifest.hash, size, now, name)
         finally:
             self._collector.named(manifest.hash)
         return manifest.hash

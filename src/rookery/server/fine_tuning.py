@@ -28,7 +28,7 @@ from rookery.errors import NotFound
 from rookery.server.openai import UnsupportedField
 from rookery.server.responses import first_problem, named_steps
 from rookery.spec.policy import OptimizerSpec
-from rookery.storage.models import JobRow
+from rookery.storage.models import JobRow, UploadRow
 
 FILE, JOB, CHECKPOINT, EVENT = "file-", "ftjob-", "ftckpt_", "ftevent-"
 """Prefixes of ids."""
@@ -175,10 +175,11 @@ def _parts(given: Any, where: str) -> Iterator[tuple[Any, str]]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def file_object(digest: str, size: int, created: float, filename: str = "") -> dict[str, Any]:
+def file_object(row: UploadRow) -> dict[str, Any]:
+    """A dataset as the API shows a file; one that was uploaded without a name has one of its hash."""
     return {
-        "id": FILE + digest, "object": "file", "bytes": size, "created_at": int(created),
-        "filename": filename or f"{digest[:12]}.jsonl", "purpose": PURPOSE, "status": "processed",
+        "id": FILE + row.hash, "object": "file", "bytes": row.size, "created_at": int(row.created),
+        "filename": row.name or f"{row.hash[:12]}.jsonl", "purpose": PURPOSE, "status": "processed",
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 from rookery.errors import UserError
 
@@ -19,13 +20,17 @@ FIELDS = 16
 """Fields besides the file."""
 
 _BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
-_PARAMETER = re.compile(r';\s*(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
+_PARAMETER = re.compile(r';\s*(name|filename)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE)
+_ENCODED = re.compile(r";\s*filename\*=utf-8'[^']*'([^\s;]+)", re.IGNORECASE)
+
+NAME_LENGTH = 200
+"""Of a file's name; a longer one is cut."""
 
 
 @dataclass
 class Form:
-    """The fields, those after the file once its content was read, and the file's content; ``filename`` is what the
-    client calls it."""
+    """The fields, those after the file once its content was read, and the file's content; ``filename`` is the client's
+    name of it, without folders."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str = ""
@@ -56,13 +61,15 @@ class Multipart:
         while not await self._closed():
             head = (await self._take(b"\r\n\r\n", HEAD_BYTES)).decode("utf-8", "replace")
             line = next((one for one in head.split("\r\n") if one.lower().startswith("content-disposition:")), "")
-            about = {key.lower(): value.replace('\\"', '"') for key, value in _PARAMETER.findall(line)}
+            about = {key.lower(): plain or _unescaped(quoted) for key, quoted, plain in _PARAMETER.findall(line)}
+            if (encoded := _ENCODED.search(line)) is not None:  # RFC 5987: it replaces the other
+                about["filename"] = unquote(encoded[1])
             if "filename" in about:
                 if about.get("name") != "file":
                     raise UserError("the form has a file under another name; send it as file")
                 if form.content is not None:
                     raise UserError("the form has a second file; send one")
-                form.filename, form.content = about["filename"], self._file(form)
+                form.filename, form.content = _base_name(about["filename"]), self._file(form)
                 return
             if len(form.fields) >= FIELDS:
                 raise UserError(f"the form has more than {FIELDS} fields; send purpose and file")
@@ -109,3 +116,16 @@ class Multipart:
         except StopAsyncIteration:
             self._over = True
         return not self._over
+
+
+def _unescaped(quoted: str) -> str:
+    """A quoted parameter as browsers and clients write it: quotes as ``\\"`` or ``%22``, line ends as ``%0D%0A``."""
+    for written, meant in (('\\"', '"'), ("\\\\", "\\"), ("%22", '"'), ("%0D", "\r"), ("%0A", "\n")):
+        quoted = quoted.replace(written, meant)
+    return quoted
+
+
+def _base_name(name: str) -> str:
+    """The last part of a path of any system, in printable characters."""
+    last = re.split(r"[/\\]", name)[-1]
+    return "".join(one for one in last if one.isprintable())[:NAME_LENGTH]

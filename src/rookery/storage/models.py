@@ -277,6 +277,8 @@ class UploadRow(Base):
     kind: Mapped[UploadKind] = mapped_column(SafeText, primary_key=True)
     size: Mapped[int]
     created: Mapped[float]
+    name: Mapped[str] = mapped_column(SafeText, default="")
+    """Of the file, as the tenant calls it; empty where none was given."""
 
 
 class SessionRow(OwnedRow, kw_only=True):

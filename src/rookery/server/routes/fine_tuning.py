@@ -84,13 +84,13 @@ async def add_file(service: Service, owner: Owner, request: Request) -> Response
     limits = service.context.settings.limits
     count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
     try:
-        digest, _ = await service.controller.add_dataset(owner.id, _with_purpose(form), count)
+        digest, _ = await service.controller.add_dataset(owner.id, _with_purpose(form), count, form.filename)
     except UnsupportedField:
         raise
     except UserError as error:
         raise UnsupportedField(str(error), "file") from None
     row = await service.context.store.read(tenants.get_upload, owner.id, "dataset", digest)
-    return json_response(file_object(row.hash, row.size, row.created, form.filename[:200]))
+    return json_response(file_object(row))
 
 
 async def _with_purpose(form: Form) -> AsyncIterator[bytes]:
@@ -146,7 +146,7 @@ async def list_files(
     rows = await _files(service, owner.id) if purpose == PURPOSE else []
     if order == "asc":
         rows.reverse()
-    return json_response(page_of([file_object(r.hash, r.size, r.created) for r in rows], after, limit))
+    return json_response(page_of([file_object(row) for row in rows], after, limit))
 
 
 async def _file(service: ServiceContext, tenant: str, file: str) -> UploadRow:
@@ -159,7 +159,7 @@ async def _file(service: ServiceContext, tenant: str, file: str) -> UploadRow:
 @routes.get("/files/{file_id}", response_model=dict[str, Any])
 async def show_file(service: Service, owner: Owner, file_id: str) -> Response:
     row = await _file(service, owner.id, file_id)
-    return json_response(file_object(row.hash, row.size, row.created))
+    return json_response(file_object(row))
 
 
 @routes.get("/files/{file_id}/content")

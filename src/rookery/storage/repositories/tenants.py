@@ -190,11 +190,15 @@ def worker_keys(connection: Connection) -> list[str]:
     return list(connection.execute(select(KeyRow.hash).filter_by(role="worker", revoked=None)).scalars())
 
 
-def add_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str, size: int, created: float) -> None:
-    """Record that the tenant brought these bytes; a second time changes nothing."""
-    known = select(UploadRow.hash).filter_by(hash=hash, tenant=tenant, kind=kind)
-    if connection.execute(known).one_or_none() is None:
-        add(connection, UploadRow(hash=hash, tenant=tenant, kind=kind, size=size, created=created))
+def add_upload(
+    connection: Connection, tenant: str, kind: UploadKind, hash: str, size: int, created: float, name: str = ""
+) -> None:
+    """Record that the tenant brought these bytes; a second time changes at most their name."""
+    same = {"hash": hash, "tenant": tenant, "kind": kind}
+    if connection.execute(select(UploadRow.hash).filter_by(**same)).one_or_none() is None:
+        add(connection, UploadRow(hash=hash, tenant=tenant, kind=kind, size=size, created=created, name=name))
+    elif name:
+        connection.execute(update(UploadRow).filter_by(**same).values(name=name))
 
 
 def get_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str) -> UploadRow:
