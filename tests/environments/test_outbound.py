@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from rookery import network
 from rookery.children import take_child_seconds
+from rookery.environments import openenv, outbound
 from rookery.environments.builtins import find
 from rookery.environments.outbound import request_json
 from rookery.environments.verifiers import pool
@@ -105,6 +109,94 @@ def test_an_address_that_cannot_be_asked_is_refused(url: str) -> None:
     with pytest.raises(UserError, match=r"^x: ") as caught:
         request_json(url, "x")
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def inside() -> Iterator[tuple[str, list[str]]]:
+    """A server that only the service may reach: its address, and what reached it."""
+    reached: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, address = listener.accept()
+                    reached.append(str(address))
+                    peer.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/secret", reached
+
+
+async def open_session(redirect: bytes) -> None:
+    """A session of an OpenEnv server that answers for its schema, then with ``redirect``."""
+    schema = HEAD + b'Content-Length: 14\r\n\r\n{"action": {}}'
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in (schema, redirect):
+                peer, _ = listener.accept()
+                with peer:
+                    peer.recv(1 << 16)
+                    peer.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        made = await asyncio.to_thread(openenv.OpenEnv, openenv.OpenEnvOptions(url=url, resets=[{}]))
+        await made.reset({}, 0)
+        thread.join()
+
+
+@pytest.mark.parametrize("status", [b"301 Moved Permanently", b"302 Found", b"303 See Other", b"307 Temporary Redirect",
+                                    b"308 Permanent Redirect"])  # fmt: skip
+async def test_no_redirect_is_followed(
+    status: bytes,
+    trickle: Callable[[bytes, bytes], str],
+    inside: tuple[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not to another address of the service's network, and not to one that the administrator allows either."""
+    monkeypatch.setattr(outbound, "_allowed", "*")
+    target, reached = inside
+    answer = b"HTTP/1.1 " + status + b"\r\nLocation: " + target.encode() + b"\r\nContent-Length: 0\r\n\r\n"
+    for body in (None, {"a": 1}):
+        with pytest.raises(UserError, match=f"answers {status[:3].decode()}"):
+            request_json(trickle(answer, b""), "x", body)
+    with pytest.raises(openenv.SessionLost, match="opens no session"):
+        await open_session(answer)
+    assert not reached
+
+
+async def test_a_name_is_looked_up_once_and_the_judged_address_is_connected_to(
+    trickle: Callable[[bytes, bytes], str], inside: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name server that answers the second question with an address of the service's network changes nothing."""
+    target, reached = inside
+    first, second = (
+        int(urlsplit(url).port or 0) for url in (trickle(HEAD + b"Content-Length: 2\r\n\r\n{}", b""), target)
+    )
+    asked: list[str] = []
+
+    def look_up(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        public = len(asked) % 2 == 1
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14" if public else "127.0.0.1", port))]
+
+    def create_connection(address: tuple[str, int], *_: Any, **__: Any) -> socket.socket:
+        """The public internet is a server of this test."""
+        assert address[0] == "93.184.215.14", address
+        made = socket.socket()
+        made.connect(("127.0.0.1", first))
+        return made
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(outbound.socket, "create_connection", create_connection)
+    assert request_json(f"http://rebinding.example:{second}/", "x") == {}
+    assert asked == ["rebinding.example"] and not reached
+    with pytest.raises(UserError, match="which is not an address of the public internet"):
+        request_json(f"http://rebinding.example:{second}/", "x")
+    assert not reached
 
 
 def test_a_child_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

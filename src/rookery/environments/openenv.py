@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from rookery.bounds import JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
-from rookery.environments.outbound import check_headers, connection, request_json
+from rookery.environments.outbound import check_headers, connection, one_line, request_json
 from rookery.errors import UserError, short
 from rookery.network import service_url
 
@@ -224,9 +224,10 @@ class OpenEnv(Environment):
                 address, sock=plain, ssl=tls, proxy=None, additional_headers=self._options.headers,
                 max_size=FRAME_BYTES, open_timeout=self._options.reply_seconds,
             )  # fmt: skip
-        except (OSError, TimeoutError, WebSocketException) as error:
+        except (OSError, TimeoutError, ValueError, WebSocketException) as error:  # ValueError: a redirect
             plain.close()
-            raise SessionLost(f"openenv: {short(self._server)} opens no session ({error or 'no reply'})") from None
+            why = one_line(str(error)) or "no reply"
+            raise SessionLost(f"openenv: {short(self._server)} opens no session ({why})") from None
         answer = await self._ask({"type": "reset", "data": arguments}, first=True)
         if _code(answer) == "CAPACITY_REACHED":
             return None
