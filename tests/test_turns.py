@@ -9,10 +9,12 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import pytest
+from starlette.types import Message
 from tests.support.peers import settle
 
 from rookery.children import add_child_seconds
-from rookery.turns import TENANT, TenantThreads, metered
+from rookery.server.responses import Stream
+from rookery.turns import SPENT, TENANT, TenantThreads, charged, metered
 
 
 @pytest.fixture
@@ -138,3 +140,41 @@ async def test_the_time_of_a_process_that_a_call_waited_for_is_its_tenants() -> 
     finally:
         threads.close()
     assert 7.0 <= spent[0] < 7.5 and spent[1] < 0.5
+
+
+async def test_further_tasks_of_a_request_are_charged_to_its_tenant() -> None:
+    spent: list[float] = []
+
+    async def work() -> str:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+        await asyncio.sleep(0)
+        return "done"
+
+    assert await asyncio.create_task(charged(work())) == "done" and not spent
+    SPENT.set(spent.append)
+    assert await asyncio.create_task(charged(work())) == "done"
+    assert sum(spent) >= 0.02
+
+
+async def test_a_stream_waits_after_each_part_and_is_charged() -> None:
+    spent: list[float] = []
+    seen: list[str] = []
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"a"
+        yield b"b"
+
+    async def send(message: Message) -> None:
+        seen.append(message.get("body", b"head").decode())
+
+    async def pause() -> None:
+        seen.append("pause")
+
+    async def receive() -> Message:
+        return await asyncio.Event().wait() or {}
+
+    SPENT.set(spent.append)
+    await Stream(parts())({"type": "http", "state": {"pause": pause}}, receive, send)
+    assert seen == ["head", "a", "pause", "b", "pause", ""] and spent

@@ -4,7 +4,8 @@
   the job that runs. It is empty for the service's own work. Tasks inherit it.
 * :class:`TenantThreads` runs blocking calls, one at a time for each tenant, and the tenants take turns. A tenant with
   a thousand slow calls delays another one by a single call, and the service's own calls by none.
-* :func:`metered` measures the processor time that a coroutine takes of the event loop.
+* :func:`metered` measures the processor time that a coroutine takes of the event loop; :func:`charged` does so in a
+  further task of a request.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -118,6 +119,19 @@ def measured(call: Callable[[], T], spent: Callable[[float], object]) -> T:
 async def in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """The result of a blocking call, in a thread that everybody shares."""
     return await asyncio.to_thread(call, *arguments, **named)
+
+
+SPENT: ContextVar[Callable[[float], None] | None] = ContextVar("spent", default=None)
+"""Charges the tenant of the current request for processor time; None outside of requests."""
+
+
+async def charged(work: Awaitable[T]) -> T:
+    """The result of ``work``, for a task of its own: the tenant of the request that starts the task is charged."""
+
+    async def run() -> T:
+        return await work
+
+    return await run() if (spent := SPENT.get()) is None else await metered(run(), spent)
 
 
 @types.coroutine

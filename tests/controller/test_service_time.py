@@ -12,7 +12,15 @@ import pytest
 from tests.support.peers import settle
 
 from rookery.children import add_child_seconds
-from rookery.controller.service_time import BURST, FIRST_GUESS, LONGEST_WAIT, MEMORY, ServiceTime
+from rookery.controller.service_time import (
+    BESIDE_JOBS,
+    BURST,
+    FIRST_GUESS,
+    LONGEST_PAUSE,
+    LONGEST_WAIT,
+    MEMORY,
+    ServiceTime,
+)
 from rookery.controller.validation import JobValidator
 from rookery.errors import TooManyRequests, UserError
 from rookery.storage.artifacts import Artifacts
@@ -54,14 +62,31 @@ async def test_a_lone_tenant_takes_all_of_the_time() -> None:
     assert clock.now == 1000.0 and times.seconds["a"] == 100.0
 
 
-async def test_a_tenant_among_others_gets_its_share() -> None:
-    times, clock = made(working="b")
+@pytest.mark.parametrize(("working", "share"), [("", 0.25), ("a", 0.25), ("b", 0.25 * BESIDE_JOBS)])
+async def test_a_tenant_among_others_gets_its_share(working: str, share: float) -> None:
+    times, clock = made(working=working)
     for _ in range(1000):
         await request(times, "a", 0.01)
-    assert (10 - BURST) / 0.25 * 0.9 < clock.now - 1000 < 10 / 0.25 * 1.1
+        await request(times, "b", 0.0)
+    assert (10 - BURST) / share * 0.9 < clock.now - 1000 < 10 / share * 1.1
     before = clock.now
     await request(times, "b", 0.01)
     assert clock.now == before, "the other one does not wait"
+
+
+async def test_parts_of_a_stream_wait_while_the_tenant_is_beyond_its_share() -> None:
+    times, clock = made(working="b")
+    for _ in range(1000):
+        times.spend("a", 0.01)
+        await times.pause("a")
+    share = 0.25 * BESIDE_JOBS
+    assert (10 - BURST) / share * 0.9 < clock.now - 1000 < 10 / share * 1.1
+    times.spend("a", 100.0)
+    assert await times.pause("a") == LONGEST_PAUSE
+    assert await times.pause("b") == 0.0, "within its share"
+    alone, clock = made(working="a")
+    alone.spend("a", 100.0)
+    assert await alone.pause("a") == 0.0 and clock.now == 1000.0, "no other tenant works"
 
 
 async def test_many_requests_at_once_do_not_all_begin() -> None:
@@ -81,7 +106,7 @@ async def test_many_requests_at_once_do_not_all_begin() -> None:
 async def test_a_request_waits_for_a_while_and_is_refused_with_the_reason() -> None:
     times, clock = made(working="b")
     await request(times, "a", BURST + 0.25 * LONGEST_WAIT + 1)
-    with pytest.raises(TooManyRequests, match=r"0\.25 s of the service's time") as refused:
+    with pytest.raises(TooManyRequests, match=r"0\.1 s of the service's time") as refused:
         await times.begin("a")
     assert refused.value.retry_after > LONGEST_WAIT
     clock.now += refused.value.retry_after

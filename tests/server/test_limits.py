@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -30,6 +30,7 @@ from rookery import protocol
 from rookery.bounds import CHUNKS, CONVERSATION, PROMPTS
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.server.bodies import BodyRefused, parse
+from rookery.server.connections import BYTE_SECONDS, CONNECTION_SECONDS, Slot
 from rookery.server.launcher import EmbeddedService
 from rookery.server.tinker.schemas import ModelInput
 
@@ -478,6 +479,31 @@ def test_bodies_that_never_come_leave_places_for_others(tmp_path: Path) -> None:
         assert answers.count(b"408") <= 20 and b"429" in answers and b"408" in answers, answers
         assert metric(service, "bodies_slow_total") > 0 and metric(service, "requests_open_total") > 0
         assert httpx.get(f"{service.url}/api/v1/jobs", headers={"X-API-Key": greedy}, timeout=30).status_code == 200
+
+
+def service_seconds(service: EmbeddedService, name: str) -> float:
+    with admin_of(service) as admin:
+        return float(next(row["service_seconds"] for row in admin.get("/api/v1/tenants").json() if row["name"] == name))
+
+
+def test_reads_of_a_refused_body_are_charged_to_its_tenant(service: EmbeddedService, tenant: httpx.Client) -> None:
+    """The service reads what follows a refusal, so that the client reads its response."""
+    rest, before = 200_000_000, service_seconds(service, "ada")
+    with socket.create_connection((tenant.base_url.host, tenant.base_url.port), timeout=60) as peer:
+        head = f"POST /api/v1/jobs HTTP/1.1\r\nHost: x\r\nX-API-Key: {tenant.headers['X-API-Key']}\r\n"
+        peer.sendall(f"{head}Content-Length: {rest}\r\n\r\n".encode())
+        for _ in range(rest // 1_000_000):
+            peer.sendall(b" " * 1_000_000)
+        assert b" 413 " in peer.recv(1000).split(b"\r\n")[0]
+        until(lambda: service_seconds(service, "ada") - before >= rest * BYTE_SECONDS)
+
+
+def test_new_connections_are_charged_to_the_tenant_of_their_first_request() -> None:
+    slot, charged = Slot(cast(Any, None), "::1"), list[float]()
+    slot.spent(1.0)
+    slot.charge(charged.append)
+    slot.spent(2.0)
+    assert charged == [1.0 + CONNECTION_SECONDS, 2.0]
 
 
 def test_body_that_comes_steadily_may_take_long(tmp_path: Path) -> None:

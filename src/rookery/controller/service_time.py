@@ -26,7 +26,12 @@ BURST = 0.25
 """Seconds of service time that a tenant may take at once after a pause: some fifty small requests."""
 
 CHECK_BURST, LONGEST_PAUSE = 2.0, 5.0
-"""The same of checks, some forty of small jobs; and the seconds that the longest check may delay the tenant's next."""
+"""The same of checks, some forty of small jobs; and the seconds that the longest check may delay the tenant's next, and
+that a tenant's debt may delay the next part of a stream or of a body."""
+
+BESIDE_JOBS = 0.4
+"""Of its share, the part that a tenant may take while jobs of others run: each of their steps waits several times for
+the event loop, and twice as long where requests take another quarter of it."""
 
 LONGEST_WAIT = 10.0
 """Seconds that a request waits for its turn: less than clients' timeouts."""
@@ -70,7 +75,7 @@ class ServiceTime:
         """By tenant, since the service started."""
         self._working = working
         self._clock = clock
-        self._share = share
+        self._full_share = share
         self._refuse = refuse
         self._debts: dict[str, tuple[float, float]] = {}
         """By tenant: when, and the seconds beyond its share then."""
@@ -97,6 +102,10 @@ class ServiceTime:
         since, debt = self._debts.get(tenant, (0.0, 0.0))
         return max(0.0, debt - (self._clock.monotonic() - since) * self._share(tenant))
 
+    def _share(self, tenant: str) -> float:
+        """The seconds in a second that the tenant may take now."""
+        return self._full_share(tenant) * (BESIDE_JOBS if self._working() - {tenant} else 1.0)
+
     async def begin(self, tenant: str) -> RequestAccount:
         """Returns when it is the turn of a request of the tenant. Raises :class:`TooManyRequests`."""
         began = self._seen[tenant] = self._clock.monotonic()
@@ -114,6 +123,15 @@ class ServiceTime:
                     await self._clock.sleep(max(pause, SHORTEST_PAUSE))
                 return self._charge(tenant)
         return self._charge(tenant)
+
+    async def pause(self, tenant: str) -> float:
+        """Delays the next part of a stream or of a body of a tenant that took more than its share, by
+        :data:`LONGEST_PAUSE` at most. Returns the seconds."""
+        if (late := self.debt(tenant) - self._burst) <= 0 or not self._others_work(tenant):
+            return 0.0
+        seconds = min(max(late / self._share(tenant), SHORTEST_PAUSE), LONGEST_PAUSE)
+        await self._clock.sleep(seconds)
+        return seconds
 
     def end(self, tenant: str, account: RequestAccount) -> None:
         """The request has ended. What it goes on to spend, where its caller did not wait, is charged as it comes."""

@@ -26,7 +26,7 @@ from rookery.server.responses import retry_after
 from rookery.settings import Settings
 from rookery.spec import values
 from rookery.storage.store import Writer
-from rookery.turns import metered
+from rookery.turns import SPENT, metered
 
 T = TypeVar("T")
 
@@ -101,6 +101,8 @@ class BodyLimit:
             nonlocal began
             if whole:
                 return await receive()
+            if received and (caller := scope["state"].get("caller")) is not None:
+                began += await service.context.rooms.quotas.service_time.pause(caller.id)
             now = asyncio.get_running_loop().time()
             began = began or now
             try:
@@ -152,14 +154,25 @@ class TimeKeeper:
         service = scope["app"].state.context
         service_time = service.context.rooms.quotas.service_time
         state, early = scope.setdefault("state", {}), 0.0
+        slot = state.get("slot")
+
+        async def pause() -> None:
+            if (caller := state.get("caller")) is not None:
+                await service_time.pause(caller.id)
 
         def spent(seconds: float) -> None:
-            nonlocal early
+            nonlocal early, slot
             if (caller := state.get("caller")) is None:
                 early += seconds
             elif caller.role != "worker":
+                if slot is not None:
+                    slot.charge(partial(service_time.spend, caller.id))
+                    slot = None
                 service_time.spend(caller.id, seconds + early, state.get("account"))
                 early = 0.0
+
+        state["pause"] = pause
+        SPENT.set(spent)
 
         async def sent(message: Message) -> None:
             """Sends a part of the response, and disconnects a client that reads none of it."""

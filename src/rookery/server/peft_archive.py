@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import Response
-from fastapi.responses import StreamingResponse
 
 from rookery.errors import UserError
 from rookery.protocol import Manifest, Shard
+from rookery.server.responses import Stream
 from rookery.spec.peft_folder import CONFIG_BYTES, CONFIG_FILE, WEIGHTS_FILE, check_finite, read_lora
 from rookery.storage.artifacts import Artifacts
 
@@ -75,7 +75,7 @@ def stream(artifacts: Artifacts, digest: str, name: str, range: str | None) -> R
         with held:
             yield from content
 
-    return StreamingResponse(chunks(), 206 if found else 200, headers, media_type="application/octet-stream")
+    return Stream(chunks(), 206 if found else 200, headers, media_type="application/octet-stream")
 
 
 def _chunks(shards: list[Shard], files: list[Iterator[bytes]], held: ExitStack, created: float) -> Iterator[bytes]:

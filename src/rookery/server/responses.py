@@ -8,7 +8,7 @@ the connection stays usable.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -18,10 +18,12 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import RookeryError, TooManyRequests, Unavailable, nearest, short, shortage
+from rookery.turns import charged
 
 log = logging.getLogger("rookery.server")
 
@@ -60,6 +62,25 @@ METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 def json_response(content: Any, status: int = 200) -> Response:
     """``content`` (JSON-like data, also structs) as a JSON response; numbers that are not finite become null."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+class Stream(StreamingResponse):
+    """A response in parts, whose tenant is charged for the service's time, and waits for the next part while it is
+    beyond its share. Starlette runs it in a task of its own."""
+
+    _pause: Callable[[], Awaitable[None]] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._pause = scope.get("state", {}).get("pause")
+        await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        async def paused(message: Message) -> None:
+            await send(message)
+            if self._pause is not None and message.get("more_body"):
+                await self._pause()
+
+        await charged(super().stream_response(paused))
 
 
 def event_data(data: bytes) -> bytes:

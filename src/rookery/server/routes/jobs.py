@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
 
 from rookery.aio import cancel_all
 from rookery.controller.episode_views import DryRun, EpisodeView
@@ -36,7 +35,7 @@ from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.paging import Limit, Paged, mark_next
 from rookery.server.peft_archive import pack, unpack
-from rookery.server.responses import ERRORS, event_data
+from rookery.server.responses import ERRORS, Stream, event_data
 from rookery.server.schemas import (
     MetricsRow,
     RunPage,
@@ -49,6 +48,7 @@ from rookery.storage.columns import PAGE
 from rookery.storage.models import JobRow
 from rookery.storage.repositories import jobs, tenants
 from rookery.storage.repositories.runs import RunChoice, RunOrder, any_job
+from rookery.turns import charged
 
 DATASET_ROWS = 5_000_000
 """Rows of one uploaded dataset: the service holds an offset of each."""
@@ -160,7 +160,7 @@ async def metrics(service: Service, job: OfJob, response: Response, after: After
     return rows[:limit]
 
 
-@routes.get("/jobs/{job}/metrics/stream", response_class=StreamingResponse, tags=["results"])
+@routes.get("/jobs/{job}/metrics/stream", response_class=Stream, tags=["results"])
 async def metrics_stream(
     service: Service,
     job: OfJob,
@@ -172,7 +172,7 @@ async def metrics_stream(
     if last is not None and NUMBER.fullmatch(last):
         after = int(last)
     events = _follow_job(service, job.tenant, job.id, after)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return Stream(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 @routes.get("/jobs/{job}/events", response_model=list[JobEvent], tags=["results"])
@@ -231,7 +231,7 @@ async def adapter(service: Service, job: OfJob, policy: str, version: str) -> Re
     size, chunks = await service.threads(pack, service.context.artifacts, manifest, service.context.clock.time())
     name = f"{job.id}-{policy}-{version}.tar"
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
+    return Stream(chunks, media_type="application/x-tar", headers=headers)
 
 
 @routes.post("/sample", tags=["models"])
@@ -301,7 +301,7 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
     interval = service.context.settings.worker.heartbeat_seconds
     async with aclosing(service.controller.queries.feeds.follow(tenant, job, after, interval)) as events:
         closing = asyncio.ensure_future(service.closing.wait())
-        upcoming = asyncio.ensure_future(anext(events, None))
+        upcoming = asyncio.create_task(charged(anext(events, None)))
         try:
             while True:
                 await asyncio.wait((upcoming, closing), return_when=asyncio.FIRST_COMPLETED)
@@ -315,6 +315,6 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
                         yield _event(kind, view.model_dump_json().encode())
                     case ("quiet", None):
                         yield b": heartbeat\n\n"
-                upcoming = asyncio.ensure_future(anext(events, None))
+                upcoming = asyncio.create_task(charged(anext(events, None)))
         finally:
             await cancel_all(upcoming, closing)  # before the events are closed, which nothing may read then

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -43,7 +42,7 @@ from rookery.server.openai import (
 )
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
-from rookery.server.responses import event_data, first_problem, json_response, problem, retry_after
+from rookery.server.responses import Stream, event_data, first_problem, json_response, problem, retry_after
 from rookery.server.token_face import TokenFormat, TokenRequest
 from rookery.storage.columns import Page
 from rookery.tokenization.chat import Chat
@@ -572,7 +571,7 @@ async def _response_events(
             yield form.failed(body)
 
 
-class ClosingStream(StreamingResponse):
+class ClosingStream(Stream):
     """A stream whose generator is closed when the response ends, however it ends."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

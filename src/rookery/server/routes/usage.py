@@ -9,11 +9,10 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
-from fastapi.responses import StreamingResponse
 
 from rookery.controller.views import RunView
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
-from rookery.server.responses import ERRORS
+from rookery.server.responses import ERRORS, Stream
 from rookery.server.schemas import UsageLine, UsagePage
 from rookery.storage.repositories.runs import RunChoice
 
@@ -49,7 +48,7 @@ async def usage_csv(service: Service, owner: Owner) -> Response:
     """The same of all jobs, for a spreadsheet."""
     headers = {"Content-Disposition": 'attachment; filename="usage.csv"'}
     tenant = None if owner.role == "admin" else owner.id
-    return StreamingResponse(_csv(service, tenant), media_type="text/csv; charset=utf-8", headers=headers)
+    return Stream(_csv(service, tenant), media_type="text/csv; charset=utf-8", headers=headers)
 
 
 async def _csv(service: ServiceContext, tenant: str | None) -> AsyncIterator[str]:

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from fastapi.responses import StreamingResponse
 
 from rookery.controller.activity import Reader
 from rookery.controller.weights.checkpoints import find_checkpoint
@@ -17,7 +16,7 @@ from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
 from rookery.server.paging import Limit
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
-from rookery.server.responses import json_response
+from rookery.server.responses import Stream, json_response
 from rookery.server.tinker import schemas
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, older_than_supported, supported
 from rookery.storage.columns import Page
@@ -255,7 +254,7 @@ async def external(
         return await service.threads(stream, service.context.artifacts, digest, file, range)
     manifest = await service.threads(service.context.artifacts.open, digest)
     size, pieces = await service.threads(pack, service.context.artifacts, manifest, service.context.clock.time())
-    return StreamingResponse(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
+    return Stream(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
 
 
 def _checkpoint(row: CheckpointRow, sdk: str | None = None) -> dict[str, Any]:
