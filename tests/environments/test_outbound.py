@@ -15,11 +15,15 @@ import pytest
 
 from rookery import network
 from rookery.children import take_child_seconds
+from rookery.controller.job_sinks import Endpoint
 from rookery.environments import openenv, outbound
 from rookery.environments.builtins import find
+from rookery.environments.judges import NamedJudge, ask_named
 from rookery.environments.outbound import request_json
 from rookery.environments.verifiers import pool
 from rookery.errors import UserError
+from rookery.settings import Settings
+from rookery.spec.job import SinkSpec
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
@@ -168,14 +172,46 @@ async def test_no_redirect_is_followed(
     assert not reached
 
 
-async def test_a_name_is_looked_up_once_and_the_judged_address_is_connected_to(
-    trickle: Callable[[bytes, bytes], str], inside: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+def sink(kind: str, allowed: str = "") -> Callable[[str], Any]:
+    """The request of a sink of this kind, where the administrator has ``allowed`` these hosts."""
+    settings = Settings.load({}, reachable_hosts=allowed)
+    return lambda url: Endpoint(SinkSpec.model_validate({"kind": kind, "url": url}), "x", settings).ask("a", {})
+
+
+def judge(url: str) -> Any:
+    """A question to a judge, which only the administrator names."""
+    return ask_named(NamedJudge(url, "m"), "x", {"messages": []})
+
+
+def schema(url: str) -> Any:
+    """The first request to an OpenEnv server."""
+    return openenv.OpenEnv(openenv.OpenEnvOptions(url=url, resets=[{}]))
+
+
+SINKS = ["mlflow", "trackio", "wandb"]
+ANY = {"judge": judge} | {kind: sink(kind, "*") for kind in SINKS}
+STRANGERS = {"request": lambda url: request_json(url, "x"), "openenv": schema} | {kind: sink(kind) for kind in SINKS}
+"""By user: a request to an address that a job gives."""
+
+
+@pytest.mark.parametrize("ask", ANY.values(), ids=ANY)
+def test_no_user_follows_a_redirect(
+    ask: Callable[[str], Any], trickle: Callable[[bytes, bytes], str], inside: tuple[str, list[str]]
 ) -> None:
-    """A name server that answers the second question with an address of the service's network changes nothing."""
     target, reached = inside
-    first, second = (
-        int(urlsplit(url).port or 0) for url in (trickle(HEAD + b"Content-Length: 2\r\n\r\n{}", b""), target)
-    )
+    answer = b"HTTP/1.1 307 Temporary Redirect\r\nLocation: " + target.encode() + b"\r\nContent-Length: 0\r\n\r\n"
+    with pytest.raises(UserError, match="answers 307"):
+        ask(trickle(answer, b"").removesuffix("/schema"))
+    assert not reached
+
+
+@pytest.fixture
+def rebinding(
+    trickle: Callable[[bytes, bytes], str], inside: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, list[str]]:
+    """The address of a name whose name server answers each second question with an address of the service's network,
+    and the names that were looked up. It answers the schema of an OpenEnv server."""
+    first = urlsplit(trickle(HEAD + b'Content-Length: 14\r\n\r\n{"action": {}}', b"")).port
     asked: list[str] = []
 
     def look_up(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
@@ -192,11 +228,29 @@ async def test_a_name_is_looked_up_once_and_the_judged_address_is_connected_to(
 
     monkeypatch.setattr(network.socket, "getaddrinfo", look_up)
     monkeypatch.setattr(outbound.socket, "create_connection", create_connection)
-    assert request_json(f"http://rebinding.example:{second}/", "x") == {}
-    assert asked == ["rebinding.example"] and not reached
+    return f"http://rebinding.example:{urlsplit(inside[0]).port}", asked
+
+
+@pytest.mark.parametrize("ask", STRANGERS.values(), ids=STRANGERS)
+def test_a_name_is_looked_up_once_and_the_judged_address_is_connected_to(
+    ask: Callable[[str], Any], rebinding: tuple[str, list[str]], inside: tuple[str, list[str]]
+) -> None:
+    """A name server that answers the second question with an address of the service's network changes nothing."""
+    url, asked = rebinding
+    ask(url)
+    assert asked == ["rebinding.example"]
     with pytest.raises(UserError, match="which is not an address of the public internet"):
-        request_json(f"http://rebinding.example:{second}/", "x")
-    assert not reached
+        ask(url)
+    assert not inside[1]
+
+
+async def test_a_session_is_judged_like_the_request_before_it(
+    rebinding: tuple[str, list[str]], inside: tuple[str, list[str]]
+) -> None:
+    made = await asyncio.to_thread(schema, rebinding[0])
+    with pytest.raises(UserError, match="which is not an address of the public internet"):
+        await made.reset({}, 0)
+    assert not inside[1]
 
 
 def test_a_child_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
