@@ -96,7 +96,7 @@ or Tinker SDK opens up to 1,000, a quarter of the default."""
 
 CONNECTION_SECONDS, READ_SECONDS, BYTE_SECONDS = 100e-6, 30e-6, 0.15e-9
 """Processor time that the event loop takes for a new connection, for one read of a socket, and for each byte of it,
-before the connection sees any of it. None is above what was measured, so that no tenant is charged too much."""
+before the connection sees any of it: estimates from requests in a closed loop, whose measured time they complete."""
 
 
 class Slot:
