@@ -197,8 +197,7 @@ class Compute:
             self._changed.notify_all()
 
     def crowd(self, crowded: bool) -> None:
-        """Other programs want the cores, or no longer: while they do, engine and trainer take turns, and the planner
-        does not learn."""
+        """Other programs want the cores, or no longer: while they do, the planner chooses turns and does not learn."""
         self._crowded = crowded
 
     def call(self, function: Callable[[WorkerCore], T], *, touches: Touches = "states") -> Future[T]:
@@ -411,10 +410,12 @@ class Compute:
     def _engine_threads(self, core: WorkerCore) -> int:
         """How many of the cores an engine lane computes with; 0: engine and trainer take turns. This is the only place
         that decides it."""
-        if self.lanes == "turns" or not core.allows_lanes() or self._crowded:
+        if self.lanes == "turns" or not core.allows_lanes():
             return 0
         if self.lanes == "beside" or self._plan is None:
             return max(1, self.threads // 2)
+        if self._crowded:
+            return 0
         with self._changed:
             return self._plan.decide(self._rows(core), core.trainer.tenants()).threads
 
@@ -531,7 +532,7 @@ class Compute:
     def _why_turns(self) -> str:
         if self.lanes == "turns":
             return "as set"
-        if self._crowded:
+        if self._crowded and self._plan is not None:
             return "other programs use some of the cores"
         if self._clients:
             return "requests have objectives"
