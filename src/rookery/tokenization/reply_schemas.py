@@ -8,7 +8,8 @@ ends only where it is cut off. vLLM's and xgrammar's strict modes read schemas s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rookery.errors import UserError
@@ -87,44 +88,46 @@ def _combines(schema: Any) -> bool:
     return any(_combines(part) for part in _parts(schema))
 
 
-def _closed(schema: Any) -> Any:
+def _rebuilt(schema: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a schema, or of a list of schemas, with ``change`` of the schemas directly within."""
     if isinstance(schema, list):
-        return [_closed(part) for part in schema]
+        return [change(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed: dict[str, Any] = {}
+    rebuilt: dict[str, Any] = {}
     for key, value in schema.items():
         if key in MAPS and isinstance(value, Mapping):
-            closed[key] = {name: _closed(part) for name, part in value.items()}
+            rebuilt[key] = {name: change(part) for name, part in value.items()}
         else:
-            closed[key] = value if key in DATA else _closed(value)
-    declared = schema.get("properties")
-    if isinstance(declared, Mapping) and not schema.keys() & OPEN:
-        required, least = schema.get("required", []), schema.get("minProperties", 0)
-        if isinstance(required, list) and isinstance(least, int | float):  # else the grammar refuses the schema
-            closed |= {"additionalProperties": False} if _sufficient(declared, required, least) else {}
+            rebuilt[key] = value if key in DATA else change(value)
+    return rebuilt
+
+
+def _closed(schema: Any) -> Any:
+    closed = _rebuilt(schema, _closed)
+    if isinstance(schema, Mapping) and not schema.keys() & OPEN and _declares_all(schema):
+        closed["additionalProperties"] = False
     return closed
 
 
-def _sufficient(declared: Mapping[str, Any], required: Sequence[Any], least: float) -> bool:
-    """Whether an object can have all that is required with the declared properties alone."""
+def _declares_all(schema: Mapping[str, Any]) -> bool:
+    """Whether an object can have all that is required with the declared properties alone. False without any, and for
+    keywords of the wrong type, which the grammar refuses."""
+    declared, required = schema.get("properties"), schema.get("required", [])
+    least = schema.get("minProperties", 0)
+    if not (isinstance(declared, Mapping) and isinstance(required, list) and isinstance(least, int | float)):
+        return False
     return least <= len(declared) and all(isinstance(name, str) and name in declared for name in required)
 
 
 def _moved(schema: Any, pointer: str) -> Any:
     """The same schema where it stands at ``pointer`` of a document instead of at its root."""
-    if isinstance(schema, list):
-        return [_moved(part, pointer) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in MAPS:
-            if not isinstance(value, Mapping):
+    moved = _rebuilt(schema, partial(_moved, pointer=pointer))
+    if isinstance(schema, Mapping):
+        for key in MAPS & schema.keys():
+            if not isinstance(schema[key], Mapping):
                 raise UserError(f"{key} of a JSON schema must be an object")
-            moved[key] = {name: _moved(part, pointer) for name, part in value.items()}
-        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = pointer + value[1:]
-        else:
-            moved[key] = value if key in DATA else _moved(value, pointer)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            moved["$ref"] = pointer + reference[1:]
     return moved
