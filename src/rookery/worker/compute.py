@@ -290,7 +290,6 @@ class Compute:
                 return
             core.gate.training_waits = False
             self._divide(core)
-            teams.use(self.threads)
             chosen = next_slice(self._slices, core.gate.allows_training)
             if chosen is not None and not self._step(core, chosen):  # it gives its turn to the other
                 for other in self._slices:
@@ -387,7 +386,6 @@ class Compute:
             self._answer(core, calls)
             return
         self._recall(core)
-        teams.use(self.threads)
         stepped = self._lane_failure is None
         while stepped and not self._stopping:
             with self._changed:

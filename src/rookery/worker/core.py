@@ -209,11 +209,7 @@ def load_core(
         engine = _BACKENDS[chosen.engine].engine(resources, models[chosen.engine])
     trainer = _BACKENDS[chosen.trainer].trainer(resources, models[chosen.trainer])
     names = {"engine_name": chosen.engine, "device_name": str(where), "dtype": dtype}
-    kernels = isinstance(engine, NativeEngine) and isinstance(engine.runner, KernelRunner)
-    native = kernels and (not trains or (chosen.trainer == "native" and settings.training.trainer_processes < 2))
-    computing = models.get(chosen.engine, models[chosen.trainer])  # vLLM holds its model in other processes
-    fixed = teams.why_inexact(where, computing.dtype, kernels=native)
-    no_lanes = _why_no_lanes(resources, chosen, fixed) if trains else NO_TRAINING
+    no_lanes = _why_no_lanes(resources, chosen, engine, models[chosen.trainer].dtype) if trains else NO_TRAINING
     if no_lanes and settings.worker.lanes == "beside":
         log.warning("ROOKERY_LANES is beside, but engine and trainer take turns: %s", no_lanes)
     slowdowns = None
@@ -225,7 +221,7 @@ def load_core(
     return WorkerCore(engine, trainer, budget, gate=gate, no_lanes=no_lanes, slowdowns=slowdowns, **names)
 
 
-def _why_no_lanes(resources: _Resources, chosen: Backends, fixed: str) -> str:
+def _why_no_lanes(resources: _Resources, chosen: Backends, engine: Engine, dtype: torch.dtype) -> str:
     """Why training cannot run beside decoding in this worker; empty where it can."""
     if (chosen.engine, chosen.trainer) != ("native", "native"):
         return f"engine {chosen.engine} and trainer {chosen.trainer} take turns"
@@ -233,7 +229,8 @@ def _why_no_lanes(resources: _Resources, chosen: Backends, fixed: str) -> str:
         return "the trainer is a group of processes"
     if resources.device.type == "cpu" and torch.get_num_threads() < 2:
         return "the worker computes with one core"
-    return fixed
+    kernels = isinstance(engine, NativeEngine) and isinstance(engine.runner, KernelRunner)
+    return teams.why_inexact(resources.device, dtype, kernels=kernels)
 
 
 def _engine(
