@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.storage.test_standby import Serving
 from tests.support.faces import ScriptedWorker, job, tokenizer, write_model
+from tests.support.timelines import Starts, check_same, starts_of_run
 from tests.support.waiting import until
 
 from rookery.client import Client
@@ -62,9 +63,8 @@ def test_every_job_resumes_by_itself_after_random_kills(seed: int, tmp_path: Pat
 def test_killed_service_keeps_the_timeline_of_its_runs(tmp_path: Path) -> None:
     write_model(tmp_path / "cache")
 
-    def spans(client: Client, id: str, end: float) -> set[tuple[str, float]]:
-        found = client.job(id).timeline(0.0, end).spans
-        return {(span.kind, round(span.start, 3)) for span in found if span.job == id}
+    def spans(client: Client, id: str, end: float) -> Starts:
+        return starts_of_run(client.job(id).timeline(0.0, end), id)
 
     with scripted_service(tmp_path) as (_, client):
         ended = client.submit(job()).wait()
@@ -75,7 +75,7 @@ def test_killed_service_keeps_the_timeline_of_its_runs(tmp_path: Path) -> None:
         last = spans(client, ended.id, end)
         assert {"decode", "train", "commit"} <= {kind for kind, _ in last}
     with scripted_service(tmp_path) as (_, client):
-        assert spans(client, ended.id, end) == last
+        check_same(spans(client, ended.id, end), last)
         assert spans(client, running.id, end)
 
 

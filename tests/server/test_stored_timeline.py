@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.faces import ScriptedWorker, job, served
+from tests.support.timelines import check_same, starts_of_run
 
 from rookery.client import Client
 from rookery.controller.stored_spans import HOUR_SPANS, joined_rows
 from rookery.storage.models import SpanRow
 from rookery.telemetry.spans import TraceSpan, packed, unpacked
-
-
-def of_run(found: Any, id: str) -> Counter[tuple[str, float]]:
-    """Kind and start of the run's spans."""
-    return Counter((span.kind, round(span.start, 3)) for span in found.spans if span.job == id)
 
 
 def events(path: Path) -> Counter[str]:
@@ -39,15 +34,15 @@ def test_ended_run_keeps_its_timeline_and_its_trace_over_a_restart(tmp_path: Pat
     with served(tmp_path) as service, Client(service.url, service.key) as client:
         about = client.job(ended.id)
         after, later = about.timeline(*whole), client.timeline(*whole)
-        assert of_run(after, ended.id) == of_run(before, ended.id)
-        assert of_run(later, ended.id) == of_run(fleet, ended.id)
+        check_same(starts_of_run(after, ended.id), starts_of_run(before, ended.id))
+        check_same(starts_of_run(later, ended.id), starts_of_run(fleet, ended.id))
         assert after.oldest <= ended.started + 1
         worked = {span.kind for span in later.spans if span.worker == "scripted"}
         assert {"decode", "train", "connected", "idle"} <= worked
         found = events(about.trace(tmp_path / "after.json", *whole))
         assert found - Counter(found.keys() - trace) == trace, "but for what happened to the worker meanwhile"
         client.job(ended.id).delete()
-        assert not of_run(client.timeline(*whole), ended.id)
+        assert not starts_of_run(client.timeline(*whole), ended.id)
 
 
 @pytest.mark.parametrize("count", [1, HOUR_SPANS, 3 * HOUR_SPANS])
