@@ -137,13 +137,15 @@ def test_real_workers_join_while_trainers_wait_and_leave_after_the_job(tmp_path:
         return found.workers, found.wanted
 
     rules = ServiceRules(rollouts=RolloutRules(scale_window=3))
+    # A few long replies: their steps cost nearly as much as steps of many, so that the trainer waits on any machine.
+    replies = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1}
     with EmbeddedService(settings, rules) as service, rookery.Client(service.url, service.key) as client:
         job = client.train(
             base_model=str(model),
             environment={"hosted": Letters()},
             policies={"main": {"rank": 4}},
-            algorithm={"group_size": 8, "groups_per_step": 4, "max_staleness": 1},
-            sampling={"max_tokens": 200},
+            algorithm=replies,
+            sampling={"max_tokens": 400},
             stop={"steps": 10_000},
         )
         until(lambda: look(client)[0] == 3, patience=240)
