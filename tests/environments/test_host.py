@@ -11,9 +11,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from decimal import Decimal
 from fractions import Fraction
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 from tests.support import faulty
 from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.http11 import Request, Response
 
 from rookery import protocol
 from rookery.aio import cancel_all
@@ -31,7 +33,7 @@ from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.host import Host, Hosted
 from rookery.environments.models import ModelAnswer, ModelQuestion
-from rookery.errors import UserError
+from rookery.errors import EXIT_REFUSED, UserError
 
 
 class Controller:
@@ -476,6 +478,50 @@ async def test_a_blocking_async_step_does_not_stop_heartbeats() -> None:
         assert not waiting.done()
         blocks.release.set()
         assert (await asyncio.wait_for(waiting, 20)).reward == 1
+
+
+def answering(status: HTTPStatus, body: str) -> Callable[[ServerConnection, Request], Response | None]:
+    """A server's first answer to a connection; it accepts later ones."""
+    answers = [(status, body)]
+
+    def answer(link: ServerConnection, _: Request) -> Response | None:
+        return link.respond(*answers.pop()) if answers else None
+
+    return answer
+
+
+@pytest.mark.parametrize("status", [HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN])
+@pytest.mark.parametrize("body", ["<html>Forbidden</html>", "", "[]", '{"message": "Forbidden"}', '{"error": {}}'])
+async def test_answer_of_a_proxy_is_no_refusal(status: HTTPStatus, body: str) -> None:
+    controller = Controller()
+    async with serve(controller.handle, "127.0.0.1", 0, process_request=answering(status, body)) as server:
+        host = Host(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "key", {"env": faulty.Good()})
+        running = asyncio.create_task(host.run())
+        await asyncio.wait_for(controller.joined(), 20)
+        await cancel_all(running)
+
+
+async def test_refusal_of_the_service_before_the_hello_ends_the_host() -> None:
+    refuse = answering(HTTPStatus.UNAUTHORIZED, '{"error": "the key is not known"}')
+    async with serve(Controller().handle, "127.0.0.1", 0, process_request=refuse) as server:
+        host = Host(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "key", {})
+        with pytest.raises(UserError, match="refuses this environment host: the key is not known"):
+            await asyncio.wait_for(host.run(), 20)
+
+
+async def test_refused_host_process_ends_with_the_code_that_prevents_a_restart() -> None:
+    controller = Controller()
+    controller.refusal = "the key is not known"
+    async with serve(controller.handle, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "rookery.environments.host", "--connect", address,
+            env={**os.environ, "ROOKERY_TOKEN": "key"},
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == EXIT_REFUSED
+    assert said.decode().strip().endswith("refuses this environment host: the key is not known")
 
 
 async def test_a_refused_host_gets_the_reason() -> None:

@@ -46,7 +46,7 @@ from rookery.environments.outbound import reachable_hosts
 from rookery.environments.reasoning_gym import ReasoningGym
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import isolation
-from rookery.errors import UserError, short
+from rookery.errors import EXIT_REFUSED, UserError, short
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.settings import HOST_SETTINGS, Settings, token_of
@@ -369,7 +369,8 @@ def main() -> None:
         log_to_stderr(settings.server.log_level)
         asyncio.run(serve(arguments.connect, settings, end_with_parent=arguments.die_with_parent))
     except UserError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
 
 
 if __name__ == "__main__":

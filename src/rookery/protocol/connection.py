@@ -301,9 +301,10 @@ async def stay_connected(
         except (OSError, TimeoutError, websockets.WebSocketException, ConnectionClosed, BadFrame) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, websockets.InvalidStatus):
-                reason = refusal_of(error.response.body)
-                if error.response.status_code in (401, 403):
-                    raise RegistrationRefused(reason) from None
+                refusal = refusal_of(error.response.body)
+                if refusal is not None and error.response.status_code in (401, 403):
+                    raise RegistrationRefused(refusal) from None
+                reason = refusal or f"{error.response.status_code}, not from a Rookery service"
             log.warning("no connection to %s, retrying: %s", target, reason)
         if welcomed is not None and time.monotonic() - welcomed > STEADY_SECONDS:
             pause = shortest
@@ -311,8 +312,11 @@ async def stay_connected(
         pause = min(2 * pause, longest)
 
 
-def refusal_of(body: bytes | bytearray) -> str:
-    """The reason in the service's HTTP answer to a connection that it refuses."""
-    with contextlib.suppress(msgspec.MsgspecError, KeyError):
-        return str(msgspec.json.decode(body, type=dict[str, Any])["error"])
-    return "the answer is not that of a Rookery service"
+def refusal_of(body: bytes | bytearray) -> str | None:
+    """The reason in the service's HTTP answer to a connection that it refuses. None where the answer comes from
+    something before it, such as a proxy whose own rules are being changed: its 403 says nothing about the key."""
+    try:
+        error = msgspec.json.decode(body, type=dict[str, Any]).get("error")
+    except msgspec.MsgspecError:
+        return None
+    return error if isinstance(error, str) else None
