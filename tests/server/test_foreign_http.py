@@ -126,6 +126,27 @@ def test_connect_is_refused_and_closes_its_connection(service: EmbeddedService, 
         assert connection.recv(1) == b""
 
 
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        ("CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n", 501),
+        ("no request\r\n\r\n", 400),
+        ("POST /api/v1/jobs HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n", 400),
+    ],
+    ids=["connect", "no-request", "broken-body"],
+)
+@pytest.mark.parametrize("earlier", [0, 1, 3])
+def test_refused_request_is_answered_after_earlier_ones(
+    service: EmbeddedService, earlier: int, last: str, status: int
+) -> None:
+    buffer = bytearray()
+    with socket.create_connection((service.settings.server.host, int(service.url.rsplit(":", 1)[1]))) as connection:
+        connection.settimeout(30)
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * earlier + last.encode())
+        assert [response_of(connection, buffer)[0] for _ in range(earlier + 1)] == [200] * earlier + [status]
+        assert connection.recv(1) == b""
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/api/v1/jobs", "/metrics", "/docs", "/nothing"])
 def test_head_is_get_without_the_body(http: httpx.Client, path: str) -> None:
     head, get = http.head(path), http.get(path)

@@ -220,6 +220,8 @@ class BoundedHttp(HttpToolsProtocol):
     """Received with the end of the handshake."""
     _fed = b""
     """The bytes that the parser reads now."""
+    _last_answer: bytes | None = None
+    """To a request that reaches no route. It waits for the responses to earlier ones and ends the connection."""
 
     @property
     def _bounds(self) -> Connections:
@@ -264,6 +266,8 @@ class BoundedHttp(HttpToolsProtocol):
                 self.slot.spent(time.thread_time() - began + READ_SECONDS + len(data) * BYTE_SECONDS)
 
     def _parse(self, data: bytes) -> None:
+        if self._last_answer is not None:
+            return
         if self.transport is None:
             self._early += data
             return
@@ -314,16 +318,29 @@ class BoundedHttp(HttpToolsProtocol):
         error = sys.exc_info()[1]
         known = shortage(error.__context__) if error is not None and error.__context__ is not None else None
         if known is None:
-            super().send_400_response(msg)
-            return
-        self._end_with(b"503 Service Unavailable\r\nretry-after: 1", str(known))
+            self._end_with(b"400 Bad Request", msg)
+        else:
+            self._end_with(b"503 Service Unavailable\r\nretry-after: 1", str(known))
 
     def _end_with(self, status: bytes, error: str) -> None:
-        """Answer a request that reaches no route, and close the connection."""
+        """Answer a request that reaches no route, after the responses to earlier ones, and close the connection."""
         body = msgspec.json.encode({"error": error})
         head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/json\r\n" % status
-        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        self.transport.close()
+        self._last_answer = head + b"content-length: %d\r\n\r\n" % len(body) + body
+        latest = self.cycle
+        if latest is not None and latest.more_body:  # it is the one that is answered here: its body cannot be read
+            if not self.pipeline:
+                self._send_last_answer(begun=latest.response_started)
+                return
+            self.pipeline.popleft()
+        if latest is None or latest.response_complete:
+            self._send_last_answer()
+
+    def _send_last_answer(self, begun: bool = False) -> None:
+        if self._last_answer is not None and not self.transport.is_closing():
+            if not begun:
+                self.transport.write(self._last_answer)
+            self.transport.close()
 
     def on_headers_complete(self) -> None:
         self._head_arrived()
@@ -334,9 +351,12 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        if self.slot is not None and not self.pipeline:
+        last = not self.pipeline
+        if self.slot is not None and last:
             self.slot.idle = True
         super().on_response_complete()
+        if last:
+            self._send_last_answer()
 
     def handle_websocket_upgrade(self) -> None:
         if self.slot is None:
