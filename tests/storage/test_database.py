@@ -1025,6 +1025,29 @@ def test_a_read_only_database_is_an_outage_of_writes_that_lasts_until_it_takes_t
     database.write(tenants.create_tenant, "carol", "Carol", 0.0)
 
 
+def test_claim_on_a_server_that_became_read_only_is_taken_anew(postgres: str) -> None:
+    """The address may lead to the new primary by then, where nobody has it; the connection to a server that was demoted
+    can stay open."""
+    url = new_database(postgres)
+    database = Database(url)
+    database.create()
+    database.claim()
+    before = database._claimed
+    assert before is not None
+    database.claim()
+    assert database._claimed is before
+    before.execute(text("SET default_transaction_read_only = on"))
+    database.claim()
+    assert before.closed and database._claimed is not None and database._claimed is not before
+    set_read_only(url, database, "on")
+    with pytest.raises(DatabaseReadOnly):
+        database.claim()
+    set_read_only(url, database, "off")
+    database.claim()
+    database.write(tenants.create_tenant, "carol", "Carol", 0.0)
+    database.close()
+
+
 # --- odd values, odd places -------------------------------------------------------------------------------------------
 
 json_values = st.recursive(

@@ -205,8 +205,9 @@ class Database:
         with self._plain_errors():
             try:
                 if self._claimed is not None:
-                    self._claimed.execute(select(1))
-                    return
+                    if self._claimed.execute(select(func.current_setting("transaction_read_only"))).scalar() == "off":
+                        return
+                    self._give_up_claim()  # its address may lead to another server by now, where anybody can claim
             except DBAPIError:  # the claim ended with the connection
                 self._give_up_claim()
             connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
