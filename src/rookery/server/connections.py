@@ -46,9 +46,10 @@ ACCEPTED_AT_ONCE = 64
 """Connections taken from the listening socket before the first of them is counted; far fewer than the reserve."""
 
 
-PIECE_BYTES = 8192
-"""Read from a WebSocket before others get their turn: a small frame takes 10 µs, so a larger piece full of them could
-hold up everything for half a second."""
+PIECE_BYTES, TURN_SECONDS = 1024, 2e-3
+"""Read from a WebSocket before the clock is looked at, and the time after which others get their turn. A small frame
+takes 10 µs, so that a piece full of them takes 2 ms and a read of the socket half a second; a request of another client
+needs some ten turns of the event loop."""
 
 FRAGMENTS, PINGS = 8192, 64
 """Parts of one message, and pings and pongs that may come before the next one is complete. Peers send a message whole,
@@ -407,22 +408,23 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         idle, view = not self._unread, memoryview(data)
         self._unread.extend(view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES))
         if idle:
-            self._read_piece()
+            self._read_turn()
         else:
             self.transport.pause_reading()
 
-    def _read_piece(self) -> None:
-        if self.transport.is_closing() or not self._unread:
-            self._unread.clear()
-            return
-        began = time.thread_time()
-        super().data_received(self._unread[0])  # type: ignore[arg-type]
+    def _read_turn(self) -> None:
+        began = now = time.thread_time()
+        while self._unread and not self.transport.is_closing() and now - began < TURN_SECONDS:
+            super().data_received(self._unread[0])  # type: ignore[arg-type]
+            self._unread.popleft()
+            now = time.thread_time()
         if self._slot.idle:  # later messages are work of the peer's episodes
-            self._slot.spent(time.thread_time() - began + READ_SECONDS)
-        self._unread.popleft()
-        if self._unread:
+            self._slot.spent(now - began + READ_SECONDS)
+        if self.transport.is_closing():
+            self._unread.clear()
+        elif self._unread:
             self.transport.pause_reading()
-            self.loop.call_soon(self._read_piece)
+            self.loop.call_soon(self._read_turn)
         elif not self.read_paused:
             self.transport.resume_reading()
 
