@@ -32,7 +32,7 @@ from rookery.storage.artifacts import Artifacts
 SERVICE_HOST = "10.9.0.1"
 SITES, MOST = 4, 16
 VISIBLE = 1.1
-"""What is missing shows as this factor, far above the noise of counted bytes."""
+"""Without a part that matters a figure is larger by this factor, which is far above the noise of counted bytes."""
 PATIENCE = 900.0
 RECEIVED, SENT = 0, 8
 """Columns of ``/proc/net/dev``."""

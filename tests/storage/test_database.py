@@ -1025,20 +1025,31 @@ def test_a_read_only_database_is_an_outage_of_writes_that_lasts_until_it_takes_t
     database.write(tenants.create_tenant, "carol", "Carol", 0.0)
 
 
-def test_claim_on_a_server_that_became_read_only_is_taken_anew(postgres: str) -> None:
+def test_claim_on_a_server_that_became_read_only_is_given_up(postgres: str) -> None:
     """The address may lead to the new primary by then, where nobody has it; the connection to a server that was demoted
     can stay open."""
     url = new_database(postgres)
-    database = Database(url)
+    database, opened = Database(url), dict[int, Any]()
+
+    @event.listens_for(database.engine, "connect")
+    def remember(connection: Any, _: object) -> None:
+        opened[connection.info.backend_pid] = connection
+
+    def holder() -> int:
+        """The process of the server that has the claim."""
+        query = ("SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND database ="
+                 " (SELECT oid FROM pg_database WHERE datname = current_database())")  # fmt: skip
+        with connected(url) as connection:
+            return int(connection.execute(text(query)).scalar_one())
+
     database.create()
     database.claim()
-    before = database._claimed
-    assert before is not None
+    before = holder()
     database.claim()
-    assert database._claimed is before
-    before.execute(text("SET default_transaction_read_only = on"))
+    assert holder() == before
+    opened[before].execute("SET default_transaction_read_only = on")
     database.claim()
-    assert before.closed and database._claimed is not None and database._claimed is not before
+    assert opened[before].closed and holder() != before
     set_read_only(url, database, "on")
     with pytest.raises(DatabaseReadOnly):
         database.claim()
