@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.lib.harness import Result, command
 
-from rookery.scheduling.plan.predict import ROLES, Role, devices_of, predict
+from rookery.scheduling.plan.predict import ROLES, Role, devices_of, plan_of, predict
 from rookery.scheduling.plan.search import search
 from rookery.simulation.planned import simulate_plan
 from rookery.spec.fleet import FleetSpec, JobDemand
@@ -133,7 +133,7 @@ def _correlation(result: Result, plans: int) -> None:
         if expected.problem:
             continue
         predicted.append(expected.seconds)
-        simulated.append(simulate_plan(devices, demands, roles, [use.rows for use in expected.uses]))
+        simulated.append(simulate_plan(plan_of(described, devices, demands, expected)))
     errors = [abs(p / s - 1) for p, s in zip(predicted, simulated, strict=True)]
     rho = statistics.correlation(ranks(predicted), ranks(simulated))
     result.add("error of the predicted seconds against the simulated ones", errors, "of 1")

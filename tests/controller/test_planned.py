@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.scheduling.test_plan import machine
 
+from rookery.controller.planned import train_speeds
 from rookery.scheduling.plan.predict import devices_of
 from rookery.simulation.clock import run
 from rookery.simulation.planned import planned_service
@@ -79,3 +80,22 @@ def test_workers_of_the_plan_that_are_not_there_are_named_once(caplog: pytest.Lo
     run(play())
     (line,) = [record.message for record in caplog.records if "not there" in record.message]
     assert "z-0, y-0" in line and "\n" not in line
+
+
+def test_a_policy_trains_on_the_quicker_machine_of_the_plan() -> None:
+    slow, quick = machine("a"), machine("b")
+    quick = quick.model_copy(update={"train_token": slow.train_token / 8})
+    fleet = FleetSpec(machines=[slow, quick])
+    plan = planned(fleet, a_0=["rollout", "train"], b_0=["rollout", "train"])
+    assert train_speeds(plan)["b-0"] == pytest.approx(8 * train_speeds(plan)["a-0"])
+
+    async def play() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with planned_service(
+                Path(folder), devices_of(fleet), [DEMAND], ["both", "both"], 5, plan=plan
+            ) as service:
+                ((tenant, id),) = service.jobs
+                assert (await service.site.controller.queries.wait(tenant, id)).state == "completed"
+                assert [worker.compute.trained > 0 for worker in service.workers] == [False, True]
+
+    run(play())

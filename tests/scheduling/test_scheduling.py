@@ -33,20 +33,35 @@ def test_a_training_worker_is_crowded_where_a_move_makes_it_even() -> None:
     assert not trainers.is_overloaded({"b": 0}, "a"), "it takes no policies at all now"
 
 
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12), st.integers(2, 5))
-def test_policies_with_constant_loads_settle(loads: list[float], workers: int) -> None:
-    """Each move relieves its worker, and after few moves none would."""
-    at = dict.fromkeys(range(len(loads)), "w0")
+def test_a_policy_trains_where_it_ends_first() -> None:
+    speeds = {"slow": 0.25, "quick": 4.0}
+    assert trainers.assign_trainer({"slow": 0.0, "quick": 0.0, "unknown": 0.0}, 1.0, speeds=speeds) == "quick"
+    assert trainers.assign_trainer({"slow": 0.0, "quick": 20.0, "unknown": 0.0}, 1.0, speeds=speeds) == "unknown"
+    assert trainers.assign_trainer({"slow": 0.0, "quick": 20.0}, 1.0, speeds=speeds) == "slow"
+    assert trainers.assign_trainer({"slow": 0.0, "quick": 1.0}, 1.0, "slow", speeds) == "quick", "worth a reload"
+    assert trainers.is_overloaded({"slow": 1.0, "quick": 13.0}, "slow", 1.0, speeds)
+    assert not trainers.is_overloaded({"slow": 1.0, "quick": 14.0}, "slow", 1.0, speeds)
+    assert not trainers.is_overloaded({"slow": 0.0, "quick": 1.0}, "quick", 1.0, speeds)
+    assert trainers.select_helpers({"slow": 0.0, "quick": 8.0, "unknown": 0.0}, 2, 1.0, speeds) == ["unknown", "quick"]
+
+
+@given(
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=12), st.lists(st.floats(0.05, 20), min_size=2, max_size=5)
+)  # fmt: skip
+def test_policies_with_constant_loads_settle(loads: list[float], quick: list[float]) -> None:
+    """Each move gives its policy to a worker that ends sooner, and after few moves none would."""
+    at, workers = dict.fromkeys(range(len(loads)), "w0"), len(quick)
+    speeds = {f"w{number}": speed for number, speed in enumerate(quick)}
 
     def load() -> dict[str, float]:
         return {f"w{w}": sum(loads[p] for p in at if at[p] == f"w{w}") for w in range(workers)}
 
     moves = 0
-    while moving := [p for p in at if trainers.is_overloaded(load(), at[p], loads[p])]:
-        policy, before = moving[0], load()[at[moving[0]]]
+    while moving := [p for p in at if trainers.is_overloaded(load(), at[p], loads[p], speeds)]:
+        policy, before = moving[0], load()[at[moving[0]]] / speeds[at[moving[0]]]
         at[policy] = "none"
-        at[policy] = trainers.assign_trainer(load(), loads[policy]) or ""
-        assert load()[at[policy]] < before
+        at[policy] = trainers.assign_trainer(load(), loads[policy], speeds=speeds) or ""
+        assert load()[at[policy]] / speeds[at[policy]] < before
         moves += 1
         assert moves <= 10 * len(loads)
 

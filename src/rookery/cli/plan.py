@@ -19,10 +19,10 @@ from rookery.children import interpreter
 from rookery.cli.options import JsonOption
 from rookery.cli.output import print_json, show
 from rookery.errors import UserError, short
-from rookery.scheduling.plan.predict import PLAYS, Device, devices_of
+from rookery.scheduling.plan.predict import Device, devices_of, plan_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.spec.files import read_job
-from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, parsed, read_fleet
+from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, PlannedWorker, parsed, read_fleet
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.telemetry.rows import Rows, columns
@@ -59,13 +59,12 @@ def plan(
     if math.isinf(found.prediction.seconds):
         raise UserError(f"{workers}: no plan can run these jobs: {found.prediction.problem}")
     more = {name: max(0.0, gain) for name, gain in gains(fleet, demands, found, budget=budget, seed=seed).items()}
-    planned = plan_of(fleet, devices, demands, found)
+    planned = plan_of(fleet, devices, demands, found.prediction)
     report = as_json(devices, found, more)
     if simulate:
         from rookery.simulation.planned import simulate_plan
 
-        rows = [use.rows for use in found.prediction.uses]
-        report["simulated_seconds"] = simulate_plan(devices, demands, found.roles, rows)
+        report["simulated_seconds"] = simulate_plan(planned)
     if out is not None:
         out.write_text(
             yaml.safe_dump(planned.model_dump(mode="json", exclude_none=True), sort_keys=False), encoding="utf-8"
@@ -168,22 +167,6 @@ def demands_of(
             )
         )
     return found
-
-
-def plan_of(fleet: FleetSpec, devices: list[Device], demands: list[JobDemand], found: Found) -> Plan:
-    """The plan that a file holds."""
-    workers = []
-    for device, use in zip(devices, found.prediction.uses, strict=True):
-        roles = list(PLAYS[use.role])
-        if roles:
-            machine = device.machine
-            workers.append(
-                PlannedWorker.model_validate(
-                    {"name": device.name, "machine": machine.name, "roles": roles,
-                     "max_rows": use.rows or machine.rows, "slice_tokens": machine.train_slice}
-                )
-            )  # fmt: skip
-    return Plan(step_seconds=found.prediction.seconds, workers=workers, fleet=fleet, jobs=demands)
 
 
 def command(worker: PlannedWorker, fleet: FleetSpec) -> str:

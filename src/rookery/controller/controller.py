@@ -54,7 +54,7 @@ from rookery.controller.jobs.run_record import RunRecord
 from rookery.controller.jobs.runner import JobRunner
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.outages import Outages, outage_of
-from rookery.controller.planned import PlanFollower
+from rookery.controller.planned import PlanFollower, train_speeds
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.elastic import ElasticPool
@@ -155,8 +155,9 @@ class Controller:
         quotas = Quotas(settings.limits, clock, store, self.records.refused, self._models_of, self.jobs.tenants)
         rollouts = scheduler(fleet, weights, settings, clock, quotas.weights, rollout_rules)
         training = TrainingDispatcher(
-            fleet, weights, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
-        )
+            fleet, weights, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights,
+            train_speeds(plan) if plan is not None else {},
+        )  # fmt: skip
         rooms = Rooms(
             fleet=fleet,
             weights=weights,

@@ -2,12 +2,14 @@
 
 While some of the plan's workers are missing, the roles of those that are there are planned again, and changed where the
 predicted gain over the steps that are left exceeds the cost of moving (:mod:`rookery.scheduling.plan.replan`). A worker
-that the plan's fleet does not name keeps the roles with which it was started.
+that the plan's fleet does not name keeps the roles with which it was started. Policies train where they end first, by
+the speeds of the fleet's machines.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +17,7 @@ from rookery.aio import Signal
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
-from rookery.scheduling.plan.predict import PLAYS, Role, devices_of
+from rookery.scheduling.plan.predict import PLAYS, Role, devices_of, role_of
 from rookery.scheduling.plan.replan import replan
 from rookery.spec.fleet import Plan
 from rookery.storage.store import Writer
@@ -30,6 +32,13 @@ NAMES_SHOWN = 8
 """Missing workers that a line names."""
 
 
+def train_speeds(plan: Plan) -> dict[str, float]:
+    """How quickly each worker of the plan's fleet trains, by name: 1 is the middle one."""
+    seconds = {device.name: own for device in devices_of(plan.fleet) if (own := device.machine.train_token) > 0}
+    middle = statistics.median(seconds.values()) if seconds else 1.0
+    return {name: middle / own for name, own in seconds.items()}
+
+
 class PlanFollower:
     def __init__(self, plan: Plan, fleet: Fleet, clock: Clock, threads: Writer, steps_left: Callable[[], int]) -> None:
         """``steps_left()``: the most optimizer steps that a running job has still to do."""
@@ -39,7 +48,7 @@ class PlanFollower:
         self._threads = threads
         self._steps_left = steps_left
         self._devices = {device.name: device for device in devices_of(plan.fleet)}
-        self._planned = {worker.name: _role(frozenset(worker.roles)) for worker in plan.workers}
+        self._planned = {worker.name: role_of(worker.roles) for worker in plan.workers}
         self._roles: dict[str, Role] = {name: self._planned.get(name, "off") for name in self._devices}
         self._changed = Signal()
         self._missing: list[str] = []
@@ -106,7 +115,3 @@ def short_list(names: list[str]) -> str:
     """The first of the names, and how many more there are."""
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _role(roles: frozenset[str]) -> Role:
-    return next(role for role, played in PLAYS.items() if roles == set(played))

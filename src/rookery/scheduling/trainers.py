@@ -4,9 +4,10 @@ keep the slots of their memory. Every function is pure and deterministic: ties a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 HALF_LIFE_SECONDS = 300.0
 """Of a policy's training seconds: several steps of most jobs, so that one long step moves no policy."""
@@ -18,7 +19,7 @@ differences are noise, and a move costs a reload."""
 
 class TrainingLoad:
     """How busy each policy keeps its training worker: its training seconds, halved with every
-    :data:`HALF_LIFE_SECONDS` since."""
+    :data:`HALF_LIFE_SECONDS` since. Where workers have unlike speeds these are seconds of one of speed 1."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, tuple[float, float]] = {}
@@ -44,27 +45,48 @@ class TrainingLoad:
         return seconds * 2 ** ((at - now) / HALF_LIFE_SECONDS)
 
 
-def assign_trainer(load: dict[str, float], policy: float = 1.0, offloaded_at: str | None = None) -> str | None:
+EQUAL: Mapping[str, float] = MappingProxyType({})
+"""Speeds of workers of which nothing is known."""
+
+
+def assign_trainer(
+    load: dict[str, float], policy: float = 1.0, offloaded_at: str | None = None, speeds: Mapping[str, float] = EQUAL
+) -> str | None:
     """The training worker for a policy that has none and brings the load ``policy``: the worker ``offloaded_at``, which
-    has the policy's state in main memory, unless it would be overloaded; else the one with the least load. ``load``
-    maps serving training workers to their loads."""
+    has the policy's state in main memory, unless it would be overloaded; else the one that ends first. ``load`` maps
+    serving training workers to their loads, ``speeds`` workers to how much they do in a second, 1 where they are not
+    in it."""
     if offloaded_at in load:
         back = load | {offloaded_at: load[offloaded_at] + policy}
-        if not is_overloaded(back, offloaded_at, policy):
+        if not is_overloaded(back, offloaded_at, policy, speeds):
             return offloaded_at
-    return min(load, key=lambda name: (load[name], name), default=None)
+    ends = _ends(load, policy, speeds)
+    return min(ends, key=lambda name: (ends[name], name), default=None)
 
 
-def is_overloaded(load: dict[str, float], holder: str, policy: float = 1.0) -> bool:
-    """Whether the policy with the load ``policy`` on ``holder`` should train elsewhere: another worker has so much less
-    that after the move it has less than the holder has now. Constant loads so move nothing twice."""
-    return holder in load and min(load.values()) + policy < WORTH_MOVING * load[holder]
+def is_overloaded(
+    load: dict[str, float], holder: str, policy: float = 1.0, speeds: Mapping[str, float] = EQUAL
+) -> bool:
+    """Whether the policy with the load ``policy`` on ``holder`` should train elsewhere: another worker ends so much
+    sooner that after the move it has less to do than the holder has now. Constant loads so move nothing twice."""
+    others = {name: value for name, value in load.items() if name != holder}
+    if holder not in load or not others:
+        return False
+    return min(_ends(others, policy, speeds).values()) < WORTH_MOVING * load[holder] / speeds.get(holder, 1.0)
 
 
-def select_helpers(load: dict[str, float], count: int) -> list[str]:
-    """At most ``count`` workers to compute shares of a batch, those with the least load first. ``load`` maps training
-    workers, without the one that trains the batch's policy, to their loads."""
-    return sorted(load, key=lambda name: (load[name], name))[:count]
+def select_helpers(
+    load: dict[str, float], count: int, share: float = 1.0, speeds: Mapping[str, float] = EQUAL
+) -> list[str]:
+    """At most ``count`` workers to compute shares of a batch, each of the load ``share``: those that end first.
+    ``load`` maps training workers, without the one that trains the batch's policy, to their loads."""
+    ends = _ends(load, share, speeds)
+    return sorted(ends, key=lambda name: (ends[name], name))[:count]
+
+
+def _ends(load: dict[str, float], more: float, speeds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds in which each worker does its load and ``more``."""
+    return {name: (value + more) / speeds.get(name, 1.0) for name, value in load.items()}
 
 
 def divide(sizes: Sequence[float], parts: int) -> list[slice]:

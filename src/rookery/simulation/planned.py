@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rookery.scheduling.plan.predict import PLAYS, Device, Role
+from rookery.scheduling.plan.predict import PLAYS, Device, Role, devices_of, role_of
 from rookery.simulation.clock import run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService, modelled_job
 from rookery.simulation.fakes.text import LongTailed
@@ -27,25 +27,22 @@ WARM_UP = 3
 """Steps of each job that are not counted: the first ones start on idle machines and without a known length."""
 
 
-def simulate_plan(
-    devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], rows: Sequence[int], *,
-    steps: int = 6, seed: int = 0,
-) -> float:  # fmt: skip
+def simulate_plan(plan: Plan, *, steps: int = 6, seed: int = 0) -> float:
     """Simulated seconds of a round, in which every policy does one optimizer step: the mean over the rounds after
     :data:`WARM_UP` of one run, of the slowest policy. All jobs have the reply lengths of the first one."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        return run(_play(devices, demands, roles, rows, steps, seed, Path(folder)))
+        return run(_play(plan, steps, seed, Path(folder)))
 
 
-async def _play(
-    devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], rows: Sequence[int], steps: int,
-    seed: int, folder: Path,
-) -> float:  # fmt: skip
-    used = [(device, role, most) for device, role, most in zip(devices, roles, rows, strict=True) if role != "off"]
-    machines = [device.machine.model_copy(update={"rows": most or device.machine.rows}) for device, _, most in used]
-    started = [Device(device.name, machine) for (device, _, _), machine in zip(used, machines, strict=True)]
+async def _play(plan: Plan, steps: int, seed: int, folder: Path) -> float:
+    machines = {device.name: device.machine for device in devices_of(plan.fleet)}
+    started = [
+        Device(worker.name, machines[worker.name].model_copy(update={"rows": worker.max_rows}))
+        for worker in plan.workers
+    ]
+    roles = [role_of(worker.roles) for worker in plan.workers]
     times: list[list[float]] = []
-    async with planned_service(folder, started, demands, [role for _, role, _ in used], steps, seed) as service:
+    async with planned_service(folder, started, plan.jobs, roles, steps, seed, plan) as service:
         queries = service.site.controller.queries
         await asyncio.gather(*(queries.wait(tenant, job) for tenant, job in service.jobs))
         for tenant, job in service.jobs:

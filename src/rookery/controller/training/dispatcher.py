@@ -28,7 +28,7 @@ from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
-from rookery.scheduling.trainers import TrainingLoad, assign_trainer, is_overloaded, select_helpers
+from rookery.scheduling.trainers import EQUAL, TrainingLoad, assign_trainer, is_overloaded, select_helpers
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
 from rookery.storage.store import Writer
@@ -145,9 +145,12 @@ class TrainingDispatcher:
         ids: IdGenerator,
         transfer: Writer,
         weights: Mapping[str, float],
+        speeds: Mapping[str, float] = EQUAL,
     ) -> None:
-        """``weights``: shares of tenants that have another one than 1."""
+        """``weights``: shares of tenants that have another one than 1. ``speeds``: how quickly workers train, by name,
+        where it is known; others count as 1."""
         self.weights = weights
+        self._speeds = speeds
         self.retries = 0
         """Operations that moved to another worker."""
         self._fleet = fleet
@@ -194,7 +197,7 @@ class TrainingDispatcher:
     # --- assignment ---------------------------------------------------------------------------------------------------
 
     async def worker_for(self, policy: str, model: str) -> Worker:
-        """The worker that trains ``policy``: its present one, else the one with the least load among the reserved
+        """The worker that trains ``policy``: its present one, else the one that would end first among the reserved
         workers, or among all where none is reserved. Waits for one; raises :class:`Unavailable` after
         ``worker_wait_seconds``."""
         deadline = self._clock.monotonic() + self._settings.server.worker_wait_seconds
@@ -203,7 +206,8 @@ class TrainingDispatcher:
             if held is not None and held.has_role("train", model):
                 return held
             offloaded, load = self._offloaded.get(policy), self._load(self._fleet.trainers(model))
-            name = assign_trainer(load, self._load_of(policy), offloaded.name if offloaded is not None else None)
+            back = offloaded.name if offloaded is not None else None
+            name = assign_trainer(load, self._load_of(policy), back, self._speeds)
             if name is not None:
                 worker = self._fleet.get(name)
                 assert worker is not None
@@ -224,14 +228,15 @@ class TrainingDispatcher:
         held, load = self._assigned.get(policy), self._load(self._fleet.trainers(model))
         if held is None or not load:
             return
-        if held.name not in load or is_overloaded(load, held.name, self._load_of(policy)):
+        if held.name not in load or is_overloaded(load, held.name, self._load_of(policy), self._speeds):
             self.evict_policy(policy)
 
-    def helpers(self, worker: Worker, model: str, count: int) -> list[Worker]:
-        """At most ``count`` training workers in addition to ``worker``, preemptible ones too: the loss of one costs its
-        share of a batch."""
+    def helpers(self, policy: str, worker: Worker, model: str, count: int) -> list[Worker]:
+        """At most ``count`` training workers for ``policy`` in addition to ``worker``, preemptible ones too: the loss
+        of one costs its share of a batch."""
         others = {other.name: other for other in self._fleet.serving("train", model) if other is not worker}
-        return [others[name] for name in select_helpers(self._load(others.values()), count)]
+        share = self._load_of(policy) / (count + 1)
+        return [others[name] for name in select_helpers(self._load(others.values()), count, share, self._speeds)]
 
     def evict_policy(self, policy: str, *, offload: bool = False) -> None:
         """The policy's worker deletes its trainer state, or with ``offload`` keeps it in main memory: the policy
@@ -330,7 +335,8 @@ class TrainingDispatcher:
             sent = len(done.logprobs) // FLOAT32_BYTES
             raise TrainingFailed(f"worker {worker.name} sent {sent} log-probabilities for {targets} targets")
         if worker is self._assigned.get(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
-            self._training_load.add(message.policy, seconds, self._clock.monotonic())
+            work = seconds * self._speeds.get(worker.name, 1.0)
+            self._training_load.add(message.policy, work, self._clock.monotonic())
         self._fleet.emit(OperationSucceeded(self._clock.time(), worker, message, done, self._clock.monotonic() - began))
         return done
 

@@ -267,7 +267,7 @@ class PolicyTrainer:
         since."""
         helpers: list[Worker] = []
         if self._trainers > 1 and not (entry.forward_only or entry.targets or self._applied):
-            helpers = self._training.helpers(worker, self._model, self._trainers - 1)
+            helpers = self._training.helpers(self._policy, worker, self._model, self._trainers - 1)
         if helpers:
             batches = split_batch(protocol.decode(protocol.batches, entry.batch), 1 + len(helpers))
             if len(batches) > 1:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from rookery.scheduling.costs import interpolate
-from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand
+from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker
 from rookery.spec.machine import decode_seconds
 
 Role = Literal["off", "rollout", "train", "both"]
@@ -37,6 +37,11 @@ ROLES = tuple(PLAYS)
 
 SEARCH_STEPS = 20
 """Halvings of the interval in which the end of a round is searched: relative 1e-6 of its upper end."""
+
+
+def role_of(played: Iterable[str]) -> Role:
+    """The role of a machine whose worker has these."""
+    return next(role for role, roles in PLAYS.items() if {*played} == {*roles})
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,22 @@ class Prediction:
 
 def impossible(problem: str) -> Prediction:
     return Prediction(math.inf, (), problem)
+
+
+def plan_of(fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], prediction: Prediction) -> Plan:
+    """The plan that a file holds: every machine that has a role."""
+    workers = [
+        PlannedWorker(
+            name=device.name,
+            machine=device.machine.name,
+            roles=list(PLAYS[use.role]),
+            max_rows=use.rows or device.machine.rows,
+            slice_tokens=device.machine.train_slice,
+        )
+        for device, use in zip(devices, prediction.uses, strict=True)
+        if PLAYS[use.role]
+    ]
+    return Plan(step_seconds=prediction.seconds, workers=workers, fleet=fleet, jobs=list(demands))
 
 
 def predict(
