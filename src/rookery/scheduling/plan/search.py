@@ -2,8 +2,9 @@
 
 The outer arms are the ways in which tasks share machines (:data:`SHARINGS`), the inner arms the number of machines that
 train. An arm is pulled by a genetic search over which machines those are; after each round of pulls the worse half of
-the arms is dropped and the budget of the others doubles. Machines of one kind and site are the same to it, so a plan
-is counted once however they are numbered.
+the arms is dropped and the budget of the others doubles. With the rest of the budget the best plan climbs: the role of
+one machine changes at a time, while that helps. Machines of one kind and site are the same to it, so a plan is counted
+once however they are numbered.
 
 The result is never worse than the best plan with equal treatment of equal machines, nor than ``start``: both are
 evaluated first.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from rookery.scheduling.plan.predict import Device, Prediction, Role, devices_of, predict
+from rookery.scheduling.plan.predict import ROLES, Device, Prediction, Role, devices_of, predict
 from rookery.spec.fleet import FleetSpec, JobDemand
 
 Sharing = Literal["apart", "shared", "mixed"]
@@ -34,6 +35,10 @@ FIRST_PULL = 8
 
 BUDGET = 1500
 """Evaluations of a search unless the caller gives another number: some seconds for 64 machines."""
+
+ARMS_SHARE = 0.5
+"""Of a budget, for the arms. On fleets of several sites with unlike memory the climb after them is worth more than
+twice as many pulls; without any, it ends far from the best plan (``benchmarks/scale/planning.py``)."""
 
 WORTH_USING = 0.01
 """A machine that shortens the round by a smaller share than this is left out: it costs its price and may break."""
@@ -54,11 +59,13 @@ class Found:
 
 def search(
     fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], *, budget: int = BUDGET, seed: int = 0,
-    start: Sequence[Role] | None = None, halving: bool = True, swaps: bool = True, balanced: bool = True,
+    start: Sequence[Role] | None = None, halving: bool = True, swaps: bool = True, climb: bool = True,
+    balanced: bool = True,
 ) -> Found:  # fmt: skip
-    """The plan with the shortest predicted round within ``budget`` evaluations. ``halving`` and ``swaps`` switch off
-    the halving of arms and the exchange of machines between roles, to measure what each is worth."""
-    evaluate = _Evaluator(fleet, devices, demands, budget, balanced)
+    """The plan with the shortest predicted round within ``budget`` evaluations. ``halving``, ``swaps`` and ``climb``
+    switch off the halving of arms, the exchange of machines between roles and the last climb, to measure what each is
+    worth."""
+    evaluate = _Evaluator(fleet, devices, demands, int(budget * ARMS_SHARE) if climb else budget, balanced)
     if start is not None:
         evaluate(tuple(start))
     for roles in homogeneous(devices):
@@ -66,6 +73,9 @@ def search(
     arms = _arms(devices, Random(seed), swaps)
     if arms and len({_kind(device) for device in devices}) > 1:
         _halve(arms, evaluate) if halving else _take_turns(arms, evaluate)
+        if climb:
+            evaluate.budget = budget
+            _climb(evaluate)
     return _trimmed(evaluate)
 
 
@@ -203,6 +213,17 @@ def _take_turns(arms: list[_Arm], evaluate: _Evaluator) -> None:
     share = max(1, evaluate.budget // len(arms))
     for arm in arms:
         arm.pull(evaluate, share)
+
+
+def _climb(evaluate: _Evaluator) -> None:
+    """The best plan with another role for one machine, while that is better."""
+    before = math.inf
+    while evaluate.best[0] < before and not evaluate.spent:
+        before = evaluate.best[0]
+        for i in range(len(evaluate.devices)):
+            for role in ROLES:
+                roles = evaluate.best[2]
+                evaluate((*roles[:i], role, *roles[i + 1 :]))
 
 
 def _trimmed(evaluate: _Evaluator) -> Found:
