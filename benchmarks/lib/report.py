@@ -63,7 +63,6 @@ AGAIN = {
     "availability traces": "python -m benchmarks.scale.simulation",
     "a simulation with the shipped worker's I/O side": "python -m benchmarks.scale.shipped_worker",
     "a MoE and a hybrid family by the transformers trainer": "python -m benchmarks.micro.other_families",
-    "the planner of lanes, simulated with the slowdowns that were measured": "python -m benchmarks.scale.jigsaw",
     "any GPU": "make bench-gpu",
 }
 """The measures without a figure, because their code changed since, and the commands that measure them."""
