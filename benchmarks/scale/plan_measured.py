@@ -131,8 +131,10 @@ def main() -> None:
     errors = [abs(p / m - 1) for p, m in zip(predicted, found, strict=True)]
     rho = statistics.correlation(ranks(predicted), ranks(found))
     result.add("error of the predicted seconds against the measured ones", errors, "of 1")
-    result.judge("predicted and measured seconds: rank correlation (Spearman) >= 0.8", f"{rho:.2f}", rho >= RANK_CORRELATION,
-                 f"{len(PLANS)} measured plans, median absolute error {statistics.median(errors):.0%}")  # fmt: skip
+    result.judge(
+        "predicted and measured seconds: rank correlation (Spearman) >= 0.8", f"{rho:.2f}", rho >= RANK_CORRELATION,
+        f"{len(PLANS)} measured plans, median absolute error {statistics.median(errors):.0%}",
+    )  # fmt: skip
     result.save()
 
 
