@@ -4,6 +4,11 @@ math-verify pastes what it gets into one expression: ``1e-05`` becomes e - 5, ``
 Here both sides are written so that this does not happen: numbers in scientific notation as decimals, mixed numbers as
 fractions, groups of digits without separators, Unicode's signs, digits, fractions, powers and roots as LaTeX. A text
 that no rule makes clear (:data:`_UNCLEAR`) is no answer: a row's is refused, a reply's is wrong.
+
+math-verify also reads a word as the product of its letters, and of a text that it does not understand a part of it.
+Such texts are compared as they are written (:func:`as_written`): words, sequences of capital letters, answers that
+deny an equation or begin with an inequality, several lines, sets that are given by a condition. Two or three small
+letters stay a product: ``xy`` is ``yx``.
 """
 
 from __future__ import annotations
@@ -20,10 +25,38 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?
 _GROUP = re.compile(r"(?<![\w.,^])([1-9]\d{0,2}(\{,\}|,\\!|\\[,;:! ]| |')\d{3}(?:\2\d{3})*)(?![\w,]*\d)", re.ASCII)
 """Groups of digits that math-verify misreads; it reads 1,234."""
 _MIXED = re.compile(r"(?<![\w.,/}^])(\d{1,9})(?: |\\[,;: ])+(\d{1,9}) ?/ ?(\d{1,9})(?![\w.,/]*\d)", re.ASCII)
+_FRACTION = re.compile(r"\\([dtc]?)frac(?![A-Za-z]) *(\{[^{}]*\}|[0-9A-Za-z]) *(\{[^{}]*\}|[0-9A-Za-z])")
+_REPEATING = re.compile(
+    r"(?<![\w.,^}])(\d{0,12})\.(\d{0,12})\\(?:overline|bar)(?: *\{(\d{1,12})\}| *(\d)(?!\d))(?!\d)", re.ASCII
+)
+"""A decimal with digits that repeat."""
 _ROOT = re.compile(r"√ ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))")
 _POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _WORDS = re.compile(r"true|false|null|none|nan|undefined", re.IGNORECASE)
 """Words that math-verify does not read, or reads as products of letters."""
+_LETTERS = re.compile(
+    r"(?!(?i:infinity|infty|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau"
+    r"|upsilon|phi|chi|psi|omega)\Z)(?:"
+    r"[A-Z]{2,}|[A-Z][a-z]{2,}|[a-z]{4,}"
+    r"|(?i:no|yes|on|off|up|odd|one|two|six|ten|all|any|day|may|sun|mon|tue|wed|thu|fri|sat|red|tie|win|sin|cat|dog))",
+    re.ASCII,
+)
+"""A word or a sequence of letters, no product of variables and no symbol's name."""
+_WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox) *\{([^{}]*)\}")
+_DENIAL = re.compile(r"\\(?:neq?|not)(?![A-Za-z])|≠")
+_INEQUALITY = re.compile(r"(?:[<>≤≥]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant)(?![A-Za-z]))")
+_CONDITION = re.compile(r"\\\{[^{}=:|]*(?::|\||\\mid(?![A-Za-z])|\\vert(?![A-Za-z]))")
+"""The beginning of a set that is given by a condition."""
+_ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
+_MATHEMATICS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_DENIED = re.compile(
+    r"(?:\bnot|n['’]t)(?: be)?(?: equal)?(?: to)? *(?:\$[^$]*\$|\\\(.*?\\\)|\**-?\d[\d.,/]*)[\s.!*]*\Z", re.IGNORECASE
+)
+"""The end of a reply that denies its last expression."""
+_NAMED = re.compile(
+    r"(?:\A|(?::|\b(?:is|answer|option|choice)\b:?))(?:[*_(\"'\s]|\\\()*([A-Z]{1,12})(?:[*_)\"'\s.]|\\\))*\Z"
+)
+"""A reply that ends with a choice or a sequence of letters."""
 _UNCLEAR = re.compile(
     r"\d *_"  # a base: 101_2
     r"|\d *:\d\d(?!\d)|\d\.\d+\.\d"  # a time, a version
@@ -81,6 +114,12 @@ def reply_latex(text: str) -> str | None:
     None for a reply whose last box is empty, unfinished or unclear."""
     boxed = _last_box(text)
     if boxed is None:
+        named = _NAMED.search(text)
+        if named is not None:
+            return clear(named[1])
+        last = [one for found in _MATHEMATICS.finditer(text) for one in found.groups() if one][-1:]
+        if _DENIED.search(text) or (last and as_written(rf"\boxed{{{last[0]}}}")):
+            return clear(last[0]) if last and not _DENIED.search(text) else None
         return _written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text))
     return clear(boxed)
 
@@ -103,6 +142,37 @@ def clear(text: str) -> str | None:
     if _WORDS.fullmatch(content):
         content = rf"\text{{{content.lower()}}}"
     return rf"\boxed{{{content}}}"
+
+
+def as_written(latex: str) -> bool:
+    """Whether math-verify would read an answer in a box as another one, so that its text is compared."""
+    content = (_last_box(latex) or "").strip()
+    if (
+        _LETTERS.fullmatch(_WRAPPED.sub(r"\1", content).strip())
+        or _DENIAL.search(content)
+        or _INEQUALITY.match(content)
+    ):
+        return True
+    return r"\\" in _ENVIRONMENT.sub("", content) or _CONDITION.match(_bare(content)) is not None
+
+
+def same_text(latex: str, other: str) -> bool:
+    """Whether two answers in boxes are written alike. Spaces, capitals of words and the spelling of a relation do not
+    count."""
+    return _bare(_last_box(latex) or latex) == _bare(_last_box(other) or other)
+
+
+def _bare(content: str) -> str:
+    """LaTeX without wrappers of text and spaces, each relation spelt in one way."""
+    content = _WRAPPED.sub(r"\1", content)
+    content = re.sub(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\(?:quad|qquad)(?![A-Za-z])|\\[,;:! ]", "", content)
+    content = re.sub(r"\\neq(?![A-Za-z])|\\not *=|≠", r"\\ne ", content)
+    content = re.sub(r"\\leq?(?:slant)?(?![A-Za-z])|≤|\\leqslant", r"\\le ", content)
+    content = re.sub(r"\\geq?(?:slant)?(?![A-Za-z])|≥|\\geqslant", r"\\ge ", content)
+    content = re.sub(r"\\[lg]t(?![A-Za-z])", lambda found: "<" if found[0] == r"\lt" else ">", content)
+    content = re.sub(r"\\(?:mid|vert)(?![A-Za-z])|\|", ":", content)
+    content = "".join(content.split())
+    return content.lower() if re.fullmatch(r"[A-Za-z]{2,}", content) else content
 
 
 def _unwrapped(text: str) -> str:
@@ -130,6 +200,8 @@ def _written(text: str) -> str:
         )
         text = _ROOT.sub(r"\\sqrt{\1}", text)
         text = "".join(_fraction(char) for char in text).translate(_SYMBOLS)
+    text = _FRACTION.sub(lambda found: rf"\{found[1]}frac{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}", text)
+    text = _REPEATING.sub(_repeated, text.replace("~", " "))
     text = _MIXED.sub(_improper, text)
     text = _GROUP.sub(lambda found: found[1].replace(found[2], ""), text)
     return _SCIENTIFIC.sub(lambda found: _digits(Decimal(found[0])), text).strip()
@@ -145,6 +217,13 @@ def _fraction(char: str) -> str:
     """½ as LaTeX, any other character as it is."""
     top, slash, bottom = unicodedata.normalize("NFKC", char).partition("⁄") if char > "\x7f" else ("", "", "")
     return rf"\frac{{{top}}}{{{bottom}}}" if slash and top and bottom else char
+
+
+def _repeated(found: re.Match[str]) -> str:
+    """A repeating decimal as an exact fraction."""
+    start, period = found[1] + found[2], found[3] or found[4]
+    top = int(start + period) - int(start or "0")
+    return rf"\frac{{{top}}}{{{10 ** len(found[2]) * (10 ** len(period) - 1)}}}"
 
 
 def _improper(found: re.Match[str]) -> str:

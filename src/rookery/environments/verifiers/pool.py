@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rookery.children import add_child_seconds, interpreter
-from rookery.environments.verifiers.expressions import reply_latex, significant_digits
+from rookery.environments.verifiers.expressions import as_written, reply_latex, same_text, significant_digits
 from rookery.environments.warm_processes import WarmProcesses
 from rookery.errors import short
 
@@ -338,6 +338,8 @@ def prepare_math() -> Callable[..., Any]:
         latex = reply_latex(reply)
         if latex is None:
             return False
+        if as_written(expected) or as_written(latex):
+            return same_text(expected, latex)
         given = parse(latex, parsing_timeout=None)
         return bool(verify(gold, given, **precision(gold[0], expected), timeout_seconds=None))
 
