@@ -303,6 +303,23 @@ SPELLINGS: list[tuple[str, list[float | None]]] = [
     ("1\N{THIN SPACE}234", [1234]),
     ("1\N{ZERO WIDTH SPACE}234", [1234]),
     ("\N{DEVANAGARI DIGIT FIVE}", [5]),
+    ("There are 6 slices. The answer is ½.", [6, None]),
+    ("The answer is ∞", [None]),
+    ("答案是½", [None]),
+    ("chapter Ⅳ", [None]),
+    ("18 cm²", [18]),
+    ("x² and ½", [None]),
+    ("x = \\log_2 5", [None]),
+    ("\\log_{10} 5", [None]),
+    ("\\sin^2 5", [None]),
+    ("log₂ 5", [None]),
+    ("The answer is 5.e3", [5000]),
+    ("It costs $1,234,56", [None, None]),
+    ("[3,100,20]", [3, 100, 20]),
+    ("&minus;5", [-5]),
+    ("&#53;", [5]),
+    ("5&nbsp;km", [5]),
+    ("A&B 5", [5]),
 ]
 
 

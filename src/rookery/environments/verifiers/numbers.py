@@ -8,11 +8,13 @@ another one, so an unreadable number is not passed over in favour of an earlier 
 
 Read: ``-5``, ``-$5``, ``$-5``, ``- 5`` where nothing is left of it, ``minus 5``, with any of Unicode's hyphens, dashes
 and minus signs; ``1,234``, ``1{,}234``, ``1\,234``, ``1 234``, ``1'234``, ``1_234`` (groups of three, one separator);
-``.5``; ``1e-5``; digits of all scripts. A comma is no decimal sign: ``1,5`` is unreadable, as is ``1.234,56``.
+``.5``; ``1e-5``; digits of all scripts. Numbers without digits (``½``, ``Ⅳ``, ``∞``) are
+unreadable. A comma is no decimal sign: ``1,5`` is unreadable, as is ``1.234,56``.
 """
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -31,13 +33,18 @@ MAGNITUDES = "十百千万億亿兆萬億仟佰拾"
 
 _SEPARATOR = r"(?:,|\{,\}|,\\!|\{\\,\}|\\[,;: ]| |'|’|_)"
 _DIGITS = rf"(?:[1-9]\d{{0,2}}(?P<group>{_SEPARATOR})\d{{3}}(?!\d)(?:(?P=group)\d{{3}}(?!\d))*|\d+)"
-_NUMBER = rf"(?:{_DIGITS}(?:\.\d+)?|(?<![\w.)\]}}])\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?"
+_NUMBER = rf"(?:{_DIGITS}(?:\.(?:\d+|(?=[eE][-+]?\d)))?|(?<![\w.)\]}}])\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?"
 _TOKEN = re.compile(_NUMBER, re.ASCII)
 _PLAIN = re.compile(rf"(?P<sign>[-+])? ?(?P<number>{_NUMBER})", re.ASCII)
 _LIST = re.compile(r"(?<![\d.,])\d+(?:,\d+){2,}(?![\d,]|\.\d)", re.ASCII)
 """Numbers joined by two or more commas: a list, unless they are groups of digits."""
 _GROUPS = re.compile(r"\d{1,3}(?:,\d{2,3})*,\d{3}", re.ASCII)
 """Groups of three digits, or of two as in India: 12,34,567."""
+_SHORT_GROUP = re.compile(r"\d{1,3},\d{3},", re.ASCII)
+"""The beginning of a list that may be groups of digits with an error: 1,234,56. In brackets it is a list."""
+_ENTITY = re.compile(r"&(?:#\w{1,8}|[A-Za-z]\w{1,30});", re.ASCII)
+"""A character as HTML writes it: &minus;"""
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
 _TAG = re.compile(r"</?[A-Za-z][^<>\n]{0,80}>|<\|[^<>|\n]{1,40}\|>|<<[^<>\n]{0,80}>>")
 """HTML, XML, special tokens that are written as text, and the calculations of GSM8K: ``$<<9*2=18>>18``."""
 
@@ -55,7 +62,7 @@ _RATIO = re.compile(r" : \d", re.ASCII)
 _JOINED_BEFORE = re.compile(rf"(?:[\d)\]}}][^\s\w]{{0,4}}|[%°]) *(?:{_JOINING_WORDS}|x|:(?<= :)) *\Z", re.IGNORECASE)
 _FUNCTION_BEFORE = re.compile(
     r"\b(?:half(?: of)?|twice|double|triple|(?:root|square|cube|third|quarter|fifth|tenth|log|logarithm|factorial) of"
-    r"|sqrt|log|ln|lg|exp|sin|cos|tan) *\Z",
+    r"|(?:sqrt|log|ln|lg|exp|sin|cos|tan)(?:[_^](?:\{[^{}]*\}|-?\w+)|[₀-₉⁰¹²³⁴-⁹⁻])*) *\Z",
     re.IGNORECASE,
 )
 _JOINED_AFTER = re.compile(
@@ -145,11 +152,17 @@ def plain_number(text: str) -> Decimal | None:
 def numbers(text: str, *, backwards: bool = False) -> Iterator[Decimal | None]:
     """The numbers in a text in their order, None for an unreadable one. Digits that end a name (H2O) or a unit (cm^2)
     are none."""
-    text = _TAG.sub(" ", spelt_in_ascii(text))
-    text = _LIST.sub(lambda found: found[0] if _GROUPS.fullmatch(found[0]) else found[0].replace(",", ", "), text)
+    text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
+    text = _LIST.sub(_separated, _TAG.sub(" ", spelt_in_ascii(text)))
     found = list(_TOKEN.finditer(text))
+    if not text.isascii():
+        numerals = (match for match in _BEYOND_ASCII.finditer(text) if _is_numeral(text, match.start()))
+        found = sorted((*found, *numerals), key=lambda match: match.start())
     for match in reversed(found) if backwards else found:
         start, end = match.span()
+        if match.re is _BEYOND_ASCII:
+            yield None
+            continue
         before, after = text[max(0, start - WINDOW) : start], text[end : end + WINDOW]
         if _ends_name(before):
             continue
@@ -160,6 +173,25 @@ def numbers(text: str, *, backwards: bool = False) -> Iterator[Decimal | None]:
 def spelt_in_ascii(text: str) -> str:
     """The text with digits, dashes of negative numbers, spaces and full-width forms in ASCII."""
     return text if text.isascii() else text.translate(_CHARACTERS)
+
+
+def _separated(found: re.Match[str]) -> str:
+    """Numbers joined by commas with spaces between them, unless they are, or may be, groups of digits."""
+    text = found[0]
+    if _GROUPS.fullmatch(text):
+        return text
+    enclosed = found.string[max(0, found.start() - 1) : found.start()] in ("[", "(", "{")
+    return text if _SHORT_GROUP.match(text) and not enclosed else text.replace(",", ", ")
+
+
+def _is_numeral(text: str, at: int) -> bool:
+    """Whether a number without digits stands here: ½, Ⅳ, ∞, but no index, and no part of a number or a name."""
+    char, left = text[at], text[max(0, at - WINDOW) : at]
+    if char != "∞" and unicodedata.category(char) not in ("No", "Nl"):
+        return False
+    last = left[-1:]
+    touches = last.isnumeric() or last in tuple(")]}") or _cased(last)
+    return not (touches or left.rstrip(" ")[-1:].isdigit() or unicodedata.decomposition(char).startswith("<su"))
 
 
 def _value(number: str, separator: str | None, negative: bool) -> Decimal:
