@@ -68,6 +68,20 @@ READ: list[tuple[Style, str, list[Piece]]] = [
     ("harmony", '<|channel|>commentary to=functions.add<|message|>{"a": 1}', [ONE]),
     ("harmony", "<|channel|>commentary to=functions.add<|message|>one<|call|>", ["one"]),
     ("harmony", "Three.", ["Three."]),
+    ("harmony", '<|channel|>commentary to=add<|message|>{"a": 1}<|call|>', [ONE]),
+    ("harmony", '<|channel|>commentary to=other<|message|>{"a": 1}<|call|>', ['{"a": 1}']),
+    ("harmony", '<|channel|>analysis to=python<|message|>1<|call|>', []),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a":',
+     ['[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a":']),
+    ("mistral", "[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]bad", ["[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]bad"]),
+    ("llama3", '{"name": "add", "age": 5}', ['{"name": "add", "age": 5}']),
+    ("llama3", '{"type": "function", "name": "add"}', [ToolCall("add", "{}")]),
+    *(("hermes", text, [text]) for text in (
+        '<tool_call>{"name": "add", "args": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "add", "input": {"a": 1}}</tool_call>',
+        '<tool_call><function=add>{"a": 1}</function></tool_call>',
+        "<tool_call><function=add><parameter=a>\nx</parameter>y\n</parameter></function></tool_call>",
+        "<tool_call><function=add><parameter=a>\n1\n</function></tool_call>")),
 ]  # fmt: skip
 
 
@@ -114,6 +128,19 @@ TYPED: list[tuple[dict[str, Any], str, Any]] = [
     ({"type": "object"}, "no JSON", "no JSON"),
     ({}, "12", 12),
     ({}, "word", "word"),
+    ({}, "True", "True"),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "False", False),
+    ({"type": ["string", "null"]}, "None", None),
+    ({"type": "integer"}, "None", "None"),
+    ({"type": "string"}, "None", "None"),
+    ({"type": "object"}, "{'a': True, 'b': [None]}", {"a": True, "b": [None]}),
+    ({"type": "array"}, "['x', 1]", ["x", 1]),
+    ({"type": "array"}, "[(1, 2)]", "[(1, 2)]"),
+    ({"type": "object"}, "{1: 2}", "{1: 2}"),
+    ({"type": "object"}, "{'a': b'x'}", "{'a': b'x'}"),
+    ({"type": "array"}, r"['\d']", r"['\d']"),
+    ({"type": "array"}, "{'a': 1}", "{'a': 1}"),
     ({"type": 3, "anyOf": 4, "enum": "x", "$ref": 5}, "12", 12),
 ]
 
@@ -182,7 +209,7 @@ def test_long_text_is_read_in_linear_time() -> None:
         next(iter(READERS["hermes"](["add"]).parse("<tool_call>" + "[" * 100_000)))
     for part in ("<parameter=a>", "<parameter=", "<parameter=a", "<parameter= "):
         text = f"<tool_call><function=add>{part * 50_000}</function></tool_call>"
-        assert READERS["hermes"](["add"]).feed(text, last=True) == [ToolCall("add", "{}")]
+        assert READERS["hermes"](["add"]).feed(text, last=True) == [text]
 
 
 # --- templates, written in the manner of each family ------------------------------------------------------------------

@@ -11,6 +11,7 @@ Promises:
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,18 +162,23 @@ class MistralReader(CallReader):
     opening = "[TOOL_CALLS]"
 
     def parse(self, block: str) -> Iterator[ToolCall]:
+        found: list[ToolCall] = []
         for part in block.split(self.opening)[1:]:
             named = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL)
             if named:
                 call = _call({"name": named[1], "arguments": named[2]})
-                if call is not None:
-                    yield call
+                calls = [call] if call is not None else []
             else:
-                yield from _calls(part)
+                calls = list(_calls(part))
+            if not calls:
+                return
+            found += calls
+        yield from found
 
 
 class HarmonyReader(CallReader):
-    """Channels of gpt-oss: ``final`` is the text, ``commentary to=functions.NAME`` a call, ``analysis`` neither."""
+    """Channels of gpt-oss: ``final`` is the text, ``commentary to=functions.NAME`` a call, also without ``functions.``
+    before the name of a tool, and text for another recipient; ``analysis`` is neither."""
 
     def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         super().__init__(names, parameters)
@@ -193,17 +199,19 @@ class HarmonyReader(CallReader):
             kept = max(_overlap(self._held, mark) for mark in _HARMONY_ENDS) if not last else 0
             end = min(ends, default=len(self._held) - kept)
             body = self._held[:end]
-            named = re.search(r"to=functions\.([\w.-]+)", self._header)
-            if named:
+            recipient = re.search(r"to=(functions\.)?([\w.-]+)", self._header)
+            if recipient and (recipient[1] or recipient[2] in self.names):
                 if not ends and not last:
                     break
-                call = _call({"name": named[1], "arguments": body})
+                call = _call({"name": recipient[2], "arguments": body})
                 if call is not None:
                     self.calls += 1
                     pieces.append(call)
                 else:
                     pieces += self._text(body)
-            elif "final" in self._header or "<|channel|>" not in self._header:
+            elif "analysis" in self._header:
+                pass
+            elif recipient or "final" in self._header or "<|channel|>" not in self._header:
                 pieces += self._text(body)
             self._held = self._held[end:]
             if not ends:
@@ -264,6 +272,8 @@ def _call(value: Any) -> ToolCall | None:
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
+    if not value.keys() & {"arguments", "parameters"} and value.keys() - {"name", "type", "id"}:
+        return None  # data, or a call whose arguments stand elsewhere
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = read_json(arguments)
@@ -274,29 +284,32 @@ def _call(value: Any) -> ToolCall | None:
 
 
 def _xml_call(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Iterator[ToolCall]:
-    """A parameter is JSON, or text: as its schema declares it, and where none does, text that is no JSON."""
+    """A parameter is JSON or a value of Python, or text: as its schema declares it, and where none does, text that is
+    no JSON. There is no call where other text stands between the parameters."""
     named = re.match(r"<function=([^>\s]+)>", text)
     if named is None or not text.endswith("</function>"):
         return
+    found = _xml_parameters(text.removesuffix("</function>"), named.end())
+    if found is None:
+        return
     schema = parameters.get(named[1], {})
-    arguments = {key: _value(value, schema, key) for key, value in _xml_parameters(text, named.end())}
-    written = write_json(arguments)
+    written = write_json({key: _value(value, schema, key) for key, value in found})
     if written is not None and write_json(named[1]) is not None:
         yield ToolCall(named[1], written)
 
 
-def _xml_parameters(text: str, at: int) -> Iterator[tuple[str, str]]:
-    opening, closing, key = "<parameter=", "</parameter>", re.compile(r"[^>\s]+")
-    while (start := text.find(opening, at)) >= 0:
-        found = key.match(text, start + len(opening))
-        at = found.end() if found is not None else start + len(opening)
-        if found is None or text[at : at + 1] != ">":
-            continue
-        end = text.find(closing, at)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>")
+
+
+def _xml_parameters(text: str, at: int) -> list[tuple[str, str]] | None:
+    closing, found = "</parameter>", []
+    while (opened := _PARAMETER.match(text, at)) is not None:
+        end = text.find(closing, opened.end())
         if end < 0:
-            return
-        yield found[0], text[at + 1 : end].removeprefix("\n").removesuffix("\n")
+            return None
+        found.append((opened[1], text[opened.end() : end].removeprefix("\n").removesuffix("\n")))
         at = end + len(closing)
+    return None if text[at:].strip() else found
 
 
 def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
@@ -306,10 +319,32 @@ def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
         return text
     value = read_json(text)
     if value is None and text.strip() != "null":
-        return text
+        value = _python_value(text.strip())
+        return value if _types_of(value) & (types - {"string"}) else text
     if "string" in types and (isinstance(value, str) or not _types_of(value) & types):
         return text
     return value
+
+
+_CONSTANTS = {"True": True, "False": False, "None": None}
+
+LONGEST_LITERAL = 20_000
+"""Characters of a dict or a list in Python's syntax: longer ones stay text."""
+
+
+def _python_value(text: str) -> Any:
+    """A constant, a dict or a list as Python writes it, where JSON has the same value; the text for any other."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    unknown_escape = re.search(r"\\[^'\"abfnrtvxuU]", text.replace("\\\\", ""))
+    if not text.startswith(("{", "[")) or len(text) > LONGEST_LITERAL or unknown_escape:
+        return text
+    try:
+        value = ast.literal_eval(text)
+        written = write_json(value)
+        return value if written is not None and json.loads(written) == value else text
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> set[str]:
