@@ -28,6 +28,7 @@ from tests.support.waiting import until
 
 from rookery.environments import warm_processes
 from rookery.environments.verifiers import pool, verifiers
+from rookery.environments.verifiers.expressions import reply_latex
 from rookery.environments.verifiers.texts import folded
 from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Math, Number, Regex
 from rookery.errors import UserError
@@ -456,6 +457,7 @@ MATHEMATICS: list[tuple[Any, str, float]] = [
     (5, "The answer is not $5$", 0),
     (5, r"$\neq 5$", 0),
     (5, "It is not 4 but $5$", 1),
+    (5, "$" + "x" * 386 + "$ then $5$", 1),
     (r"\frac12", r"\boxed{\frac 1 2}", 1),
     (r"\frac12", r"\boxed{\frac 1{2}}", 1),
     (r"\frac{1}{12}", r"\boxed{\frac 12}", 0),
@@ -474,6 +476,13 @@ def test_math_compares_as_a_person_does() -> None:
     verifier = VERIFIERS["math"].model_validate({})
     found = [(answer, reply, verifier.score(reply, {"answer": answer})[0]) for answer, reply, _ in MATHEMATICS]
     assert found == MATHEMATICS
+
+
+@pytest.mark.parametrize("part", ["not \\(", "\\(", "\\[", "not $", ": ", "A", " "])
+def test_long_replies_are_written_in_linear_time(part: str) -> None:
+    start = time.process_time()
+    reply_latex(part * 20_000)
+    assert time.process_time() - start < 1
 
 
 @needs_math

@@ -48,11 +48,13 @@ _INEQUALITY = re.compile(r"(?:[<>≤≥]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant)(?
 _CONDITION = re.compile(r"\\\{[^{}=:|]*(?::|\||\\mid(?![A-Za-z])|\\vert(?![A-Za-z]))")
 """The beginning of a set that is given by a condition."""
 _ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
-_MATHEMATICS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATHEMATICS = re.compile(r"\$(?!\s)([^$]+)(?<!\s)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _DENIED = re.compile(
     r"(?:\bnot|n['’]t)(?: be)?(?: equal)?(?: to)? *(?:\$[^$]*\$|\\\(.*?\\\)|\**-?\d[\d.,/]*)[\s.!*]*\Z", re.IGNORECASE
 )
 """The end of a reply that denies its last expression."""
+_END = 400
+"""Characters at a reply's end that decide whether it denies or names its answer."""
 _NAMED = re.compile(
     r"(?:\A|(?::|\b(?:is|answer|option|choice)\b:?))(?:[*_(\"'\s]|\\\()*([A-Z]{1,12})(?:[*_)\"'\s.]|\\\))*\Z"
 )
@@ -114,12 +116,13 @@ def reply_latex(text: str) -> str | None:
     None for a reply whose last box is empty, unfinished or unclear."""
     boxed = _last_box(text)
     if boxed is None:
-        named = _NAMED.search(text)
+        end = text[-_END:]
+        named = _NAMED.search(end)
         if named is not None:
             return clear(named[1])
-        last = [one for found in _MATHEMATICS.finditer(text) for one in found.groups() if one][-1:]
-        if _DENIED.search(text) or (last and as_written(rf"\boxed{{{last[0]}}}")):
-            return clear(last[0]) if last and not _DENIED.search(text) else None
+        last = [one for found in _MATHEMATICS.finditer(end) for one in found.groups() if one][-1:]
+        if _DENIED.search(end) or (last and as_written(rf"\boxed{{{last[0]}}}")):
+            return clear(last[0]) if last and not _DENIED.search(end) else None
         return _written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text))
     return clear(boxed)
 
