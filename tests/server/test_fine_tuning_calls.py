@@ -105,10 +105,18 @@ def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
         policy = spec["policies"]["main"]
         assert {name: policy[name] for name in lora} == lora
         assert (policy["warm_start"]["job"], policy["warm_start"]["version"]) == (submitted["id"], version)
-    for name in (f"{model}0", f"{model}:ckpt-step-9", "ft:"):
+    others = (
+        f"{model}0", f"{model}:ckpt-step-9", f"{model}:ckpt-step-", "ft:", f"ft:other:admin:first:{first}",
+        f"ft:{MODEL}:admin:second:{first}", f"ft:{MODEL}:admin::{first}", f"ft:{first}", f"ft:x:y:z:{first}",
+    )  # fmt: skip
+    for name in others:
         with pytest.raises(openai.NotFoundError, match="no fine-tuned model") as refused:
             called.done(model=name)
         assert refused.value.param == "model"
+        if "ckpt" not in name:
+            with pytest.raises(openai.NotFoundError):
+                called.client.models.delete(name)
+    assert called.http.get(f"/../api/v1/jobs/{submitted['id']}").status_code == 200
 
 
 def test_a_job_starts_from_the_first_policy_of_a_job_with_several(called: Called) -> None:
@@ -123,6 +131,8 @@ def test_a_job_starts_from_the_first_policy_of_a_job_with_several(called: Called
     path = f"/../api/v1/jobs/{submitted['id']}"
     until(lambda: called.http.get(path).json()["state"] == "completed")
     model = f"ft:{MODEL}:admin:first:{submitted['id'].removeprefix('job-')}"
+    with pytest.raises(openai.NotFoundError, match="no fine-tuned model"):
+        called.client.models.delete(model)  # it is a job of another API
     for name in (model, f"{model}:ckpt-step-1"):
         further = called.done(model=name)
         spec = called.http.get(f"/../api/v1/jobs/job-{further.id.removeprefix('ftjob-')}").json()["spec"]

@@ -32,6 +32,7 @@ from rookery.environments.builtins import find
 from rookery.environments.judges import parse_judges
 from rookery.environments.verifiers.graders import named_models
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
+from rookery.spec.fine_tuned import CHECKPOINT_OF, is_name_of
 from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_config, read_lora
@@ -457,11 +458,12 @@ class JobValidator:
     async def _fine_tuned(self, tenant: str, name: str) -> str:
         """The ``JOB`` or ``JOB@VERSION`` that an OpenAI name ``ft:BASE:TENANT:SUFFIX:JOB[:ckpt-step-N]`` means. Raises
         :class:`NotFound`."""
-        store, parts = self._services.store, name.split(":")
-        step = parts.pop().removeprefix("ckpt-step-") if parts[-1].startswith("ckpt-step-") else ""
+        store, (model, checkpoint, step) = self._services.store, name.partition(CHECKPOINT_OF)
         try:
-            row = await store.read(jobs.get_job, tenant, f"job-{parts[-1]}")
-            if not step:
+            row = await store.read(jobs.get_job, tenant, f"job-{model.rpartition(':')[2]}")
+            if not is_name_of(model, row.spec["base_model"], row.name, row.id):
+                raise NotFound("the name of another model")
+            if not checkpoint:
                 return row.id
             policies = {policy.name: policy for policy in await store.read(jobs.policies, tenant, row.id)}
             found = await store.read(versions.versions, tenant, _first(row.spec, policies).id)

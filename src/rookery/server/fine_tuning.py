@@ -27,6 +27,7 @@ from rookery.environments.verifiers.running_graders import GraderTools, ModelGra
 from rookery.errors import NotFound
 from rookery.server.openai import UnsupportedField
 from rookery.server.responses import first_problem, named_steps
+from rookery.spec.fine_tuned import UNNAMED, fine_tuned_name
 from rookery.spec.policy import OptimizerSpec
 from rookery.storage.models import JobRow, UploadRow
 
@@ -42,9 +43,6 @@ STATUS = {
 
 METHODS = {"sft": "supervised", "dpo": "dpo"}
 """By algorithm; others are reinforcement."""
-
-CHECKPOINT_OF = ":ckpt-step-"
-"""Precedes the step in the name of a checkpoint."""
 
 EPOCHS = {"supervised": 3, "dpo": 1, "reinforcement": 1}
 BATCH = {"supervised": 16, "dpo": 8, "reinforcement": 8}
@@ -249,7 +247,7 @@ def job_of(given: JobCreate, start: Start | None = None) -> dict[str, Any]:
         evaluation = {"prompts": HELD_OUT}
     batch = _or(numbers.batch_size, BATCH[kind])
     job: dict[str, Any] = {
-        "name": given.suffix or "ft", "base_model": given.model if start is None else start.base_model,
+        "name": given.suffix or UNNAMED, "base_model": given.model if start is None else start.base_model,
         "environment": environment, "evaluation": evaluation,
         "stop": {"epochs": _or(numbers.n_epochs, EPOCHS[kind])}, "seed": given.seed or 0,
         "metadata": given.metadata or {},
@@ -295,9 +293,7 @@ def is_fine_tuning(spec: Mapping[str, Any]) -> bool:
 def model_name(job: JobView | JobRow, tenant: str, step: int | None = None) -> str:
     """The name under which the model of a job of this ``tenant``, or its checkpoint after ``step``, answers at
     ``/v1``."""
-    suffix = "" if job.name == "ft" else job.name
-    name = f"ft:{job.spec['base_model']}:{tenant}:{suffix}:{job.id.removeprefix('job-')}"
-    return name if step is None else f"{name}{CHECKPOINT_OF}{step}"
+    return fine_tuned_name(job.spec["base_model"], tenant, job.name, job.id, step)
 
 
 def fine_tuning_job(view: JobView, trained_tokens: int | None = None) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from rookery.environments.verifiers.running_graders import GraderTools, ModelSil
 from rookery.errors import NotFound, RookeryError, Unavailable, UserError
 from rookery.server.auth import Owner, Service, ServiceContext
 from rookery.server.fine_tuning import (
-    CHECKPOINT_OF,
     FILE,
     PURPOSE,
     GraderRun,
@@ -51,6 +50,7 @@ from rookery.server.openai import UnsupportedField
 from rookery.server.responses import json_response
 from rookery.server.routes.jobs import DATASET_ROWS
 from rookery.server.routes.openai import ERRORS, OpenAIRoute
+from rookery.spec.fine_tuned import CHECKPOINT_OF
 from rookery.spec.parsing import SpecError
 from rookery.storage.columns import LONGEST_PAGE, Page
 from rookery.storage.models import UploadRow
@@ -407,5 +407,8 @@ async def delete_model(service: Service, owner: Owner, model: str) -> Response:
     if CHECKPOINT_OF in model:
         raise UnsupportedField("a checkpoint is not deleted alone; delete its model, or keep it", "model")
     target = await service.controller.completions.find(owner.id, model)
-    await service.controller.delete_job(owner.id, target.name.partition("@")[0].partition("/")[0])
+    job = target.name.partition("@")[0].partition("/")[0]
+    if not is_fine_tuning((await service.controller.queries.show(owner.id, job)).spec):
+        raise MissingObject(f"no fine-tuned model {model[:80]!r}; GET /v1/fine_tuning/jobs lists yours", "model")
+    await service.controller.delete_job(owner.id, job)
     return json_response({"id": model, "object": "model", "deleted": True})
