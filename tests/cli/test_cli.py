@@ -232,6 +232,15 @@ def test_each_of_several_policies_has_its_figures_under_its_name(
     assert call("jobs", "episodes", made.id, "--id", episode.episode) == 0
     said = capsys.readouterr().out
     assert said.index("assistant (solver):") < said.index("assistant (verifier):")
+    (here / "file").write_text("")
+    for command in ("jobs export", "jobs tensorboard", "adapters download"):
+        for place in (here, here / "none" / "x.html") if command == "jobs export" else (here / "file",):
+            assert call(*command.split(), made.id, place) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"rookery: {place}: ") and len(said.splitlines()) == 1, said
+    assert call("jobs", "show", "\udcff") == 2
+    assert call("chat", made.id, "-m", "\udcff") == 2
+    assert "not Unicode" in capsys.readouterr().err
     assert call("jobs", "export", made.id, "report.html") == 0
     page = (here / "report.html").read_text(encoding="utf-8")
     for name in ("solver", "verifier"):
@@ -524,7 +533,12 @@ def test_tenants_keys_and_costs(
     assert "jobs 3*" in (shown := capsys.readouterr().out) and "weight 1 " in shown
     assert call("tenants", "limit", "ada", "job=4") == 2
     assert "job: unknown field; did you mean jobs?" in capsys.readouterr().err
-    for wrong, said in (("jobs", "give NAME=NUMBER"), ("jobs=0", "jobs"), ("size=3", "size"), ("weight=100", "weight")):
+    number = "give NAME=NUMBER"
+    refused_limits = {
+        "jobs": number, "jobs=nan": number, "jobs=1e400": number, "jobs=0": "jobs", "size=3": "size",
+        "weight=100": "weight",
+    }  # fmt: skip
+    for wrong, said in refused_limits.items():
         assert call("tenants", "limit", "ada", wrong) == 2
         assert said in (told := capsys.readouterr().err) and told.count("\n") == 1
     assert call("tenants", "revoke", "ada", row["id"]) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,19 @@ def test_profile_measures_this_machine(
     assert measured.name == "here" and measured.train_token > 0 and measured.adapter_bytes > 0
     rows = [rows for rows, _ in measured.decode]
     assert rows == sorted(rows) and len(rows) >= 3
+
+
+MEASURED = """
+import sys, torch
+from rookery.settings import Settings
+from rookery.worker.profile import measure
+measure(sys.argv[1], Settings.load({}, cache=sys.argv[2], threads=1))
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.heavy
+def test_profile_measures_with_the_threads_of_the_setting(tmp_path: Path) -> None:
+    model = save_small_model(tmp_path / "small")
+    command = [sys.executable, "-c", MEASURED, str(model), str(tmp_path / "cache")]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip() == "1"

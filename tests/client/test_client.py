@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -360,3 +360,48 @@ def test_following_resumes_after_the_service_restarts(tmp_path: Path) -> None:
     client.close()
     assert [entry for entry in seen if entry.startswith("metrics")] == ["metrics 1", "metrics 2"]
     assert seen[-1].startswith("end")
+
+
+OTHER_PATHS = ("", ".", "..", "a/b", "x/../y", "/", "..\\x", "\udcff")
+"""Texts that lead to another path of the service, or to none."""
+
+
+@pytest.mark.parametrize("text", OTHER_PATHS)
+def test_ids_that_lead_to_another_path_name_nothing(client: Client, service: EmbeddedService, text: str) -> None:
+    """``..`` in the place of a key deleted its tenant: httpx resolves dots, and the service decodes slashes."""
+    tenant = client.add_tenant(f"victim-{OTHER_PATHS.index(text)}")
+    client.add_key(tenant.id)
+    made = client.submit({**job(), "name": f"kept-{OTHER_PATHS.index(text)}"})
+    calls: list[Callable[[], Any]] = [
+        lambda: client.revoke_key(tenant.id, text),
+        lambda: client.job(text),
+        lambda: client.delete_upload(text),
+        lambda: client.set_secret(text, "x"),
+        lambda: client.delete_secret(text),
+        lambda: client.keys(text),
+        lambda: made.episode(text),
+        lambda: made.versions(text),
+        lambda: made.adapter(policy=text),
+    ]
+    for call in calls:
+        with pytest.raises(NotFound, match=r"^no \w+ '"):
+            call()
+    assert tenant.id in [row.id for row in client.tenants()] and len(client.keys(tenant.id)) == 1
+    assert client.job(made.id).show().name == made.name
+    made.cancel()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"environment": {"id": "jsonl", "path": "~nobody-of-this-name/rows.jsonl", "verifier": "exact"}},
+        {"environment": {"id": "jsonl", "path": "a\0b", "verifier": "exact"}},
+        {"policies": {"main": {"warm_start": {"peft": "~nobody-of-this-name/x"}}}},
+        {"name": "\udcff"},
+        {"seed": math.inf},
+    ],
+)
+def test_texts_that_are_no_path_and_values_that_are_no_json_are_refused(client: Client, given: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as refused:
+        client.dry_run({**job(), **given})
+    assert "\n" not in str(refused.value)

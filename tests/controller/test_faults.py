@@ -241,6 +241,8 @@ def test_a_folder_that_is_no_model_and_a_type_that_is_not_supported_are_refused(
         str(tmp_path / "strange"): "has model_type 'no_such', which the installed transformers does not know",
         str(tmp_path / "torn"): "is not JSON",
         str(tmp_path / "gone"): "is not a folder on this machine",
+        "~nobody-of-this-name/x": "is not a folder on this machine",
+        "/" + 300 * "b": "is not a folder on this machine",
         "smollm2-135m-instruckt": "did you mean smollm2-135m-instruct",
         "": "base_model",
     }

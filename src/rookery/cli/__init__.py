@@ -101,15 +101,13 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(REFUSED if error.status < RookeryError.status else FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except PermissionError as error:
-        if debug:
-            raise
-        where = error.filename or "a file"
-        print(f"rookery: {printable(str(where))}: permission denied; give another folder or file", file=sys.stderr)
-        sys.exit(REFUSED)
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.filename is not None):
+            where, reason = error.filename or "a file", (error.strerror or str(error)).lower()
+            print(f"rookery: {printable(str(where))}: {reason}; give another folder or file", file=sys.stderr)
+            sys.exit(REFUSED)
         line = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"rookery: internal error: {line} ({DEBUG} shows where)", file=sys.stderr)
         sys.exit(FAILED)

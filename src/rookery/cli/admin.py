@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +90,9 @@ def limit(
     for text in limits or []:
         name, _, value = text.partition("=")
         try:
-            given[name] = None if value == "default" else float(value)
+            given[name] = number = None if value == "default" else float(value)
+            if number is not None and not math.isfinite(number):
+                raise ValueError("no limit")
         except ValueError:
             raise UserError(f"{short(text)}: give NAME=NUMBER or NAME=default, such as jobs=4") from None
     with cli.client() as client:

@@ -13,7 +13,7 @@ import typer
 
 from rookery.children import interpreter
 from rookery.cli.options import Cli, with_options
-from rookery.cli.output import print_json, visible
+from rookery.cli.output import print_json, visible, writing
 from rookery.errors import Unavailable, UserError
 from rookery.folders import usable_cache
 from rookery.telemetry.rows import Rows, columns
@@ -129,9 +129,11 @@ def _print_stream(chunks: Iterator[str]) -> str:
     """Prints each chunk when it arrives; returns the whole text."""
     text = ""
     for chunk in chunks:
-        print(visible(chunk), end="", flush=True)
+        with writing():
+            print(visible(chunk), end="", flush=True)
         text += chunk
-    print()
+    with writing():
+        print(flush=True)
     return text
 
 

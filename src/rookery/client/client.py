@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
-from urllib.parse import quote
 
 from rookery.aio import LoopThread, first_of
-from rookery.client.connection import WORK_SECONDS, HttpConnection, Record
+from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segment
 from rookery.client.job import Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, short
+from rookery.paths import named_path
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
 from rookery.spec.job import FILE_ENVIRONMENTS
@@ -180,9 +180,7 @@ class Client:
         """The job with this id or name. Of several jobs with one name it is the newest; ``NAME~1`` is the one before
         it. Raises :class:`~rookery.errors.NotFound`."""
         try:
-            if not id:  # its path would be that of the list
-                raise NotFound("no id")
-            return self._job(self._connection.call("GET", f"/api/v1/jobs/{quote(id, safe='~')}"))
+            return self._job(self._connection.call("GET", f"/api/v1/jobs/{segment('job', id)}"))
         except NotFound:
             raise NotFound(f"no job {id!r}; rookery jobs list shows yours") from None
 
@@ -211,11 +209,11 @@ class Client:
     def delete_upload(self, hash: str) -> None:
         """Delete a dataset or an adapter. Raises :class:`~rookery.errors.Conflict` where a job that has not ended uses
         it."""
-        self._connection.call("DELETE", f"/api/v1/uploads/{quote(hash, safe='')}")
+        self._connection.call("DELETE", f"/api/v1/uploads/{segment('upload', hash)}")
 
     def set_secret(self, name: str, value: str) -> None:
         """Store a text that jobs use by its name, such as the key of a sink, or replace it. It is never shown again."""
-        self._connection.call("PUT", f"/api/v1/secrets/{quote(name, safe='')}", json={"value": value})
+        self._connection.call("PUT", f"/api/v1/secrets/{segment('secret', name)}", json={"value": value})
 
     def secrets(self) -> list[Record]:
         """The names of this tenant's secrets, and when each was set."""
@@ -223,7 +221,7 @@ class Client:
 
     def delete_secret(self, name: str) -> None:
         """Delete a secret."""
-        self._connection.call("DELETE", f"/api/v1/secrets/{quote(name, safe='')}")
+        self._connection.call("DELETE", f"/api/v1/secrets/{segment('secret', name)}")
 
     def sign_in_link(self) -> str:
         """An address that opens the service's page in a browser, signed in with this key: once, within a minute."""
@@ -292,7 +290,7 @@ class Client:
 
     def revoke_key(self, tenant: str, key: str) -> Record:
         """Revoke the key with this id."""
-        path = f"/api/v1/tenants/{self._tenant(tenant)}/keys/{quote(key, safe='')}"
+        path = f"/api/v1/tenants/{self._tenant(tenant)}/keys/{segment('key', key)}"
         return self._connection.call("DELETE", path)
 
     def costs(self) -> Record:
@@ -458,12 +456,11 @@ def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: P
     if isinstance(environment, dict) and environment.get("id") in FILE_ENVIRONMENTS:
         for given, sent_as in _DATASETS.items():
             if isinstance(environment.get(given), str):
-                path = folder / Path(environment.pop(given)).expanduser()
-                environment[sent_as] = _add_dataset_file(connection, path)
+                environment[sent_as] = _add_dataset_file(connection, folder / named_path(environment.pop(given)))
         tools = environment.get("tools")
         for tool in tools if isinstance(tools, list) else ():
             if isinstance(tool, dict) and isinstance(tool.get("index"), str) and not HASH.fullmatch(tool["index"]):
-                tool["index"] = _add_dataset_file(connection, folder / Path(tool["index"]).expanduser())
+                tool["index"] = _add_dataset_file(connection, folder / named_path(tool["index"]))
         for given, sent_as in _ROWS.items():
             content = _large_rows(given, environment.get(given))
             if content is not None and sent_as not in environment:
@@ -473,5 +470,5 @@ def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: P
     for policy in policies.values() if isinstance(policies, dict) else ():
         start = policy.get("warm_start") if isinstance(policy, dict) else None
         if isinstance(start, dict) and isinstance(start.get("peft"), str):
-            start["upload"] = _add_adapter(connection, folder / Path(start.pop("peft")).expanduser())
+            start["upload"] = _add_adapter(connection, folder / named_path(start.pop("peft")))
     return sent

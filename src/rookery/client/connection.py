@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from typing import IO, Any, NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -69,6 +70,18 @@ def record(value: Any) -> Any:
 
 NEXT_PAGE = "X-Next-Page"
 """The header of a list's page with the place of the next one."""
+
+
+def segment(kind: str, text: str) -> str:
+    """``text``, the id or name of a ``kind`` of thing, as a part of a path. Raises :class:`~rookery.errors.NotFound`
+    for one that would lead to another path: dots are resolved before a request is sent, and slashes are decoded before
+    the service looks for a route. Nothing has such a name."""
+    if text in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(text):
+        raise errors.NotFound(f"no {kind} {errors.short(text)!r}")
+    try:
+        return quote(text, safe="~")
+    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
+        raise errors.NotFound(f"no {kind} {errors.short(text)!r}") from None
 
 
 class HttpConnection:
@@ -142,7 +155,8 @@ class HttpConnection:
         """Server-sent events as (kind, data); comments are ``("heartbeat", {})``. Data that is not JSON counts as a
         broken connection."""
         try:
-            with self._client().stream(method, path, timeout=_timeout(QUIET_SECONDS), **request) as response:
+            sent = self._request(method, path, QUIET_SECONDS, **request)
+            with closing(self._client().send(sent, stream=True)) as response:
                 if response.status_code >= 400:
                     response.read()
                     self._raise_error(response)
@@ -158,7 +172,7 @@ class HttpConnection:
                         yield kind, self._data(line.removeprefix(b"data: "))
                     elif line.startswith(b":"):
                         yield "heartbeat", Record()
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             raise self._broken(error, QUIET_SECONDS) from None
 
     def close(self) -> None:
@@ -166,9 +180,18 @@ class HttpConnection:
         if (opened := self._opened.pop(os.getpid(), None)) is not None:
             opened.close()
 
+    def _request(self, method: str, path: str, seconds: float, **content: Any) -> httpx.Request:
+        """Raises :class:`~rookery.errors.UserError` for content that no request can have."""
+        try:
+            return self._client().build_request(method, path, timeout=_timeout(seconds), **content)
+        except UnicodeEncodeError:
+            raise errors.UserError("a text is not Unicode: it has bytes that are no UTF-8; give it in UTF-8") from None
+        except ValueError as error:  # a number such as NaN
+            raise errors.UserError(f"the request cannot be written: {error}") from None
+
     def _send(self, method: str, path: str, seconds: float, **request: Any) -> httpx.Response:
         try:
-            response = self._client().request(method, path, timeout=_timeout(seconds), **request)
+            response = self._client().send(self._request(method, path, seconds, **request))
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise self._broken(error, seconds) from None
         if response.status_code >= 400:

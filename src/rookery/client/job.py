@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import httpx
 
-from rookery.client.connection import WORK_SECONDS, HttpConnection, Record
+from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segment
 from rookery.client.hub import model_card, push_folder
 from rookery.client.tensorboard import FILE_VERSION, event
 from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable
+from rookery.paths import named_path
 from rookery.telemetry.numbers import numbers
 
 log = logging.getLogger("rookery.client")
@@ -87,7 +88,7 @@ class Job:
         with ``follow``, the metrics as they arrive until the job has ended. Returns the file, whose folder
         ``tensorboard --logdir`` reads."""
         created = self.show().created
-        target = Path(folder).expanduser()
+        target = named_path(folder)
         target.mkdir(parents=True, exist_ok=True)
         file = target / f"events.out.tfevents.{int(created)}.{self.id}"
         steps: dict[tuple[str, int], tuple[int, float]] = {}
@@ -213,7 +214,7 @@ class Job:
 
     def episode(self, id: str) -> Record:
         """One episode whole: messages, what each turn earned, tokens with log-probabilities and versions."""
-        return self._connection.call("GET", f"{self._path}/episodes/{quote(id, safe='')}")
+        return self._connection.call("GET", f"{self._path}/episodes/{segment('episode', id)}")
 
     def groups(self, step: int | None = None, *, limit: int = 50) -> list[Record]:
         """The newest training groups, or those that ``step`` consumed: rewards and advantages of their episodes."""
@@ -251,7 +252,7 @@ class Job:
     def _policy_path(self, policy: str | None) -> str:
         if policy is None:
             policy = first_trained(self.show().spec.policies)
-        return f"{self._path}/policies/{quote(policy, safe='')}"
+        return f"{self._path}/policies/{segment('policy', policy)}"
 
     def _act(self, action: str) -> Record:
         return self._connection.call("POST", f"{self._path}/{action}")
@@ -291,7 +292,7 @@ class AdapterFolder:
 
     def download(self, folder: str | Path) -> Path:
         """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it."""
-        target = Path(folder).expanduser()
+        target = named_path(folder)
         with tempfile.TemporaryFile() as tar:
             self._connection.download(self._path, tar)
             tar.seek(0)
@@ -310,7 +311,7 @@ def write_trace(
     connection: HttpConnection, path: str, file: str | Path, start: float | None, end: float | None
 ) -> Path:
     """Write the trace at ``path`` of the service to ``file``."""
-    target, query = Path(file).expanduser(), httpx.QueryParams(times(start, end))
+    target, query = named_path(file), httpx.QueryParams(times(start, end))
     with tempfile.TemporaryFile() as content:
         connection.download(f"{path}?{query}", content)
         content.seek(0)

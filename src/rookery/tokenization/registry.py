@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rookery.errors import UserError, nearest, short
+from rookery.paths import named_path
 
 NATIVE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """``model_type`` values of ``config.json`` for which the native decoder is tested against transformers. Other causal
@@ -189,9 +190,13 @@ def resolve(name: str, *, folders: bool = True) -> Model:
     if known := CATALOGUE.get(name.lower()) or _BY_HUB_ID.get(name.lower()):
         return known
     if folders and (name.startswith(("/", "./", "../", "~")) or name in {".", ".."}):
-        folder = Path(name).expanduser()
-        if not folder.is_dir():
-            raise UserError(f"base_model: {name} is not a folder on this machine; give a folder, {_choices()}")
+        try:
+            folder = named_path(name)
+            there = folder.is_dir()
+        except (UserError, OSError):  # of no known user, longer than a name may be
+            there = False
+        if not there:
+            raise UserError(f"base_model: {short(name)} is not a folder on this machine; give a folder, {_choices()}")
         return Model(name=name, kind="folder", sources=(Source("folder", str(folder.resolve())),))
     if _HUB_ID.fullmatch(name):
         return Model(name=name, kind="hub", sources=(Source("hub", name),))

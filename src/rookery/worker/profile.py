@@ -23,7 +23,7 @@ from rookery.errors import EXIT_REFUSED, UserError
 from rookery.settings import WORKER_SETTINGS, Settings
 from rookery.spec.policy import TARGETS
 from rookery.telemetry.log import log_to_stderr
-from rookery.worker import device
+from rookery.worker import device, teams
 from rookery.worker.core import WorkerCore, load_core
 from rookery.worker.engine.native.engine import PREFILL_TOKENS
 from rookery.worker.model.convert import prepare
@@ -52,6 +52,7 @@ def measure(model: str, settings: Settings) -> dict[str, Any]:
     """The fields of :class:`~rookery.spec.machine.Machine` that can be measured here: speeds, and the sizes of the KV
     cache and of a version. Seconds, tokens and bytes."""
     began = time.perf_counter()
+    teams.reserve(settings.worker.threads)
     folder = prepare(model, settings.cache)
     core = load_core(folder, settings.replace(slo_gate=False), lambda: None)  # whose slices need no second measurement
     loaded = time.perf_counter() - began
