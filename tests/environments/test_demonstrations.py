@@ -60,6 +60,7 @@ REFUSED = [
     ("demonstrations", {"messages": [USER, {**REPLY, "weight": 2}]}, "messages.1.weight is 2"),
     ("demonstrations", {"messages": [USER, {**REPLY, "weight": True}]}, "a number from 0 to 1"),
     ("demonstrations", {"messages": [{**USER, "weight": 1}, REPLY]}, "only turns of the assistant have one"),
+    ("demonstrations", {"prompt": [USER, {**OTHER, "weight": 1}, USER], "completion": "c"}, "prompt.1.weight is 1"),
     ("demonstrations", {"messages": [USER, {**REPLY, "tool_calls": [1]}]}, "tool_calls"),
     ("demonstrations", {"messages": [USER, REPLY], "tools": [{"type": "function"}]}, "tools is"),
     ("demonstrations", {"messages": [USER, REPLY], "completion": "4"}, "another form"),

@@ -277,6 +277,9 @@ def test_json() -> None:
     verdict, metrics = verifier.score('{"n": 6, "city": "Oslo", "ok": 1}', row)
     assert verdict == pytest.approx(0.5 + 0.5 * 3 / 5)
     assert metrics == {"valid": 1, "right/n": 1, "right/city": 0, "right/ok": 0}  # 1 is not true
+    near = Json.model_validate({"fields": {"x": {"from": "answer", "tolerance": 0.1}}, "valid": 0})
+    for number, right in (("1.1", 1), ("0.9", 1), ("1.1000001", 0), ("1" + "0" * 400, 0)):
+        assert near.score(f'{{"x": {number}}}', {"answer": 1.0})[0] == right, "as number does"
     nested = Json.model_validate({"fields": {"a": {"equals": {"b": [1, None]}}}, "valid": 0})
     assert nested.score('{"a": {"b": [1, null]}}', {})[0] == 1
 

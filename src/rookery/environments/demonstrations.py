@@ -69,6 +69,10 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
     _refuse(row, *UNREAD)
     weights = [_weight(message, f"messages.{number}") for number, message in enumerate(given)]
     plain = [_without_weight(message) for message in given]
+    for number, message in enumerate(given[:learned]):
+        if weights[number] and isinstance(message, Mapping) and message.get("weight") is not None:
+            raise ValueError(f"prompt.{number}.weight is {shown(message['weight'])}; only the completion is learned:"
+                             " leave the weight out, or give messages")  # fmt: skip
     messages = conversation(plain, before_reply=False)
     weights = [
         weight if message["role"] == "assistant" and number >= learned else 0.0

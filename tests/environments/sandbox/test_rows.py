@@ -106,6 +106,13 @@ def test_no_reply_makes_it_raise(reply: str, code: Code) -> None:
         ({"tests": "assert add(1, 2 == 3"}, "tests is no Python: '(' was never closed"),
         ({"tests": "x = '\0'"}, "tests is no Python"),
         ({"tests": "(" * 5000}, "tests is no Python"),
+        ({"tests": "def check(candidate):\n    assert candidate(2) == 3"}, "tests defines tests and runs none"),
+        ({"tests": "class T:\n    def test(self):\n        assert f(1) == 2"}, "tests defines tests and runs none"),
+        ({"tests": "import math\nLIMIT = 3"}, "tests defines tests and runs none"),
+        ({"tests": "pass"}, "tests defines tests and runs none"),
+        ({"tests": "# later"}, "tests defines tests and runs none"),
+        ({"tests": "f(1) == 2"}, "tests compares without assert"),
+        ({"tests": ["assert f(1) == 2", "not f(2)"]}, "tests.1 compares without assert"),
         ({"cases": [{"stdin": "1"}]}, 'cases.0 is {"stdin": "1"}'),
         ({"cases": [{"stdout": 1}]}, "cases.0 is"),
         ({"cases": [{"stdin": "1", "stdout": "\n"}]}, "a program that writes nothing passes it"),
@@ -126,6 +133,21 @@ def test_a_row_without_usable_checks_is_refused(row: dict[str, Any], problem: st
 
 
 @pytest.mark.parametrize(
+    "tests",
+    [
+        "assert f(1) == 2",
+        ["import math", "assert f(1) == math.pi"],
+        "def check(candidate):\n    assert candidate(2) == 3\n\ncheck(f)",
+        "for x in range(3):\n    assert f(x)",
+        "try:\n    f(-1)\nexcept ValueError:\n    pass",
+        "found = f(1)",
+    ],
+)
+def test_tests_that_can_fail_are_taken(tests: Any) -> None:
+    assert task_of({"tests": tests}).tests
+
+
+@pytest.mark.parametrize(
     ("reply", "found"),
     [
         ("x = 1", "x = 1"),
@@ -137,6 +159,12 @@ def test_a_row_without_usable_checks_is_refused(row: dict[str, Any], problem: st
         ("```python\nx = 1", "x = 1"),
         ("```js\nlet x\n```", "```js\nlet x\n```"),
         ("inline ```x``` only", "inline ```x``` only"),
+        ("```python x = 1``` is it", "```python x = 1``` is it"),
+        ("```python x = 1```\nhello", "```python x = 1```\nhello"),
+        ("```python\nx = 1\n```\nOutput:\n```\n1\n```\n", "x = 1\n"),
+        ("```\nx = 1\n```\nOutput:\n```text\n1\n```\n", "x = 1\n"),
+        ("1. Do:\n\n   ```python\n   if x:\n       y = 1\n\n   z\n   ```\n", "if x:\n    y = 1\n\nz\n"),
+        ("```python\r\nx = 1\r\n```\r\nIt is one.\r\n", "x = 1\r\n"),
     ],
 )
 def test_the_code_of_a_reply(reply: str, found: str) -> None:

@@ -170,12 +170,26 @@ def test_similarities_are_the_published_ones(metric: str, given: str, wanted: st
 @pytest.mark.parametrize("metric", ["fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_5", "rouge_l"])
 @pytest.mark.parametrize(("given", "wanted"), [("", ""), ("", "a"), ("a", ""), ("a", "a"), ("a b", "c d")])
 def test_similarities_lie_between_nothing_and_all(metric: str, given: str, wanted: str) -> None:
-    assert 0 <= similarity(metric, given, wanted) <= 1
+    found = similarity(metric, given, wanted)
+    assert 0 <= found <= 1
+    if metric != "fuzzy_match":  # whose characters include the space
+        assert found == float(given == wanted), "texts shorter than N words have nothing in common"
 
 
 HOSTILE = ["{{" + " " * 20_000, "{{" + "}" * 20_000, "{{ item." + "a" * 20_000]
 PARTS = ["{", "{{", "{{ ", "{{a}", "{{\n}", "{{ {{}", "{{{ }", "{{item.a}}", "{{item.a[1]}} "]
 HOSTILE += [part * (20_000 // len(part)) for part in PARTS]
+
+
+@pytest.mark.parametrize("operation", ["like", "ilike", "eq"])
+@pytest.mark.parametrize("reference", ["{{item.answer}}", "", "{{sample.output_text}}", "is {{item.answer}}"])
+def test_empty_reference_that_every_reply_contains_is_refused(operation: str, reference: str) -> None:
+    grader = GRADERS.validate_python(string_check(operation=operation, reference=reference))
+    if operation != "eq" and reference in ("{{item.answer}}", ""):
+        with pytest.raises(ValueError, match="every reply contains it"):
+            check_item(grader, {"answer": ""})
+    else:
+        check_item(grader, {"answer": ""})
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:8]))

@@ -10,12 +10,13 @@ A row has one of
 
 from __future__ import annotations
 
+import ast
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from rookery.environments.messages import shown
 from rookery.environments.sandbox.sandbox import Program, ProgramLimits, ProgramResult, Sandbox, check_path
@@ -28,8 +29,8 @@ MOST_CHECKS = 100
 
 DEFAULT_FILE = "solution.py"
 
-_FENCE = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+.-]*+)[^\n]*+\n", re.MULTILINE)
-_LANGUAGES = {"", "python", "py", "python3"}
+_FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([\w+.-]*+)([^\n]*+)\n", re.MULTILINE)
+_LANGUAGES = {"python", "py", "python3"}
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,26 @@ def task_of(row: Mapping[str, Any]) -> CodeTask:
 
 
 def code_of(reply: str) -> str:
-    """The code in a reply: the last fenced block of Python, to the reply's end where its end is missing; the whole
-    reply without one."""
-    position, found = 0, None
+    """The code in a reply: the last fenced block of Python, to the reply's end where its end is missing, without the
+    indentation of its fence (CommonMark 0.31, section 4.5). A block without a language counts where none is Python's:
+    often it is the output. Without either it is the whole reply."""
+    position, named, bare = 0, None, None
     while (opening := _FENCE.search(reply, position)) is not None:
-        closing = re.compile(rf"^[ \t]*{re.escape(opening[1])}[`~]*[ \t]*$", re.MULTILINE).search(reply, opening.end())
-        end = closing.start() if closing is not None else len(reply)
-        if opening[2].lower() in _LANGUAGES:
-            found = reply[opening.end() : end]
+        indent, fence, language, rest = opening.groups()
+        if fence[0] == "`" and "`" in rest:  # code within a line
+            position = opening.end()
+            continue
+        end_of = re.compile(rf"^[ \t]*{re.escape(fence)}[`~]*[ \t]*\r?$", re.MULTILINE)
+        closing = end_of.search(reply, opening.end())
         position = closing.end() if closing is not None else len(reply)
-    return reply if found is None else found
+        block = reply[opening.end() : closing.start() if closing is not None else len(reply)]
+        if indent:
+            block = re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", block, flags=re.MULTILINE)
+        if language.lower() in _LANGUAGES:
+            named = block
+        elif not language:
+            bare = block
+    return next((block for block in (named, bare) if block is not None), reply)
 
 
 def score(sandbox: Sandbox, limits: ProgramLimits, code: str, task: CodeTask) -> CodeScore:
@@ -134,7 +145,32 @@ def _tests(value: Any) -> tuple[str, ...]:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{name} is {shown(text)}; give Python that raises where the reply is wrong")
         _compiled(text, name)
+    inert = [_checks_nothing(text) for text in texts]
+    if all(inert) or "compares" in inert:
+        number = inert.index("compares") if "compares" in inert else 0
+        name = "tests" if isinstance(value, str) else f"tests.{number}"
+        does = "compares without assert" if inert[number] == "compares" else "defines tests and runs none"
+        raise ValueError(f"{name} {does}, so every reply would be right; write assert, or call what it defines")
     return tuple(texts)
+
+
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
+_COMPARES = (ast.Compare, ast.BoolOp, ast.UnaryOp)
+
+
+def _checks_nothing(text: str) -> Literal["", "defines", "compares"]:
+    """Whether no statement of a test can fail for a wrong reply, and what it does instead; empty where one can."""
+    found: Literal["defines", "compares"] = "defines"
+    for statement in ast.parse(text).body:
+        value = getattr(statement, "value", None)
+        if isinstance(statement, ast.Expr) and isinstance(value, _COMPARES):
+            found = "compares"
+        elif isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign):
+            if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
+                return ""
+        elif not isinstance(statement, _DEFINES):
+            return ""
+    return found
 
 
 def _cases(value: Any) -> tuple[Case, ...]:

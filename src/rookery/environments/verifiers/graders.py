@@ -178,6 +178,11 @@ def check_item(grader: OneGrader, item: Mapping[str, Any]) -> None:
             if root == "item" and found(item, steps) is None:
                 shown = "item" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
                 raise ValueError(f"the grader names {shown}, which the row does not have")
+    for one in single(grader):
+        if isinstance(one, StringCheck) and one.operation in ("like", "ilike"):
+            of_row = all(root == "item" for root, *_ in paths(one.reference))
+            if of_row and not rendered(one.reference, {}, item):
+                raise ValueError("the reference of string_check is empty for the row: every reply contains it")
 
 
 def check_templates(grader: OneGrader) -> None:
@@ -265,6 +270,8 @@ def similarity(metric: str, given: str, wanted: str) -> float:
     if metric.startswith("rouge_"):
         n = int(metric[-1])
         mine, theirs = _grams(words, n), _grams(other, n)
+        if not mine and not theirs:  # both are shorter: nothing can be counted
+            return float(words == other)
         return _f1((mine & theirs).total(), mine.total(), theirs.total())
     counts = [(_grams(words, n), _grams(other, n)) for n in range(1, 5)]
     if metric == "gleu":

@@ -223,7 +223,7 @@ class Number(VerifierOptions):
         return proposed
 
     def _close(self, given: Decimal, expected: Decimal) -> bool:
-        return _EXACT.abs(_EXACT.subtract(given, expected)) <= Decimal(repr(self.tolerance))
+        return _within(given, expected, self.tolerance)
 
 
 class Regex(VerifierOptions):
@@ -534,7 +534,11 @@ class Judge(AnyVerifier):
         pass
 
     def judge(self, text: str | None, row: Row) -> Score:
-        last = next(numbers(text, backwards=True), None) if text is not None else None
+        last = None
+        if text is not None:  # 8/10 and 8 out of 10 are an 8
+            scale = re.escape(f"{self.scale:g}")
+            text = re.sub(rf"(\d)[*_)\]\s]{{0,8}}\(?(?:/|(?:out )?of)[*_\s]{{0,8}}{scale}(?![.,]?\d)", r"\1 ", text)
+            last = next(numbers(text, backwards=True), None)
         if last is None or not last.is_finite():
             return 0.0, {"unjudged": 1.0}
         return min(1.0, max(0.0, float(last / Decimal(self.scale)))), {"unjudged": 0.0}
@@ -613,15 +617,17 @@ def _reads_as(text: str, expected: str | Decimal, ignore_case: bool = False) -> 
     return read(text) == read(expected)
 
 
+def _within(given: Decimal, expected: Decimal, tolerance: float) -> bool:
+    return _EXACT.abs(_EXACT.subtract(given, expected)) <= Decimal(repr(tolerance))
+
+
 def _same(given: Any, expected: Any, tolerance: float) -> bool:
     """Equal as JSON: 5 and 5.0 are, 1 and true are not, nor are 5 and "5"; texts when they read the same."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
-    if isinstance(given, int | float) and isinstance(expected, int | float):
-        try:
-            return given == expected or abs(given - expected) <= tolerance
-        except OverflowError:  # an integer too big for a float
-            return False
+    number, other = decimal_of(given), decimal_of(expected)
+    if number is not None and other is not None:
+        return given == expected or _within(number, other, tolerance)
     if isinstance(given, list) and isinstance(expected, list):
         return len(given) == len(expected) and all(map(lambda a, b: _same(a, b, tolerance), given, expected))
     if isinstance(given, dict) and isinstance(expected, dict):
