@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "children": set(),
     "lines": set(),
     "folders": {"errors"},
+    "paths": {"errors"},
     "network": {"errors"},
     "settings": {"errors", "folders", "network"},
     "aio": {"clock"},
@@ -41,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": set(),
     "scheduling": {"errors", "spec"},
     "telemetry": {"errors", "settings"},
-    "tokenization": {"errors"},
+    "tokenization": {"errors", "paths"},
     "storage": {"errors", "folders", "protocol", "spec"},
     "environments": {
         "errors", "aio", "children", "bounds", "network", "settings", "protocol", "spec", "telemetry.log",
@@ -55,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
         "algorithms", "scheduling", "tokenization", "telemetry",
     },
     "client": {
-        "errors", "aio", "lines", "network", "settings", "spec", "environments", "storage.data_dir",
+        "errors", "aio", "lines", "network", "paths", "settings", "spec", "environments", "storage.data_dir",
         "telemetry.numbers",
     },
     "cluster": {"errors", "aio", "children", "network", "settings", "tokenization"},
