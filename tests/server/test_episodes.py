@@ -123,6 +123,7 @@ def test_episodes_are_found_by_text_reward_state_and_step(recorded: Recorded) ->
     assert len({one.episode for one in every}) == len(every) > 40, "pages do not overlap"
     headers = {"Authorization": f"Bearer {recorded.service.key}"}
     with httpx.Client(base_url=f"{recorded.service.url}/api/v1/jobs/{job.id}", headers=headers, timeout=60) as http:
+        assert http.get("/episodes", params={"min_reward": "nan"}).status_code == 422
         best = http.get("/episodes", params={"min_reward": 2}).json()["episodes"]
         assert best and all(one["reward"] == 2 for one in best)
         assert http.get("/episodes", params={"before": "x"}).status_code == 400

@@ -88,6 +88,25 @@ def test_a_file_has_its_name_wherever_it_is_read(called: Called, name: str) -> N
     assert [file.filename for file in (made, called.client.files.retrieve(made.id), listed)] == [name] * 3
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "status", "param", "said"),
+    [
+        ("POST", "files", {"files": {"file": (None, ROWS), "purpose": (None, "fine-tune")}}, 400, "file", "curl -F"),
+        ("POST", "files", {"files": {"file": ("a", ROWS)}, "headers": {"Content-Encoding": "gzip"}}, 400, None,
+         "Content-Encoding gzip, which is not read"),
+        ("GET", "fine_tuning/jobs?after=ftjob-none", {}, 404, "after", "no fine-tuning job"),
+        ("GET", "fine_tuning/jobs/ftjob-none", {}, 404, "fine_tuning_job_id", "no fine-tuning job"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_the_field_that_was_sent(
+    called: Called, method: str, path: str, sent: dict[str, Any], status: int, param: str | None, said: str
+) -> None:
+    refused = called.http.request(method, f"/{path}", **sent)
+    assert refused.status_code == status, refused.text
+    error = refused.json()["error"]
+    assert said in error["message"] and (param is None or error["param"] == param)
+
+
 def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
     lora = {"rank": 4, "targets": ["q"]}  # as the worker's adapters are
     rows = called.upload().removeprefix("file-")

@@ -199,7 +199,7 @@ def test_slash_at_the_end_of_a_path_makes_no_difference(http: httpx.Client, meth
 
 def test_a_compressed_body_is_named(http: httpx.Client) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    for path in ("/v1/chat/completions", "/api/v1/jobs"):
+    for path in ("/v1/chat/completions", "/api/v1/jobs", "/api/v1/datasets", "/api/v1/adapters"):
         refused = http.post(path, content=gzip.compress(CHAT), headers=headers)
         assert refused.status_code in (400, 422) and "Content-Encoding gzip, which is not read" in refused.text
 

@@ -629,6 +629,7 @@ def test_the_token_face_samples_what_completions_sample(face: Open) -> None:
     assert [entry["logprob"] for entry in content] == text.token_logprobs
     assert choice["finish_reason"] in ("stop", "length") and choice["token_versions"] == [0] * len(content)
     assert found["usage"]["completion_tokens"] == len(content) and found["request_id"]
+    assert tokens(face, stream=False, sampling={"stream": False}).status_code == 200
     version = tokens(face, model=f"{face.job}@1").json()
     assert version["model"] == f"{face.job}@1" and set(version["choices"][0]["token_versions"]) == {1}
 
@@ -650,6 +651,7 @@ def test_a_token_that_the_caller_names_ends_the_answer(face: Open) -> None:
         ({"sampling": {"stop_token_ids": [-1]}}, 400, "stop_token_ids"),
         ({"sampling": {"logprobs": 5}}, 400, "sampling_params.logprobs"),
         ({"sampling": {"stream": True}}, 400, "sampling_params.stream"),
+        ({"stream": True}, 400, "stream"),
         ({"sampling": {"guided": "x"}}, 400, "guided is not supported"),
         ({"sampling": {"temperature": -1}}, 400, "sampling_params.temperature"),
         ({"model": "nothing"}, 404, "nothing"),

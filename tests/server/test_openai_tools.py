@@ -266,6 +266,22 @@ def test_reasoning_among_the_items_is_not_read(scripted: OpenAI) -> None:
     assert plain.usage and with_it.usage and with_it.usage.input_tokens == plain.usage.input_tokens
 
 
+def test_parts_of_the_items_have_their_text(scripted: OpenAI) -> None:
+    """A refusal has it under its own name; a part without any is a mistake."""
+
+    def read(part: dict[str, str]) -> int:
+        given: list[Any] = [*USER, {"role": "assistant", "content": [part]}, *USER]
+        usage = scripted.responses.create(model=MODEL, input=given).usage
+        assert usage is not None
+        return usage.input_tokens
+
+    said = "I will never do that, no no no"
+    assert read({"type": "refusal", "refusal": said}) == read({"type": "output_text", "text": said})
+    for part in ({"type": "refusal"}, {"type": "output_text"}):
+        with pytest.raises(openai.BadRequestError, match="text"):
+            read(part)
+
+
 def test_streamed_response_ends_with_the_whole_one(scripted: OpenAI) -> None:
     with scripted.responses.stream(model=MODEL, input="What is 1 + 2?", tools=[TOOL]) as stream:
         events = list(stream)

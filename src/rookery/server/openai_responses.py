@@ -35,7 +35,16 @@ from rookery.spec.policy import Temperature
 
 class InputPart(OpenAIModel):
     type: Literal["input_text", "output_text", "text", "refusal"]
-    text: Text = ""
+    text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, value: Any) -> Any:
+        """A refusal has its text under its own name."""
+        if isinstance(value, dict) and value.get("type") == "refusal" and "refusal" in value:
+            rest = {name: part for name, part in value.items() if name != "refusal"}
+            return {"text": value["refusal"], **rest}
+        return value
 
 
 def _as_parts(value: Any) -> Any:

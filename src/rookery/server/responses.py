@@ -8,7 +8,7 @@ the connection stays usable.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -22,7 +22,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rookery.errors import RookeryError, TooManyRequests, Unavailable, nearest, short, shortage
+from rookery.errors import RookeryError, TooManyRequests, Unavailable, UserError, nearest, short, shortage
 from rookery.turns import charged
 
 log = logging.getLogger("rookery.server")
@@ -226,13 +226,28 @@ def named_steps(loc: Sequence[int | str], given: Any, kind: str) -> list[str]:
     return steps
 
 
+def compression_of(request: Request) -> str:
+    """Why a compressed body is refused; empty for one that is not compressed."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding == "identity":
+        return ""
+    return f"the body has Content-Encoding {short(coding)}, which is not read; send it uncompressed"
+
+
+def uploaded(request: Request) -> AsyncIterator[bytes]:
+    """The pieces of a body that is stored as it is. Raises :class:`~rookery.errors.UserError` for a compressed one."""
+    if compressed := compression_of(request):
+        raise UserError(compressed)
+    return aiter(request.stream())
+
+
 def problem(detail: Any, request: Request, body: Any) -> tuple[str, str]:
     """The field that an error of pydantic concerns, empty for the ``body`` as a whole, and what is wrong with it."""
     first, *inner = detail["loc"]
     where = named_steps(inner, body, detail["type"]) if first == "body" else [str(part) for part in inner]
     if detail["type"] == "json_invalid":
-        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
-            return "", f"the body has Content-Encoding {short(coding)}, which is not read; send it uncompressed"
+        if compressed := compression_of(request):
+            return "", compressed
         return "", f"the body is not JSON in UTF-8 ({detail.get('ctx', {}).get('error') or detail['msg']})"
     if not where:
         if detail["type"] == "missing":

@@ -43,6 +43,7 @@ class TokenRequest(OpenAIModel):
     token_ids: list[Token] = Field(min_length=1, max_length=ENTRIES)
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
     cache_salt: Line | None = Field(None, description="No effect: no cache is shared between requests")
+    stream: Literal[False] | None = None
     priority: int | None = Field(None, ge=-INTEGER, le=INTEGER, description="No effect: tenants take turns")
     return_token_ids: bool | None = Field(None, description="The prompt's token ids in the response")
 

@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.support.storing import checkpoint_row, future_row, manifest, sampler_row, visit
 
-from rookery.errors import Conflict, NotFound
+from rookery.errors import Conflict, NotFound, UserError
 from rookery.scheduling.queues import ReorderBuffer
 from rookery.scheduling.trainers import SlotUse, slots_to_free
+from rookery.server.tinker import schemas
 from rookery.storage.db import Database
 from rookery.storage.repositories import jobs, sessions, tenants, versions
 
@@ -170,3 +173,25 @@ def test_rows_are_created_once(database: Database) -> None:
         visit(database, id="five", model="one")
     row, created = database.write(sessions.open_future, future_row("one", call=b"other"))
     assert (row.call, created) == (b"c", False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "said"),
+    [
+        (schemas.AdamParams, {"beta1": 2}, "beta1: Input should be less than 1"),
+        (schemas.SamplingParams, {"stop": [""]}, "stop.0: String should have at least 1 character"),
+        (schemas.SamplingParams, {"stop": ["a", 3]}, "stop.1: Input should be a valid string"),
+        (schemas.AdamParams, {"nesterov": True}, "nesterov: is not supported by this server"),
+        (schemas.AdamParams, [], "body: "),
+    ],
+)
+def test_first_mistake_of_a_request_is_one_line(kind: type[schemas.TinkerRequest], sent: Any, said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(sent)
+    told = schemas.mistake_of(caught.value, sent)
+    assert told.startswith(said) and "\n" not in told and "pydantic" not in told
+
+
+def test_mistake_in_an_optimizers_numbers_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^adam_params.beta1: Input should be less than 1$"):
+        schemas.OptimStepRequest(model_id="m", adam_params={"beta1": 2}).operation()

@@ -18,6 +18,7 @@ from rookery.storage.repositories.episodes import EpisodeChoice
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS, tags=["results"])
 
 Step = Annotated[int | None, Query(ge=0, lt=2**63, description="Only groups that this step consumed")]
+Reward = Annotated[float | None, Query(allow_inf_nan=False)]
 Name = Annotated[str, Path(max_length=200)]
 
 
@@ -49,8 +50,8 @@ async def episodes(
     version: Annotated[int | None, Query(ge=0, lt=2**63, description="Only those that this version began")] = None,
     group: Annotated[str | None, Query(max_length=200)] = None,
     failed: Annotated[bool | None, Query(description="Only failed ones, or only others")] = None,
-    min_reward: float | None = None,
-    max_reward: float | None = None,
+    min_reward: Reward = None,
+    max_reward: Reward = None,
     text: Annotated[str, Query(max_length=1000, description="Exact part of a text, or of an error")] = "",
     before: Annotated[str | None, Query(max_length=300, description="``next`` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 25,

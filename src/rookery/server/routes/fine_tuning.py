@@ -47,7 +47,7 @@ from rookery.server.fine_tuning import (
 )
 from rookery.server.multipart import Form, Multipart
 from rookery.server.openai import UnsupportedField
-from rookery.server.responses import json_response
+from rookery.server.responses import json_response, uploaded
 from rookery.server.routes.jobs import DATASET_ROWS
 from rookery.server.routes.openai import ERRORS, OpenAIRoute
 from rookery.spec.fine_tuned import CHECKPOINT_OF
@@ -77,7 +77,7 @@ FileLimit = Annotated[int, Query(ge=1, le=FILES_LISTED)]
 )
 async def add_file(service: Service, owner: Owner, request: Request) -> Response:
     """Upload rows as a file: a form with ``purpose`` fine-tune and ``file``."""
-    form = await Multipart(request.headers.get("content-type", ""), aiter(request.stream())).form()
+    form = await Multipart(request.headers.get("content-type", ""), uploaded(request)).form()
     _check_fields(form.fields)
     if form.content is None:
         raise UnsupportedField("file: missing; send it as a file of the form", "file")
@@ -104,6 +104,9 @@ async def _with_purpose(form: Form) -> AsyncIterator[bytes]:
 
 def _check_fields(fields: Mapping[str, str]) -> None:
     for name, value in fields.items():
+        if name == "file":
+            how = "send it as a file of the form, as curl -F file=@PATH does"
+            raise UnsupportedField(f"file: it has no file name; {how}", name)
         if name != "purpose":
             raise UnsupportedField(f"{name[:60]}: files are kept until they are deleted; leave it out", name[:60])
         if value != PURPOSE:
@@ -192,13 +195,13 @@ class MissingObject(NotFound):
         self.param = param
 
 
-async def _job(service: ServiceContext, tenant: str, name: str) -> JobView:
+async def _job(service: ServiceContext, tenant: str, name: str, field: str = "fine_tuning_job_id") -> JobView:
     try:
         view = await service.controller.queries.show(tenant, job_id(name))
     except NotFound:
         view = None
     if view is None or not is_fine_tuning(view.spec):
-        raise MissingObject(f"no fine-tuning job {name[:80]!r} of yours", "fine_tuning_job_id")
+        raise MissingObject(f"no fine-tuning job {name[:80]!r} of yours", field)
     return view
 
 
@@ -255,7 +258,7 @@ async def list_fine_tunings(
     without = request.query_params.get("metadata") == "null"
     cursor: tuple[str | float, ...] = ()
     if after:
-        last = await _job(service, owner.id, after)
+        last = await _job(service, owner.id, after, "after")
         cursor = (last.created, last.id)
     found: list[dict[str, Any]] = []
     while len(found) <= limit:

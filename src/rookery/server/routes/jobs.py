@@ -35,7 +35,7 @@ from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.paging import Limit, Paged, mark_next
 from rookery.server.peft_archive import pack, unpack
-from rookery.server.responses import ERRORS, Stream, event_data
+from rookery.server.responses import ERRORS, Stream, event_data, uploaded
 from rookery.server.schemas import (
     MetricsRow,
     RunPage,
@@ -253,7 +253,7 @@ async def add_dataset(service: Service, owner: Owner, request: Request) -> Uploa
     """Upload the rows of a ``jsonl`` environment: one JSON object per line."""
     limits = service.context.settings.limits
     count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
-    dataset, rows = await service.controller.add_dataset(owner.id, request.stream(), count)
+    dataset, rows = await service.controller.add_dataset(owner.id, uploaded(request), count)
     return UploadedDataset(dataset=dataset, rows=rows)
 
 
@@ -262,7 +262,7 @@ async def add_dataset(service: Service, owner: Owner, request: Request) -> Uploa
 )
 async def add_adapter(service: Service, owner: Owner, request: Request) -> UploadedAdapter:
     """Upload a PEFT folder to start from: a tar with adapter_config.json and adapter_model.safetensors."""
-    return UploadedAdapter(adapter=await service.controller.add_adapter(owner.id, request.stream(), unpack))
+    return UploadedAdapter(adapter=await service.controller.add_adapter(owner.id, uploaded(request), unpack))
 
 
 @routes.get("/uploads", tags=["uploads"])

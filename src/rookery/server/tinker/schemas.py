@@ -26,6 +26,7 @@ from rookery.controller.sessions.operations import (
 )
 from rookery.errors import UserError, short
 from rookery.server.bodies import off_loop, read_json
+from rookery.server.responses import first_problem, named_steps
 from rookery.spec.parsing import MAX_PROBLEMS
 from rookery.spec.policy import Temperature
 from rookery.storage.models import CheckpointKind
@@ -71,12 +72,17 @@ class TinkerRequest(BaseModel):
         except ValidationError as error:
             if error.error_count() > MAX_PROBLEMS:
                 raise UserError(f"body: {error.error_count()} fields are wrong") from None
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"])) or "body"
-            problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
-            if field.endswith("record_stability_info"):
-                problem += "; only stable_reinforce, which is not published, uses it: train with ppo, cispo or gspo"
-            raise UserError(f"{field}: {problem}") from None
+            raise UserError(mistake_of(error, data)) from None
+
+
+def mistake_of(error: ValidationError, given: Any) -> str:
+    """The first mistake of ``given``, in one line: the field and what is wrong with it."""
+    first = first_problem(error.errors(), given)
+    field = ".".join(named_steps(first["loc"], given, first["type"])) or "body"
+    problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+    if field.endswith("record_stability_info"):
+        problem += "; only stable_reinforce, which is not published, uses it: train with ppo, cispo or gspo"
+    return f"{field}: {problem}"
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
@@ -168,7 +174,11 @@ class OptimStepRequest(ModelRequest):
 
     def operation(self) -> OptimStepOperation:
         check_optimizer(self.optimizer_params)
-        adam = AdamParams.model_validate(self.adam_params or {})
+        given = self.adam_params or {}
+        try:
+            adam = AdamParams.model_validate(given)
+        except ValidationError as error:
+            raise UserError(f"adam_params.{mistake_of(error, given)}") from None
         return OptimStepOperation(
             adam=protocol.Adam(
                 lr=adam.learning_rate, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps,
