@@ -537,7 +537,7 @@ class Judge(AnyVerifier):
         last = None
         if text is not None:  # 8/10 and 8 out of 10 are an 8
             scale = re.escape(f"{self.scale:g}")
-            text = re.sub(rf"(\d)[*_)\]\s]{{0,8}}\(?(?:/|(?:out )?of)[*_\s]{{0,8}}{scale}(?![.,]?\d)", r"\1 ", text)
+            text = re.sub(rf"(\d)[*_)\]\s]{{0,8}}\(?(?:/|(?:out )?of)[*_\s]{{0,8}}{scale}(?![.,]?\d)", r"\1\n", text)
             last = next(numbers(text, backwards=True), None)
         if last is None or not last.is_finite():
             return 0.0, {"unjudged": 1.0}
