@@ -124,6 +124,21 @@ def main() -> int:
     )  # fmt: skip
 
 
+def pareto(trade: dict[float, tuple[float, float]]) -> str:
+    """A chart of the (cost, share of right answers) of each weight's router, next to those of single models."""
+    models = options(0.0).models
+    constants = [(model.price, statistics.fmean(model.accuracy)) for model in models.values()]
+    places = sorted({*trade.values()})
+    labels = ["λ " + ", ".join(f"{weight:g}" for weight in trade if trade[weight] == place) for place in places]
+    return line_chart(
+        "Accuracy and cost of trained routers", "cost per question", "share of right answers",
+        [
+            Line("trained routers", places, labels=labels),
+            Line("one model always", constants, labels=list(models), joined=False),
+        ],
+    )  # fmt: skip
+
+
 def report(folder: Any, weights: Sequence[float], runs: dict[str, Learned], facts: dict[str, Any]) -> bool:
     """Print and write everything; returns whether each router is above 0.9 of its optimum and above the baselines."""
     passed = True
@@ -147,17 +162,7 @@ def report(folder: Any, weights: Sequence[float], runs: dict[str, Learned], fact
         )
     for title, values in facts.items():
         print(f"{title}: {values}")
-    models = options(0.0).models
-    constants = [(model.price, statistics.fmean(model.accuracy)) for model in models.values()]
-    named = sorted(zip(trade, weights, strict=True))
-    pareto = line_chart(
-        "Accuracy and cost of trained routers", "cost per question", "share of right answers",
-        [
-            Line("trained routers", [place for place, _ in named], labels=[f"λ {weight:g}" for _, weight in named]),
-            Line("one model always", constants, labels=list(models), joined=False),
-        ],
-    )  # fmt: skip
-    (folder / "pareto.svg").write_text(pareto, encoding="utf-8")
+    (folder / "pareto.svg").write_text(pareto(dict(zip(weights, trade, strict=True))), encoding="utf-8")
     lines = []
     for weight in weights:
         run = runs[f"xrouter-{weight:g}"]
