@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -145,32 +145,40 @@ def _tests(value: Any) -> tuple[str, ...]:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{name} is {shown(text)}; give Python that raises where the reply is wrong")
         _compiled(text, name)
-    inert = [_checks_nothing(text) for text in texts]
+    inert = [_checks_nothing(ast.parse(text).body) for text in texts]
     if all(inert) or "compares" in inert:
         number = inert.index("compares") if "compares" in inert else 0
         name = "tests" if isinstance(value, str) else f"tests.{number}"
-        does = "compares without assert" if inert[number] == "compares" else "defines tests and runs none"
+        does = "compares without assert" if inert[number] == "compares" else "checks nothing"
         raise ValueError(f"{name} {does}, so every reply would be right; write assert, or call what it defines")
     return tuple(texts)
 
 
-_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
-_COMPARES = (ast.Compare, ast.BoolOp, ast.UnaryOp)
-
-
-def _checks_nothing(text: str) -> Literal["", "defines", "compares"]:
-    """Whether no statement of a test can fail for a wrong reply, and what it does instead; empty where one can."""
+def _checks_nothing(statements: Sequence[ast.stmt]) -> Literal["", "defines", "compares"]:
+    """Whether none of a test's statements can fail for a wrong reply, and what they do instead; empty where one can."""
     found: Literal["defines", "compares"] = "defines"
-    for statement in ast.parse(text).body:
-        value = getattr(statement, "value", None)
-        if isinstance(statement, ast.Expr) and isinstance(value, _COMPARES):
-            found = "compares"
-        elif isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign):
-            if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
+    for statement in statements:
+        match statement:
+            case ast.Expr(value=ast.Compare() | ast.BoolOp() | ast.UnaryOp()):
+                found = "compares"
+            case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Assert(test=ast.Constant() | ast.Tuple()):
+                pass
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                if statement.decorator_list or _calls([*statement.args.defaults, *statement.args.kw_defaults]):
+                    return ""
+            case ast.ClassDef():
+                if statement.decorator_list or _calls(statement.bases) or not _checks_nothing(statement.body):
+                    return ""
+            case ast.Expr() | ast.Assign() | ast.AnnAssign():
+                if _calls([statement]):
+                    return ""
+            case _:
                 return ""
-        elif not isinstance(statement, _DEFINES):
-            return ""
     return found
+
+
+def _calls(nodes: Sequence[ast.AST | None]) -> bool:
+    return any(isinstance(inner, ast.Call) for node in nodes if node is not None for inner in ast.walk(node))
 
 
 def _cases(value: Any) -> tuple[Case, ...]:
