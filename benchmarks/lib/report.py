@@ -41,7 +41,7 @@ HIDDEN = {
     "agentic": r"fill the worker|at staleness 0|latency 0.5 s",
     "tenants": r"saturation|, staleness 0|latency 2 s",
     "callers": r"^C\d",
-    "weights": r"^simulated|kill -9|the star",
+    "weights": r"^simulated|kill -9|the star|the trainer sends|one receiver of 5 MB",
     "xrouter": r"above constants|cost falls",
     "seer": r"short of memory|oracle|texts equal|rho 0|sigma 0|wrong estimate|draft|no fixed length",
     "serving_simulation": r"costs|saturated|freeze|candidate|without the cut",
