@@ -84,7 +84,7 @@ def test_an_unexpected_error_costs_no_later_request_of_its_connection(
         log = "".join(path.read_text() for path in (service.settings.data / "logs").iterdir())
         return f"{path.removeprefix('/tinker')} failed" in log and "Traceback" in log
 
-    until(logged)  # a thread of its own writes the log
+    until(logged)  # another thread writes the log
 
 
 def test_an_error_within_a_response_ends_its_connection(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain
 from typing import IO, Any, NoReturn
 from urllib.parse import quote, urlsplit
@@ -76,12 +76,10 @@ def segment(kind: str, text: str) -> str:
     """``text``, the id or name of a ``kind`` of thing, as a part of a path. Raises :class:`~rookery.errors.NotFound`
     for one that would lead to another path: dots are resolved before a request is sent, and slashes are decoded before
     the service looks for a route. Nothing has such a name."""
-    if text in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(text):
-        raise errors.NotFound(f"no {kind} {errors.short(text)!r}")
-    try:
-        return quote(text, safe="~")
-    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
-        raise errors.NotFound(f"no {kind} {errors.short(text)!r}") from None
+    if text not in ("", ".", "..") and {"/", "\\", "\0"}.isdisjoint(text):
+        with suppress(UnicodeEncodeError):  # bytes of a command line that are no UTF-8
+            return quote(text, safe="~")
+    raise errors.NotFound(f"no {kind} {errors.short(text)!r}")
 
 
 class HttpConnection:

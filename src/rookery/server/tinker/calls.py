@@ -21,7 +21,7 @@ from rookery.controller.sessions.futures import QueueStatus
 from rookery.errors import RookeryError, UserError
 from rookery.server.auth import Owner, Service, ServiceContext
 from rookery.server.bodies import JSON_ITEMS, off_loop
-from rookery.server.responses import json_response
+from rookery.server.responses import compression_of, json_response
 from rookery.server.tinker import protobuf, schemas
 from rookery.storage.repositories import sessions
 from rookery.tokenization.registry import model_folder, resolve
@@ -96,8 +96,7 @@ async def get_info(service: Service, owner: Owner, request: Request) -> Response
 
 @routes.post("/forward_backward")
 async def forward_backward(service: Service, owner: Owner, request: Request) -> Response:
-    compressed = request.headers.get("content-encoding", "identity") != "identity"
-    if request.headers.get("content-type") != protobuf.PROTOBUF or compressed:
+    if request.headers.get("content-type") != protobuf.PROTOBUF or compression_of(request):
         raise UserError(
             f"forward_backward takes {protobuf.PROTOBUF}, not compressed, as SDK {protobuf.OLDEST} and later send it"
         )
