@@ -172,6 +172,12 @@ def test_head_of_a_stream_ends(http: httpx.Client) -> None:
         ("GET", "/api/v1/datasets", {"POST"}),
         ("PUT", "/api/v1/jobs", {"GET", "POST"}),
         ("DELETE", "/healthz", {"GET"}),
+        ("PATCH", "/v1/files/file-x", {"GET", "DELETE"}),
+        ("POST", "/v1/models/qwen/x", {"GET", "DELETE"}),
+        ("PUT", "/api/v1/jobs/x/episodes", {"GET"}),
+        ("GET", "/agents/e/v1/chat/completions", {"POST"}),
+        ("GET", "/tinker/oai/api/v1/chat/completions", {"POST"}),
+        ("PUT", "/tinker/api/v1/create_session", {"POST"}),
     ],
 )
 def test_methods_that_a_path_lacks_are_refused_with_those_it_has(
@@ -182,7 +188,19 @@ def test_methods_that_a_path_lacks_are_refused_with_those_it_has(
     assert set(refused.headers["allow"].split(", ")) >= allowed
     if method != "HEAD":
         error = refused.json()["error"]
-        assert path in (error["message"] if path.startswith("/v1/") else error)
+        assert path in (error["message"] if isinstance(error, dict) else error)
+
+
+@pytest.mark.parametrize(
+    ("path", "there", "absent"),
+    [("/v1/x", "/v1/fine_tuning/jobs", "{"), ("/tinker/oai/api/v1/x", "/v1/models", "/v1/files")],
+)
+def test_unknown_path_names_the_paths_that_are_there(http: httpx.Client, path: str, there: str, absent: str) -> None:
+    for method in ("GET", "POST", "PATCH"):
+        refused = http.request(method, path)
+        assert refused.status_code == 404
+        line = refused.json()["error"]["message"]
+        assert there in line and absent not in line and "/v1/chat/completions" in line
 
 
 @pytest.mark.parametrize(

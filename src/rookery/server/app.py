@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI, Response, WebSocket
+from starlette.routing import BaseRoute
 
 from rookery.errors import Unavailable, installs
 from rookery.protocol.gauges import GAUGES
@@ -61,6 +62,7 @@ def build(context: ServiceContext) -> FastAPI:
         fine_tuning.routes,
         openai.routes,
         openai.token_routes,
+        openai.unknown_paths("/v1", "/v1/files", "/v1/fine_tuning/jobs"),
         agents.agent_routes,
         gateway.routes,
         usage.routes,
@@ -76,8 +78,9 @@ def build(context: ServiceContext) -> FastAPI:
     app.add_api_route("/readyz", readyz, tags=["service"])
     app.add_api_route("/metrics", prometheus, tags=["service"], response_class=Response, include_in_schema=False)
     _document_jobs(app)
-    _mount_tinker(app, context)
-    app.add_middleware(RequestMethods, routes=[*app.routes, *(route for router in routers for route in router.routes)])
+    mounted = [("", route) for route in [*app.routes, *(route for router in routers for route in router.routes)]]
+    mounted += _mount_tinker(app, context)
+    app.add_middleware(RequestMethods, routes=mounted)
     return app
 
 
@@ -103,16 +106,18 @@ def standby(connections: Connections) -> FastAPI:
     return app
 
 
-def _mount_tinker(app: FastAPI, context: ServiceContext) -> None:
-    """Mounts the Tinker-compatible API if the package that publishes its schema is installed."""
+def _mount_tinker(app: FastAPI, context: ServiceContext) -> list[tuple[str, BaseRoute]]:
+    """Mounts the Tinker-compatible API if the package that publishes its schema is installed; returns its routes."""
     try:
-        from rookery.server.tinker import build as build_tinker
+        from rookery.server import tinker
 
-        app.mount("/tinker", build_tinker(context))
+        app.mount("/tinker", tinker.build(context))
+        return [("/tinker" + prefix, route) for prefix, router in tinker.ROUTERS for route in router.routes]
     except ModuleNotFoundError:  # a package that it imports, whose name says nothing
         log.info("the Tinker-compatible API is off; this installs what it needs: %s", installs("tinker"))
     except ImportError as error:
         log.info("the Tinker-compatible API is off: %s", error)
+    return []
 
 
 async def healthz() -> dict[str, str]:

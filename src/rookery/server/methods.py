@@ -4,21 +4,22 @@
   name the wrong scheme.
 * HEAD is answered as GET without its body (RFC 9110, section 9.3.2), also on paths whose GET would stream without end.
 * A method that a path does not have is status 405 with the methods that it has, where another route, such as
-  ``/v1/{path}`` or ``/jobs/{job}``, would take the request and find nothing.
+  ``/v1/{path}`` or ``/jobs/{job}``, would take the request and find nothing; also below mounts.
 * A plain request for the path of a WebSocket is status 426: a proxy before the service has removed the headers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Route, WebSocketRoute, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.aio import unless
-from rookery.server.responses import METHODS, error_response, json_response
+from rookery.server.responses import METHODS, error_response, path_error
 
 UPGRADE = (
     "{path} takes WebSockets; a proxy before the service must pass on the headers Connection and Upgrade"
@@ -27,18 +28,35 @@ UPGRADE = (
 
 
 class RequestMethods:
-    """ASGI middleware over the application's routes."""
+    """ASGI middleware over the application's routes, each with the path under which it is mounted."""
 
-    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, routes: Iterable[tuple[str, BaseRoute]]) -> None:
         self._app = app
         self._methods: defaultdict[str, set[str]] = defaultdict(set)
         """By path, of routes without parameters."""
+        self._patterns: list[tuple[str, re.Pattern[str], set[str]]] = []
+        """Of routes with parameters: what the path begins with, what it matches, the methods."""
         self._sockets: set[str] = set()
-        for route in routes:
+        for mount, route in routes:
             if isinstance(route, WebSocketRoute):
-                self._sockets.add(route.path)
-            elif isinstance(route, Route) and "{" not in route.path:
-                self._methods[route.path] |= (route.methods or set()) & {*METHODS}
+                self._sockets.add(mount + route.path)
+                continue
+            if not isinstance(route, Route):
+                continue
+            path, methods = mount + route.path, (route.methods or set()) & {*METHODS}
+            if "{" in path and methods == {*METHODS}:  # it says that there is nothing
+                continue
+            if "{" in path:
+                self._patterns.append((path.partition("{")[0], compile_path(path)[0], methods))
+            else:
+                self._methods[path] |= methods
+
+    def _methods_of(self, path: str) -> set[str]:
+        """Empty where no route has the path."""
+        if path in self._methods:
+            return self._methods[path]
+        found = (methods for start, rest, methods in self._patterns if path.startswith(start) and rest.match(path))
+        return set().union(*found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and scope["path"].endswith("/") and not scope["path"].endswith("//"):
@@ -51,16 +69,10 @@ class RequestMethods:
             response = error_response(426, UPGRADE.format(path=path), headers={"Upgrade": "websocket"})
             await response(scope, receive, send)
             return
-        methods = self._methods.get(path)
+        methods = self._methods_of(path)
         if methods and method not in methods:
             allowed = ", ".join(sorted(methods))
-            line, headers = f"{method} {path}: this path has only {allowed}", {"Allow": allowed}
-            if path.startswith(("/v1/", "/inference/v1/")):
-                error = {"message": line, "type": "invalid_request_error", "param": None, "code": None}
-                response = json_response({"error": error}, 405)
-                response.headers.update(headers)
-            else:
-                response = error_response(405, line, headers=headers)
+            response = path_error(path, 405, f"{method} {path}: this path has only {allowed}", {"Allow": allowed})
             await response(scope, receive, send)
             return
         if scope["method"] != "HEAD":

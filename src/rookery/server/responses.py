@@ -8,6 +8,7 @@ the connection stays usable.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
@@ -57,6 +58,8 @@ LINE_SEPARATORS = {character.encode(): b"\\u%04x" % ord(character) for character
 """Characters that JSON leaves as they are and ``str.splitlines`` ends a line at, in UTF-8, and their escapes."""
 
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
+OPENAI_PATHS = re.compile("(/agents/[^/]+|/tinker/oai/api)?/(inference/)?v1/")
+"""Paths whose errors have OpenAI's shape."""
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -98,6 +101,16 @@ def error_response(
     if status == 401:
         headers = {**(headers or {}), "WWW-Authenticate": "Bearer"}
     return Response(body, status, headers, media_type="application/json")
+
+
+def path_error(path: str, status: int, line: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The response to a request that reached no route, in the shape of the API that has the path."""
+    if not OPENAI_PATHS.match(path):
+        return error_response(status, line, headers=headers)
+    error = {"message": line, "type": "invalid_request_error", "param": None, "code": None}
+    response = json_response({"error": error}, status)
+    response.headers.update(headers or {})
+    return response
 
 
 def retry_after(error: Exception) -> dict[str, str]:
@@ -167,13 +180,8 @@ def add_exception_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            line = f"nothing at {request.url.path}; /docs lists the routes"
-            if request.url.path.startswith(
-                ("/v1/", "/inference/v1/")
-            ):  # a path with a line break, which no route there takes
-                body = {"message": line, "type": "invalid_request_error", "param": None, "code": None}
-                return json_response({"error": body}, 404)
-            return error_response(404, line)
+            path = request.url.path  # below /v1 with a line break, which no route there takes
+            return path_error(path, 404, f"nothing at {path}; /docs lists the routes")
         headers = error.headers
         if error.status_code == 405:  # Starlette names the methods of the first matching route only
             headers = {"Allow": ", ".join(method for method in METHODS if _is_allowed(request, method))}

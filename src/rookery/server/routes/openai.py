@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -42,7 +43,7 @@ from rookery.server.openai import (
 )
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
-from rookery.server.responses import Stream, event_data, first_problem, json_response, problem, retry_after
+from rookery.server.responses import METHODS, Stream, event_data, first_problem, json_response, problem, retry_after
 from rookery.server.token_face import TokenFormat, TokenRequest
 from rookery.storage.columns import Page
 from rookery.tokenization.chat import Chat
@@ -311,14 +312,21 @@ async def show_model(service: Service, owner: Owner, model: str) -> Response:
     return json_response(_model(model, rows.get(found.name, {"created": 0.0, "owner": "rookery"})))
 
 
-@routes.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
-async def unknown_path(owner: Owner, path: str) -> Response:
-    if path == "embeddings":
-        raise UserError("embeddings are not supported: the models here write text; use another service for them")
-    raise UnknownPath(
-        f"nothing at /v1/{path}; there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models,"
-        " /v1/files and /v1/fine_tuning/jobs"
-    )
+def unknown_paths(prefix: str, *others: str) -> APIRouter:
+    """Refuses every other path below ``prefix``, by one line that names the paths that there are: those of
+    :data:`routes` and ``others``. Comes after every other router."""
+    paths = (route.path for route in routes.routes if isinstance(route, APIRoute))
+    named = [*dict.fromkeys(path for path in paths if "{" not in path), *others]
+    there = ", ".join(named[:-1]) + f" and {named[-1]}"
+    unknown = APIRouter(prefix=prefix, route_class=OpenAIRoute)
+
+    @unknown.api_route("/{path:path}", methods=[*METHODS], include_in_schema=False)
+    async def unknown_path(owner: Owner, path: str) -> Response:
+        if path == "embeddings":
+            raise UserError("embeddings are not supported: the models here write text; use another service for them")
+        raise UnknownPath(f"nothing at {prefix}/{path}; there are {there}")
+
+    return unknown
 
 
 class UnknownPath(RookeryError):

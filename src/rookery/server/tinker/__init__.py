@@ -23,7 +23,6 @@ from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, schema
 UNSUPPORTED = {
     "publish": "publishing checkpoints is not supported: there is no public catalogue here",
     "copy_weights": "copying weights is not supported: create a training client from the state instead",
-    "search": "searching sessions is not supported: list them",
     "project": "projects are not supported: every key sees all of its tenant's runs",
     "audit": "there is no audit log in this API: see the service's own log",
     "billing": "there is no billing here",
@@ -33,15 +32,18 @@ UNSUPPORTED = {
 }
 """By part of a path that a client may request: why it is not served, and what to do instead."""
 
+ROUTERS = (("/api/v1", sessions.routes), ("/api/v1", calls.routes), ("/oai/api", openai.routes))
+"""The routes, each with the path before them."""
+
 
 def build(context: ServiceContext) -> FastAPI:
     """Raises :class:`ImportError` where the ``tinker`` package is not installed."""
     schema()
     app = FastAPI(title="Rookery: Tinker-compatible API", version=SUPPORTED, docs_url=None, redoc_url=None)
     app.state.context = context
-    for routes in (sessions.routes, calls.routes):
-        app.include_router(routes, prefix="/api/v1")
-    app.include_router(openai.routes, prefix="/oai/api")
+    for prefix, router in ROUTERS:
+        app.include_router(router, prefix=prefix)
+    app.include_router(openai.unknown_paths("/v1"), prefix="/oai/api")
     app.add_api_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
     add_exception_handlers(app)
     app.add_exception_handler(Conflict, conflict)

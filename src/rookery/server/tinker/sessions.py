@@ -16,7 +16,7 @@ from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
 from rookery.server.paging import Limit
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
-from rookery.server.responses import Stream, json_response
+from rookery.server.responses import METHODS, Stream, error_response, json_response
 from rookery.server.tinker import schemas
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, older_than_supported, supported
 from rookery.storage.columns import Page
@@ -124,6 +124,11 @@ async def telemetry(owner: Owner) -> Response:
 async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
     rows = await service.context.store.read(list_sessions, owner.id, Page(limit, offset=offset))
     return json_response({"sessions": [row.id for row in rows]})
+
+
+@routes.api_route("/sessions/search", methods=[*METHODS], include_in_schema=False)
+async def search_sessions(owner: Owner) -> Response:
+    return error_response(404, "searching sessions is not supported: list them")
 
 
 @routes.get("/sessions/{session}")
