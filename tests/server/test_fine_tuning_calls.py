@@ -76,8 +76,10 @@ def test_the_purpose_of_a_file_may_stand_on_either_side_of_it(
     if param:
         assert answer["error"]["param"] == param, answer
         assert {one.id for one in called.client.files.list()} == known, "nothing of it stays"
-    else:
-        assert called.http.get(f"/files/{answer['id']}/content").content == ROWS
+        return
+    for wanted in ({}, {"Range": "bytes=abc"}, {"Range": "bytes=2-3"}, {"Range": "bytes=9999-"}):
+        found = called.http.get(f"/files/{answer['id']}/content", headers=wanted)
+        assert (found.status_code, found.content) == (200, ROWS)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "größe 数.jsonl", 'of "a".jsonl'])
@@ -126,7 +128,8 @@ def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
         assert (policy["warm_start"]["job"], policy["warm_start"]["version"]) == (submitted["id"], version)
     others = (
         f"{model}0", f"{model}:ckpt-step-9", f"{model}:ckpt-step-", "ft:", f"ft:other:admin:first:{first}",
-        f"ft:{MODEL}:admin:second:{first}", f"ft:{MODEL}:admin::{first}", f"ft:{first}", f"ft:x:y:z:{first}",
+        f"ft:{MODEL}:admin:second:{first}", f"ft:{MODEL}:admin::{first}", f"ft:{first}",
+        f"ft:{MODEL}:admin:x:first:{first}", f"ft:{MODEL}:first:{first}", f"ft:x:y:z:{first}",
     )  # fmt: skip
     for name in others:
         with pytest.raises(openai.NotFoundError, match="no fine-tuned model") as refused:

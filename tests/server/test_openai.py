@@ -392,7 +392,7 @@ def test_models_lists_what_can_be_sampled(face: Open) -> None:
     names = [model.id for model in face.client.models.list()]
     assert names == [face.base, f"{face.job}:latest", f"{face.job}@1", f"{face.job}@0"]
     assert [model.id for model in face.stranger.models.list()] == [face.base]
-    for name in (*names, face.job):
+    for name in (*names, face.job, f"{face.job}/main", f"{face.job}/main@1"):
         found = face.client.models.retrieve(name)
         assert found.id == name and found.object == "model"
         assert (found.owned_by, found.created > 0) == (("rookery", False) if name == face.base else ("admin", True))

@@ -328,6 +328,7 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
         ({"input": "x" * 60_000}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content"),
         ({"input": [{"type": "message", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "c"}]}, "input.1.name"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": []}, "input"),
         ({"top_logprobs": 2}, "top_logprobs"),

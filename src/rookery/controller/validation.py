@@ -452,7 +452,7 @@ class JobValidator:
         policy = policies[chosen] if chosen else _first(row.spec, policies)
         number = int(version) if NUMBER.fullmatch(version) else None
         policy, found = await find_version(services.store, tenant, row.id, policy.name, number)
-        name = f"{row.id}/{chosen}" if chosen else row.id
+        name = f"{row.id}/{policy.name}" if len(policies) > 1 else row.id  # as the list of models has it
         return Target(f"{name}@{found.version}", stored_base_model(row.spec, policy.name), adapter_ref(policy, found))
 
     async def _fine_tuned(self, tenant: str, name: str) -> str:

@@ -213,6 +213,8 @@ class ResponsesRequest(OpenAIModel):
                 continue
             field = f"input.{number}"
             if item.type == "function_call":
+                if not item.name:
+                    raise UnsupportedField(f"{field}.name: a call names its function", f"{field}.name")
                 if assistant is None:
                     assistant, began = {"role": "assistant", "content": None}, field
                 assistant.setdefault("tool_calls", []).append({

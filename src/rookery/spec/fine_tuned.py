@@ -17,7 +17,9 @@ def fine_tuned_name(base_model: str, tenant: str, job: str, id: str, step: int |
 
 def is_name_of(model: str, base_model: str, job: str, id: str) -> bool:
     """Whether the job's model has this name, without a checkpoint. The tenant's part may be an earlier name of it."""
-    return model.startswith(f"ft:{base_model}:") and model.endswith(_end(job, id))
+    start, end = f"ft:{base_model}:", _end(job, id)
+    tenant = model[len(start) : -len(end)]
+    return model == f"{start}{tenant}{end}" and tenant != "" and ":" not in tenant
 
 
 def _end(job: str, id: str) -> str:

@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
-from rookery.controller.validation import DATASET
+from rookery.controller.validation import DATASET, Target
 from rookery.controller.views import JobView
 from rookery.environments.judges import answer_of
 from rookery.environments.models import ModelAnswer, ModelQuestion
@@ -165,13 +166,21 @@ async def show_file(service: Service, owner: Owner, file_id: str) -> Response:
     return json_response(file_object(row))
 
 
+class WholeFile(FileResponse):
+    """A range that is asked for is ignored (RFC 9110, section 14.2): Starlette refuses some of them in plain text."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+        await super().__call__({**scope, "headers": headers}, receive, send)
+
+
 @routes.get("/files/{file_id}/content")
 async def file_content(service: Service, owner: Owner, file_id: str) -> Response:
     """The rows as they were uploaded."""
     row = await _file(service, owner.id, file_id)
     context = service.context
     path = await context.store.transfer(context.artifacts.path, row.hash, DATASET)
-    return FileResponse(path, media_type="application/octet-stream")
+    return WholeFile(path, media_type="application/octet-stream")
 
 
 @routes.delete("/files/{file_id}", response_model=dict[str, Any])
@@ -227,9 +236,14 @@ async def _start(service: ServiceContext, tenant: str, model: str) -> Start | No
         return None
     target = await service.controller.completions.find(tenant, model)
     assert target.adapter is not None  # a version of a job
-    view = await service.controller.queries.show(tenant, target.name.partition("@")[0])
+    view = await service.controller.queries.show(tenant, _job_of(target))
     policy = next(policy.name for policy in view.policies if policy.id == target.adapter.policy)
     return Start(view.id, policy, target.adapter.version, target.model, view.spec["policies"][policy])
+
+
+def _job_of(target: Target) -> str:
+    """Of a version's name ``JOB@VERSION`` or ``JOB/POLICY@VERSION``."""
+    return target.name.partition("@")[0].partition("/")[0]
 
 
 def _param_of(line: str, given: JobCreate) -> str:
@@ -410,7 +424,7 @@ async def delete_model(service: Service, owner: Owner, model: str) -> Response:
     if CHECKPOINT_OF in model:
         raise UnsupportedField("a checkpoint is not deleted alone; delete its model, or keep it", "model")
     target = await service.controller.completions.find(owner.id, model)
-    job = target.name.partition("@")[0].partition("/")[0]
+    job = _job_of(target)
     if not is_fine_tuning((await service.controller.queries.show(owner.id, job)).spec):
         raise MissingObject(f"no fine-tuned model {model[:80]!r}; GET /v1/fine_tuning/jobs lists yours", "model")
     await service.controller.delete_job(owner.id, job)
