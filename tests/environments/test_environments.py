@@ -68,7 +68,9 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
     row = {"prompt": "2+2?", "answer": 4}
     of_scale = {"3/4": 0.75, "Score: **3** / 4, fine": 0.75, "1 out of 4": 0.25, "Rating: 2 (of 4)": 0.5,
                 "2.5/4": 0.625, "3 of 5 tests pass: 2/4": 0.5, "4/4. No: 1": 0.25, "[[3]]/4": 0.75,
-                "I give 3 of 4: 3": 0.75, "2/4 : 1": 0.25}  # fmt: skip
+                "I give 3 of 4: 3": 0.75, "2/4 : 1": 0.25,
+                "3/4. I took off 1 point.": 0.75, "2/4.0": 0.5, "1/4, as 2 + 2 is 4.": 0.25, "3/4\n\n**2**": 0.5,
+                "1/4 (see rule 3)": 0.25, "Form 1/4, content 3/4 (of 9).": 0.75}  # fmt: skip
     answers = [("3", 0.75, 0.0), ("I say 9.", 1.0, 0.0), ("-2", 0.0, 0.0), ("fine", 0.0, 1.0), ("3/40", 0.0, 1.0)]
     answers += [(said, reward, 0.0) for said, reward in of_scale.items()]
     for said, reward, unjudged in answers:

@@ -70,6 +70,8 @@ READ: list[tuple[Style, str, list[Piece]]] = [
     ("harmony", "Three.", ["Three."]),
     ("harmony", '<|channel|>commentary to=add<|message|>{"a": 1}<|call|>', [ONE]),
     ("harmony", '<|channel|>commentary to=other<|message|>{"a": 1}<|call|>', ['{"a": 1}']),
+    ("harmony", "<|channel|>commentary<|message|>I will add.<|end|><|start|>assistant<|channel|>final<|message|>1",
+     ["I will add.1"]),
     ("harmony", '<|channel|>analysis to=python<|message|>1<|call|>', []),
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a":',
      ['[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a":']),

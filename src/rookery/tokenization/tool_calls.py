@@ -178,7 +178,7 @@ class MistralReader(CallReader):
 
 class HarmonyReader(CallReader):
     """Channels of gpt-oss: ``final`` is the text, ``commentary to=functions.NAME`` a call, also without ``functions.``
-    before the name of a tool, and text for another recipient; ``analysis`` is neither."""
+    before the name of a tool, and text for another recipient or without one; ``analysis`` is neither."""
 
     def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         super().__init__(names, parameters)
@@ -209,9 +209,7 @@ class HarmonyReader(CallReader):
                     pieces.append(call)
                 else:
                     pieces += self._text(body)
-            elif "analysis" in self._header:
-                pass
-            elif recipient or "final" in self._header or "<|channel|>" not in self._header:
+            elif "analysis" not in self._header:
                 pieces += self._text(body)
             self._held = self._held[end:]
             if not ends:

@@ -161,6 +161,8 @@ def test_tests_that_can_fail_are_taken(tests: Any) -> None:
         ("````python\n```\n````", "```\n"),
         ("```python\nx = 1\n```\n```bash\npip install y\n```", "x = 1\n"),
         ("```\nx = 1\n```\nbetter:\n```Python\nx = 2\n```", "x = 2\n"),
+        ("```Python3.11\nx = 2\n```\n```\n2\n```", "x = 2\n"),
+        ("```ipython3\nx = 2\n```\n```pytb\n2\n```", "x = 2\n"),
         ("```python\nx = 1", "x = 1"),
         ("```js\nlet x\n```", "```js\nlet x\n```"),
         ("inline ```x``` only", "inline ```x``` only"),

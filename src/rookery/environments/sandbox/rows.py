@@ -30,7 +30,7 @@ MOST_CHECKS = 100
 DEFAULT_FILE = "solution.py"
 
 _FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([\w+.-]*+)([^\n]*+)\n", re.MULTILINE)
-_LANGUAGES = {"python", "py", "python3"}
+_PYTHON = re.compile(r"i?py(?:thon)?[0-9.]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def code_of(reply: str) -> str:
         block = reply[opening.end() : closing.start() if closing is not None else len(reply)]
         if indent:
             block = re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", block, flags=re.MULTILINE)
-        if language.lower() in _LANGUAGES:
+        if _PYTHON.fullmatch(language):
             named = block
         elif not language:
             bare = block

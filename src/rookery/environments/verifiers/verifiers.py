@@ -498,9 +498,14 @@ class Code(AnyVerifier):
         return self.wrong + (self.right - self.wrong) * share, metrics
 
 
+_ENDS_WITH_NUMBER = re.compile(r"[:\n][\s*_(\[]{0,8}[0-9]+(?:[.,][0-9]+)?[\s*_)\].!]{0,8}\Z")
+"""The end of an answer whose last number stands before an earlier score: other text after a score explains it."""
+
+
 class Judge(AnyVerifier):
     """Another policy of the job reads the conversation with a question about the reply, and its answer is the reward:
-    the last number in it, divided by `scale`, at least 0 and at most 1. An answer without a number is 0 and counts in
+    its last score as `8/10`, unless a number after a colon or alone on a line ends the answer, else the last number in
+    it, divided by `scale`, at least 0 and at most 1. An answer without a number is 0 and counts in
     the metric `unjudged`. A frozen policy judges alike for the whole job: `policies: {main: {}, judge: {train: false,
     base: true}}`."""
 
@@ -535,9 +540,13 @@ class Judge(AnyVerifier):
 
     def judge(self, text: str | None, row: Row) -> Score:
         last = None
-        if text is not None:  # 8/10 and 8 out of 10 are an 8
-            scale = re.escape(f"{self.scale:g}")
-            text = re.sub(rf"(\d)[*_)\]\s]{{0,8}}\(?(?:/|(?:out )?of)[*_\s]{{0,8}}{scale}(?![.,]?\d)", r"\1\n", text)
+        if text is not None:
+            scale = re.escape(f"{self.scale:g}") + r"(?:\.0+)?"
+            scored = rf"(\d)[*_)\]\s]{{0,8}}\(?(?:/|(?:out )?of)[*_\s]{{0,8}}{scale}(?![.,]?\d)"  # 8/10, 8 out of 10
+            *_, rest = re.split(scored, text)
+            text = re.sub(scored, r"\1\n", text)
+            if rest != text and not _ENDS_WITH_NUMBER.search(rest):
+                text = text.removesuffix(rest)
             last = next(numbers(text, backwards=True), None)
         if last is None or not last.is_finite():
             return 0.0, {"unjudged": 1.0}
