@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from operator import truediv
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +20,16 @@ from tests.support.peers import ScriptedWorker, eventually, settle, text_of
 from tests.support.room import beat as heartbeat
 
 from rookery import protocol
-from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, MigrationPlan, WorkerLoad, balance, load, select
+from rookery.scheduling.balancing import (
+    SHORTAGE_HEARTBEATS,
+    SLOWER,
+    MigrationPlan,
+    WorkerLoad,
+    balance,
+    handicap,
+    load,
+    select,
+)
 from rookery.scheduling.costs import CostTable, isotonic
 from rookery.scheduling.divided_rollout import DecodingWorker, moves, saved_per_token
 from rookery.scheduling.saturation import ENOUGH, FLAT, KEPT, SaturationEstimator
@@ -110,6 +120,38 @@ def test_an_idle_worker_takes_executing_requests_beyond_the_plateau_of_the_busie
     )
     assert balance([idle], [idle]) is None
     assert balance([idle], []) is None
+
+
+CURVE = [(1, 0.011), (8, 0.0135), (16, 0.0175), (64, 0.0435)]
+
+
+def decoding(slowness: float) -> CostTable:
+    return CostTable.of({"decode": [(size, seconds * slowness) for size, seconds in CURVE]})
+
+
+def test_slow_worker_gets_a_request_where_the_quickest_would_decode_it_as_slowly() -> None:
+    quickest = decoding(1)
+    assert handicap(decoding(1.4), quickest, 0) == 0, "equal workers measure unequal costs"
+    assert handicap(decoding(0.0435 / 0.011), quickest, 0) == 63
+    assert handicap(decoding(20), quickest, 0) > 300
+    assert handicap(CostTable(), quickest, 0) == handicap(quickest, CostTable(), 0) == 0
+
+
+@given(st.lists(st.tuples(st.floats(1, 30), st.integers(0, 63)), min_size=2, max_size=6))
+def test_request_goes_where_it_is_decoded_soonest(drawn: list[tuple[float, int]]) -> None:
+    """Within the factor from which a worker counts as slow, and the rounding to a row."""
+    tables = [decoding(slowness) for slowness, _ in drawn]
+    quickest = max(tables, key=lambda table: table.throughput("decode"))
+    known = [
+        WorkerLoad(f"{n}", 0, held, 64 - held, handicap=handicap(table, quickest, held))
+        for n, (table, (_, held)) in enumerate(zip(tables, drawn, strict=True))
+    ]
+    chosen = int(select(known, 0) or "")
+    seconds = [
+        [t.predict("decode", held + more) for t, (_, held) in zip(tables, drawn, strict=True)] for more in (1, 2)
+    ]
+    row = max(map(truediv, seconds[1], seconds[0]))
+    assert seconds[0][chosen] <= SLOWER * row * min(seconds[0])
 
 
 instances = st.lists(
@@ -309,6 +351,20 @@ async def test_a_joining_worker_gets_pending_requests_at_once(tmp_path: Path) ->
     assert not any(g.prefix_tokens for g in new.generates)
     await finish(room, seeds, replies, old, new)
     assert set((old.sampled + new.sampled).values()) == {1}
+
+
+async def test_slow_worker_gets_what_finds_no_row_on_a_quick_one(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    slow, quick = await frozen(room, "a", 8), await frozen(room, "b", 8)
+    for worker, slowness in ((slow, 8.0), (quick, 1.0), (slow, 8.0)):
+        await worker.say(heartbeat(costs=decoding(slowness).curves))
+        await settle()
+    seeds = texts(10)
+    replies = [room.sample(seed) for seed in seeds]
+    await eventually(lambda: len(slow.active) + len(quick.active) == 10)
+    assert (len(slow.active), len(quick.active)) == (2, 8)
+    await finish(room, seeds, replies, slow, quick)
+    assert set((slow.sampled + quick.sampled).values()) == {1}
 
 
 async def test_heartbeats_report_requests_that_wait_despite_free_rows(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ A worker's *pending* requests are those beyond the rows that it decodes, *execut
 new request would get at once. The controller knows how many requests a worker holds, for how many of them tokens have
 arrived since the worker got them, and the worker's last heartbeats (:func:`load`).
 
-As published, with three additions:
+As published, with four additions:
 
 * A worker without pending requests is a target only with a free row. So every move of a pending request lowers the
   sum of all pending requests by one, every move of executing ones lowers the sum of executing requests beyond B, and
@@ -15,6 +15,8 @@ As published, with three additions:
 * Among workers with equally many pending requests, one with a free row is chosen, then one without interactive
   requests (ROSE, arXiv 2605.06534), then the one that holds least, then the first by name: the same state gives the
   same choice.
+* A slow worker counts as holding the rows with which the quickest decodes as slowly as it would (:func:`handicap`), so
+  that a request goes where it is decoded soonest, and a slow worker gets one where the others have no row.
 * Θ = 0 means that nothing is ever pending by choice: a request goes to a free row or waits in the controller.
 
 B, the saturation batch size, is learned from heartbeats (:mod:`rookery.scheduling.saturation`).
@@ -25,9 +27,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rookery.scheduling.costs import CostTable, interpolate
+
 SHORTAGE_HEARTBEATS = 2
 """Consecutive heartbeats with waiting requests that prove a shortage: a single one may fall between a request's arrival
 and its first step."""
+
+SLOWER = 1.5
+"""Times as slow as the quickest, from which a worker counts as slow: equal workers measure unequal costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class WorkerLoad:
     """B: the number of rows that gives nearly all of its throughput; None while unknown."""
     serving: bool = False
     """It has interactive requests: rollouts go to others first."""
+    handicap: int = 0
+    """Rows that it counts as holding beyond its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,18 @@ def load(rows: int, held: int, decoding: int, beats: Sequence[tuple[int, int]]) 
 
 def order(worker: WorkerLoad) -> tuple[int, bool, bool, int, str]:
     """Sort key: the least gets the next request. Ends with the name."""
-    held = worker.pending + worker.executing
+    held = worker.pending + worker.executing + worker.handicap
     return worker.pending, not worker.free, worker.serving, held, worker.name
+
+
+def handicap(costs: CostTable, quickest: CostTable, held: int) -> int:
+    """The rows beyond ``held`` that the quickest worker decodes in the time in which a worker of these costs would
+    decode one more than it holds. 0 where it is not :data:`SLOWER` times as slow with as many, or reported nothing."""
+    seconds, best = costs.predict("decode", held + 1), quickest.predict("decode", held + 1)
+    if not best or seconds < SLOWER * best:
+        return 0
+    sizes, times = zip(*quickest.curves["decode"], strict=True)
+    return max(0, round(interpolate(times, sizes, seconds)) - 1 - held)
 
 
 def select(workers: Iterable[WorkerLoad], theta: int) -> str | None:

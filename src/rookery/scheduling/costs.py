@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from operator import truediv
 from typing import Literal
 
 Kind = Literal["prefill", "decode", "train"]
@@ -58,6 +59,11 @@ class CostTable:
         """The expected seconds; 0 for a kind that was never recorded, or without tokens."""
         sizes, seconds = self._curves.get(kind, ([], []))
         return interpolate(sizes, seconds, size) if sizes and size > 0 else 0.0
+
+    def throughput(self, kind: Kind) -> float:
+        """The most of its size that a recorded slice does in a second; 0 for a kind that was never recorded."""
+        sizes, seconds = self._curves.get(kind, ([], []))
+        return max(map(truediv, sizes, seconds), default=0.0)
 
     def seconds(self, kind: Kind, size: int) -> float:
         """The prediction with its margin."""

@@ -3,6 +3,7 @@
 * A worker gets requests while its state allows it and its gate is open. One that is catching up gets requests only for
   adapters that it has cached; one that is slow to pull a version gets none for that version. Interactive requests pass
   the gate and may take every row.
+* Of workers with a row, a rollout goes where it is decoded soonest (:func:`rookery.scheduling.balancing.handicap`).
 * Rollouts go to workers without interactive requests first, then to those that keep the objectives of theirs; a worker
   that reports a negative slack gets none.
 * With each heartbeat of a worker that trains, its rollouts may merge into the batch of one that does not
@@ -29,7 +30,7 @@ from rookery.controller.rollout.assignment import Assignment
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.controller.rollout.rules import RolloutRules
-from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, load, order, select
+from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, handicap, load, order, select
 from rookery.scheduling.costs import CostTable
 from rookery.scheduling.divided_rollout import DecodingWorker, moves
 from rookery.scheduling.pipelines import TAKING_TURNS, StagePredictor
@@ -65,6 +66,8 @@ class WorkerSlots:
     heartbeats: deque[protocol.Heartbeat] = field(default_factory=lambda: deque(maxlen=SHORTAGE_HEARTBEATS))
     costs: CostTable = field(default_factory=CostTable)
     """As it reports them."""
+    throughput: float = 0.0
+    """The most tokens a second that it decodes, by these costs."""
     leaving: int = 0
     """Of its requests, those that it was asked to return …"""
     arriving: int = 0
@@ -134,6 +137,8 @@ class WorkerPool:
         self._interactive: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
         self._missing: defaultdict[str, Counter[frozenset[str]]] = defaultdict(Counter)
         """By model: the sets of adapters that serving workers miss, and how many workers miss each."""
+        self._quickest: dict[str, WorkerSlots] = {}
+        """By model: the worker of the highest throughput, as far as heartbeats have told since one was lost."""
         self._numbers = itertools.count(1)
         """Of assignments."""
         self._saturation: defaultdict[tuple[str, str, str], SaturationEstimator] = defaultdict(SaturationEstimator)
@@ -169,6 +174,8 @@ class WorkerPool:
         if slots is None:
             return []
         del self._slots[worker.name]
+        if self._quickest.get(worker.hello.model) is slots:
+            del self._quickest[worker.hello.model]
         self._count_missing(slots, None)
         for index in (self._common, self._interactive):
             index[worker.hello.model].remove(worker.name)
@@ -188,6 +195,9 @@ class WorkerPool:
             slots.trained_before = slots.heartbeats[-1].train_seconds if slots.heartbeats else beat.train_seconds
         slots.heartbeats.append(beat)
         slots.costs = CostTable.of(beat.costs)
+        slots.throughput = slots.costs.throughput("decode")
+        if slots.throughput > self._quickest.setdefault(worker.hello.model, slots).throughput:
+            self._quickest[worker.hello.model] = slots
         self._reindex(slots)
 
     # --- their requests -----------------------------------------------------------------------------------------------
@@ -375,7 +385,10 @@ class WorkerPool:
         worker = slots.worker
         pending, executing, free = slots.load
         rows = self._saturation_of(worker).saturated_rows
-        common = WorkerLoad(worker.name, pending, executing, free, rows, slots.serving)
+        quickest, slower = self._quickest.get(worker.hello.model, slots), 0
+        if quickest is not slots:
+            slower = handicap(slots.costs, quickest.costs, pending + executing)
+        common = WorkerLoad(worker.name, pending, executing, free, rows, slots.serving, slower)
         able = slots.accepts_rollouts and not slots.saturated
         tags = slots.tags if slots.training else slots.tags | {UNTRAINING}
         self._common[worker.hello.model].put(common, tags if able and slots.tags else frozenset())
