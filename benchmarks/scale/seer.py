@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -107,8 +107,8 @@ class OneWorkerPerGroup(WorkerPool):
 
     homes: dict[str, Worker]
 
-    def choose(self, inflight: InflightRequest, interactive: bool) -> Worker | None:
-        found = super().choose(inflight, interactive)
+    def choose(self, inflight: InflightRequest, interactive: bool, waiting: Collection[str]) -> Worker | None:
+        found = super().choose(inflight, interactive, waiting)
         return self.homes.setdefault(inflight.request.generate.group, found) if found is not None else None
 
     def find_migration(self, model: str) -> Migration | None:

@@ -454,7 +454,7 @@ async def test_interactive_requests_are_not_moved(tmp_path: Path) -> None:
     old = await frozen(room, "old", 2)
     rollouts = [room.sample(seed) for seed in texts(2)]
     await eventually(lambda: len(old.active) == 2)
-    chats = [room.sample(seed, "b", f"chat-{seed}", interactive=True, episode="") for seed in texts(2)]
+    chats = [room.sample(seed, "a", f"chat-{seed}", interactive=True, episode="") for seed in texts(2)]
     await eventually(lambda: len(old.active) == 4)
     new = await frozen(room, "new", 2)
     await eventually(lambda: len(new.active) == 2)
@@ -477,7 +477,7 @@ async def test_the_cost_of_a_frame_does_not_depend_on_jobs_and_workers(tmp_path:
     looks: list[str] = []
     pool = room.rollouts.pool
     choose, put = pool.choose, pool._reindex
-    pool.choose = lambda live, ahead: (looks.append("choose"), choose(live, ahead))[1]  # type: ignore[method-assign]
+    pool.choose = lambda *given: (looks.append("choose"), choose(*given))[1]  # type: ignore[method-assign]
     pool._reindex = lambda *given: (looks.append("put"), put(*given))[1]  # type: ignore[method-assign]
     [first] = workers[0].active
     for _ in range(11):

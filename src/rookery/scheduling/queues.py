@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from rookery.scheduling.rollout_order import RolloutOrder
@@ -103,6 +103,11 @@ class FairQueue(Generic[T]):
         for jobs in self._tenants.values():
             for items in jobs.values():
                 yield from items
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those with items."""
+        return self._tenants.keys()
 
     def put(self, tenant: str, job: str, item: T, *, first: bool = False, now: float = 0.0) -> None:
         """Append ``item``; ``first`` puts it before its job's other items."""

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rookery.errors import UserError
@@ -89,6 +90,40 @@ def admit(demand: Demand, kind: Kind, own: int, candidates: int, now: float, cos
         else:
             high = middle
     return low
+
+
+HALF_LIFE_SECONDS = 5.0
+"""Of used time: longer than a burst of chats, and short for a job that waits."""
+
+
+class ClientTime:
+    """The time that each tenant's clients use, of which the gate holds back other tenants' rollouts and training for no
+    more than the tenant's share of the worker. Beyond it they are served as rollouts are, in turns of the tenants."""
+
+    def __init__(self) -> None:
+        self._used: defaultdict[str, float] = defaultdict(float)
+        self._at = 0.0
+        """When ``_used`` was decayed last."""
+
+    def add(self, shares: Mapping[str, float], seconds: float, now: float) -> None:
+        """A slice that took so long computed tokens of clients; ``shares`` are their tenants' parts of its tokens."""
+        self._decay(now)
+        for tenant, share in shares.items():
+            self._used[tenant] += share * seconds
+
+    def beyond(self, working: Collection[str], weights: Mapping[str, float], now: float) -> frozenset[str]:
+        """The tenants whose clients used more than their share of the last seconds; ``working`` are the tenants that
+        have work at the worker, clients' included. None for a tenant alone."""
+        self._decay(now)
+        window = HALF_LIFE_SECONDS / math.log(2)
+        weight = {tenant: weights.get(tenant, 1.0) for tenant in working}
+        shares = {tenant: own / sum(weight.values()) for tenant, own in weight.items()}
+        return frozenset(tenant for tenant, share in shares.items() if self._used.get(tenant, 0.0) > share * window)
+
+    def _decay(self, now: float) -> None:
+        kept = 0.5 ** ((now - self._at) / HALF_LIFE_SECONDS)
+        self._used = defaultdict(float, {name: kept * used for name, used in self._used.items() if kept * used > 1e-3})
+        self._at = now
 
 
 class CacheBudget:

@@ -15,7 +15,8 @@ Promises:
   :meth:`Compute._start_lane` until :meth:`Compute._recall` has waited for the end of the lane's slice. Base weights are
   read-only. Status, outbox, calls and the clocks of the two have the lock, tenants' time has one of its own.
 * While a worker holds requests with objectives it works in turns, so that their gate counts slices as they are; the
-  costs of slices beside each other are kept apart. Time of interactive requests counts for neither. A training slice
+  costs of slices beside each other are kept apart. Time of interactive requests counts for neither, but for that of
+  tenants whose clients used more than their share while others have work: it counts as rollouts'. A training slice
   that would break one's objective waits, as does its rest between two layers, where the trainer allows it; rollouts
   wait with it, for as long as the shares allow. So does the rest of one, in turns, while it is the engine's turn, for a
   tenant that only has rollouts.
@@ -319,7 +320,8 @@ class Compute:
     def _divide(self, core: WorkerCore) -> None:
         """The shares of engine and trainer. A tenant whose rollouts all wait for rows uses no time."""
         having_rows = [tenant for tenant, rows in self._rows(core).items() if rows]
-        for part, share in zip(self._slices, core.time.divide(having_rows, core.trainer.tenants()), strict=True):
+        core.gate.trained = core.trainer.tenants()
+        for part, share in zip(self._slices, core.time.divide(having_rows, core.gate.trained), strict=True):
             part.share = len(self._slices) * share
 
     def _step(self, core: WorkerCore, chosen: TimeSlice, *, lane: bool = False) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.controller.rollout.test_scheduler import Room, check
@@ -50,15 +51,18 @@ def test_the_interactive_queue_goes_first_within_its_share_and_no_queue_starves(
     )
 
 
-async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tenant", "rows"), [("a", 4), ("b", 2)], ids=["of its tenant", "of another tenant"])
+async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path, tenant: str, rows: int) -> None:
+    """A tenant's chats take every row, or its share of them beside another's rollouts."""
     room = Room(tmp_path, dispatch_ahead=1)
     worker = await room.worker(max_rows=4)
     worker.generating.clear()
     rollouts = [room.sample(number) for number in range(8)]
     await eventually(lambda: len(worker.active) == 5)
-    chats = [room.sample(number, "b", f"chat-{number}", interactive=True, episode="") for number in range(5)]
-    await eventually(lambda: len(worker.active) == 9)
-    assert [g.request for g in worker.generates if g.interactive] == [f"chat-{n}-{n}" for n in range(4)], "every row"
+    chats = [room.sample(number, tenant, f"chat-{number}", interactive=True, episode="") for number in range(5)]
+    await eventually(lambda: len(worker.active) == 5 + rows)
+    await settle()
+    assert [g.request for g in worker.generates if g.interactive] == [f"chat-{n}-{n}" for n in range(rows)]
     assert not any(g.interactive for g in worker.generates[:5])
     worker.generating.set()
     for number, reply in enumerate(await asyncio.gather(*rollouts)):
@@ -88,6 +92,25 @@ async def test_rollouts_prefer_workers_without_chats_and_avoid_those_that_miss_o
         worker.generating.set()
     for number, reply in enumerate(await asyncio.gather(*rollouts)):
         check(reply, number)
+    await room.close()
+
+
+async def test_jobs_have_their_share_of_rows_where_other_tenants_clients_are_late(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker("a", max_rows=4)
+    worker.generating.clear()
+    [known] = room.fleet.all()
+    replies = [room.sample(9, "c", "chat", interactive=True, episode="")]
+    await eventually(lambda: len(worker.active) == 1)
+    room.rollouts.on_heartbeat(known, beat(interactive=1, slo_slack=-0.1))
+    replies += [room.sample(number, tenant, tenant) for tenant in "bc" for number in range(4)]
+    await eventually(lambda: len(worker.active) == 3)
+    await settle()
+    assert [g.request for g in worker.generates] == ["chat-9", "b-0", "b-1"]
+    worker.generating.set()
+    await asyncio.gather(*replies[:3])
+    room.rollouts.on_heartbeat(known, beat(interactive=0))
+    await asyncio.gather(*replies)
     await room.close()
 
 

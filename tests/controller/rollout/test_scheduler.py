@@ -411,7 +411,7 @@ async def test_a_worker_holds_its_rows_and_a_few_more(tmp_path: Path) -> None:
     replies = [room.sample(number) for number in range(14)]
     await eventually(lambda: sum(len(w.active) for w in workers) == 10)
     assert room.rollouts.waiting() == 4
-    replies += [room.sample(number, "b", "chat", interactive=True, episode="") for number in range(20, 29)]
+    replies += [room.sample(number, "a", "chat", interactive=True, episode="") for number in range(20, 29)]
     await eventually(lambda: sum(len(w.active) for w in workers) == 14)
     await settle()
     assert room.rollouts.waiting() == 9

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.support.tiny import small
 from tests.worker.engine.test_engine import finish, order, text
 
 from rookery import protocol
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.model.adapter import PARTS, init_adapter
@@ -105,6 +107,43 @@ def test_training_waits_for_the_slack_of_chats() -> None:
     assert engine.gate.allows_training()
     engine.step()
     assert tokens(engine)["r"] == 2
+
+
+@pytest.mark.parametrize(("weights", "share"), [({}, 0.5), ({"jobs": 3.0}, 0.75), ({"chats": 3.0}, 0.25)])
+def test_clients_hold_back_other_tenants_no_more_than_their_share(weights: dict[str, float], share: float) -> None:
+    """Chats that are always late, beside rollouts and training of a tenant of its own."""
+    clock = Clock()
+    engine = gated(clock)
+    engine.share_time(WorkerTime(weights))
+    engine.gate.trained = {"jobs"}
+    engine.submit(order("r", tenant="jobs", max_tokens=400))
+    engine.submit(chat(tenant="chats", max_tokens=400))
+    engine.gate.set_arrival("chat", clock.now - 100)
+    while tokens(engine).get("chat") is None:
+        engine.step()
+    trained, before = 0.0, tokens(engine)["r"]
+    for _ in range(200):
+        engine.step()
+        engine.gate.record("decode", 1, 0.2, {"chats": 1.0})
+        clock.now += 0.2
+        if engine.gate.allows_training():
+            clock.now += 1.0
+            trained += 1.0
+    assert abs(trained / (trained + 40) - share) < 0.1
+    assert tokens(engine)["r"] > before, "so do rollouts"
+
+
+def test_clients_of_the_tenant_that_trains_go_first_always() -> None:
+    clock = Clock()
+    engine = gated(clock)
+    engine.gate.trained = {""}
+    engine.submit(order("r", max_tokens=400))
+    engine.submit(chat(max_tokens=400))
+    for _ in range(200):
+        engine.step()
+        engine.gate.record("decode", 1, 0.2, {"": 1.0})
+        clock.now += 0.2
+    assert not engine.gate.allows_training() and tokens(engine)["r"] < 5
 
 
 def test_requests_within_their_objectives_are_counted() -> None:

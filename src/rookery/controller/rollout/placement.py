@@ -2,10 +2,10 @@
 
 * A worker gets requests while its state allows it and its gate is open. One that is catching up gets requests only for
   adapters that it has cached; one that is slow to pull a version gets none for that version. Interactive requests pass
-  the gate and may take every row.
+  the gate and may take every row: of a tenant, its share of the rows while others have rollouts that wait or are there.
 * Of workers with a row, a rollout goes where it is decoded soonest (:func:`rookery.scheduling.balancing.handicap`).
-* Rollouts go to workers without interactive requests first, then to those that keep the objectives of theirs; a worker
-  that reports a negative slack gets none.
+* Rollouts go to workers without interactive requests first, then to those that keep the objectives of theirs; one that
+  reports a negative slack gets those of tenants without clients there, up to their share of its rows.
 * With each heartbeat of a worker that trains, its rollouts may merge into the batch of one that does not
   (:func:`rookery.scheduling.tails.merge`): never while its last trainings did not predict each other, or requests
   wait for a worker.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rookery import protocol
@@ -46,6 +46,11 @@ tags: of workers that are catching up and have an adapter cached, by its hash; o
 they miss (:func:`_missing_tag`)."""
 
 
+JOB_SECONDS = 10.0
+"""For so long a tenant whose job had a rollout at a worker has its share of the rows there: a job has none while it
+trains."""
+
+
 @dataclass(eq=False)
 class WorkerSlots:
     """The requests of one connected worker."""
@@ -59,6 +64,13 @@ class WorkerSlots:
     """By assignment, in the order in which these were made."""
     decoding: int = 0
     interactive: int = 0
+    """Requests in the room of interactive ones."""
+    clients: Counter[str] = field(default_factory=Counter)
+    """Clients' requests by tenant, in either room …"""
+    rollouts: Counter[str] = field(default_factory=Counter)
+    """… and jobs'."""
+    given: dict[str, float] = field(default_factory=dict)
+    """By tenant, when the last rollout of a job was assigned."""
     tags: frozenset[str] = frozenset()
     missing: frozenset[str] | None = None
     """Of a serving worker: adapters for which it gets no requests."""
@@ -232,6 +244,11 @@ class WorkerPool:
         order = slots.counters[tenant] // turn * turn  # requests of a turn stay together
         slots.counters.charge(tenant, tokens)
         slots.interactive += interactive
+        if inflight.request.generate.interactive:
+            slots.clients[tenant] += 1
+        else:
+            slots.rollouts[tenant] += 1
+            slots.given[tenant] = now
         name = f"{worker.epoch}.{next(self._numbers)}"  # an epoch is never used twice, also not by another controller
         inflight.assignment = assignment = Assignment(
             worker, name, interactive, order, now, resumed, since=now, queued_at=inflight.queued_at
@@ -268,17 +285,43 @@ class WorkerPool:
             slots.busy.add(-1)
             slots.decoding -= assignment.tokens > 0
             slots.interactive -= assignment.interactive
+            (slots.clients if inflight.request.generate.interactive else slots.rollouts)[inflight.request.tenant] -= 1
             self._reindex(slots, assignment.interactive)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def has_capacity(self, model: str, interactive: bool) -> bool:
-        """Whether some worker accepts some request."""
-        return self._select(model, interactive, (ANY,)) is not None
+        """Whether some worker may accept some request."""
+        return self._select(model, interactive, (ANY,) if interactive else (ANY, _late_tag(ANY))) is not None
 
-    def choose(self, inflight: InflightRequest, interactive: bool) -> Worker | None:
-        """The worker for a request, in the common room or in that of interactive requests."""
-        return self._select(inflight.request.model, interactive, self._tags_for(inflight))
+    def choose(self, inflight: InflightRequest, interactive: bool, waiting: Collection[str]) -> Worker | None:
+        """The worker for a request, in the common room or in that of interactive requests. ``waiting``: tenants whose
+        rollouts wait for a worker. A tenant's clients get their share of the rows while others have jobs there; where
+        objectives are not kept, so do rollouts of tenants without clients there."""
+        model, tenant, tags = inflight.request.model, inflight.request.tenant, self._tags_for(inflight)
+        worker, client = self._select(model, interactive, tags), inflight.request.generate.interactive
+        if worker is not None and not client:
+            return worker
+        if worker is None and not client:
+            worker = self._select(model, False, map(_late_tag, tags))
+        if worker is None:
+            return None
+        slots = self._slots[worker.name]
+        if client:
+            since = self._clock.monotonic() - JOB_SECONDS
+            others = {*waiting, *(other for other, given in slots.given.items() if given > since)} - {tenant}
+            fits = not others or slots.clients[tenant] < self._rows_of(tenant, others, worker)
+        else:
+            others, clients = {*slots.clients + slots.rollouts} - {tenant}, +slots.clients
+            able = clients and tenant not in clients
+            fits = bool(able) and slots.rollouts[tenant] < self._rows_of(tenant, others, worker)
+        return worker if fits else None
+
+    def _rows_of(self, tenant: str, others: Collection[str], worker: Worker) -> int:
+        """The tenant's share of the worker's rows, where these tenants want some; at least one."""
+        own = self._weights.get(tenant, 1.0)
+        total = own + sum(self._weights.get(other, 1.0) for other in others)
+        return max(1, int(worker.hello.max_rows * own / total))
 
     def find_division(self, inflight: InflightRequest, queues: RequestQueues) -> Worker | None:
         """The worker where a decoding request, at the end of a chunk, should continue under the same version; None:
@@ -355,7 +398,7 @@ class WorkerPool:
         name, slow = slots.worker.name, slots.heartbeats[-1].slowdowns if slots.heartbeats else TAKING_TURNS
         return WorkerRollouts(name, slots.site, max(left, default=0), tokens, slots.train_seconds, slow)
 
-    def _select(self, model: str, interactive: bool, tags: Sequence[str]) -> Worker | None:
+    def _select(self, model: str, interactive: bool, tags: Iterable[str]) -> Worker | None:
         index = (self._interactive if interactive else self._common).get(model)
         name = select(index.first(tags), 0 if interactive else self._dispatch_ahead) if index is not None else None
         return self._slots[name].worker if name is not None else None
@@ -389,9 +432,10 @@ class WorkerPool:
         if quickest is not slots:
             slower = handicap(slots.costs, quickest.costs, pending + executing)
         common = WorkerLoad(worker.name, pending, executing, free, rows, slots.serving, slower)
-        able = slots.accepts_rollouts and not slots.saturated
-        tags = slots.tags if slots.training else slots.tags | {UNTRAINING}
-        self._common[worker.hello.model].put(common, tags if able and slots.tags else frozenset())
+        tags = slots.tags if slots.training or not slots.tags else slots.tags | {UNTRAINING}
+        if slots.saturated:
+            tags = frozenset(map(_late_tag, tags))
+        self._common[worker.hello.model].put(common, tags if slots.accepts_rollouts else frozenset())
         if interactive:
             reserved = WorkerLoad(worker.name, 0, slots.interactive, max(0, worker.hello.max_rows - slots.interactive))
             self._interactive[worker.hello.model].put(reserved, slots.tags)
@@ -407,6 +451,11 @@ class WorkerPool:
 
 def _is_interactive(inflight: InflightRequest) -> bool:
     return inflight.assignment is not None and inflight.assignment.interactive
+
+
+def _late_tag(tag: str) -> str:
+    """The tag of workers that are about to miss an objective, and would have ``tag`` otherwise."""
+    return f"late {tag}"
 
 
 def _missing_tag(hashes: Iterable[str]) -> str:

@@ -338,13 +338,13 @@ class RolloutScheduler:
         def fits(interactive: bool) -> Callable[[InflightRequest], bool] | None:
             if not pool.has_capacity(model, interactive):
                 return None
-            return lambda inflight: pool.choose(inflight, interactive) is not None
+            return lambda inflight: pool.choose(inflight, interactive, queue.common.tenants) is not None
 
         now = self._clock.monotonic()
         resumed = now >= self._resume_until
         while queue and (taken := queue.take(fits(True), fits(False) if resumed else None, now)):
             inflight, interactive = taken
-            worker = pool.choose(inflight, interactive)
+            worker = pool.choose(inflight, interactive, queue.common.tenants)
             assert worker is not None
             self.apply(inflight, "assign", Details(worker, interactive))
         while migration := pool.find_migration(model):

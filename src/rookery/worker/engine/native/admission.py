@@ -39,7 +39,9 @@ class PrefillSlice:
     max_keys: int
     work: list[tuple[EngineRequest | SharedPrefix, SequenceChunk]] = field(default_factory=list)
     tenants: Counter[str] = field(default_factory=Counter)
-    """Its tokens by tenant."""
+    """Its tokens by tenant …"""
+    clients: Counter[str] = field(default_factory=Counter)
+    """… and those of clients among them."""
     _widest: int = 0
     _keys: int = 0
 
@@ -53,9 +55,12 @@ class PrefillSlice:
         padded = max(self._widest, count) * (len(self.work) + 1)
         return padded <= self.max_tokens and self._keys + before + count <= self.max_keys
 
-    def add(self, target: EngineRequest | SharedPrefix, chunk: SequenceChunk, tenant: str) -> None:
+    def add(
+        self, target: EngineRequest | SharedPrefix, chunk: SequenceChunk, tenant: str, *, client: bool = False
+    ) -> None:
         count = len(chunk.tokens)
         self.tenants[tenant] += count
+        self.clients[tenant] += count if client else 0
         self._widest = max(self._widest, count)
         self._keys += chunk.prefix_length + chunk.start + count
         self.work.append((target, chunk))
@@ -279,7 +284,7 @@ class Admission:
             if plan.work and not plan.fits(count, before):
                 break
             chunk = sequence_chunk(lora(row.key), tokens[start : start + count], start, target.slot, prefix)
-            plan.add(target, chunk, row.params.tenant)
+            plan.add(target, chunk, row.params.tenant, client=self._gate.of_client(row))
         if plan.work:
             for prefix, tenant in self.waiting_prefixes(plan.fits):
                 chunk = sequence_chunk(lora(prefix.key[0]), prefix.tokens, 0, prefix.slot, None)

@@ -121,6 +121,8 @@ class NativeEngine:
         """Prefill slices since the last decode step."""
         self._time = WorkerTime({})
         self._computed: Counter[str] = Counter()
+        """By tenant, the tokens of the last slice; and those of clients among them."""
+        self._of_clients: Counter[str] = Counter()
 
     # --- the engine protocol ----------------------------------------------------------------------------------------
 
@@ -220,6 +222,7 @@ class NativeEngine:
     def step(self) -> bool:
         """While there are requests, every step computes: the rows that were chosen, else rows of other
         weights, else, and this is counted as a forced slice, all rows, whatever the gate says."""
+        self.gate.review(self._requests.values(), self._time.weights)
         with torch.no_grad():
             return self._slice() or self._other_slice()
 
@@ -294,7 +297,8 @@ class NativeEngine:
         seconds = time.perf_counter() - start
         self.stats[f"{kind}_seconds"] += seconds
         if size:
-            self.gate.record(kind, size, seconds)
+            tokens = max(1, self._computed.total())
+            self.gate.record(kind, size, seconds, {name: n / tokens for name, n in self._of_clients.items()})
         return size > 0
 
     def _must_decode(self) -> bool:
@@ -351,7 +355,7 @@ class NativeEngine:
         work = plan.work
         if not work:
             return 0
-        self._computed = plan.tenants
+        self._computed, self._of_clients = plan.tenants, plan.clients
         self.runner.prepare_adapters(chunk.key for _, chunk in work)
         work.sort(key=lambda item: (self.loras.slot_order(item[1].key), item[1].key))
         hidden, last = self.runner.prefill([chunk for _, chunk in work])
@@ -401,6 +405,7 @@ class NativeEngine:
         if not rows:
             return 0
         self._computed = Counter(row.params.tenant for row in rows)
+        self._of_clients = Counter(row.params.tenant for row in rows if self.gate.of_client(row))
         self.runner.prepare_adapters(self.loras.lora_key(row.key) for row in rows)
         rows.sort(key=lambda row: (self.loras.slot_order(row.key), row.key))
         drafts = self._drafts(rows)

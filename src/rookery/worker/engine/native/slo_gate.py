@@ -5,6 +5,8 @@
 * A *client's* request is interactive or tracked: the service also sends requests with objectives to run in rows of
   rollouts, in their order. The gate holds back rollouts and training for clients' requests, and never one of those.
 * It holds nothing back for a request that only other rows' ends can help: one that waits behind rollouts.
+* It holds nothing back for the requests of tenants whose clients used more than their share of the worker, while others
+  have work there (:class:`rookery.scheduling.slo.ClientTime`): they take turns with them, as rollouts do.
 * The gate decides which rows a slice computes, never their tokens.
 * It belongs to the thread of the engine.
 """
@@ -13,13 +15,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rookery.scheduling.costs import CostTable, Kind
-from rookery.scheduling.slo import CacheBudget, Demand, admit, deadline, slack
+from rookery.scheduling.slo import CacheBudget, ClientTime, Demand, admit, deadline, slack
 from rookery.worker import device
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.runner import Runner
@@ -56,6 +58,10 @@ class TrackedRequest:
         params = self.request.params
         ttft, tpot = params.ttft_ms / 1000, params.tpot_ms / 1000
         return deadline(ttft, tpot, self.arrived, self.first, self.last, self.tokens)
+
+    @property
+    def tenant(self) -> str:
+        return self.request.params.tenant
 
     @property
     def helped(self) -> bool:
@@ -99,6 +105,11 @@ class SloGate:
         """A training slice waits for slack: rollouts add nothing to decode steps, so that it is there soon."""
         self.rollout_share = 1.0
         """Share of the tokens of the last slice that were not interactive requests'."""
+        self.beyond: frozenset[str] = frozenset()
+        """Tenants whose clients used more than their share."""
+        self.trained: Collection[str] = ()
+        """Tenants whose policies are in training."""
+        self._used = ClientTime()
         self.open = False
         """Every row may compute: the engine sets it for a slice that would be empty otherwise."""
         self._enabled = enabled
@@ -121,9 +132,10 @@ class SloGate:
         """Figures for the operator, as an engine's."""
         return {"slo_requests": self.ended, "slo_requests_within": self.met, "slo_cache_cuts": self.cache_cuts}
 
-    def record(self, kind: Kind, size: int, seconds: float) -> None:
-        """A slice of the engine took so long."""
+    def record(self, kind: Kind, size: int, seconds: float, clients: Mapping[str, float]) -> None:
+        """A slice of the engine took so long; ``clients``: the parts of its tokens that were of tenants' clients."""
         self.last = kind, size, seconds
+        self._used.add(clients, seconds, self._clock())
         if not self.beside:
             self.costs.record(kind, size, seconds)
 
@@ -153,9 +165,19 @@ class SloGate:
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
-    def is_client(self, row: EngineRequest) -> bool:
-        """Whether it is a client's request: the gate never holds it back."""
+    def review(self, requests: Iterable[EngineRequest], weights: Mapping[str, float]) -> None:
+        """Before a slice: which tenants' clients, of all ``requests`` in the engine, used more than their share."""
+        if self.tracked:
+            working = {request.params.tenant for request in requests}.union(self.trained)
+            self.beyond = self._used.beyond(working, weights, self._clock())
+
+    def of_client(self, row: EngineRequest) -> bool:
+        """Whether it is a client's request."""
         return row.params.interactive or row.params.request in self.tracked
+
+    def is_client(self, row: EngineRequest) -> bool:
+        """Whether it is a client's request that the gate never holds back."""
+        return self.of_client(row) and row.params.tenant not in self.beyond
 
     def decode_rows(self, rows: list[EngineRequest]) -> list[EngineRequest]:
         """The rows among ``rows`` (in order of admission) that the next decode step computes."""
@@ -184,13 +206,16 @@ class SloGate:
     def allows_training(self, spent: float = 0.0) -> bool:
         """Whether a training slice may run now, or the rest of one that has taken ``spent`` seconds."""
         left = max(0.0, self.costs.seconds("train", 1) - spent)
-        allowed = not self.tracked or slack(self.demand(), "train", 0, self._clock(), self.costs) >= left
+        allowed = (
+            all(held.tenant in self.beyond for held in self.tracked.values())
+            or slack(self.demand(), "train", 0, self._clock(), self.costs) >= left
+        )
         self.training_waits = not allowed
         return allowed
 
     def demand(self) -> Demand:
-        """Of all tracked requests, but those that wait in the order of rollouts."""
-        helped = [held for held in self.tracked.values() if held.helped]
+        """Of all tracked requests, but those that wait in the order of rollouts, or of tenants beyond their share."""
+        helped = [held for held in self.tracked.values() if held.helped and held.tenant not in self.beyond]
         waiting = [held for held in helped if held.prefill]
         decoding = [held for held in helped if not held.prefill]
         return Demand(
@@ -213,6 +238,7 @@ class SloGate:
         dues = {"first": demand.prefill_due, "next": demand.decode_due}
         tokens = [f"a {kind} token is due in {due - now:.1f} s" for kind, due in dues.items() if math.isfinite(due)]
         waits = ["training waits for slack"] if self.training_waits else []
+        waits += [f"clients of {tenant} are beyond their share" for tenant in sorted(self.beyond)]
         return ", ".join([f"the gate tracks {len(self.tracked)} requests", *tokens, *waits])
 
     def least_slack(self) -> float:
