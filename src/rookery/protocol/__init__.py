@@ -21,11 +21,14 @@ import msgspec
 from rookery.bounds import MAX_FRAME as MAX_FRAME
 from rookery.protocol.common import (
     PROTOCOL,
+    ROW_TARGETS,
     Adam,
     AdapterRef,
     Datum,
+    Floats,
     GroupMember,
     HelloRejected,
+    Integers,
     Loss,
     Manifest,
     Message,
@@ -34,6 +37,8 @@ from rookery.protocol.common import (
     Struct,
     TrainingBatch,
     add_metrics,
+    floats,
+    integers,
     manifest_of,
 )
 from rookery.protocol.envhost import (

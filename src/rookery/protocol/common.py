@@ -8,14 +8,14 @@ HTTP.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
 
 from rookery.bounds import Count, Integer, Name
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the protocol. Both ends of a connection must use the same one."""
 
 
@@ -109,17 +109,45 @@ class SharedPrefixGroup(Struct, kw_only=True):
     members: list[GroupMember]
 
 
+Integers = list[int] | bytes
+"""Also as the bytes of little-endian int32: a list takes ten times as much memory, and much longer to decode."""
+
+Floats = list[float] | bytes
+"""Also as the bytes of little-endian float32."""
+
+
+def integers(values: Integers) -> Sequence[int]:
+    """Raises ``ValueError`` for bytes that end within a number."""
+    return _whole(values).cast("i") if isinstance(values, bytes) else values
+
+
+def floats(values: Floats) -> Sequence[float]:
+    """Raises ``ValueError`` for bytes that end within a number."""
+    return _whole(values).cast("f") if isinstance(values, bytes) else values
+
+
+def _whole(content: bytes) -> memoryview:
+    if len(content) % 4:
+        raise ValueError(f"{len(content)} bytes are not whole numbers of four bytes")
+    return memoryview(content)
+
+
+ROW_TARGETS = 1024
+"""Most targets of one token: distillation from a distribution's likeliest tokens takes some tens."""
+
+
 class Datum(Struct, kw_only=True):
     """A sequence with arbitrary targets: ``targets[i]`` is scored as the token after ``tokens[: rows[i] + 1]``.
     The other lists are parallel to ``targets``, with the meaning that they have in :class:`GroupMember`, except that a
-    target is scored whatever its weight. A row may have several targets (a distribution), or none."""
+    target is scored whatever its weight. A row may have several targets (a distribution), at most
+    :data:`ROW_TARGETS`, or none. Without ``logprobs`` or ``advantages`` they are 0, without ``weights`` 1."""
 
-    tokens: list[int]
-    rows: list[int]
-    targets: list[int]
-    logprobs: list[float]
-    advantages: list[float]
-    weights: list[float]
+    tokens: Integers
+    rows: Integers
+    targets: Integers
+    logprobs: Floats = b""
+    advantages: Floats = b""
+    weights: Floats = b""
 
 
 class TrainingBatch(Struct, kw_only=True):

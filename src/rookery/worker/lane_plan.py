@@ -39,7 +39,7 @@ from rookery.worker import device, teams
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.runner import Runner
 from rookery.worker.trainer.packed_pass import Backbone
-from rookery.worker.trainer.packing import PackedGroup, pack_groups
+from rookery.worker.trainer.packing import LossTokens, PackedGroup, pack_groups
 
 PLAN_SECONDS = 0.5
 """A plan is made again after so long, or when other tenants have work: stages last longer, and a plan takes about a
@@ -281,7 +281,7 @@ class _Generating(threading.Thread):
 
 def _train(backbone: Backbone, where: torch.device) -> float:
     """Seconds of a forward and a backward pass of the base model."""
-    batch = pack_groups([PackedGroup([0] * MEASURE_TOKENS, [], [])], where)
+    batch = pack_groups([PackedGroup([0] * MEASURE_TOKENS, [], LossTokens.of([]))], where)
     began = time.perf_counter()
     passed = backbone.forward(batch, [], recompute=False)
     passed.backward(torch.zeros_like(passed.hidden))

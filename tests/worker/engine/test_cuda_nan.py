@@ -35,7 +35,7 @@ from rookery.worker.trainer.native.attention import VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass
 from rookery.worker.trainer.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
-from rookery.worker.trainer.packing import LossToken, PackedGroup, pack_groups
+from rookery.worker.trainer.packing import LossToken, LossTokens, PackedGroup, pack_groups
 
 pytestmark = pytest.mark.heavy
 
@@ -169,7 +169,7 @@ def _unit(prompt: int, tails: list[int]) -> PackedGroup:
     return PackedGroup(
         prompt=[rng.randrange(200) for _ in range(prompt)],
         tails=[[rng.randrange(200) for _ in range(n)] for n in tails],
-        loss=[LossToken(total - 1, 1, 0.0, 1.0, 1.0)],
+        loss=LossTokens.of([LossToken(total - 1, 1, 0.0, 1.0, 1.0)]),
     )  # fmt: skip
 
 

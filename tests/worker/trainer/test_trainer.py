@@ -12,6 +12,8 @@ import math
 import random
 import subprocess
 import sys
+from array import array
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.published import fuse
 from rookery.worker.trainer import packed_trainer
 from rookery.worker.trainer.base import TrainerResult
+from rookery.worker.trainer.loss_head import TokenLogprobs
 from rookery.worker.trainer.native import backbone
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass, NativeBackbone
@@ -659,6 +662,51 @@ def test_invalid_batch_or_loss_fails_with_a_reason(
     at.forward_backward(forward_backward(loss=loss), protocol.TrainingBatch(groups=[batch]))
     finished = finish(at)["fb"]
     assert finished.category == "failed" and says in finished.error
+
+
+class CountingBackbone(NativeBackbone):
+    """Counts the rows that it projects to the vocabulary in one direction."""
+
+    projected = 0
+
+    def logprobs(self, hidden: Tensor, *given: Any, **named: Any) -> TokenLogprobs:
+        self.projected += len(hidden)
+        return super().logprobs(hidden, *given, **named)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_targets_of_one_row_equal_those_of_rows_alone(tmp_path: Path, forward_only: bool) -> None:
+    """The loss of a distribution is the sum of its targets' losses, and a row is projected once for all of them."""
+    rng, folder, tokens = random.Random(1), adapter_folder(tmp_path / "p", 4, 3), 9
+    rows = sorted(rng.randrange(tokens) for _ in range(50)) + [8] * 200 + [2, 2]
+
+    def of(at: Sequence[int], *, packed: bool) -> protocol.Datum:
+        values = {name: [random.Random(f"{name} {i}").gauss(0, 1) for i in at] for name in ("advantages", "weights")}
+        numbers = {"rows": [rows[i] for i in at], "targets": [(7 * i) % 61 for i in at]}
+        whole: dict[str, Any] = {"logprobs": [-5.0] * len(at), **values, **numbers, "tokens": list(range(40, 49))}
+        kinds = {name: "i" if isinstance(given[0], int) else "f" for name, given in whole.items()}
+        if packed:
+            whole = {name: array(kinds[name], given).tobytes() for name, given in whole.items()}
+        return protocol.Datum(**whole)
+
+    found = []
+    everything = [unit(rng, 4, [3, 2])]
+    for data in ([of(range(len(rows)), packed=True)], [of([i], packed=False) for i in range(len(rows))]):
+        backbone = CountingBackbone(decoder(), None, None)
+        at = PackedTrainer(backbone, max_rank=16, slice_tokens=4096)
+        at.load("p", 1, ref("p"), folder)
+        op = forward_backward(loss=protocol.Loss(name="cross_entropy"), forward_only=forward_only, logprobs=True)
+        at.forward_backward(op, protocol.TrainingBatch(groups=everything, data=data))
+        found.append((finish(at)["fb"], gradient(at), backbone.projected))
+    (done, soft, projected), (wanted, alone, each) = found
+    given, expected = (torch.frombuffer(bytearray(one.logprobs), dtype=torch.float32) for one in (done, wanted))
+    torch.testing.assert_close(given, expected, atol=5e-5, rtol=0)
+    for name in ("loss:sum", "entropy:sum", "tokens") if not forward_only else ("loss:sum",):
+        assert done.metrics[name] == pytest.approx(wanted.metrics[name], rel=1e-4)
+    assert (projected, each) == (5 + len(set(rows)) + 1, 5 + len(rows))
+    if not forward_only:
+        assert alone.any()
+        close(soft, alone)
 
 
 def test_groups_without_loss_count_no_tokens(tmp_path: Path) -> None:

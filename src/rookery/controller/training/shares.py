@@ -23,7 +23,7 @@ def split_batch(batch: protocol.TrainingBatch, parts: int) -> list[protocol.Trai
     if not items:
         return [batch]
     sizes = [
-        len(item.tokens)
+        len(protocol.integers(item.tokens))
         if isinstance(item, protocol.Datum)
         else len(item[1].tokens) + len(batch.groups[item[0]].prompt) / len(batch.groups[item[0]].members)
         for item in items

@@ -167,7 +167,7 @@ class FakeTrainer:
         if not op.forward_only:
             state.gradient += digests
             state.operations += 1
-        rows = sum(len(datum.targets) for datum in batch.data)
+        rows = sum(len(protocol.integers(datum.targets)) for datum in batch.data)
         if batch.data:
             metrics = {"loss:sum": float(rows), "tokens": float(rows)}
         else:
@@ -196,6 +196,6 @@ def stale(op: PolicyOperation, reason: str) -> protocol.OperationDone:
 def batch_size(batch: protocol.TrainingBatch) -> tuple[int, int]:
     """Tokens of a batch, prompts counted once, and those of them that carry a loss."""
     tokens = sum(len(group.prompt) + sum(len(member.tokens) for member in group.members) for group in batch.groups)
-    tokens += sum(len(datum.tokens) for datum in batch.data)
-    parts = [member for group in batch.groups for member in group.members] + batch.data
-    return tokens, sum(sum(map(bool, part.weights)) for part in parts)
+    tokens += sum(len(protocol.integers(datum.tokens)) for datum in batch.data)
+    loss = sum(sum(map(bool, member.weights)) for group in batch.groups for member in group.members)
+    return tokens, loss + sum(len(protocol.integers(datum.targets)) for datum in batch.data)

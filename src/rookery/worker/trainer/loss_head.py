@@ -4,16 +4,21 @@ For one token, logp = z[y] − logsumexp(z) with z = h·Wᵀ/T. Its derivative b
 not depend on how a loss uses logp, so it is computed in the same chunk as logp itself: logits are computed once, a
 chunk at a time, and a loss's gradient by h is its gradient by logp times that row. The distribution's entropy follows:
 H = −logp + h·(d logp / d h), as Σ_v (onehot − softmax)_v · z_v = z[y] − Σ_v p_v z_v.
+
+Where a row has several targets, their gradients by logp are summed before the product: its logits are computed twice,
+whatever the number of its targets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer.packing import SoftTargets
 
 PROJECTED_ROWS = 128
 """Rows projected to the vocabulary at once: enough for the matmul's full speed (32 rows take 1.5 times as long)."""
@@ -28,11 +33,21 @@ GPU_ROWS = 512
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Per token, float32: ``logp`` [n]; with derivatives also ``slopes`` [n, hidden], d logp / d hidden, and
-    ``entropy`` [n] in nats of the distribution (temperature applied)."""
+    ``entropy`` [n] in nats of the distribution (temperature applied). With derivatives of soft targets,
+    ``soft_gradient`` instead of ``slopes``."""
 
     logp: Tensor
     slopes: Tensor | None
     entropy: Tensor | None
+    soft_gradient: Callable[[Tensor], Tensor] | None = None
+
+    def gradient(self, d_logp: Tensor) -> Tensor:
+        """From d loss / d logp [n] to d loss / d hidden, in the rows of hidden that were given. Once: it overwrites
+        ``slopes``."""
+        if self.soft_gradient is not None:
+            return self.soft_gradient(d_logp)
+        assert self.slopes is not None
+        return self.slopes.mul_(d_logp[:, None])
 
 
 @torch.no_grad()
@@ -57,6 +72,46 @@ def token_logprobs(
         return TokenLogprobs(logp, None, None)
     slopes.div_(-1.0 if temperatures is None else -temperatures[:, None])
     return TokenLogprobs(logp, slopes, torch.linalg.vecdot(hidden.to(logp.dtype), slopes).sub_(logp))
+
+
+@torch.no_grad()
+def soft_logprobs(
+    decoder: Decoder, hidden: Tensor, soft: SoftTargets, targets: Tensor, temperatures: Tensor | None, *,
+    derivatives: bool,
+) -> TokenLogprobs:  # fmt: skip
+    """As :func:`token_logprobs`, for targets [n] of hidden [rows, hidden] as ``soft`` states; temperatures [rows]."""
+    dtype = _accumulation_dtype(hidden)
+    logp, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(2))
+    projected, normalised = (GPU_ROWS, GPU_ROWS) if hidden.is_cuda else (PROJECTED_ROWS, NORMALISED_ROWS)
+
+    def chunks(logits: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor, slice, Tensor]]:
+        """Logits from row ``start`` on, in chunks, which may be overwritten: with their log-probabilities, their
+        targets, and the row of each target within the chunk."""
+        for z, first in zip(logits.split(normalised), range(start, start + len(logits), normalised), strict=True):
+            scaled = z if temperatures is None else z.to(dtype).div_(temperatures[first : first + len(z), None])
+            yield z, torch.log_softmax(scaled, -1, dtype=dtype), *soft.of_rows(first, first + len(z))
+
+    for start in range(0, len(hidden), projected):
+        logits = decoder.compute_logits(hidden[start : start + projected], whole=True)
+        for _, words, span, row in chunks(logits, start):
+            logp[span] = words[row, targets[span]]
+            entropy[span] = -torch.linalg.vecdot(words.exp(), words)[row]
+
+    @torch.no_grad()
+    def gradient(d_logp: Tensor) -> Tensor:
+        total = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
+        for start in range(0, len(hidden), projected):
+            rows = slice(start, start + projected)
+            logits = decoder.compute_logits(hidden[rows], whole=True)
+            for z, words, span, row in chunks(logits, start):
+                sums = d_logp.new_zeros(len(z)).index_add_(0, row, d_logp[span])
+                d_z = words.exp_().mul_(-sums[:, None])
+                d_z.view(-1).index_add_(0, row * d_z.shape[1] + targets[span], d_logp[span])
+                z.copy_(d_z)
+            total[rows] = logits @ decoder.head
+        return total if temperatures is None else total.div_(temperatures[:, None])
+
+    return TokenLogprobs(logp, None, entropy, gradient) if derivatives else TokenLogprobs(logp, None, None)
 
 
 def _normalise(

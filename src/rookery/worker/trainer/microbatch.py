@@ -20,10 +20,11 @@ from torch import Tensor
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES, PAIRED_LOSSES, kl_penalty
 from rookery.worker.device import finish
+from rookery.worker.trainer.loss_head import TokenLogprobs
 from rookery.worker.trainer.optim import PolicyState
 from rookery.worker.trainer.packed_lora import PolicyRows
 from rookery.worker.trainer.packed_pass import Backbone
-from rookery.worker.trainer.packing import LossToken, PackedBatch, PackedGroup, pack_groups
+from rookery.worker.trainer.packing import LossToken, LossTokens, PackedBatch, PackedGroup, pack_groups
 
 ALL_LOSSES = {**LOSSES, **PAIRED_LOSSES}
 
@@ -38,7 +39,7 @@ class QueuedBatch:
         """Groups without loss tokens are skipped. ``gradients`` are folders of gradients to add after them."""
         self.op = op
         self.gradients = gradients
-        self.groups = deque(group for group in groups if group.loss)
+        self.groups = deque(group for group in groups if len(group.loss))
         self.state: object = None
         self.metrics: dict[str, float] = {"loss:sum": 0.0, "tokens": 0.0, "seconds": 0.0}
         self._logprobs: list[bytes] = []
@@ -83,8 +84,7 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
     policies = [PolicyRows(r.start, r.stop, item.policy) for item, r in zip(items, rows, strict=True)]
     temperatures = _temperatures(items, loss_rows, len(batch.sources), backbone.model.device)
     if items[0].queued.op.forward_only:
-        hidden = backbone.infer(batch, policies)[batch.sources]
-        logp = backbone.logprobs(hidden, batch.targets, temperatures, derivatives=False).logp
+        logp = _scores(backbone, backbone.infer(batch, policies), batch, temperatures, derivatives=False).logp
         reference = _reference_logprobs(backbone, items, loss_rows, logp, temperatures)
         for item, span in zip(items, loss_rows, strict=True):
             item.queued.add_logprobs(logp[span])
@@ -92,8 +92,8 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
     else:
         recompute = sum(group.memory(limits.copied_key_share) for group in groups) > limits.resident_tokens
         passed = backbone.forward(batch, policies, recompute=recompute)
-        scores = backbone.logprobs(passed.hidden[batch.sources], batch.targets, temperatures, derivatives=True)
-        assert scores.slopes is not None and scores.entropy is not None
+        scores = _scores(backbone, passed.hidden, batch, temperatures, derivatives=True)
+        assert scores.entropy is not None
         reference = _reference_logprobs(backbone, items, loss_rows, scores.logp, temperatures)
         d_logp = torch.zeros_like(scores.logp)
         for item, span in zip(items, loss_rows, strict=True):
@@ -101,14 +101,24 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
             item.queued.add_metrics({"entropy:sum": float(scores.entropy[span].sum())})
             if item.queued.op.logprobs:
                 item.queued.add_logprobs(scores.logp[span])
-        d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=backbone.model.device)
-        d_hidden.index_add_(0, batch.sources, scores.slopes.mul_(d_logp[:, None]))
+        d_hidden = torch.zeros(passed.hidden.shape, dtype=d_logp.dtype, device=backbone.model.device)
+        d_hidden.index_add_(0, batch.predictors, scores.gradient(d_logp))
         passed.backward(d_hidden.to(backbone.model.dtype))
     finish(backbone.model.device)
     seconds = time.perf_counter() - backbone.paused - began
     for item, span in zip(items, rows, strict=True):
         item.queued.add_metrics({"seconds": seconds * (span.stop - span.start) / len(batch.tokens)})
     return len(batch.tokens)
+
+
+def _scores(
+    backbone: Backbone, hidden: Tensor, batch: PackedBatch, temperatures: Tensor | None, *, derivatives: bool
+) -> TokenLogprobs:
+    """Of the batch's loss tokens, from the output of all its rows."""
+    if temperatures is not None and batch.soft is not None:
+        temperatures = temperatures[batch.soft.heads]
+    rows = hidden[batch.predictors]
+    return backbone.logprobs(rows, batch.targets, temperatures, derivatives=derivatives, soft=batch.soft)
 
 
 def _by_item(items: Sequence[PassItem], of_groups: Sequence[tuple[int, int]]) -> list[slice]:
@@ -174,7 +184,7 @@ def agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
 def _trajectories(item: PassItem, batch: PackedBatch, span: slice) -> Tensor:
     """Numbers from 0 for the trajectories of an item's loss tokens."""
     counts = torch.tensor([len(group.loss) for group in item.groups], device=batch.members.device)
-    members = max((token.member for group in item.groups for token in group.loss), default=0) + 1
+    members = max((int(group.loss.members[-1]) for group in item.groups), default=0) + 1
     groups = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     return (groups * members + batch.members[span]).unique(return_inverse=True)[1]
 
@@ -201,10 +211,10 @@ def _reference_logprobs(
             for (item, _), rows in zip(chosen, ranges, strict=True)
             if item.reference is not None
         ]
-        hidden = backbone.infer(batch, policies)[batch.sources]
+        hidden = backbone.infer(batch, policies)
         at = torch.cat([torch.arange(span.start, span.stop, device=device) for _, span in chosen])
         of_rows = None if temperatures is None else temperatures[at]
-        found[at] = backbone.logprobs(hidden, batch.targets, of_rows, derivatives=False).logp
+        found[at] = _scores(backbone, hidden, batch, of_rows, derivatives=False).logp
     return found
 
 
@@ -216,10 +226,10 @@ def _compares(op: protocol.ForwardBackward) -> bool:
 def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) -> list[float]:
     """Log-probabilities of ``tokens``, all but the first, under ``policy`` as it is now."""
     loss = [LossToken(row, token, 0.0, 0.0, 0.0) for row, token in enumerate(tokens[1:])]
-    group = PackedGroup(tokens[:-1], [[]], loss)
+    group = PackedGroup(tokens[:-1], [[]], LossTokens.of(loss))
     batch = pack_groups([group], backbone.model.device)
-    hidden = backbone.infer(batch, [PolicyRows(0, len(batch.tokens), policy)])[batch.sources]
-    return [float(x) for x in backbone.logprobs(hidden, batch.targets, None, derivatives=False).logp]
+    hidden = backbone.infer(batch, [PolicyRows(0, len(batch.tokens), policy)])
+    return [float(x) for x in _scores(backbone, hidden, batch, None, derivatives=False).logp]
 
 
 def check_loss(loss: protocol.Loss) -> None:

@@ -149,7 +149,7 @@ def packed_groups(
     cannot compute, ``MemoryError`` for a trajectory of more than ``max_tokens``."""
     groups = [PackedGroup.from_group(group) for group in batch.groups]
     groups += [PackedGroup.from_datum(datum) for datum in batch.data]
-    groups = [group for group in groups if group.loss]
+    groups = [group for group in groups if len(group.loss)]
     for group in groups:
         group.check(context, vocab, max_tokens)
     check_loss(op.loss)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rookery.worker.model.base import ResidentModel
 from rookery.worker.trainer.loss_head import TokenLogprobs
 from rookery.worker.trainer.packed_lora import PolicyRows
-from rookery.worker.trainer.packing import PackedBatch
+from rookery.worker.trainer.packing import PackedBatch, SoftTargets
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,14 @@ class Backbone(Protocol):
         ...
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        *,
+        derivatives: bool,
+        soft: SoftTargets | None = None,
     ) -> TokenLogprobs:
-        """Of ``targets`` [n] int64 after ``hidden`` [n, hidden]; ``temperatures`` [n] float32, None: all 1."""
+        """Of ``targets`` [n] int64 after ``hidden`` [n, hidden]; ``temperatures`` [n] float32, None: all 1. With
+        ``soft``, hidden and temperatures have an entry for each of its runs."""
         ...

@@ -13,12 +13,13 @@ Promises:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,10 @@ from rookery import protocol
 PADDING_SHARE = 1.25
 """Sequences attend in one batch while padding them to the longest costs at most this factor: a batched product saves
 calls, a padded one wastes arithmetic; 25% is about where the two meet on short sequences."""
+
+TARGET_SHARE = 1 / 4096
+"""Memory of one more target of a row, as a share of a token's: some ten numbers, of a token's some hundred thousand.
+It takes no time: its row is projected once for all its targets."""
 
 PACK_TOKENS = 64
 """Tails of a group attend together, padded to the longest. Tails above this length are sorted into packs of similar
@@ -46,13 +51,50 @@ class LossToken(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LossTokens:
+    """The fields of several :class:`LossToken`, an array each: a datum has millions of them."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+    logprobs: np.ndarray
+    advantages: np.ndarray
+    weights: np.ndarray
+    members: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: Sequence[LossToken]) -> LossTokens:
+        """Raises ``ValueError`` for a token id that no array holds."""
+        sources, targets, logprobs, advantages, weights, members = zip(*tokens, strict=True) if tokens else [()] * 6
+        return cls(
+            np.array(sources, np.int64),
+            _integers(targets),
+            np.array(logprobs, np.float32),
+            np.array(advantages, np.float32),
+            np.array(weights, np.float32),
+            np.array(members, np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, span: slice) -> LossTokens:
+        return LossTokens(*(getattr(self, field.name)[span] for field in fields(self)))
+
+    @cached_property
+    def heads(self) -> np.ndarray:
+        """The indices of the tokens that another row, or another member's, predicts than the token before them."""
+        changes = (np.diff(self.sources) != 0) | (np.diff(self.members) != 0)
+        return np.flatnonzero(np.concatenate(([True], changes))) if len(self) else np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
 class PackedGroup:
     """A ``SharedPrefixGroup`` or ``Datum`` ready to be packed: ``prompt`` and the members' ``tails`` as they are read,
     and the tokens that carry ``loss``."""
 
     prompt: list[int]
     tails: list[list[int]]
-    loss: list[LossToken]
+    loss: LossTokens
 
     @property
     def tokens(self) -> int:
@@ -61,8 +103,9 @@ class PackedGroup:
 
     def memory(self, copied_key_share: float) -> float:
         """Memory of a pass over the group, in tokens. A GPU's attention copies the prompt's keys for each member that
-        shares them; a copied key takes ``copied_key_share`` of a token."""
-        return self._memory(self.tokens, len(self.tails), copied_key_share)
+        shares them; a copied key takes ``copied_key_share`` of a token. A row's targets after the first count too."""
+        targets = TARGET_SHARE * (len(self.loss) - len(self.loss.heads))
+        return self._memory(self.tokens, len(self.tails), copied_key_share) + targets
 
     def _memory(self, tokens: int, members: int, copied_key_share: float) -> float:
         """The same for a piece with this many ``tokens`` and ``members``."""
@@ -73,7 +116,8 @@ class PackedGroup:
         """Raises ``ValueError`` for an empty prompt or lists of different lengths."""
         if not group.prompt:
             raise ValueError("a group needs a prompt of at least one token")
-        packed = cls(list(group.prompt), [], [])
+        tails: list[list[int]] = []
+        tokens: list[LossToken] = []
         start = len(group.prompt)
         for number, member in enumerate(group.members):
             if not len(member.tokens) == len(member.logprobs) == len(member.advantages) == len(member.weights):
@@ -83,22 +127,31 @@ class PackedGroup:
                 continue
             for i in loss:
                 token = member.tokens[i], member.logprobs[i], member.advantages[i], member.weights[i]
-                packed.loss.append(LossToken(start + i - 1 if i else len(group.prompt) - 1, *token, number))
-            packed.tails.append(list(member.tokens[: loss[-1]]))
+                tokens.append(LossToken(start + i - 1 if i else len(group.prompt) - 1, *token, number))
+            tails.append(list(member.tokens[: loss[-1]]))
             start += loss[-1]
-        return packed
+        return cls(list(group.prompt), tails, LossTokens.of(tokens))
 
     @classmethod
     def from_datum(cls, datum: protocol.Datum) -> PackedGroup:
         """Every target is a loss token, also one of weight 0: its log-probability is requested. Tokens after the last
-        row with a target are omitted. Raises ``ValueError`` for lists of different lengths or a row out of range."""
-        lists = (datum.rows, datum.targets, datum.logprobs, datum.advantages, datum.weights)
-        if len({len(values) for values in lists}) > 1:
+        row with a target are omitted. Raises ``ValueError`` for lists of different lengths, a row out of range or one
+        with more than :data:`rookery.protocol.ROW_TARGETS` targets."""
+        tokens, rows, targets = (_integers(protocol.integers(x)) for x in (datum.tokens, datum.rows, datum.targets))
+        given = ((datum.logprobs, 0.0), (datum.advantages, 0.0), (datum.weights, 1.0))
+        logprobs, advantages, weights = (
+            np.array(protocol.floats(values), np.float32) if values else np.full(len(rows), default, np.float32)
+            for values, default in given
+        )
+        loss = LossTokens(rows, targets, logprobs, advantages, weights, np.zeros(len(rows), np.int64))
+        if len({len(values) for values in (rows, targets, logprobs, advantages, weights)}) > 1:
             raise ValueError("a datum's rows, targets, logprobs, advantages and weights differ in length")
-        if datum.rows and not 0 <= min(datum.rows) <= max(datum.rows) < len(datum.tokens):
-            raise ValueError(f"a datum of {len(datum.tokens)} tokens has a target at row {max(datum.rows)}")
-        read = datum.tokens[: max(datum.rows, default=-1) + 1]
-        return cls(list(read), [[]], [LossToken(*token) for token in zip(*lists, strict=True)])
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(tokens):
+            raise ValueError(f"a datum of {len(tokens)} tokens has a target at row {rows.max()}")
+        if len(rows) and (most := np.bincount(rows).max()) > protocol.ROW_TARGETS:
+            raise ValueError(f"a datum has {most} targets in a row, allowed: at most {protocol.ROW_TARGETS}")
+        read = tokens[: rows.max(initial=-1) + 1].tolist()
+        return cls(read, [[]], loss)
 
     def check(self, context: int, vocab: int, max_tokens: int) -> None:
         """Raises ``ValueError`` if a model with this context and vocabulary cannot read it, ``MemoryError`` if a
@@ -106,8 +159,9 @@ class PackedGroup:
         longest = len(self.prompt) + max(map(len, self.tails), default=0)
         if longest > context:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {context}")
-        targets = (token.target for token in self.loss)
-        read = [*self.prompt, *targets, *(token for tail in self.tails for token in tail)]
+        targets = self.loss.targets
+        read = [*self.prompt, *(token for tail in self.tails for token in tail)]
+        read += [int(targets.min()), int(targets.max())] if len(targets) else []
         if read and (min(read) < 0 or max(read) >= vocab):
             raise ValueError(f"a token id is outside of the vocabulary of {vocab}")
         if longest > max_tokens:
@@ -139,33 +193,30 @@ class PackedGroup:
                 tokens = len(self.prompt)
             tokens += len(tail)
         before = list(accumulate(map(len, self.tails), initial=0))
-        counts = Counter(token.member for token in self.loss)  # every tail has some, in order
-        edge = list(accumulate(counts.values(), initial=0))
+        edge = [0, *(np.flatnonzero(np.diff(self.loss.members)) + 1).tolist(), len(self.loss)]  # each tail has some
         last = len(self.prompt) - 1
         pieces = []
         for first, end in pairwise([*edges, len(self.tails)]):
-            loss = [
-                token._replace(source=token.source - before[first]) if token.source > last else token
-                for token in self.loss[edge[first] : edge[end]]
-            ]
-            pieces.append(PackedGroup(self.prompt, self.tails[first:end], loss))
+            loss = self.loss[edge[first] : edge[end]]
+            sources = np.where(loss.sources > last, loss.sources - before[first], loss.sources)
+            pieces.append(PackedGroup(self.prompt, self.tails[first:end], replace(loss, sources=sources)))
         return pieces
 
     def sequences(self) -> list[protocol.Datum]:
         """The trajectories, in order, each with a copy of the prompt. Together they have the
         targets in the group's order."""
         found, start, length = [], len(self.prompt), len(self.prompt)
-        for tail, (_, tokens) in zip(self.tails, groupby(self.loss, key=lambda token: token.member), strict=True):
-            loss = list(tokens)
-            rows = [token.source if token.source < length else token.source - start + length for token in loss]
+        edge = [0, *(np.flatnonzero(np.diff(self.loss.members)) + 1).tolist(), len(self.loss)]
+        for tail, (first, end) in zip(self.tails, pairwise(edge), strict=True):
+            loss = self.loss[first:end]
             found.append(
                 protocol.Datum(
                     tokens=[*self.prompt, *tail],
-                    rows=rows,
-                    targets=[token.target for token in loss],
-                    logprobs=[token.logprob for token in loss],
-                    advantages=[token.advantage for token in loss],
-                    weights=[token.weight for token in loss],
+                    rows=np.where(loss.sources < length, loss.sources, loss.sources - start + length).tolist(),
+                    targets=loss.targets.tolist(),
+                    logprobs=loss.logprobs.tolist(),
+                    advantages=loss.advantages.tolist(),
+                    weights=loss.weights.tolist(),
                 )
             )
             start += len(tail)
@@ -199,22 +250,45 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True)
+class SoftTargets:
+    """Loss tokens in runs of those that one row predicts: ``heads`` [runs] is the first token of each, ``ends`` are the
+    ends of all."""
+
+    heads: Tensor
+    ends: list[int]
+
+    def of_rows(self, first: int, stop: int) -> tuple[slice, Tensor]:
+        """The loss tokens of the runs ``first`` … ``stop - 1``, and the run of each, numbered from ``first``."""
+        before = self.ends[first - 1] if first else 0
+        counts = torch.tensor([before, *self.ends[first:stop]]).diff()
+        runs = torch.arange(len(counts)).repeat_interleave(counts)
+        return slice(before, self.ends[stop - 1]), runs.to(self.heads.device)
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """Groups in one flat batch. ``row_ranges[i]`` and ``loss_ranges[i]`` are (start, stop) of group i's rows and loss
     tokens. ``sources`` [loss tokens] is the row whose output predicts each of ``targets``; ``members`` numbers
-    trajectories within their group. :meth:`blocks` and :meth:`spans` are two layouts of the same attention."""
+    trajectories within their group. ``soft`` is set where a row has several targets of a trajectory. :meth:`blocks` and
+    :meth:`spans` are two layouts of the same attention."""
 
     tokens: Tensor
     positions: Tensor
     packs: list[Pack]
     row_ranges: list[tuple[int, int]]
     loss_ranges: list[tuple[int, int]]
+    soft: SoftTargets | None
     sources: Tensor
     targets: Tensor
     logprobs: Tensor
     advantages: Tensor
     weights: Tensor
     members: Tensor
+
+    @property
+    def predictors(self) -> Tensor:
+        """The rows that predict the loss tokens, once for each run of soft targets."""
+        return self.sources if self.soft is None else self.sources[self.soft.heads]
 
     def blocks(self) -> list[AttentionBlock]:
         """Packs of similar shape together, padded."""
@@ -254,8 +328,7 @@ def pack_groups(groups: Sequence[PackedGroup], device: torch.device | str = "cpu
     """One batch of ``groups`` in their order."""
     tokens: list[int] = []
     positions: list[int] = []
-    sources: list[int] = []
-    row_ranges, loss_ranges, packs = [], [], []
+    row_ranges, loss_ranges, packs, at = [], [], [], 0
     for group in groups:
         start, prompt = len(tokens), len(group.prompt)
         tokens += group.prompt
@@ -271,28 +344,39 @@ def pack_groups(groups: Sequence[PackedGroup], device: torch.device | str = "cpu
         else:
             packs.append(Pack(start, 0, [(start, prompt)]))
             packs += [Pack(start, prompt, alike) for alike in _by_length(tails)]
-        loss_ranges.append((len(sources), len(sources) + len(group.loss)))
-        sources += [start + token.source for token in group.loss]
+        loss_ranges.append((at, at := at + len(group.loss)))
         row_ranges.append((start, len(tokens)))
 
-    loss = [token for group in groups for token in group.loss]
+    def joined(values: Iterable[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate([*values] or [np.zeros(0)])).to(device)
 
-    def tensor(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=device)
-
+    losses = [group.loss for group in groups]
+    heads = [loss.heads + begin for loss, (begin, _) in zip(losses, loss_ranges, strict=True)]
+    soft = None
+    if sum(map(len, heads)) < at:
+        whole = joined(heads)
+        soft = SoftTargets(whole, [*whole[1:].tolist(), at])
     return PackedBatch(
-        tokens=tensor(tokens, torch.int64),
-        positions=tensor(positions, torch.int64),
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
         packs=packs,
         row_ranges=row_ranges,
         loss_ranges=loss_ranges,
-        sources=tensor(sources, torch.int64),
-        targets=tensor((token.target for token in loss), torch.int64),
-        logprobs=tensor(token.logprob for token in loss),
-        advantages=tensor(token.advantage for token in loss),
-        weights=tensor(token.weight for token in loss),
-        members=tensor((token.member for token in loss), torch.int64),
+        soft=soft,
+        sources=joined(loss.sources + begin for loss, (begin, _) in zip(losses, row_ranges, strict=True)),
+        targets=joined(loss.targets for loss in losses),
+        logprobs=joined(loss.logprobs for loss in losses),
+        advantages=joined(loss.advantages for loss in losses),
+        weights=joined(loss.weights for loss in losses),
+        members=joined(loss.members for loss in losses),
     )
+
+
+def _integers(values: Iterable[int]) -> np.ndarray:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise ValueError("a token id is outside of every vocabulary") from None
 
 
 def _by_length(tails: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

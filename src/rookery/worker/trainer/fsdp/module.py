@@ -60,20 +60,24 @@ class PolicyModule(nn.Module):
         """tokens [rows, length] int64, padded at the end; ``at`` [n, 2] int64, (row, position) of the tokens that
         predict ``targets`` [n] → log-probabilities [n] and entropies [n] in nats, float32, of the distribution at
         ``temperature``. Padding comes after every token of its row, so causal attention never reads it."""
+        at, counts = at.unique_consecutive(dim=0, return_counts=True)  # a row may have several targets
         hidden = self.lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state[at[:, 0], at[:, 1]]
+        chunks = counts.split(LOGIT_ROWS)
+        chosen = targets.split([int(chunk.sum()) for chunk in chunks])
         parts = [
-            checkpoint(self._score, rows, chosen, temperature, use_reentrant=False)
-            for rows, chosen in zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
+            checkpoint(self._score, *chunk, temperature, use_reentrant=False)
+            for chunk in zip(hidden.split(LOGIT_ROWS), chunks, chosen, strict=True)
         ]
         return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score(self, hidden: Tensor, counts: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """``counts`` [rows]: how many of the ``targets`` each row has."""
         logits = self.lm.get_output_embeddings()(hidden).float() / temperature
-        total = logits.logsumexp(-1)
-        logp = logits.gather(1, targets[:, None]).squeeze(1) - total
+        total, row = logits.logsumexp(-1), torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        logp = logits[row, targets] - total[row]
         with torch.no_grad():
             entropy = total - torch.linalg.vecdot((logits - total[:, None]).exp(), logits)
-        return logp, entropy
+        return logp, entropy[row]
 
 
 def build(

@@ -152,10 +152,11 @@ class PolicyShard:
         tokens = torch.zeros(max(1, len(sequences)), max(lengths, default=1), dtype=torch.int64)
         for row, sequence in enumerate(sequences):
             tokens[row, : lengths[row]] = torch.tensor(sequence.tokens)
-        counts = [len(sequence.targets) for sequence in sequences]
+        counts = [len(protocol.integers(sequence.targets)) for sequence in sequences]
         row_of = torch.arange(len(sequences)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-        at = torch.stack((row_of, self._column([s.rows for s in sequences], torch.int64).cpu()), 1).to(self._device)
-        targets = self._column([s.targets for s in sequences], torch.int64)
+        rows = self._column([protocol.integers(s.rows) for s in sequences], torch.int64).cpu()
+        at = torch.stack((row_of, rows), 1).to(self._device)
+        targets = self._column([protocol.integers(s.targets) for s in sequences], torch.int64)
         tokens = tokens.to(self._device)
         base = None
         if op.kl_weight:  # of a LoRA only: a full policy keeps no other model
@@ -228,6 +229,7 @@ class PolicyShard:
         return torch.tensor([value for row in values for value in row], dtype=dtype, device=self._device)
 
 
-def _loss_columns(sequences: Sequence[protocol.Datum]) -> list[list[list[float]]]:
+def _loss_columns(sequences: Sequence[protocol.Datum]) -> list[list[Sequence[float]]]:
     """In the order of a loss's arguments."""
-    return [[s.logprobs for s in sequences], [s.advantages for s in sequences], [s.weights for s in sequences]]
+    columns = ([getattr(s, name) for s in sequences] for name in ("logprobs", "advantages", "weights"))
+    return [[protocol.floats(values) for values in column] for column in columns]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from rookery.worker.model.transformers_model import Attend, AttentionPlan, Trans
 from rookery.worker.trainer.loss_head import TokenLogprobs
 from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.packed_pass import PassLimits
-from rookery.worker.trainer.packing import AttentionBlock, PackedBatch
+from rookery.worker.trainer.packing import AttentionBlock, PackedBatch, SoftTargets
 
 RESIDENT_TOKENS = 2048
 """On a CPU, longer passes recompute their layers in the backward pass, as in the native trainer."""
@@ -165,21 +165,26 @@ class TransformersBackbone:
         return TransformersPass(output.detach(), self, output, lora, rows, plan)
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        *,
+        derivatives: bool,
+        soft: SoftTargets | None = None,
     ) -> TokenLogprobs:
         """Compute d logp / d hidden by autograd through the model's head, a chunk at a time: a row's
         log-probability depends on that row alone, so the gradient of their sum has the row's derivative in each row."""
+        if soft is not None:
+            return self._soft_logprobs(hidden, soft, targets, temperatures, derivatives=derivatives)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
         slopes = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if derivatives else None
         for start in range(0, len(hidden), HEAD_ROWS):
             rows = slice(start, start + HEAD_ROWS)
-            with torch.set_grad_enabled(derivatives), self.model.adapted(None, 0):
+            with torch.set_grad_enabled(derivatives):
                 h = hidden[rows].detach().requires_grad_(derivatives)
-                z = self.model.compute_logits(h).to(dtype)
-                if temperatures is not None:
-                    z = z / temperatures[rows, None]
-                all_logp = z.log_softmax(-1)
+                all_logp = self._log_softmax(h, None if temperatures is None else temperatures[rows])
                 chosen = all_logp.gather(1, targets[rows, None])[:, 0]
             logp[rows] = chosen.detach()
             if slopes is not None:
@@ -187,6 +192,39 @@ class TransformersBackbone:
                 entropy[rows] = -torch.linalg.vecdot(all_logp.exp(), all_logp)
                 (slopes[rows],) = torch.autograd.grad(chosen.sum(), h)
         return TokenLogprobs(logp, slopes, entropy if derivatives else None)
+
+    def _soft_logprobs(
+        self, hidden: Tensor, soft: SoftTargets, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
+    ) -> TokenLogprobs:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logp, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(2))
+
+        def chunks() -> Iterator[tuple[slice, Tensor, Tensor, slice, Tensor]]:
+            """Rows, their hidden states and log-probabilities; their targets, and the row of each within the chunk."""
+            for start in range(0, len(hidden), HEAD_ROWS):
+                rows = slice(start, min(start + HEAD_ROWS, len(hidden)))
+                h = hidden[rows].detach().requires_grad_(torch.is_grad_enabled())
+                words = self._log_softmax(h, None if temperatures is None else temperatures[rows])
+                yield rows, h, words, *soft.of_rows(rows.start, rows.stop)
+
+        with torch.no_grad():
+            for _, _, words, span, row in chunks():
+                logp[span] = words[row, targets[span]]
+                entropy[span] = -torch.linalg.vecdot(words.exp(), words)[row]
+
+        @torch.enable_grad()
+        def gradient(d_logp: Tensor) -> Tensor:
+            total = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
+            for rows, h, words, span, row in chunks():
+                (total[rows],) = torch.autograd.grad(words[row, targets[span]], h, d_logp[span])
+            return total
+
+        return TokenLogprobs(logp, None, entropy, gradient) if derivatives else TokenLogprobs(logp, None, None)
+
+    def _log_softmax(self, hidden: Tensor, temperatures: Tensor | None) -> Tensor:
+        with self.model.adapted(None, 0):
+            z = self.model.compute_logits(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+        return (z if temperatures is None else z / temperatures[:, None]).log_softmax(-1)
 
 
 def _limits(model: TransformersModel, memory_bytes: float) -> PassLimits:

@@ -26,11 +26,11 @@ from rookery.worker.engine.native import kernels
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import AttentionBackend, Decoder, LoraProduct
 from rookery.worker.model.layers import rms_norm, rms_norm_backward
-from rookery.worker.trainer.loss_head import TokenLogprobs, token_logprobs
+from rookery.worker.trainer.loss_head import TokenLogprobs, soft_logprobs, token_logprobs
 from rookery.worker.trainer.native.attention import AttentionFactory, attention_for
 from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.packed_pass import BackwardPass, PassLimits
-from rookery.worker.trainer.packing import PackedBatch
+from rookery.worker.trainer.packing import PackedBatch, SoftTargets
 
 RECOMPUTE_TOKENS = 2048
 """On a CPU, longer batches recompute their layers in the backward pass: a 4,000-token group then needs some hundred MB
@@ -184,6 +184,14 @@ class NativeBackbone:
         self.paused += time.perf_counter() - began
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        *,
+        derivatives: bool,
+        soft: SoftTargets | None = None,
     ) -> TokenLogprobs:
+        if soft is not None:
+            return soft_logprobs(self._decoder, hidden, soft, targets, temperatures, derivatives=derivatives)
         return token_logprobs(self._decoder, hidden, targets, temperatures, derivatives=derivatives)
