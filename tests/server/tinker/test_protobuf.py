@@ -11,9 +11,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery import protocol
 from rookery.errors import UserError
 from rookery.server.bodies import INLINE_BYTES, BodyRefused
 from rookery.server.tinker import protobuf
+from rookery.worker.trainer.packing import PackedGroup
 
 
 def request(data: int) -> Any:
@@ -62,6 +64,43 @@ def test_counter_reads_what_the_parser_reads() -> None:
     descriptor = protobuf.schema().ForwardBackwardRequest.DESCRIPTOR
     fields = next(most for most in range(1000) if not protobuf.has_more_fields(body, descriptor, most))
     assert fields == 3 + 5 * 10 and len(body) < INLINE_BYTES
+
+
+def soft(message: Any, columns: np.ndarray, width: int, *, sparse: bool = True) -> Any:
+    """``message`` with these targets, and others of weight 0, for the first of its 40 tokens."""
+    datum, listed = message.data[0], len(columns)
+    tensor = datum.loss_fn_inputs["target_tokens"]
+    tensor.shape[:] = [40, width]
+    if sparse:
+        tensor.sparse_csr.crow_indices = np.array([0] + [listed] * 40, "<i8").tobytes()
+        tensor.sparse_csr.col_indices = columns.astype("<i8").tobytes()
+        tensor.sparse_csr.values = columns.astype("<i8").tobytes()
+    else:
+        tensor.dense = np.zeros((40, width), "<i8").tobytes()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("listed", "width", "sparse"),
+    [(1025, 1025, False), (1025, 50_000, True), (1024, 1024, False), (1024, 50_000, True)],
+)
+def test_targets_of_a_token_are_bounded(listed: int, width: int, sparse: bool) -> None:
+    """However wide a sparse tensor is, those that it lists count."""
+    message = soft(request(1), np.arange(listed) * (width // listed), width, sparse=sparse)
+    if listed <= protocol.ROW_TARGETS:
+        found = protocol.decode(protocol.batches, protobuf.forward_backward(message).batch).data[0]
+        group = PackedGroup.from_datum(found)
+        rows = 1 if sparse else 40
+        assert (group.tokens, group.memory(0)) == (rows, rows + rows * 1023 / 4096)
+        assert len(protocol.integers(found.targets)) == (listed if sparse else 40 * width)
+        return
+    with pytest.raises(
+        UserError, match=r"data\[0\]: target_tokens list 1025 targets for a token, allowed: at most 1024"
+    ):
+        protobuf.forward_backward(message)
+    datum = protocol.Datum(tokens=[1], rows=[0] * listed, targets=[1] * listed)
+    with pytest.raises(ValueError, match="1025 targets in a row"):
+        PackedGroup.from_datum(datum)
 
 
 @pytest.mark.parametrize("shape", [[2] * 1_000_000, [-1, -40], [1] * 5], ids=["long", "negative", "five"])

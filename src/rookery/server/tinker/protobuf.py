@@ -257,6 +257,10 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
     if math.prod(shape) > limit:
         raise UserError(f"target_tokens have shape {list(shape)}: a request may have {TARGETS} targets")
     cells = _cells(targets, inputs.get("weights"))
+    width = math.prod(shape[1:])
+    listed = width if cells is None else np.bincount(cells // max(1, width)).max(initial=0)
+    if listed > protocol.ROW_TARGETS:
+        raise UserError(f"target_tokens list {listed} targets for a token, allowed: at most {protocol.ROW_TARGETS}")
     rows = np.arange(math.prod(shape)) if cells is None else cells
     lists: dict[str, Any] = {
         name: inputs[name].at(cells).tolist() if name in inputs else [missing] * len(rows)
