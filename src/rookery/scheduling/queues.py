@@ -106,7 +106,7 @@ class FairQueue(Generic[T]):
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those with items."""
+        """Tenants with items."""
         return self._tenants.keys()
 
     def put(self, tenant: str, job: str, item: T, *, first: bool = False, now: float = 0.0) -> None:
