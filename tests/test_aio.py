@@ -8,7 +8,7 @@ from itertools import permutations
 
 import pytest
 
-from rookery.aio import unless, wait_event
+from rookery.aio import PORTION_SECONDS, Portions, in_portions, unless, wait_event
 
 SECONDS = 0.05
 
@@ -59,3 +59,25 @@ async def test_work_continues_unless_an_event_ends_it(ends: bool) -> None:
     asyncio.get_running_loop().call_soon(end.set if ends else lambda: None)
     assert await unless(end.wait(), work()) == (None if ends else "done")
     assert ended == [True], "it has ended, also where it was cancelled"
+
+
+async def test_other_tasks_run_between_portions() -> None:
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    assert [(item, turns) async for item in in_portions("abcde", 2)] == [
+        ("a", 0), ("b", 0), ("c", 1), ("d", 1), ("e", 2),
+    ]  # fmt: skip
+    portions, began = Portions(), time.monotonic()
+    while time.monotonic() <= began + PORTION_SECONDS:
+        pass
+    before = turns
+    await portions.pause()
+    assert turns == before + 1
+    task.cancel()

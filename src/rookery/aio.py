@@ -5,6 +5,7 @@
 * :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started;
   :class:`BackgroundTasks` holds tasks that nobody awaits.
 * :func:`cancel_all` ends tasks; :func:`first_of` and :func:`unless` run several until one of them ends.
+* :class:`Portions` and :func:`in_portions` divide long work on the event loop.
 * :class:`LoopThread` runs a service or an environment in a thread of another program.
 * :func:`restarting` keeps a background task running.
 """
@@ -15,7 +16,8 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from rookery.clock import Clock
@@ -23,6 +25,9 @@ from rookery.clock import Clock
 log = logging.getLogger("rookery.aio")
 
 T = TypeVar("T")
+
+PORTION_SECONDS = 0.005
+"""Seconds of the event loop after which a long computation lets other tasks run."""
 
 
 async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock, pause: float = 1.0) -> None:
@@ -85,6 +90,27 @@ class Signal:
         """Wake everybody who waits."""
         self._event.set()
         self._event = asyncio.Event()
+
+
+class Portions:
+    """A long computation on the event loop, in portions: its length decides nothing about the others' wait."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    async def pause(self) -> None:
+        """Other tasks run, if the last pause was :data:`PORTION_SECONDS` ago. Call it between two steps."""
+        if time.monotonic() - self._began > PORTION_SECONDS:
+            await asyncio.sleep(0)
+            self._began = time.monotonic()
+
+
+async def in_portions(items: Iterable[T], size: int = 16) -> AsyncIterator[T]:
+    """The items, such as tasks that are to be started; other tasks run after each ``size`` of them."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % size == 0:
+            await asyncio.sleep(0)
 
 
 class _OrderedTasks(dict[asyncio.Future[Any], None]):

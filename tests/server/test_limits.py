@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import re
@@ -10,7 +11,7 @@ import tarfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -81,8 +82,16 @@ LONGEST_WAIT = 15.0
 a child or the database, computes nothing meanwhile."""
 
 
+def loop_seconds() -> float:
+    """Processor time of the event loops of embedded services, without other threads."""
+    loops = [thread.ident for thread in threading.enumerate() if thread.name == "service" and thread.ident]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(loop)) for loop in loops)
+
+
 @contextmanager
-def pauses(service: EmbeddedService) -> Iterator[list[float]]:
+def pauses(
+    service: EmbeddedService, computed_by: Callable[[], float] = time.process_time, between: float = 0.01
+) -> Iterator[list[float]]:
     """How long another client waits for ``/healthz`` during the block: each time, in seconds that this process computes
     meanwhile, which is the service's too. A machine that is busy with others changes little. Fails where an answer
     takes more than :data:`LONGEST_WAIT`, or does not come."""
@@ -91,15 +100,15 @@ def pauses(service: EmbeddedService) -> Iterator[list[float]]:
     def watch() -> None:
         with httpx.Client(base_url=service.url, timeout=60) as client:
             while not stop.is_set():
-                computed, began = time.process_time(), time.monotonic()
+                computed, began = computed_by(), time.monotonic()
                 try:
                     status = client.get("/healthz").status_code
                 except httpx.HTTPError as error:
                     status = repr(error)
-                waited.append(time.process_time() - computed)
+                waited.append(computed_by() - computed)
                 answered.append((time.monotonic() - began, status))
                 watching.set()
-                time.sleep(0.01)
+                time.sleep(between)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -170,6 +179,67 @@ def test_many_mistakes_below_the_limit_are_counted_not_listed(service: EmbeddedS
 
 
 MESSAGE = {"role": "user", "content": "a"}
+MESSAGES = [MESSAGE]
+
+MUCH = {
+    "schema": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "n": 32, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "x": [{}] * 8000}},
+        }},
+    ),
+    "prompts": ("/v1/completions", {"prompt": ["a"] * 1024, "stop": ["s" * 20] * 16, "max_tokens": 2}),
+    "biases": ("/v1/completions", {
+        "prompt": ["a"] * 512, "stream": True, "max_tokens": 2, "logit_bias": {str(token): 1 for token in range(250)},
+    }),
+    "echo": ("/v1/completions", {"prompt": ["a" * 200] * 500, "echo": True, "max_tokens": 0}),
+    "token ids": ("/v1/completions", {"prompt": ["a" * 400] * 8, "n": 100, "return_token_ids": True, "max_tokens": 1}),
+    "top_logprobs": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "n": 64, "logprobs": True, "top_logprobs": 20, "max_tokens": 100},
+    ),
+    "samples": ("/tinker/api/v1/asample", {
+        "num_samples": 1024, "seq_id": 1, "sampling_params": {"max_tokens": 2},
+        "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+    }),
+}  # fmt: skip
+"""Requests whose work grows with more than their bytes: paths and bodies."""
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EmbeddedService, httpx.Client, str]]:
+    """A service with longer replies, its administrator, and a sampler of Tinker's protocol."""
+    root = tmp_path_factory.mktemp("sampled")
+    with served(root) as service, ScriptedWorker.of(service, ("4" * 100, "five" * 25)), admin_of(service) as admin:
+        until(lambda: tenant_models(admin) == "loaded")
+        session = admin.post("/tinker/api/v1/create_session", json={}).json()["session_id"]
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        sampler = admin.post("/tinker/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+        admin.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES}).raise_for_status()
+        gc.collect()
+        gc.freeze()  # as the service does where it is its program
+        yield service, admin, sampler
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("shape", MUCH)
+def test_the_event_loop_divides_the_work_of_a_request(
+    sampled: tuple[EmbeddedService, httpx.Client, str], shape: str
+) -> None:
+    """Each but the samples held the event loop for 0.3 to 4 seconds in one piece."""
+    service, admin, sampler = sampled
+    path, body = MUCH[shape]
+    sampling = shape == "samples"
+    target = {"sampling_session_id": sampler} if sampling else {"model": MODEL}
+    with pauses(service, loop_seconds, between=0.001) as waited:
+        answer = admin.post(path, json={**target, **body})
+        assert answer.status_code == 200, answer.text
+        if sampling:
+            wanted = {"request_id": answer.json()["request_id"]}
+            while b"try_again" in (answer := admin.post("/tinker/api/v1/retrieve_future", json=wanted)).content:
+                pass
+            assert answer.headers["content-type"] == "application/x-protobuf", answer.text
+    assert max(waited) < 0.15, sorted(waited)[-5:]
 
 
 def test_a_prompt_may_have_a_chunk_for_each_token() -> None:

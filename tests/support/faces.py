@@ -85,10 +85,11 @@ class ScriptedWorker:
         """Adapter files that were read, by ``hash/name``."""
 
     @classmethod
-    def of(cls, service: EmbeddedService) -> Self:
+    def of(cls, service: EmbeddedService, replies: tuple[str, str] = ("4", "five")) -> Self:
         """A worker of this service."""
         settings = service.settings
-        return cls(service.url, (settings.data / "worker.token").read_text().strip(), tokenizer(settings.cache.parent))
+        token = (settings.data / "worker.token").read_text().strip()
+        return cls(service.url, token, tokenizer(settings.cache.parent), replies)
 
     def __enter__(self) -> Self:
         self._thread = LoopThread("scripted", self._work, daemon=False)
@@ -190,9 +191,11 @@ class ScriptedWorker:
         tokens = self._replies[message.seed % 2][len(message.prefix_tokens) : message.max_tokens]
         version = message.adapter.version if message.adapter is not None else 0
         policy = message.adapter.policy if message.adapter is not None else ""
+        likeliest = message.logits.top_logprobs if message.logits is not None else 0
         return protocol.TokenChunk(
             request=message.request, assignment=message.assignment, offset=len(message.prefix_tokens), tokens=tokens,
             logprobs=[-0.5] * len(tokens), version=version, policy=policy, finish="stop",
+            top_logprobs=[[(token, -0.5)] * likeliest for token in tokens] if likeliest else [],
         )  # fmt: skip
 
     async def _pull(self, http: httpx.AsyncClient, ref: protocol.AdapterRef) -> None:

@@ -115,6 +115,8 @@ class ProcessCluster:
 
 def local_workers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
     """``settings.server.workers`` workers for each of ``models``; they share the machine's cores and memory."""
+    if not settings.server.workers:
+        return []
     settings = _shared(settings, len(models))
     environment = preloaded(child_environment(settings, token), settings.worker.allocator)
     children = []

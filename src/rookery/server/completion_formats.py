@@ -7,8 +7,8 @@ choice that was not sent yet; the deltas of a stream, joined, equal the message.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from hashlib import sha256
 from random import Random
 from typing import Any
@@ -23,6 +23,12 @@ from rookery.server.openai import TOOLS, CompletionOptions, CompletionRequest
 from rookery.server.responses import event_data
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
 from rookery.tokenization.tool_calls import CallReader, ToolCall
+
+ENTRY_BYTES = 100
+"""Of a token with its log-probability in a response, about."""
+
+ENTRIES_AT_ONCE = 2000
+"""Tokens with their log-probabilities that are encoded in one step: no other thread runs meanwhile."""
 
 Scores = tuple[int, float | None, protocol.Likeliest]
 """A token, its log-probability, and the likeliest tokens in its place."""
@@ -117,15 +123,15 @@ class ResponseFormat:
         model: str,
         *,
         logprobs: bool,
-        trainable: bool | None = None,
+        trainable: bool,
     ) -> None:
-        """``trainable``: whether its tokens can be trained on; None: unless the request changes how they are drawn."""
+        """``trainable``: whether its tokens can be trained on."""
         self.options = options
         self.id = service.context.ids.new(self.id_prefix)
         self._head: dict[str, Any] = {
             "id": self.id, "created": int(service.context.clock.time()), "model": model,
         }  # fmt: skip
-        if not (options.logits is None if trainable is None else trainable):
+        if not trainable:
             self._head["trainable"] = False
         self._logprobs = logprobs
 
@@ -134,10 +140,21 @@ class ResponseFormat:
         """Whether the stream reports token counts."""
         return self.options.stream_options is not None and bool(self.options.stream_options.include_usage)
 
+    def size(self, choices: Sequence[Choice]) -> int:
+        """About how many bytes :meth:`body` has, or more."""
+        return sum(reply_bytes(choice, self.options.likeliest, prompt=self._has_prompt) for choice in choices)
+
+    @property
+    def _has_prompt(self) -> bool:
+        return bool(self.options.return_token_ids)
+
     def body(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-        messages = [self.message(choice) for choice in choices]
-        return {**self._head, "object": self.object_type, "choices": messages, "usage": usage}
+        """The body of a response that is not streamed; its choices are encoded."""
+        return {**self._head, "object": self.object_type, "choices": self._messages(choices), "usage": usage}
+
+    def _messages(self, choices: Sequence[Choice]) -> list[msgspec.Raw]:
+        """The messages of the choices, each encoded before the next one is made: they may be large."""
+        return [msgspec.Raw(msgspec.json.encode(self.message(choice))) for choice in choices]
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         """One event of a stream."""
@@ -232,6 +249,10 @@ class TextFormat(ResponseFormat):
         chunk = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         return {**chunk, **self._tokens(choice)}
 
+    @property
+    def _has_prompt(self) -> bool:
+        return bool(self.options.return_token_ids or self.options.echo)
+
     def message(self, choice: Choice) -> dict[str, Any]:
         if self.options.echo:
             return {**self._prompt(choice), **self._echo(choice)}
@@ -257,24 +278,20 @@ class TextFormat(ResponseFormat):
         return {
             "tokens": [_token_text(of.written(token)) for token, _, _ in scores],
             "token_logprobs": [logprob for _, logprob, _ in scores],
-            "top_logprobs": self._likeliest(of, scores),
+            "top_logprobs": encoded(scores, partial(self._likeliest, of)) if self.options.likeliest else None,
             "text_offset": starts[first : first + len(scores)],
         }
 
-    def _likeliest(self, of: TokenBytes, scores: list[Scores]) -> list[dict[str, float] | None] | None:
+    @staticmethod
+    def _likeliest(of: TokenBytes, scores: Scores) -> dict[str, float] | None:
         """As OpenAI returns them: by the token's text, with the token itself, which may not be among the likeliest."""
-        if not self.options.likeliest:
+        token, logprob, top = scores
+        if logprob is None:
             return None
-        lines: list[dict[str, float] | None] = []
-        for token, logprob, top in scores:
-            if logprob is None:
-                lines.append(None)
-                continue
-            line: dict[str, float] = {}
-            for one, value in [*top, (token, logprob)]:
-                line.setdefault(_token_text(of.written(one)), value)
-            lines.append(line)
-        return lines
+        line: dict[str, float] = {}
+        for one, value in [*top, (token, logprob)]:
+            line.setdefault(_token_text(of.written(one)), value)
+        return line
 
 
 def _tool_calls(choice: Choice) -> list[dict[str, Any]]:
@@ -284,13 +301,32 @@ def _tool_calls(choice: Choice) -> list[dict[str, Any]]:
     ]
 
 
-def token_entries(choice: Choice, scores: list[Scores]) -> list[dict[str, Any]]:
+def reply_bytes(choice: Choice, likeliest: int, *, prompt: bool) -> int:
+    """About how many bytes a choice has in a response with log-probabilities, or more; with those of its prompt where
+    ``prompt`` is true."""
+    tokens = len(choice.reply.tokens) + (len(choice.prompt.prompt) if prompt else 0)
+    return (1 + tokens * (1 + likeliest)) * ENTRY_BYTES
+
+
+def token_entries(choice: Choice, scores: list[Scores]) -> msgspec.Raw:
     """Tokens with their log-probabilities and those of the likeliest, as chats and responses have them."""
     written = choice.prompt.chat.token_bytes.written
-    return [
-        {**_entry(written(token), logprob), "top_logprobs": [_entry(written(one), value) for one, value in top]}
-        for token, logprob, top in scores
+
+    def entry(scored: Scores) -> dict[str, Any]:
+        token, logprob, top = scored
+        return {**_entry(written(token), logprob), "top_logprobs": [_entry(written(one), value) for one, value in top]}
+
+    return encoded(scores, entry)
+
+
+def encoded(scores: list[Scores], entry: Callable[[Scores], Any]) -> msgspec.Raw:
+    """The JSON list of the ``entry`` of each, encoded in portions of :data:`ENTRIES_AT_ONCE`."""
+    at_once = max(1, ENTRIES_AT_ONCE // (1 + max((len(top) for _, _, top in scores), default=0)))
+    pieces = [
+        msgspec.json.encode([entry(one) for one in scores[at : at + at_once]])[1:-1]
+        for at in range(0, len(scores), at_once)
     ]
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ requests the default behaviour.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
@@ -161,14 +162,15 @@ class CompletionOptions(OpenAIModel):
         """How many likeliest tokens are returned with each token."""
         return 0
 
-    @property
+    @cached_property
     def schema_text(self) -> str:
         """The JSON schema that the reply follows; empty: none."""
         return ""
 
-    @property
+    @cached_property
     def logits(self) -> protocol.LogitsParams | None:
-        """How the logits are changed; None: not at all."""
+        """How the logits are changed, an object that all choices share; None: not at all. Its first use takes a time
+        that grows with the request: it is in a thread."""
         params = protocol.LogitsParams(
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
@@ -341,7 +343,7 @@ class ChatRequest(CompletionOptions):
             raise UnsupportedField("tool_choice names no tool of the request: give it in tools", "tool_choice")
         return found
 
-    @property
+    @cached_property
     def schema_text(self) -> str:
         """The JSON schema that the reply follows; empty: none. Raises :class:`UnsupportedField`."""
         if forced := self.forced:

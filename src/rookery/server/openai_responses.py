@@ -7,7 +7,7 @@ the whole response.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from rookery.bounds import CONVERSATION, INTEGER, Line, Name, SmallJson, Text
 from rookery.errors import short
 from rookery.server.auth import ServiceContext
-from rookery.server.completion_formats import Choice, token_entries
+from rookery.server.completion_formats import Choice, reply_bytes, token_entries
 from rookery.server.openai import (
     IGNORED,
     LIKELIEST,
@@ -281,6 +281,10 @@ class ResponsesFormat:
         if not trainable:
             self._head["trainable"] = False
 
+    def size(self, choice: Choice) -> int:
+        """About how many bytes :meth:`body` has, or more."""
+        return reply_bytes(choice, self._asked.top_logprobs or 0, prompt=False)
+
     def body(self, choice: Choice, usage: dict[str, int]) -> dict[str, Any]:
         """The complete response."""
         cut = choice.reply.finish == "length"
@@ -369,7 +373,7 @@ class ResponsesFormat:
         return {"id": self._item_at(choice)["item_id"], "type": "message", "role": "assistant", "status": "completed",
                 "content": [part]}  # fmt: skip
 
-    def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
+    def _logprobs(self, choice: Choice) -> msgspec.Raw:
         numbers = range(choice.text.tokens_shown if self._asked.logprobs else 0)
         return token_entries(choice, choice.scores(numbers))
 

@@ -23,6 +23,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rookery.aio import Portions
 from rookery.errors import RookeryError, TooManyRequests, Unavailable, UserError, nearest, short, shortage
 from rookery.turns import charged
 
@@ -78,10 +79,14 @@ class Stream(StreamingResponse):
         await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
+        portions = Portions()
+
         async def paused(message: Message) -> None:
             await send(message)
-            if self._pause is not None and message.get("more_body"):
-                await self._pause()
+            if message.get("more_body"):
+                await portions.pause()
+                if self._pause is not None:
+                    await self._pause()
 
         await charged(super().stream_response(paused))
 

@@ -54,10 +54,9 @@ class TokenFormat(ResponseFormat):
     id_prefix = "generate"
 
     def body(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
-        messages = [self.message(choice) for choice in choices]
         head = {"request_id": self.id, **{name: value for name, value in self._head.items() if name != "id"}}
         prompt = {"prompt_token_ids": choices[0].prompt.prompt} if self.options.return_token_ids else {}
-        return {**head, **prompt, "choices": messages, "usage": usage}
+        return {**head, **prompt, "choices": self._messages(choices), "usage": usage}
 
     def message(self, choice: Choice) -> dict[str, Any]:
         reply = choice.reply

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import nan
 
 from rookery import protocol
-from rookery.aio import TaskGroup, cancel_all
+from rookery.aio import TaskGroup, cancel_all, in_portions
 from rookery.controller.context import ControllerContext
 from rookery.controller.outages import storage_outage
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
@@ -241,7 +241,8 @@ class Samplers:
         if operation.prompt_logprobs or operation.topk:
             scored = len(prompt) - 1 if operation.last is None else operation.last
         base_seed = future.id if operation.seed is None else str(operation.seed)
-        requests = [
+        stop_tokens = chat.stop_tokens if operation.stop_tokens is None else operation.stop_tokens
+        requests = (
             protocol.Generate(
                 request=f"{future.id}:{number}",
                 adapter=adapter,
@@ -250,19 +251,19 @@ class Samplers:
                 max_tokens=room if operation.max_tokens is None else min(operation.max_tokens, room),
                 temperature=operation.temperature,
                 seed=derive_seed(f"{base_seed}:{number}"),
-                stop_tokens=chat.stop_tokens if operation.stop_tokens is None else operation.stop_tokens,
+                stop_tokens=stop_tokens,
                 stop=operation.stop,
                 group=future.id if operation.count > 1 else "",
                 prompt_logprobs=scored if number == 0 else 0,
                 top_logprobs=operation.topk,
             )
             for number in range(operation.count)
-        ]
+        )
+        tasks = []
         async with TaskGroup() as group:
-            tasks = [
-                group.create_task(self._generate(SamplingRequest(row.tenant, row.session, row.base_model, request)))
-                for request in requests
-            ]
+            async for request in in_portions(requests):
+                sampling = SamplingRequest(row.tenant, row.session, row.base_model, request)
+                tasks.append(group.create_task(self._generate(sampling)))
         replies = [task.result() for task in tasks]
         scores, unscored = replies[0].prompt_logprobs, len(prompt) - len(replies[0].prompt_logprobs)
         return SampleResult(

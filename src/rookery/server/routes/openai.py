@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,12 +25,13 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from rookery.aio import cancel_all, unless
+from rookery.aio import Portions, cancel_all, in_portions, unless
 from rookery.controller.prompts import CallOptions, PreparedPrompt, PromptTooLong, Sampling
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import NotFound, RookeryError, TooManyRequests, Unauthorized, Unavailable, UserError, shortage
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
+from rookery.server.bodies import off_loop
 from rookery.server.completion_formats import ChatFormat, Choice, ResponseFormat, TextFormat
 from rookery.server.fine_tuning import is_fine_tuning, model_name
 from rookery.server.openai import (
@@ -140,7 +142,7 @@ async def complete_chat(
 ) -> Response:
     """A chat of ``source``."""
     refuse_unsupported(options.model_extra)
-    messages = [message.for_template(f"messages.{number}") for number, message in enumerate(options.messages)]
+    messages, schemas = await service.threads(_read_chat, options)
     target, chat = await source.open(owner, options.model)
     if options.top_logprobs and not options.logprobs:
         raise UnsupportedField("top_logprobs needs logprobs: give logprobs=true too", "top_logprobs")
@@ -149,7 +151,7 @@ async def complete_chat(
         service, options, target.name, logprobs=bool(options.logprobs), trainable=_trainable(source, target, options)
     )
     _limit_choices(options, 1)
-    await _check_schemas(service, options)
+    await service.schemas.check(*schemas)
     prompt = await service.threads(_of_argument, "messages", _prepare_chat, source, target, chat, options, messages)
     return await _respond(service, source, owner, request, form, [prompt], min(limits, default=None))
 
@@ -165,11 +167,16 @@ def _of_argument(param: str, work: Callable[..., T], *arguments: Any) -> T:
         raise UnsupportedField(str(error), param, code) from None
 
 
-async def _check_schemas(service: ServiceContext, options: ChatRequest) -> None:
-    """Raises :class:`UnsupportedField` for a tool's parameters that are no JSON schema, and for a schema of the reply
-    that cannot be followed."""
-    offered, followed = await service.threads(lambda: (options.offered_schemas, options.followed_schema))
-    await service.schemas.check(offered, followed)
+Schemas = tuple[dict[str, str], dict[str, str]]
+"""The JSON schemas that a chat offers, and the one that its reply follows, as they are checked."""
+
+
+def _read_chat(options: ChatRequest) -> tuple[list[dict[str, Any]], Schemas]:
+    """The messages of a chat as templates expect them, and its schemas. It runs in a thread, once for all choices.
+    Raises :class:`UnsupportedField`."""
+    messages = [message.for_template(f"messages.{number}") for number, message in enumerate(options.messages)]
+    _ = options.logits  # the choices share it
+    return messages, (options.offered_schemas, options.followed_schema)
 
 
 def _trainable(source: Sampling, target: Target, options: CompletionOptions) -> bool:
@@ -197,18 +204,17 @@ def _prepare_chat(
     return source.prepare(target, chat, messages, tools, opening=opening)
 
 
-def _reader(options: CompletionOptions, chat: Chat) -> CallReader | None:
-    """The parser of tool calls in a reply; None where no tools are offered."""
+def _readers(options: CompletionOptions, chat: Chat) -> Callable[[], CallReader | None]:
+    """Makes the parser of tool calls in a reply; None where no tools are offered."""
     if not isinstance(options, ChatRequest):
-        return None
+        return lambda: None
     names = [tool.function.name for tool in options.offered]
     if options.forced:
-        return ForcedReader(names)
+        return partial(ForcedReader, names)
     if names or chat.tools.style == "harmony":
-        return READERS[chat.tools.style](
-            names, {tool.function.name: tool.function.parameters or {} for tool in options.offered}
-        )
-    return None
+        parameters = {tool.function.name: tool.function.parameters or {} for tool in options.offered}
+        return partial(READERS[chat.tools.style], names, parameters)
+    return lambda: None
 
 
 @routes.post("/completions", response_model=dict[str, Any])
@@ -221,13 +227,21 @@ async def completions(service: Service, owner: Owner, request: Request, options:
         raise UnsupportedField("max_tokens: 0 asks for no answer; give 1 or more, or echo", "max_tokens")
     if options.best_of not in (None, options.n or 1):
         raise UnsupportedField("best_of is not supported: leave it out", "best_of", "unsupported_parameter")
-    target, chat = await service.controller.completions.open(owner.id, options.model)
-    form = TextFormat(service, options, target.name, logprobs=options.logprobs is not None)
+    source = service.controller.completions
+    target, chat = await source.open(owner.id, options.model)
     _limit_choices(options, len(options.prompts))
-    prepare = partial(service.controller.completions.prepare, target, chat)
-    prompts = await service.threads(_of_argument, "prompt", lambda: [prepare(prompt) for prompt in options.prompts])
+    prompts = await service.threads(_of_argument, "prompt", _prepare_texts, source, target, chat, options)
+    form = TextFormat(
+        service, options, target.name, logprobs=options.logprobs is not None, trainable=options.logits is None
+    )
     limit = COMPLETION_TOKENS if options.max_tokens is None else options.max_tokens
-    return await _respond(service, service.controller.completions, owner.id, request, form, prompts, limit)
+    return await _respond(service, source, owner.id, request, form, prompts, limit)
+
+
+def _prepare_texts(source: Sampling, target: Target, chat: Chat, options: CompletionRequest) -> list[PreparedPrompt]:
+    """Raises :class:`UserError`."""
+    _ = options.logits  # the choices share it
+    return [source.prepare(target, chat, prompt) for prompt in options.prompts]
 
 
 @routes.post("/responses", response_model=dict[str, Any])
@@ -241,26 +255,22 @@ async def respond(
 ) -> Response:
     """A response of ``source``."""
     with asked.renamed():
-        options = asked.as_chat()
-        messages = [message.for_template(f"messages.{number}") for number, message in enumerate(options.messages)]
+        options = await service.threads(asked.as_chat)
+        messages, schemas = await service.threads(_read_chat, options)
         target, chat = await source.open(owner, options.model)
         form = ResponsesFormat(service, asked, target.name, trainable=_trainable(source, target, options))
-        await _check_schemas(service, options)
+        await service.schemas.check(*schemas)
         prompt = await service.threads(_of_argument, "messages", _prepare_chat, source, target, chat, options, messages)
-        choices = _choices(source, options, [prompt])
         limit = options.max_completion_tokens
-        _limit_logprobs(source, options, choices, limit)
-        await service.threads(_check_logits, source, options, prompt)
-    growth = _generate(service, source, owner, options, choices, limit)
+        choices, call = await _choices(service, source, options, [prompt], limit)
+    growth = _generate(service, source, owner, choices, call, limit)
     headers = {"x-request-id": form.id}
     if asked.stream:
-        events = _response_events(form, choices[0], growth, request)
+        events = _response_events(service, form, choices[0], growth, request)
         return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
     if not await unless(disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
-    response = json_response(form.body(choices[0], _usage(choices)))
-    response.headers.update(headers)
-    return response
+    return await _whole(service, form.size(choices[0]), headers, lambda: form.body(choices[0], _usage(choices)))
 
 
 @token_routes.post("/generate", response_model=dict[str, Any], name="generate_tokens")
@@ -278,10 +288,18 @@ async def complete_tokens(
     refuse_unsupported(asked.sampling_params.model_extra)
     options = asked.sampling_params.model_copy(update={"return_token_ids": asked.return_token_ids})
     target, chat = await source.open(owner, asked.model)
-    form = TokenFormat(service, options, target.name, logprobs=True, trainable=_trainable(source, target, options))
     _limit_choices(options, 1)
-    prompt = await service.threads(_of_argument, "token_ids", source.prepare, target, chat, asked.token_ids)
+    prompt = await service.threads(_of_argument, "token_ids", _prepare_tokens, source, target, chat, options, asked)
+    form = TokenFormat(service, options, target.name, logprobs=True, trainable=_trainable(source, target, options))
     return await _respond(service, source, owner, request, form, [prompt], options.max_tokens)
+
+
+def _prepare_tokens(
+    source: Sampling, target: Target, chat: Chat, options: CompletionOptions, asked: TokenRequest
+) -> PreparedPrompt:
+    """Raises :class:`UserError`."""
+    _ = options.logits  # the choices share it
+    return source.prepare(target, chat, asked.token_ids)
 
 
 @routes.get("/models", response_model=dict[str, Any], name="openai_models")
@@ -354,38 +372,60 @@ async def _respond(
 ) -> Response:
     """``n`` completions of each prompt, streamed or whole."""
     options = form.options
-    choices = _choices(source, options, prompts)
-    _limit_logprobs(source, options, choices, limit)
-    await service.threads(_check_logits, source, options, prompts[0])
-    growth = _generate(service, source, owner, options, choices, limit)
+    choices, call = await _choices(service, source, options, prompts, limit)
+    growth = _generate(service, source, owner, choices, call, limit)
     headers = {"x-request-id": form.id}
     if options.stream:
         events = _events(form, choices, growth, request)
         return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
     if not await unless(disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
-    response = json_response(form.body(choices, _usage(choices)))
+    return await _whole(service, form.size(choices), headers, lambda: form.body(choices, _usage(choices)))
+
+
+async def _whole(
+    service: ServiceContext, size: int, headers: Mapping[str, str], body: Callable[[], dict[str, Any]]
+) -> Response:
+    """The response with ``body``, which has about ``size`` bytes."""
+    response = await off_loop(service.threads, size, lambda: json_response(body()))
     response.headers.update(headers)
     return response
 
 
-def _choices(source: Sampling, options: CompletionOptions, prompts: Sequence[PreparedPrompt]) -> list[Choice]:
-    stops = options.stops
+async def _choices(
+    service: ServiceContext,
+    source: Sampling,
+    options: CompletionOptions,
+    prompts: Sequence[PreparedPrompt],
+    limit: int | None,
+) -> tuple[list[Choice], CallOptions]:
+    """The choices of a request, and how each is sampled but for its seed. Raises :class:`UserError`."""
     seed = options.seed if options.seed is not None else source.draw_seed()
-    count = options.n or 1
+    return await service.threads(_make_choices, source, options, prompts, limit, seed)
+
+
+def _make_choices(
+    source: Sampling, options: CompletionOptions, prompts: Sequence[PreparedPrompt], limit: int | None, seed: int
+) -> tuple[list[Choice], CallOptions]:
+    stops, reader, count = options.stops, _readers(options, prompts[0].chat), options.n or 1
     most_calls = 1 if isinstance(options, ChatRequest) and options.parallel_tool_calls is False else TOOLS
-    return [
-        Choice(
-            number * count + i,
-            prompt,
-            _seed(seed, number * count + i),
-            stops,
-            _reader(options, prompt.chat),
-            most_calls,
-        )
+    choices = [
+        Choice(number * count + i, prompt, _seed(seed, number * count + i), stops, reader(), most_calls)
         for number, prompt in enumerate(prompts)
         for i in range(count)
     ]
+    _limit_logprobs(source, options, choices, limit)
+    _check_logits(source, options, prompts[0])
+    return choices, CallOptions(
+        max_tokens=limit if limit is None else max(1, limit),
+        temperature=options.temperature,
+        stop=stops,
+        stop_tokens=options.stop_tokens,
+        seed=options.seed,
+        kind="chat" if isinstance(options, ChatRequest) else "completion",
+        logits=options.logits,
+        score_prompt=_scores_prompt(options),
+    )
 
 
 def _limit_choices(options: CompletionOptions, prompts: int) -> None:
@@ -451,65 +491,60 @@ async def _generate(
     service: ServiceContext,
     source: Sampling,
     owner: str,
-    options: CompletionOptions,
     choices: Sequence[Choice],
+    call: CallOptions,
     limit: int | None,
 ) -> AsyncGenerator[tuple[Choice, str, str | None] | None]:
     """Samples all choices. Yields (choice, further text, finish reason or None) as tokens arrive, and None after a
     heartbeat without tokens. Closing it early ends the generation. Raises the first error of any choice."""
-    changed = asyncio.Event()
+    arrived, portions = asyncio.Event(), Portions()
+    grown: set[int] = set()
+    """Numbers of choices that have ended or have further tokens."""
+    tasks: dict[int, asyncio.Task[SamplingResult]] = {}
+
+    def grow(number: int, ended: object = None) -> None:
+        grown.add(number)
+        arrived.set()
 
     def watch(choice: Choice) -> Callable[[SamplingResult], None]:
         def on_tokens(reply: SamplingResult) -> None:
             choice.reply = reply
-            changed.set()
+            grow(choice.index)
 
         return on_tokens
 
-    tasks = {
-        choice.index: asyncio.create_task(
-            source.generate(
-                owner,
-                choice.prompt,
-                CallOptions(
-                    max_tokens=limit if limit is None else max(1, limit),
-                    temperature=options.temperature,
-                    seed=choice.seed if options.seed is not None else None,
-                    stop=options.stops,
-                    stop_tokens=options.stop_tokens,
-                    kind="chat" if isinstance(options, ChatRequest) else "completion",
-                    logits=options.logits,
-                    score_prompt=_scores_prompt(options),
-                ),
-                watch(choice) if limit != 0 else None,
-            )
-        )
-        for choice in choices
-    }
     closing = asyncio.create_task(service.closing.wait())
-    for task in (*tasks.values(), closing):
-        task.add_done_callback(lambda _: changed.set())
+    closing.add_done_callback(lambda _: arrived.set())
     try:
-        left = list(choices)
+        async for choice in in_portions(choices):
+            each = call if call.seed is None else replace(call, seed=choice.seed)
+            on_tokens = watch(choice) if limit != 0 else None
+            task = asyncio.create_task(source.generate(owner, choice.prompt, each, on_tokens))
+            task.add_done_callback(partial(grow, choice.index))
+            tasks[choice.index] = task
+        left = {choice.index: choice for choice in choices}
         while left:
             if closing.done():
                 raise Unavailable("the service is stopping; try again when it is back")
-            changed.clear()
-            for choice in list(left):
-                last = tasks[choice.index].done()
+            arrived.clear()
+            numbers = sorted(grown & left.keys())
+            grown.clear()
+            for number in numbers:
+                choice, last = left[number], tasks[number].done()
                 if last:
-                    choice.reply = tasks[choice.index].result()
+                    choice.reply = tasks[number].result()
                     if limit == 0:
                         choice.reply = SamplingResult(finish="length", prompt_logprobs=choice.reply.prompt_logprobs)
-                    left.remove(choice)
+                    del left[number]
                 known = len(choice.text.starts)
                 text = choice.next_text(last=last)
                 if last or len(choice.text.starts) > known:
                     yield choice, text, choice.finish if last else None
+                await portions.pause()
             if left:
                 try:
                     async with asyncio.timeout(service.context.settings.worker.heartbeat_seconds):
-                        await changed.wait()
+                        await arrived.wait()
                 except TimeoutError:
                     yield None
         for prompt in _prompts(choices):
@@ -560,6 +595,7 @@ async def _events(
 
 
 async def _response_events(
+    service: ServiceContext,
     form: ResponsesFormat,
     choice: Choice,
     growth: AsyncGenerator[tuple[Choice, str, str | None] | None],
@@ -573,7 +609,7 @@ async def _response_events(
                 events = b": heartbeat\n\n" if update is None else form.grow(choice, update[1])
                 if events:
                     yield events
-            yield form.end(choice, _usage([choice]))
+            yield await off_loop(service.threads, form.size(choice), lambda: form.end(choice, _usage([choice])))
         except Exception as error:
             _, body = _error_body(error, request)
             yield form.failed(body)
