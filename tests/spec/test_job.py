@@ -248,3 +248,28 @@ def test_a_log_level_is_one_of_logging_in_any_case_of_letters() -> None:
     for level in ("trace", "inf"):
         with pytest.raises(UserError, match=r"ROOKERY_LOG_LEVEL.*'DEBUG', 'INFO', 'WARNING', 'ERROR' or 'CRITICAL'"):
             Settings.load({"ROOKERY_LOG_LEVEL": level})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "stop", "policies", "expected"),
+    [
+        (6, {"epochs": 1}, {"a": {}}, {"a": 3}),
+        (6, {"epochs": 1}, {"a": {}, "b": {"algorithm": {"groups_per_step": 1}}}, {"a": 3, "b": 6}),
+        (7, {"epochs": 2}, {"a": {"algorithm": {"groups_per_step": 4}}, "b": {}}, {"a": 4, "b": 7}),
+        (6, {"epochs": 1, "steps": 4}, {"a": {}, "b": {"algorithm": {"groups_per_step": 1}}}, {"a": 3, "b": 4}),
+        (6, {"epochs": 1}, {"a": {"stop": {"steps": 2}}, "b": {"stop": {"steps": 9}}}, {"a": 2, "b": 3}),
+        (6, {"epochs": 1}, {"a": {"stop": {"reward": 1.0}, "algorithm": {"groups_per_step": 3}}}, {"a": 2}),
+        (1, {"epochs": 0.1}, {"a": {}, "b": {"train": False, "base": True}}, {"a": 1}),
+        (6, {"steps": 5}, {"a": {}, "b": {"algorithm": {"groups_per_step": 1}}}, {"a": 5, "b": 5}),
+    ],
+)
+def test_epochs_are_steps_of_each_policy(
+    prompts: int, stop: dict[str, Any], policies: dict[str, Any], expected: dict[str, int]
+) -> None:
+    job = job_of(policies=policies, algorithm__groups_per_step=2) | {"stop": stop}
+    spec = parse_job(job).with_epochs(prompts)
+    stored = JobSpec.model_validate(spec.model_dump(mode="json"))
+    assert {name: stored.of_policy(name).stop.steps for name in stored.trained} == expected
+    for name, policy in policies.items():
+        given, now = policy.get("stop", {}).get("reward"), stored.policies[name].stop
+        assert given is None or (now is not None and now.reward == given)

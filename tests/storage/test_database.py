@@ -740,6 +740,60 @@ def test_any_text_can_be_searched_for(odd: str, database: Database) -> None:
     assert database.read(runs.chosen_jobs, runs.RunChoice("alice", text="JOB"))[1] == 1
 
 
+def submit_two(database: Database, job: str, policies: dict[str, bool]) -> dict[str, int]:
+    """A job with these policies, each of which trains or does not, at version 0; returns the leases of those."""
+    spec = {"base_model": "tiny", "policies": {name: {"train": train} for name, train in policies.items()}}
+    row = JobRow(id=job, tenant="alice", name=job, spec=spec, created=1.0)
+    mine = [PolicyRow(id=f"{job}-{name}", tenant="alice", job=job, name=name, rank=8, alpha=16.0, targets=["q"])
+            for name in sorted(policies)]  # fmt: skip
+    database.write(jobs.submit_job, row, mine)
+    return {name: database.write(jobs.next_lease, f"{job}-{name}") for name, train in policies.items() if train}
+
+
+def take_step(
+    database: Database, job: str, policy: str, lease: int, step: int, number: int, reward: float | None, several: bool
+) -> None:
+    """Commit the policy's step ``step``, the job's step ``number``; 0 is version 0."""
+    database.write(
+        version_rows.commit_step, job=job, policy=f"{job}-{policy}", lease=lease, parent=step - 1 if step else None,
+        manifest=manifest(f"{job}-{policy}-{step}"), groups=[], step=step, counters={}, rng={}, time=4.0,
+        metrics=[{"step": number, "reward": reward}] if step else [], job_step=number if several else None,
+    )  # fmt: skip
+
+
+def test_the_rewards_of_a_job_are_those_of_its_first_policy_that_trains(database: Database) -> None:
+    taken = {
+        "low": ([("a", 9.0), ("b", 1.0), ("a", 9.0), ("b", 2.0), ("a", 9.0)], {"z": False, "b": True, "a": True}),
+        "high": ([("b", 3.0), ("a", 0.0), ("a", 0.0), ("a", 0.0)], {"b": True, "a": True}),
+        "one": ([("a", 4.0), ("a", 5.0)], {"b": False, "a": True}),
+        "mid": ([("main", 0.5), ("main", 2.5)], {"main": True}),
+        "none": ([("b", 7.0)], {"a": True, "b": True}),
+    }
+    for job, (rewards, policies) in taken.items():
+        leases, several = submit_two(database, job, policies), sum(policies.values()) > 1
+        steps = dict.fromkeys(leases, 0)
+        for policy, lease in leases.items():
+            take_step(database, job, policy, lease, 0, 0, None, several)
+        for number, (policy, reward) in enumerate(rewards, 1):
+            steps[policy] += 1
+            take_step(database, job, policy, leases[policy], steps[policy], number, reward, several)
+    expected = {"low": [1.0, 2.0], "high": [3.0], "one": [4.0, 5.0], "mid": [0.5, 2.5]}
+    assert database.read(runs.rewards_of, [*taken], 64) == expected
+    assert database.read(runs.rewards_of, [*taken], 1) == {job: rewards[-1:] for job, rewards in expected.items()}
+    listed, _ = database.read(runs.chosen_jobs, runs.RunChoice("alice", order="reward"))
+    assert [row.id for row in listed] == ["one", "high", "mid", "low", "none"]
+
+
+def test_a_rollback_takes_the_steps_of_its_policy_from_those_of_the_job(database: Database) -> None:
+    leases = submit_two(database, "job", {"a": True, "b": True})
+    for policy, lease in leases.items():
+        take_step(database, "job", policy, lease, 0, 0, None, several=True)
+    for number, (policy, step) in enumerate([("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 2)], 1):
+        take_step(database, "job", policy, leases[policy], step, number, 1.0, several=True)
+    assert database.write(version_rows.rollback, "job-a", 3, "bad hash").version == 2
+    assert database.read(jobs.get_job, "alice", "job").step == 4
+
+
 def test_failed_episodes_are_counted_and_listed_by_their_index(database: Database) -> None:
     newest = end_episodes(database, [f"error {n % 2}" for n in range(9)], failed={0, 2, 3, 8})
     assert database.read(episodes.failure_counts, "alice", "job", 5) == [("error 0", 3), ("error 1", 1)]

@@ -7,7 +7,6 @@ objects answer "not found".
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -552,10 +551,7 @@ def _with_steps(spec: JobSpec, sizes: SplitSizes | None, problems: list[str]) ->
     if sizes is None:
         problems.append("stop.epochs: the environment does not know how many prompts it has; give stop.steps")
         return spec
-    per_step = spec.algorithm.batch_size or spec.algorithm.groups_per_step
-    steps = max(1, math.ceil(sizes.train * spec.stop.epochs / per_step))
-    steps = min(steps, spec.stop.steps or steps)
-    return spec.model_copy(update={"stop": spec.stop.model_copy(update={"steps": steps})})
+    return spec.with_epochs(sizes.train)
 
 
 def with_defaults(spec: JobSpec) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Every field, default and bound of a job is defined here and in :mod:`rookery.spe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -14,7 +15,15 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 
 from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name
 from rookery.errors import short
-from rookery.spec.policy import AlgorithmSpec, PolicySpec, SamplingSpec, Seconds, SpecModel, StrictModel
+from rookery.spec.policy import (
+    AlgorithmSpec,
+    PolicySpec,
+    PolicyStop,
+    SamplingSpec,
+    Seconds,
+    SpecModel,
+    StrictModel,
+)
 
 BUILTIN_TURNS = {"jsonl": 1, "reasoning-gym": 1, "calculator": 2, "xrouter": 3}
 """The most replies of an episode of each built-in environment, without tools; `openenv` has `max_turns`."""
@@ -125,7 +134,8 @@ class StopSpec(StrictModel):
     """Optimizer steps."""
     epochs: float | None = Field(None, gt=0, le=1e6)
     """Times that each training prompt or row is taken, for an environment that knows how many it has. The service puts
-    the optimizer steps that this takes, rounded up, in `steps`, unless those are fewer."""
+    the optimizer steps that this takes, rounded up, in `steps`, unless those are fewer; for a policy with a different
+    `groups_per_step`, in its own `stop`."""
     reward: float | None = None
     """Mean reward of a training step at or above this."""
     wall_time: Seconds | None = None
@@ -300,6 +310,27 @@ class JobSpec(StrictModel):
                 known = {field: value for field, value in given.items() if value is not None}
                 parts[part] = getattr(self, part).model_copy(update=known)
         return self.model_copy(update=parts)
+
+    def with_epochs(self, prompts: int) -> JobSpec:
+        """The job with ``stop.steps`` for its epochs of so many training prompts, for each policy by the groups that it
+        takes per step."""
+        if self.stop.epochs is None:
+            return self
+        total, steps = prompts * self.stop.epochs, self._steps_within(prompts * self.stop.epochs)
+        policies = dict(self.policies)
+        for name in self.trained:
+            mine, given = self.of_policy(name)._steps_within(total), policies[name].stop or PolicyStop()
+            if mine != steps or given.steps is not None:
+                stop = given.model_copy(update={"steps": mine})
+                policies[name] = policies[name].model_copy(update={"stop": stop})
+        stops = self.stop.model_copy(update={"steps": steps})
+        return self.model_copy(update={"stop": stops, "policies": policies})
+
+    def _steps_within(self, prompts: float) -> int:
+        """The optimizer steps that take so many prompts, at most those of ``stop``."""
+        size = self.algorithm.batch_size or self.algorithm.groups_per_step
+        steps = max(1, math.ceil(prompts / size))
+        return min(steps, self.stop.steps or steps)
 
     def base_model_of(self, name: str) -> str:
         """The base model of a policy; that of the policy that it follows."""

@@ -76,7 +76,7 @@ class Progress:
         self._row = row
         self._spec = spec
         self.committed = 0
-        """Committed optimizer steps of all policies."""
+        """The number of the last committed optimizer step, of any policy."""
         self.committing = asyncio.Lock()
         """Held by the policy that commits: steps have the numbers in which they were committed."""
         self._flat_steps: dict[str, list[dict[str, Any]]] = {}
@@ -288,6 +288,12 @@ class JobContext:
     def trained(self) -> list[JobPolicy]:
         """The policies that train."""
         return [policy for policy in self.policies.values() if policy.about.train]
+
+    @property
+    def committed_steps(self) -> int:
+        """Committed optimizer steps of all policies that train."""
+        heads = [policy.versions.head for policy in self.trained if policy.versions is not None]
+        return sum(head.step for head in heads if head is not None)
 
     def newest(self) -> dict[str, int]:
         """The newest version of each policy that has versions; that of a follower is the one that it uses."""

@@ -236,7 +236,7 @@ class PolicyLoop:
         values: dict[str, Any] = {
             "job": self._job.row.id, "groups": groups, "metrics": metrics, "rng": self._rng(),
             "counters": dict(self._job.progress.counters),
-            "job_step": self._job.progress.committed + len(metrics) if self._several else None,
+            "job_step": self._job.committed_steps + len(metrics) if self._several else None,
         }  # fmt: skip
         return lambda **more: self._controller.store.write(commit_step, **values, **more)
 

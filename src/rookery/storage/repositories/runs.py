@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
 
 from rookery.errors import NotFound
 from rookery.storage.columns import SafeText, fetch_all, find, rows
-from rookery.storage.models import EventRow, JobRow, JobState, StepRow, UsageRow
+from rookery.storage.models import EventRow, JobRow, JobState, PolicyRow, StepRow, UsageRow
 
 RunOrder = Literal["created", "name", "state", "step", "reward", "tenant"]
 
@@ -45,7 +45,11 @@ def chosen_jobs(connection: Connection, chosen: RunChoice) -> tuple[list[JobRow]
         lower = chosen.text.lower()
         columns = [func.lower(column, type_=SafeText()) for column in (JobRow.name, JobRow.id)]
         where.append(or_(*(column.contains(lower, autoescape=True) for column in columns)))
-    reward = select(StepRow.reward).where(StepRow.job == JobRow.id, StepRow.step == JobRow.step).scalar_subquery()
+    first = _first_trained(connection, *where) if chosen.order == "reward" else {}
+    newest = select(StepRow.reward).where(
+        StepRow.job == JobRow.id, or_(JobRow.id.not_in(first), StepRow.policy.in_(["", *first.values()]))
+    )
+    reward = newest.order_by(StepRow.step.desc()).limit(1).scalar_subquery()
     key: Mapping[str, Any] = {
         "created": JobRow.created, "name": JobRow.name, "state": JobRow.state, "step": JobRow.step,
         "reward": func.coalesce(reward, -1e300), "tenant": JobRow.tenant,
@@ -65,14 +69,33 @@ def any_job(connection: Connection, job: str) -> JobRow:
 
 
 def rewards_of(connection: Connection, jobs: Sequence[str], count: int) -> dict[str, list[float]]:
-    """The rewards of the last ``count`` steps of each of these jobs, oldest first."""
+    """The rewards of the last ``count`` steps of each of these jobs, oldest first; of a job with several policies,
+    those of the first one that trains."""
+    first = _first_trained(connection, JobRow.id.in_(jobs))
     query = select(StepRow.job, StepRow.reward).join(JobRow, JobRow.id == StepRow.job)
-    query = query.where(JobRow.id.in_(jobs), StepRow.step > JobRow.step - count)
-    found: dict[str, list[float]] = {}
-    for job, reward in connection.execute(query.order_by(StepRow.job, StepRow.step)):
+    query = query.where(JobRow.id.in_([job for job in jobs if job not in first]), StepRow.step > JobRow.step - count)
+    found = [*connection.execute(query.order_by(StepRow.job, StepRow.step))]
+    for job, policy in first.items():
+        newest = select(StepRow.job, StepRow.reward).where(StepRow.job == job, StepRow.policy.in_(("", policy)))
+        found += [*connection.execute(newest.order_by(StepRow.step.desc()).limit(count))][::-1]
+    rewards: dict[str, list[float]] = {}
+    for job, reward in found:
         if reward is not None:
-            found.setdefault(job, []).append(reward)
-    return found
+            rewards.setdefault(job, []).append(reward)
+    return rewards
+
+
+def _first_trained(connection: Connection, *where: ColumnElement[bool]) -> dict[str, str]:
+    """By job, of the chosen jobs with several policies, the id of the first policy that trains."""
+    several = select(PolicyRow.job).group_by(PolicyRow.job).having(func.count() > 1)
+    query = select(JobRow.id, JobRow.spec, PolicyRow.name, PolicyRow.id).join(PolicyRow, PolicyRow.job == JobRow.id)
+    specs: dict[str, Mapping[str, Any]] = {}
+    ids: dict[tuple[str, str], str] = {}
+    for job, spec, name, policy in connection.execute(query.where(*where, JobRow.id.in_(several))):
+        specs[job], ids[job, name] = spec, policy
+    trained = {job: next(name for name, about in spec["policies"].items() if about.get("train", True))
+               for job, spec in specs.items()}  # fmt: skip
+    return {job: ids[job, name] for job, name in trained.items()}
 
 
 def usage_of(connection: Connection, jobs: Sequence[str]) -> dict[str, Any]:

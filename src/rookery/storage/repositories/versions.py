@@ -69,8 +69,8 @@ def commit_step(
     """The next version of the policy, committed. ``parent`` None makes version 0.
 
     ``groups``: ids of the groups in its batches; ``step``: the policy's optimizer steps so far; ``job_step``: those of
-    all policies of a job with several, None for a job with one; ``metrics``: one row per step since ``parent``, each
-    with its number in the job under ``step``. The artifact must be durable before. Raises
+    all policies of a job of which several train, None where one does; ``metrics``: one row per step since ``parent``,
+    each with its number in the job under ``step``. The artifact must be durable before. Raises
     :class:`Conflict`, and changes nothing, if the job is finished or the policy is not its, the lease is not the
     newest, the head is not ``parent``, or a group is not ready.
     """
@@ -214,8 +214,8 @@ def rollback(connection: Connection, policy: str, version: int, why: str) -> Ver
     connection.execute(update(PolicyRow).filter_by(id=policy).values(head_version=ancestor.version))
     mine = (StepRow.job == owner.job) & (StepRow.version > ancestor.version) & StepRow.policy.in_(("", policy))
     connection.execute(delete(StepRow).where(mine))
-    others = select(func.max(StepRow.step)).where(StepRow.job == owner.job, StepRow.policy != "")
-    job_step = max(ancestor.step, connection.execute(others).scalar() or 0)
+    several = select(func.count()).where(StepRow.job == owner.job, StepRow.policy != "")
+    job_step = max(ancestor.step, connection.execute(several).scalar() or 0)
     connection.execute(update(JobRow).filter_by(id=owner.job).values(step=job_step))
     return ancestor
 
