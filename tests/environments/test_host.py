@@ -324,6 +324,36 @@ async def test_a_value_that_is_no_number_is_named_with_its_class_and_place(given
         assert re.match(says + ".*" + PLACE, answer.error), answer.error
 
 
+class Begins(faulty.Good):
+    """Its reset returns a step with the given fields."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+    def reset(self, prompt: Any, seed: int) -> Any:
+        return Step(**{"messages": [{"role": "user", "content": "Go."}], **self.given})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"reward": 5.0}, r"ValueError: Begins\.reset gave the reward 5\.0 \(float\), expected none before the first"),
+        ({"rewards": {"a": 2.0}}, r"ValueError: .* the rewards .*'a': 2\.0.*, expected none"),
+        ({"metrics": {"m": 0.0}}, r"ValueError: .* the metrics .*'m': 0\.0.*, expected none"),
+        ({"done": True}, r"ValueError: .* the value of done True \(bool\), expected none"),
+        ({"reward": "x"}, r"TypeError: .* the reward 'x' \(str\), expected a number"),
+        ({"metrics": None}, r"TypeError: .* the metrics None"),
+    ],
+)
+async def test_a_step_of_reset_has_messages_and_a_policy_alone(given: dict[str, Any], says: str) -> None:
+    async with hosting(bad=Begins(given), good=Begins({"policy": "b", "reward": np.float32(0), "done": False})) as host:
+        answer = await host.ask(reset("e1", "bad"))
+        assert re.match(says + r".*test_host\.py:[0-9]+ in reset\)$", answer.error), answer.error
+        answer = await host.ask(reset("e2", "good"))
+        assert (answer.policy, answer.error, answer.messages[0].content) == ("b", "", "Go.")
+
+
 async def test_numbers_of_any_type_are_taken() -> None:
     given = {
         "reward": np.float32(0.5),

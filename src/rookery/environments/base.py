@@ -102,7 +102,7 @@ class Environment:
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message] | Step | Awaitable[Sequence[Message] | Step]:
         """Starts the episode and returns its first messages, or a ``Step`` with them that names the ``policy`` which
-        replies first. May be ``async``."""
+        replies first; a reward, metrics or an end are refused there. May be ``async``."""
         raise NotImplementedError(f"{type(self).__name__} does not define reset(prompt, seed)")
 
     def step(self, reply: Reply) -> Step | Awaitable[Step]:

@@ -55,6 +55,8 @@ LONGEST_POLICY = 64
 JOIN_SECONDS = 1.0
 """Time that closing waits for the event loop; a loop blocked by user code is abandoned."""
 
+MESSAGES = 'a list of {"role": …, "content": …}'
+
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
@@ -179,12 +181,8 @@ class Episodes:
         episode.environment = environment
         if isinstance(environment, Agent):
             return await self._work(episode, message.episode, environment, prompt, self._llm(message))
-        messages = await self._run(episode, environment.reset, prompt, message.seed)
-        if isinstance(messages, Step) and len(messages.tokens):
-            return Step(tokens=_tokens(messages, "reset"), policy=_policy_name(messages.policy, "reset"))
-        if isinstance(messages, Step):
-            return Step(messages=_checked(messages.messages, "reset"), policy=_policy_name(messages.policy, "reset"))
-        return Step(messages=_checked(messages, "reset"))
+        given = await self._run(episode, environment.reset, prompt, message.seed)
+        return _checked_step(given if isinstance(given, Step) else Step(messages=given), environment, "reset")
 
     async def _work(self, episode: _Episode, name: str, agent: Agent, task: Any, llm: LLM) -> Step:
         """Run an agent to its end."""
@@ -384,9 +382,15 @@ def _checked_step(step: Step, environment: Environment, method: str = "step") ->
         _policy_name(name, method): number(f"reward of {_shown(name)}", value, finite=True)
         for name, value in step.rewards.items()
     }
+    if method == "reset":
+        early = {"reward": reward, "value of done": step.done, "metrics": metrics, "rewards": rewards}
+        for name in filter(early.get, early):
+            raise refusal(ValueError, name, early[name], "none before the first reply, messages and the policy alone")
     messages = _checked(step.messages, method, before_reply=not step.done)
-    policy = _policy_name(step.policy, method)
-    return Step(messages, reward, bool(step.done), metrics, policy, rewards, _tokens(step, method))
+    policy, tokens = _policy_name(step.policy, method), _tokens(step, method)
+    if method == "reset" and not (messages or tokens):
+        raise TypeError(f"reset gave no messages, expected {MESSAGES}")
+    return Step(messages, reward, bool(step.done), metrics, policy, rewards, tokens)
 
 
 def _tokens(step: Step, method: str) -> list[int]:
@@ -417,14 +421,11 @@ def _shown(value: object) -> str:
 
 def _checked(messages: Any, method: str, *, before_reply: bool = True) -> list[Message]:
     """The messages that ``method`` gave, as they are sent; with ``before_reply`` the policy replies to them."""
-    expected = 'a list of {"role": …, "content": …}'
     if isinstance(messages, str | bytes | Mapping) or not hasattr(messages, "__iter__"):
-        raise TypeError(f"{method} gave {type(messages).__name__} for messages, not {expected}")
+        raise TypeError(f"{method} gave {type(messages).__name__} for messages, not {MESSAGES}")
     try:
         checked = conversation(list(messages), before_reply=before_reply)
         values.check(checked, "messages")
     except ValueError as error:
         raise type(error)(f"{method} gave messages that no policy can read: {error}") from None
-    if method == "reset" and not checked:
-        raise TypeError(f"reset gave no messages, expected {expected}")
     return checked
