@@ -27,7 +27,7 @@ from rookery.controller.jobs.runner import COUNTED
 from rookery.controller.quotas import REFUSED
 from rookery.controller.stored_spans import StoredSpans
 from rookery.controller.usage import cost_view
-from rookery.controller.validation import find_version
+from rookery.controller.validation import find_policy, find_version
 from rookery.controller.views import (
     BY_OWNER,
     AlarmView,
@@ -225,7 +225,7 @@ class JobQueries:
 
     async def versions(self, tenant: str, job: str, policy: str, page: Page | None = None) -> Sequence[VersionView]:
         """The versions of a policy, oldest first, each with the metrics of its last step."""
-        row = await self._store.read(job_rows.get_policy, tenant, job, policy)
+        row = await find_policy(self._store, tenant, job, policy)
         versions = await self._store.read(version_rows.versions, tenant, row.id, page)
         found = await self._store.read(
             version_rows.steps_of_versions, tenant, job, policy, [version.version for version in versions]

@@ -32,7 +32,7 @@ from rookery.environments.judges import parse_judges
 from rookery.environments.verifiers.graders import named_models
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
 from rookery.spec.fine_tuned import CHECKPOINT_OF, is_name_of
-from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model
+from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model, without_weights
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_config, read_lora
 from rookery.spec.policy import TARGETS
@@ -310,7 +310,10 @@ class JobValidator:
                 trained = stored_base_model(row.spec, start.policy)
                 if trained != spec.base_model:
                     raise SpecError([f"{where}.job: trained {trained}, this policy has {spec.base_model}"])
-                _, found = await find_version(services.store, tenant, row.id, start.policy, start.version)
+                source, found = await find_version(services.store, tenant, row.id, start.policy, start.version)
+                if not source.rank:
+                    whole = f"{start.policy} of job {row.name} has all parameters (full: true), not a LoRA"
+                    raise SpecError([f"{where}: {whole}; give a policy that trained a LoRA"])
                 digest = found.hash
             config = await self._stored(where, digest, CONFIG_FILE)
             problems = await self._services.threads(self._unfit, config, spec, start.upload is not None)
@@ -418,16 +421,20 @@ class JobValidator:
             target = await self._fine_tuned(tenant, target)
         job, at, version = target.removesuffix(":latest").partition("@")
         job, _, chosen = job.partition("/")
+        no_policy = ""
         try:
             row = await services.store.read(jobs.find_job, tenant, job)
             policies = {policy.name: policy for policy in await services.store.read(jobs.policies, tenant, row.id)}
             about = row.spec.get("policies", {}).get(chosen, {})
             if about.get("base"):
+                if at and version != "latest":
+                    raise UserError(f"{target!r}: {chosen} is the base model, without versions; give {row.id}/{chosen}")
                 return Target(model := stored_base_model(row.spec, chosen), model, None)
             if about.get("follows"):
                 other = about["follows"]["policy"]
                 raise UserError(f"{target!r}: it replies with versions of {other}; give {row.id}/{other}@VERSION")
             if chosen and chosen not in policies:
+                no_policy = without_weights(row.spec, chosen, row.name)
                 raise NotFound(target)
             if target == row.name and target in CATALOGUE:
                 raise NotFound(target)  # the model is meant
@@ -436,12 +443,13 @@ class JobValidator:
                 model = await self.model(tenant, target)
             except UserError:
                 raise NotFound(
-                    f"no job and no base model {target!r}; give a model's name, JOB or JOB@VERSION"
+                    no_policy or f"no job and no base model {target!r}; give a model's name, JOB or JOB@VERSION"
                 ) from None
             if not self._fleet.expects("rollout", model):
                 if model not in CATALOGUE and status(services.settings.cache, model).state != "prepared":
                     raise NotFound(
-                        f"no base model {target!r} here: no worker has it and it was never prepared; rookery models"
+                        no_policy
+                        or f"no base model {target!r} here: no worker has it and it was never prepared; rookery models"
                         " lists the base models"
                     ) from None
                 raise Unavailable(f"no worker serves {model} now: rookery worker or rookery serve starts one") from None
@@ -578,16 +586,29 @@ async def _whole(content: bytes) -> AsyncIterator[bytes]:
     yield content
 
 
+async def find_policy(store: Store, tenant: str, job: str, policy: str) -> PolicyRow:
+    """A policy of a job that has weights. Raises :class:`NotFound`, which says why there is none."""
+    try:
+        return await store.read(jobs.get_policy, tenant, job, policy)
+    except NotFound:
+        row = await store.read(jobs.get_job, tenant, job)
+        raise NotFound(without_weights(row.spec, policy, row.name)) from None
+
+
 async def find_version(
     store: Store, tenant: str, job: str, policy: str, number: int | None
 ) -> tuple[PolicyRow, VersionRow]:
     """A policy of a job and its version ``number``, the newest for None. Raises :class:`NotFound` where the version
     does not exist or its artifact was deleted."""
-    row = await store.read(jobs.get_policy, tenant, job, policy)
+    row = await find_policy(store, tenant, job, policy)
     number = row.head_version if number is None else number
     if number is None:
         raise NotFound(f"job {job} has no version yet")
-    version = await store.read(versions.version, tenant, row.id, number)
+    try:
+        version = await store.read(versions.version, tenant, row.id, number)
+    except NotFound:
+        newest = f"its newest is {row.head_version}" if row.head_version is not None else "it has none yet"
+        raise NotFound(f"no version {number} of policy {policy} of job {job}; {newest}") from None
     if not version.kept:
         raise NotFound(f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are")
     return row, version

@@ -370,6 +370,17 @@ def stored_base_model(spec: Mapping[str, Any], policy: str) -> str:
     return str(about.get("base_model") or spec["base_model"])
 
 
+def without_weights(spec: Mapping[str, Any], policy: str, job: str) -> str:
+    """Why a stored job of the name ``job`` has no weights of ``policy``, in a line."""
+    policies = spec.get("policies") or {"main": {}}
+    about = policies.get(policy)
+    if about is None:
+        return f"job {job} has no policy {short(repr(policy))}; it has {', '.join(policies)}"
+    if about.get("follows"):
+        return f"{policy} of job {job} has no weights: it replies with versions of {about['follows']['policy']}"
+    return f"{policy} of job {job} has no weights: it is the base model {stored_base_model(spec, policy)}"
+
+
 def stored_base_models(spec: Mapping[str, Any]) -> set[str]:
     """The base models that a stored job needs."""
     return {stored_base_model(spec, policy) for policy in spec.get("policies") or {"main": {}}}

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from tests.controller.jobs.test_job import finish
-from tests.support.peers import ADAPTER, ScriptedWorker, Service, job_of, user_message
+from tests.support.peers import ADAPTER, MODEL, ScriptedWorker, Service, job_of, user_message
 
 from rookery import protocol
 from rookery.aio import Signal
 from rookery.controller.jobs.buffer import GroupBuffer
 from rookery.controller.jobs.registry import STEPS_UNKNOWN
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory, episode_result_decoder
+from rookery.errors import NotFound, UserError
 from rookery.scheduling.job_rules import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
@@ -161,6 +162,42 @@ async def test_frozen_partner_keeps_its_bytes_and_base_model_replies_without_an_
             assert service.artifacts.path(version.hash, ADAPTER).read_bytes() == before
         else:
             assert [policy.name for policy in view.policies] == ["solver"]
+
+
+async def test_a_policy_without_weights_is_refused_by_its_reason(service: Service) -> None:
+    await service.join(script=debate)
+    three = {**PAIR, "judge": {"train": False, "base": True}, "old": {"train": False, **follows("solver")}}
+    job = await submit(service, name="debate", policies=three)
+    await service.ends(job)
+    target = service.controller.completions.find
+    with pytest.raises(NotFound, match=r"^job debate has no policy 'critic'; it has solver, verifier, judge, old$"):
+        await target("alice", "debate/critic")
+    for version in ("@7", "@x"):
+        with pytest.raises(UserError, match="judge is the base model, without versions"):
+            await target("alice", f"debate/judge{version}")
+    assert (await target("alice", "debate/judge@latest")).adapter is None
+    with pytest.raises(NotFound, match=rf"^no version 99 of policy solver of job {job}; its newest is 2$"):
+        await target("alice", "debate@99")
+    for name, says in (
+        ("critic", "job debate has no policy 'critic'; it has solver, verifier, judge, old"),
+        ("judge", f"judge of job debate has no weights: it is the base model {MODEL}"),
+        ("old", "old of job debate has no weights: it replies with versions of solver"),
+    ):
+        with pytest.raises(NotFound, match=says):
+            await service.controller.queries.versions("alice", job, name)
+        with pytest.raises(NotFound, match=says):
+            await service.controller.queries.adapter("alice", job, name, None)
+        start = {"main": {"rank": 4, "warm_start": {"job": "debate", "policy": name}}}
+        with pytest.raises(SpecError, match=rf"policies\.main\.warm_start: {says}"):
+            await submit(service, policies=start)
+
+
+async def test_a_policy_of_all_parameters_is_no_warm_start(service: Service) -> None:
+    await service.join()
+    job = await submit(service, name="whole", policies={"main": {"full": True, "optimizer": {"lr": 1e-5}}})
+    await service.ends(job)
+    with pytest.raises(SpecError, match=r"warm_start: main of job whole has all parameters .*, not a LoRA"):
+        await submit(service, policies={"main": {"warm_start": {"job": job}}})
 
 
 @pytest.mark.parametrize(
