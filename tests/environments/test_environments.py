@@ -64,7 +64,7 @@ def test_jsonl_plays_a_row() -> None:
 
 
 def test_jsonl_asks_a_judge_about_the_reply() -> None:
-    verifier = {"name": "judge", "policy": "critic", "prompt": "Is it {answer}, from 0 to 4? {other}", "scale": 4}
+    verifier = {"name": "judge", "policy": "critic", "prompt": "Is it {answer}, from 0 to 4? { other }", "scale": 4}
     row = {"prompt": "2+2?", "answer": 4}
     of_scale = {"3/4": 0.75, "Score: **3** / 4, fine": 0.75, "1 out of 4": 0.25, "Rating: 2 (of 4)": 0.5,
                 "2.5/4": 0.625, "3 of 5 tests pass: 2/4": 0.5, "4/4. No: 1": 0.25, "[[3]]/4": 0.75,
@@ -77,10 +77,41 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
         environment = Jsonl(JsonlOptions.model_validate({"verifier": verifier, "rows": [row]}))
         environment.prompt = row
         asked = environment.step(Reply(text="four", tokens=[1], messages=[], turn=0))
-        assert asked.messages == [{"role": "user", "content": "Is it 4, from 0 to 4? {other}"}]
+        assert asked.messages == [{"role": "user", "content": "Is it 4, from 0 to 4? { other }"}]
         assert (asked.policy, asked.done, asked.reward) == ("critic", False, 0.0)
         judged = environment.step(Reply(text=said, tokens=[1], messages=[], turn=1))
         assert (judged.done, judged.reward, judged.metrics) == (True, reward, {"unjudged": unjudged})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rows", "says"),
+    [
+        (
+            "{answr}?",
+            [{"answer": 4}],
+            r"dataset: row 1: no row has the field answr .* 'answer'; .* { answr }",
+        ),
+        ("{answer} {b}", [{"answer": 4}, {"a": 1}], "the field b that"),
+        ("{answer}", [{"answer": None}, {"answer": None}], "the field answer that"),
+        ("{answer}?", [{"a": 1}, {"answer": 4}], ["?", "4?"]),
+        ("{answer} {note}", [{"answer": 4}, {"answer": 5, "note": "hard"}, {"note": None}], ["4 ", "5 hard", " "]),
+        ("{prompt}: {a b} {}", [{}], ["1+1?: {a b} {}"]),
+        ("Good?", [{}], ["Good?"]),
+    ],
+)
+def test_the_question_to_a_judge_names_fields_of_the_rows(prompt: str, rows: list[Any], says: str | list[str]) -> None:
+    given = {"verifier": {"name": "judge", "policy": "critic", "prompt": prompt}}
+    options = JsonlOptions.model_validate({**given, "rows": [{"prompt": "1+1?", **row} for row in rows]})
+    if isinstance(says, str):
+        with pytest.raises(UserError, match=says):
+            Jsonl(options)
+        return
+    environment, asked = Jsonl(options), []
+    for row in environment.prompts("train"):
+        episode: Any = environment.for_episode()
+        episode.prompt = row
+        asked.append(episode.step(Reply(text="2", tokens=[1], messages=[], turn=0)).messages[0]["content"])
+    assert asked == says
 
 
 def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:

@@ -502,6 +502,9 @@ _ENDS_WITH_NUMBER = re.compile(r"[:\n][\s*_(\[]{0,8}[0-9]+(?:[.,][0-9]+)?[\s*_)\
 """The end of an answer whose last number stands before an earlier score: other text after a score explains it."""
 
 
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
 class Judge(AnyVerifier):
     """Another policy of the job reads the conversation with a question about the reply, and its answer is the reward:
     its last score as `8/10`, unless a number after a colon or alone on a line ends the answer, else the last number in
@@ -516,7 +519,8 @@ class Judge(AnyVerifier):
     """Which model outside of the job judges: a name that the administrator gave in `ROOKERY_JUDGES`. It reads the same
     conversation by OpenAI's chat API, at temperature 0."""
     prompt: Line = "How good is the last reply? Answer with one number from 0 to 10 and nothing else."
-    """The question, a user's message. `{field}` stands for the text of that field of the row."""
+    """The question, a user's message. `{field}` stands for the text of that field of the row, nothing where the row
+    lacks it; a field that no row has is refused. `{ field }` stands for itself."""
     scale: float = Field(10.0, gt=0)
     """The number of a perfect reply."""
 
@@ -533,10 +537,26 @@ class Judge(AnyVerifier):
 
     def question(self, row: Row) -> str:
         """The question to the judge about a reply to ``row``."""
-        return re.sub(r"\{(\w+)\}", lambda found: str(row.get(found[1], found[0])), self.prompt)
+        return _FIELD.sub(lambda found: "" if (value := row.get(found[1])) is None else str(value), self.prompt)
 
     def check(self, row: Row) -> None:
         pass
+
+    def first_unfit(self, rows: Iterable[Row]) -> tuple[int, str] | None:
+        """The first row and the field of the question that no row has."""
+        missing, first = dict.fromkeys(_FIELD.findall(self.prompt)), None
+        for row in rows:
+            first = row if first is None else first
+            missing = {name: None for name in missing if row.get(name) is None}
+            if not missing:
+                return None
+        if first is None or not missing:
+            return None
+        (name, *_), has = missing, ", ".join(repr(str(field)) for field in first)
+        return 0, (
+            f"no row has the field {name} that the prompt names, this one has {has}; correct the name, or write"
+            f" {{ {name} }} for the text itself"
+        )
 
     def judge(self, text: str | None, row: Row) -> Score:
         last = None
