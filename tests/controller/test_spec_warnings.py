@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.support.peers import Service, job_of
 
 from rookery.algorithms.schedules import rate
-from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
+from rookery.controller.spec_warnings import judge_problems, spec_warnings, split_problems, split_warnings
 from rookery.environments.base import SplitSizes
 from rookery.spec.job import JobSpec
+from rookery.spec.parsing import SpecError
 
 SCHEDULE = "policies.main.optimizer.schedule"
 
@@ -158,3 +159,41 @@ def test_splits_that_an_evaluation_cannot_use(sizes: SplitSizes | None, asked: i
     problems, warnings = split_problems(given, sizes), split_warnings(given, sizes)
     assert problem in problems[0] if problem else not problems
     assert warning in warnings[0] and len(warnings) == 1 if warning else not warnings
+
+
+JUDGED: dict[str, Any] = {"verifier": {"name": "judge", "policy": "j"}}
+TOOLS: dict[str, Any] = {"verifier": "number", "tools": [{"tool": "python"}]}
+FROZEN: dict[str, Any] = {"train": False, "base": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "judge", "expected"),
+    [
+        ({"verifier": "number", "max_turns": 1}, FROZEN, []),
+        (JUDGED, FROZEN, []),
+        ({**JUDGED, "max_turns": 2}, FROZEN, []),
+        ({**JUDGED, "max_turns": 1}, FROZEN, ["given 1, allowed: at least 2 (1 for the reply + 1 for the judge)"]),
+        (TOOLS, FROZEN, []),
+        ({**TOOLS, "calls": 8}, FROZEN, ["given 8, allowed: at least 9 (1 for the reply + 8 for calls of tools)"]),
+        ({**TOOLS, **JUDGED, "max_turns": 5}, FROZEN, ["allowed: at least 6 (1 for the reply + 4 for calls"]),
+        (
+            JUDGED,
+            {},
+            ["environment.verifier.policy: j trains, and its own verdict would be its reward;"],
+        ),
+        ({**JUDGED, "max_turns": 1}, {}, ["verifier.policy: j trains", "allowed: at least 2"]),
+    ],
+)
+def test_a_verdict_comes_and_rewards_the_other_policies(
+    options: dict[str, Any], judge: dict[str, Any], expected: list[str]
+) -> None:
+    environment = {"id": "jsonl", "rows": [{"prompt": "1+1?", "answer": 2}], **options}
+    job = JobSpec.model_validate(job_of(policies={"a": {}, "j": judge}) | {"environment": environment})
+    lines = judge_problems(job)
+    assert len(lines) == len(expected) and all(part in line for part, line in zip(expected, lines, strict=True))
+
+
+async def test_a_verdict_that_never_comes_is_refused_at_submission(service: Service) -> None:
+    environment = {"id": "jsonl", "rows": [{"prompt": "1+1?"}], **JUDGED, "max_turns": 1}
+    with pytest.raises(SpecError, match=r"environment\.max_turns: given 1, allowed: at least 2"):
+        await service.controller.submit("alice", job_of(policies={"a": {}, "j": FROZEN}) | {"environment": environment})

@@ -42,6 +42,24 @@ def evaluation_warnings(spec: JobSpec) -> list[str]:
     return []
 
 
+def judge_problems(spec: JobSpec) -> list[str]:
+    """Why the verdicts of the job's verifier would never come, or would reward the policy that gives them."""
+    environment, lines = spec.environment, []
+    if environment.judge is not None and spec.policies[environment.judge].train:
+        lines.append(
+            f"environment.verifier.policy: {environment.judge} trains, and its own verdict would be its reward; give it"
+            " train: false, such as {train: false, base: true}, or write an environment with rewards of its own"
+        )
+    if environment.id == "jsonl" and environment.turns < environment.longest:
+        parts = {"the reply": 1, "calls of tools": environment.tool_calls, "the judge": environment.judge is not None}
+        needed = " + ".join(f"{int(count)} for {part}" for part, count in parts.items() if count)
+        lines.append(
+            f"environment.max_turns: given {environment.max_turns}, allowed: at least {environment.longest} ({needed}):"
+            " a shorter episode ends before its reply is judged, with reward 0"
+        )
+    return lines
+
+
 def split_problems(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
     """Why the job could not be evaluated on the splits of its environment."""
     if sizes is None or sizes.held_out or not spec.evaluation.prompts:

@@ -21,7 +21,7 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.job_sinks import missing_secrets, sink_problems
 from rookery.controller.quotas import ROWS, Quotas, as_jsonl, job_problems, row_problems
 from rookery.controller.services import Services
-from rookery.controller.spec_warnings import spec_warnings, split_problems, split_warnings
+from rookery.controller.spec_warnings import judge_problems, spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER, BestConstantView
 from rookery.controller.weights.checkpoints import SCHEME, find_checkpoint
 from rookery.controller.weights.gc import ArtifactCollector
@@ -141,6 +141,7 @@ class JobValidator:
                     f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
                     " it) and give warm_start.upload"
                 )
+        problems += judge_problems(spec)
         problems += await self._judge_problems(tenant, spec, set(models.values()))
         problems += job_problems(spec, services.settings.limits, services.records.refused)
         problems += await services.threads(row_problems, spec, services.settings.limits)

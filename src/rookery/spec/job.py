@@ -81,11 +81,15 @@ class EnvironmentSpec(SpecModel):
     @property
     def turns(self) -> int:
         """The most replies of an episode."""
-        most = BUILTIN_TURNS.get(self.id or "", self.max_turns) + (self.judge is not None) + self._tool_calls
-        return min(self.max_turns, most)
+        return min(self.max_turns, self.longest)
 
     @property
-    def _tool_calls(self) -> int:
+    def longest(self) -> int:
+        """The most replies of an episode that `max_turns` does not end."""
+        return BUILTIN_TURNS.get(self.id or "", self.max_turns) + (self.judge is not None) + self.tool_calls
+
+    @property
+    def tool_calls(self) -> int:
         """The most calls of tools in an episode of `jsonl`."""
         calls = self.options.get("calls", TOOL_CALLS)
         return calls if self.id == "jsonl" and self.options.get("tools") and isinstance(calls, int) else 0

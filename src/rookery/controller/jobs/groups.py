@@ -208,10 +208,13 @@ class Groups:
             raise JobPaused(reason_to_pause)
         for buffer in self._buffers:
             if buffer.silent >= SILENT_GROUPS and not buffer.closed:
+                most = self._job.spec.environment.max_turns
+                cut = sum(result.finish == "max_turns" for result in episodes.values())
+                longer = f"give environment.max_turns more than {most}, after which {cut} of the last episodes ended; "
                 raise JobPaused(
                     f"the policy {buffer.policy.name} had fewer than {LEAST_EPISODES} episodes with a reply to train on"
-                    f" in each of the last {buffer.silent} groups; name it in a Step of the environment, sample it as"
-                    " it is trained, or give it train: false"
+                    f" in each of the last {buffer.silent} groups; {longer if cut else ''}name it in a Step of the"
+                    " environment, sample it as it is trained, or give it train: false"
                 )
 
     async def _run_episode(self, group: GroupRow, row: EpisodeRow, refs: Refs) -> EpisodeResult | None:
