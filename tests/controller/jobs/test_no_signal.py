@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.peers import Service, eventually, job_of
+from tests.support.peers import Service, eventually, job_of, user_message
 
 from rookery import protocol
 from rookery.storage.repositories import versions
@@ -48,6 +48,22 @@ async def test_three_steps_in_a_row_without_variance_are_one_event(
     assert len(found) == bool(expected)
     for part in [*expected, *(["(1)", "(2)", "(3)"] if expected else [])]:
         assert part in found[0]
+
+
+async def test_of_several_policies_the_event_names_the_one_and_its_steps(service: Service) -> None:
+    """The second policy's rewards are equal in every group, those of the first differ."""
+
+    def script(message: Any) -> Any:
+        if not isinstance(message, protocol.StepEpisode):
+            return None
+        if message.turn == 0:
+            return {"messages": [user_message("Now b.")], "policy": "b"}
+        return {"rewards": {"a": float(message.episode.rpartition("-")[2])}, "done": True}
+
+    await service.join(script=script)
+    view, _ = await service.controller.submit("alice", job_of(policies={"a": {}, "b": {}}, stop__steps=3))
+    await service.ends(view.id)
+    assert [text.partition(": all rewards")[0] for text in await signals(service, view.id)] == ["b: steps 1 to 3"]
 
 
 async def test_a_second_time_is_a_second_event(service: Service) -> None:

@@ -142,7 +142,8 @@ class Progress:
         return flat
 
     def _no_signal(self, policy: str) -> str:
-        return no_signal_line(self._flat_steps[policy][:NO_SIGNAL_STEPS], self._spec.of_policy(policy))
+        rows, name = self._flat_steps[policy][:NO_SIGNAL_STEPS], policy if len(self._spec.trained) > 1 else ""
+        return no_signal_line(rows, self._spec.of_policy(policy), name)
 
     @contextmanager
     def training(self) -> Iterator[None]:
