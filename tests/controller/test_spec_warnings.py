@@ -161,6 +161,26 @@ def test_splits_that_an_evaluation_cannot_use(sizes: SplitSizes | None, asked: i
     assert warning in warnings[0] and len(warnings) == 1 if warning else not warnings
 
 
+@pytest.mark.parametrize(
+    ("job", "a", "b", "expected"),
+    [
+        ({"kl_reference": "base"}, {}, {}, [""]),
+        ({"kl_reference": "base"}, {"kl_weight": 0.1}, {}, []),
+        ({"kl_reference": "base", "kl_weight": 0.1}, {}, {"kl_weight": 0}, []),
+        ({"kl_reference": "base", "kl_weight": 0.1}, {"kl_weight": 0}, {"kl_weight": 0}, [""]),
+        ({}, {"kl_reference": "base"}, {"kl_reference": "base", "kl_weight": 0.1}, ["policies.a."]),
+        ({"kl_reference": "base"}, {"kl_reference": "base"}, {}, ["", "policies.a."]),
+    ],
+)
+def test_a_reference_that_no_policy_is_compared_with(
+    job: dict[str, Any], a: dict[str, Any], b: dict[str, Any], expected: list[str]
+) -> None:
+    policies = {name: {"algorithm": own} if own else {} for name, own in (("a", a), ("b", b))}
+    given = job_of(policies=policies, **{f"algorithm__{field}": value for field, value in job.items()})
+    lines = [line for line in spec_warnings(JobSpec.model_validate(given)) if "kl_reference" in line]
+    assert [line.partition("algorithm.kl_reference: no effect")[0] for line in lines] == expected
+
+
 JUDGED: dict[str, Any] = {"verifier": {"name": "judge", "policy": "j"}}
 TOOLS: dict[str, Any] = {"verifier": "number", "tools": [{"tool": "python"}]}
 FROZEN: dict[str, Any] = {"train": False, "base": True}

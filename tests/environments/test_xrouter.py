@@ -63,6 +63,8 @@ def played(replies: list[str], seed: int = 0, prompt: int = 0, **options: Any) -
         (["select_response(call_0)"], 0.0),
         (["call_sure() select_response(call_1)"], 0.0),
         (["call_unknown()"], 0.0),
+        (["recall_free()"], 0.0),
+        (["unselect_response(call_1)"], 0.0),
         (["call_sure("], 0.0),
         (["call_sure(" + "x" * 5000 + ")"], 0.0),
         (["call_free() " * 9], 0.0),
@@ -87,6 +89,13 @@ def test_reward_falls_with_cost_and_a_wrong_answer_earns_nothing(
     assert cheap >= dear >= 0 and (right or cheap == 0) and (not right or 1 >= dear >= 1 - cap - 1e-12)
     if right and weight * high < cap:
         assert cheap - dear == pytest.approx(weight * (high - low))
+
+
+def test_a_longer_word_is_no_call() -> None:
+    assert [played([text])[1]["calls"] for text in ("recall_sure()", "xcall_sure() ANSWER", "x_call_sure()")] == [
+        0.0
+    ] * 3
+    assert played(["**call_sure()**", "select_response(call_1)"])[1]["calls"] == 1.0
 
 
 def test_without_the_gate_a_wrong_answer_pays_for_its_calls() -> None:

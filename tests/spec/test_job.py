@@ -97,6 +97,10 @@ REFUSED: list[tuple[Any, str]] = [
     (main(warm_start={}), "policies.main.warm_start: exactly one of job, peft and upload"),
     (main(warm_start={"job": "x", "peft": "y"}), "policies.main.warm_start: exactly one of job, peft and upload"),
     (main(warm_start={"upload": "y"}), 'policies.main.warm_start.upload: given "y", allowed: match pattern'),
+    (
+        job_of(policies={"a": {"algorithm": {"loss": "cross_entropy"}}}, algorithm__kl_weight=0.1),
+        "policies.a.algorithm: kl_weight: ",
+    ),
     (job_of(checkpoints__keep_last=0), "checkpoints.keep_last: given 0, allowed: greater than or equal to 1"),
     (
         job_of(checkpoints__commit_every=2),

@@ -19,13 +19,28 @@ in a thousand would."""
 
 def spec_warnings(spec: JobSpec) -> list[str]:
     """The warnings about ``spec``, none for most."""
-    lines = [*schedule_warnings(spec), *length_warnings(spec), *evaluation_warnings(spec)]
-    unused = not spec.algorithm.kl_weight and spec.algorithm.name != "dpo"
-    if "kl_reference" in spec.algorithm.model_fields_set and unused:
-        lines.append(
-            "algorithm.kl_reference: no effect with kl_weight 0; give a kl_weight such as 0.01, or leave it out"
-        )
-    return lines
+    of_policies = [spec.of_policy(name) for name in spec.trained]
+    lines = [
+        line
+        for mine in of_policies
+        for line in (*schedule_warnings(mine), *length_warnings(mine), *evaluation_warnings(mine))
+    ]
+    return [*dict.fromkeys(lines), *reference_warnings(spec)]
+
+
+def reference_warnings(spec: JobSpec) -> list[str]:
+    """Of models to compare with that no policy is compared with."""
+    if spec.algorithm.name == "dpo":
+        return []
+    unused = [name for name in spec.trained if not spec.of_policy(name).algorithm.kl_weight]
+    changes = {name: spec.policies[name].algorithm for name in unused}
+    given = [f"policies.{name}." for name, own in changes.items() if own is not None and own.kl_reference is not None]
+    if "kl_reference" in spec.algorithm.model_fields_set and len(unused) == len(spec.trained):
+        given = ["", *given]
+    return [
+        f"{where}algorithm.kl_reference: no effect with kl_weight 0; give a kl_weight such as 0.01, or leave it out"
+        for where in given
+    ]
 
 
 def evaluation_warnings(spec: JobSpec) -> list[str]:

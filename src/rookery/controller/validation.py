@@ -108,7 +108,9 @@ class JobValidator:
             try:
                 models[name] = await self.model(tenant, name)
             except UserError as error:
-                problems.append(str(error))
+                users = [policy for policy, about in spec.policies.items() if about.base_model == name]
+                given = [""] if name == spec.base_model else [f"policies.{policy}." for policy in users]
+                problems += [f"{where}{error}" for where in given]
         spec = _on_models(spec, models)
         most = self._quotas.limit(tenant, "models")
         if len(set(spec.base_models)) > most:
@@ -173,8 +175,7 @@ class JobValidator:
             )  # fmt: skip
             await self.warm_start(tenant, spec.of_policy(name), new)
             rows.append(new)
-        lines = [line for name in spec.trained for line in spec_warnings(spec.of_policy(name))]
-        return spec, rows, [*dict.fromkeys(lines), *split_warnings(spec, sizes)]
+        return spec, rows, [*spec_warnings(spec), *split_warnings(spec, sizes)]
 
     async def _judge_problems(self, tenant: str, spec: JobSpec, served: Collection[str]) -> list[str]:
         """The models of a grader that cannot be asked, a line each. The job's own base models, ``served``, can."""

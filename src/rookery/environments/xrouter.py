@@ -36,8 +36,8 @@ OPERANDS: dict[Difficulty, tuple[str, range, range]] = {
 """Of each difficulty the operation and its operands. Their results are out of reach of a small policy, so an answer
 without a call is hardly ever right, and the value of the best route is known."""
 
-_CALL = re.compile(r"call_([a-z][a-z0-9]{0,30})\(([^()]{0,2000})\)")
-_SELECT = re.compile(r"select_response\(\s*call_([0-9]{1,3})\s*\)")
+_CALL = re.compile(r"\bcall_([a-z][a-z0-9]{0,30})\(([^()]{0,2000})\)")
+_SELECT = re.compile(r"\bselect_response\(\s*call_([0-9]{1,3})\s*\)")
 _TOOL = re.compile(r"\b(?:call_\w*|select_response)\s*\(")
 _ANSWER = Number.model_validate({"where": "only"})
 

@@ -257,7 +257,8 @@ class JobSpec(StrictModel):
             try:
                 AlgorithmSpec.model_validate(mine.algorithm.model_dump())
             except ValidationError as error:
-                raise ValueError(f"policies.{name}.algorithm: {error.errors()[0]['msg']}") from None
+                problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"policies.{name}.algorithm: {problem}") from None
             if mine.checkpoints.commit_every > mine.algorithm.max_staleness + 1 and not mine.algorithm.on_rows:
                 raise ValueError(
                     f"checkpoints.commit_every: given {self.checkpoints.commit_every}, allowed at most"

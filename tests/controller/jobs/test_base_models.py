@@ -105,8 +105,8 @@ async def test_a_target_names_the_base_model_of_its_policy(service: Service) -> 
 @pytest.mark.parametrize(
     ("policies", "says"),
     [
-        ({"a": {}, "b": {"base_model": "no such model"}}, "no model is called 'no such model'"),
-        ({"a": {}, "b": {"base_model": "/etc"}}, "no model is called '/etc'"),
+        ({"a": {}, "b": {"base_model": "no such model"}}, "policies.b.base_model: no model is called 'no such model'"),
+        ({"a": {}, "b": {"base_model": "/etc"}}, "policies.b.base_model: no model is called '/etc'"),
         (
             {"a": {"rank": 4, "base_model": OTHER, "warm_start": {"job": "{}"}}},
             f"trained {MODEL}, this policy has {OTHER}",
