@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import time
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +98,57 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(
     complete = [(said.index(stop) + len(stop), said.index(stop)) for stop in stops if stop in said]
     assert text.shown == said[: min(complete, default=(0, len(said)))[1]]
     assert text.tokens_shown == len(text.shown)
+
+
+def naive_shown(text: str, stops: list[str], *, last: bool) -> str:
+    """The part of ``text`` that can be shown, by trying every stop string and every length."""
+    found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    if found:
+        return text[: min(found)[1]]
+    lengths = range(0 if last else min(len(text), max(map(len, stops), default=1) - 1), -1, -1)
+    held = next(n for n in lengths if any(stop.startswith(text[len(text) - n :]) for stop in stops) or n == 0)
+    return text[: len(text) - held]
+
+
+LETTERS = [BYTE_LEVEL.token_to_id(letter) for letter in ("a", "b", "ab", "ä¸", "Ń", "å¥½", "ä", "<|end|>")]
+
+
+@given(
+    tokens=st.lists(st.sampled_from(LETTERS) | st.sampled_from(LETTERS[:2]), max_size=40),
+    stops=st.lists(st.text(st.sampled_from("aab中好\ufffd"), min_size=1, max_size=9), max_size=4),
+    special=st.booleans(),
+    data=st.data(),
+)
+def test_stop_strings_are_searched_in_pieces_as_in_the_whole_text(
+    tokens: list[int], stops: list[str], special: bool, data: st.DataObject
+) -> None:
+    pieces = TokenBytes(BYTE_LEVEL)
+    text = StreamingText(pieces, stops, special=special)
+    decoder, known, cut, expected = codecs.getincrementaldecoder("utf-8")("replace"), "", False, ""
+    edges = [0, *cuts_of(data, len(tokens)), len(tokens)]
+    for number, (begin, end) in enumerate(pairwise(edges)):
+        last = number == len(edges) - 2
+        given_bytes = b"".join((pieces.written if special else pieces.of)(token) for token in tokens[begin:end])
+        known += decoder.decode(given_bytes, final=last)
+        text.take(tokens[begin:end], last=last)
+        if not cut:
+            expected = naive_shown(known, stops, last=last)
+        cut = cut or any(stop in known for stop in stops)
+        assert text.shown == expected
+        assert text.tokens_shown == sum(start < len(expected) for start in text.starts)
+
+
+def test_the_time_for_a_text_grows_with_its_length_alone() -> None:
+    pieces, began = TokenBytes(BYTE_LEVEL), time.process_time()
+    whole = StreamingText(pieces)
+    whole.take([BYTE_LEVEL.token_to_id("ab")] * 20_000)
+    assert len(whole.shown) == whole.starts[-1] + 2 == 40_000
+    for letters in ("a" * 999, "ab" * 499):
+        text = StreamingText(pieces, [letters + str(number) for number in range(16)])
+        for _ in range(1000):
+            text.take(LETTERS[:2])
+            assert text.tokens_shown <= 2000
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SPACED], ids=["bytes", "spaces"])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,56 +71,98 @@ class TokenBytes:
 
 class StreamingText:
     """The text of one answer. ``shown`` is the part that can be shown: it ends before any stop string, and before text
-    that may become one."""
+    that may become one. Each token takes a time that does not depend on the text before it."""
 
     def __init__(self, token_bytes: TokenBytes, stops: Sequence[str] = (), *, special: bool = False) -> None:
         """``special``: special tokens are text too."""
         self._bytes = token_bytes.written if special else token_bytes.of
-        self._stops = list(stops)
+        self._searches = [StopSearch(stop) for stop in stops if stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._trim = token_bytes.trims
-        self._text = ""
+        self._length = 0
         self._cut = False
-        self.shown = ""
+        self._shown: list[str] = []
+        self._shown_length = 0
+        self._held = ""
         self.starts: list[int] = []
-        """Offset of each token's text in characters; a token within a character has the character's offset."""
+        """Offset of each token's text in characters, rising; a token within a character has the character's offset."""
 
     def take(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """Adds tokens and returns the newly shown text. ``last``: no tokens follow."""
-        new: list[str] = []
+        begin, new = self._length, []
         for token in tokens:
-            self.starts.append(len(self._text) + sum(len(text) for text in new))
+            self.starts.append(self._length)
             data = self._bytes(token)
             if self._trim and data:
                 data, self._trim = data.removeprefix(b" "), False
             new.append(self._decoder.decode(data))
+            self._length += len(new[-1])
         if last:
             new.append(self._decoder.decode(b"", final=True))
+            self._length += len(new[-1])
         if self._cut:
             return ""
-        searched = max(0, len(self._text) - max(map(len, self._stops), default=1) + 1)
-        self._text += "".join(new)
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._text.find(stop, searched)) >= 0]
-        before = len(self.shown)
-        if found:
+        text = "".join(new)
+        ends = [(begin + end, -len(search.stop)) for search in self._searches if (end := search.feed(text)) is not None]
+        if ends:
             self._cut = True
-            self.shown = self._text[: min(found)[1]]  # the stop string that is complete first
+            end, length = min(ends)  # the stop string that is complete first, the longest of several
+            known = end + length
         else:
-            self.shown = self._text[: len(self._text) - (0 if last else self._held())]
-        return self.shown[before:]
+            known = self._length - (0 if last else max((search.matched for search in self._searches), default=0))
+        text, count = self._held + text, known - self._shown_length
+        shown, self._held = text[:count], text[count:]
+        self._shown.append(shown)
+        self._shown_length = known
+        return shown
+
+    @property
+    def shown(self) -> str:
+        self._shown = ["".join(self._shown)]
+        return self._shown[0]
 
     @property
     def tokens_shown(self) -> int:
         """Number of tokens whose text starts within the shown text."""
-        return sum(start < len(self.shown) for start in self.starts)
+        return bisect_left(self.starts, self._shown_length)
 
-    def _held(self) -> int:
-        """Length of the text's end that may be the start of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self._stops):
-                return length
-        return 0
+
+class StopSearch:
+    """The search for a stop string in a growing text, by the algorithm of Knuth, Morris and Pratt: its time grows with
+    the text alone. The borders of the stop string are computed as far as the text has it."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        """Length of the text's longest end that is a beginning of the stop string."""
+        self._borders = [0]
+        """For each beginning of the stop string, its longest proper beginning that is also its end."""
+
+    def feed(self, text: str) -> int | None:
+        """Adds text. Returns the end in it of the first stop string; None where none is complete."""
+        stop, borders, matched, at = self.stop, self._borders, self.matched, 0
+        while at < len(text):
+            if not matched:
+                at = text.find(stop[0], at)
+                if at < 0:
+                    break
+            elif text[at] != stop[matched]:
+                matched = borders[matched - 1]
+                continue
+            matched, at = matched + 1, at + 1
+            if matched == len(stop):
+                return at
+            if matched > len(borders):
+                borders.append(self._border(matched))
+        self.matched = matched
+        return None
+
+    def _border(self, length: int) -> int:
+        """Of the beginning that is one longer than those with a border."""
+        stop, border, letter = self.stop, self._borders[-1], self.stop[length - 1]
+        while border and stop[border] != letter:
+            border = self._borders[border - 1]
+        return border + (stop[border] == letter)
 
 
 def _kinds(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ import msgspec
 from torch import Tensor
 
 from rookery import protocol
+from rookery.tokenization.detokenizer import StopSearch
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.worker.engine.logits import RequestLogits
 
@@ -256,17 +257,16 @@ class StopStrings:
     spaces)."""
 
     def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str]) -> None:
-        self.stops = [stop for stop in stops if stop]
+        self._searches = [StopSearch(stop) for stop in stops if stop]
         self.decode = decode
-        self.text = ""
         self._begin = 0
         """First token of the context."""
         self._end = 0
-        """Tokens whose text is in ``text``."""
+        """Tokens whose text was searched."""
 
     def found(self, tokens: list[int]) -> bool:
         """Whether a stop string is complete; ``tokens`` only grows between calls."""
-        if not self.stops:
+        if not self._searches:
             return False
         while self._end < len(tokens):
             before = self.decode(tokens[self._begin : self._end])
@@ -276,9 +276,7 @@ class StopStrings:
                     break
             else:
                 return False
-            seen = len(self.text)
-            self.text += text[len(before) :]
             self._begin, self._end = self._end, end
-            if any(stop in self.text[max(0, seen - len(stop) + 1) :] for stop in self.stops):
+            if any(search.feed(text[len(before) :]) is not None for search in self._searches):
                 return True
         return False
