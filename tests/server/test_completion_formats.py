@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,8 @@ import pytest
 from rookery.clock import RandomIds, SystemClock
 from rookery.controller.prompts import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
-from rookery.server.completion_formats import Choice
+from rookery.server.completion_formats import Choice, TextFormat
+from rookery.server.openai import CompletionRequest
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.simulation.fakes.text import chat
 from rookery.tokenization.tool_calls import READERS, CallReader, ForcedReader
@@ -97,3 +99,16 @@ def test_items_of_a_streamed_response_have_the_places_of_the_whole_one(text: str
         assert found == {index: item["id"] for index, item in enumerate(output)}
     parts = [event for event in sent if "item_id" in event]
     assert all(output[event["output_index"]]["id"] == event["item_id"] for event in parts)
+
+
+def test_an_echoed_prompt_is_written_once_for_all_choices() -> None:
+    tokens = chat(512).encode("a b") * 2000
+    prompt = PreparedPrompt(cast(Any, None), chat(512), tokens)
+    context = SimpleNamespace(ids=RandomIds(), clock=SystemClock())
+    options = CompletionRequest.model_validate({"model": "m", "prompt": tokens, "echo": True, "n": 128})
+    form = TextFormat(cast(Any, SimpleNamespace(context=context)), options, "m", logprobs=False)
+    choices = [Choice(number, prompt, 3, []) for number in range(128)]
+    began = time.process_time()
+    messages = form.body(choices, {})["choices"]
+    assert {message["text"] for message in messages} == {"a b" * 2000}
+    assert time.process_time() - began < 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from rookery import protocol
@@ -13,6 +14,7 @@ from rookery.controller.rollout.request import GenerationFailed, SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import UserError
 from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
+from rookery.tokenization.detokenizer import StreamingText
 from rookery.tokenization.grammar import NOT_FOLLOWED, REPLY_FAILED
 
 Message = Mapping[str, Any]
@@ -52,6 +54,14 @@ class PreparedPrompt:
     target: Target
     chat: Chat
     prompt: list[int]
+
+    @cached_property
+    def written(self) -> tuple[str, list[int]]:
+        """The text, with special tokens written out, and the offset of each token in it. It takes some µs a token, so
+        a thread asks first."""
+        text = StreamingText(self.chat.token_bytes, special=True)
+        text.take(self.prompt, last=True)
+        return text.shown, text.starts
 
 
 @dataclass(frozen=True)

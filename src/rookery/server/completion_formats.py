@@ -260,12 +260,12 @@ class TextFormat(ResponseFormat):
 
     def _echo(self, choice: Choice) -> dict[str, Any]:
         """The prompt, with special tokens as text, and the answer, of which every sampled token is listed."""
-        before = StreamingText(choice.prompt.chat.token_bytes, special=True)
-        text = before.take(choice.prompt.prompt, last=True)
-        starts = [*before.starts, *(len(text) + start for start in choice.text.starts)]
-        sampled = choice.scores(range(len(choice.reply.tokens)))
-        scores = [*choice.prompt_scores(), *sampled] if self._logprobs else []
-        logprobs = self._logprobs_of(choice, scores, starts)
+        text, starts = choice.prompt.written
+        logprobs = None
+        if self._logprobs:
+            starts = [*starts, *(len(text) + start for start in choice.text.starts)]
+            sampled = choice.scores(range(len(choice.reply.tokens)))
+            logprobs = self._logprobs_of(choice, [*choice.prompt_scores(), *sampled], starts)
         answer = {"index": choice.index, "text": text + choice.text.shown, "logprobs": logprobs}
         return {**answer, "finish_reason": choice.reply.finish, **self._tokens(choice)}
 

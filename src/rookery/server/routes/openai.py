@@ -241,7 +241,11 @@ async def completions(service: Service, owner: Owner, request: Request, options:
 def _prepare_texts(source: Sampling, target: Target, chat: Chat, options: CompletionRequest) -> list[PreparedPrompt]:
     """Raises :class:`UserError`."""
     _ = options.logits  # the choices share it
-    return [source.prepare(target, chat, prompt) for prompt in options.prompts]
+    prompts = [source.prepare(target, chat, prompt) for prompt in options.prompts]
+    if options.echo:
+        for prompt in prompts:
+            _ = prompt.written  # computed in this thread, once for all choices
+    return prompts
 
 
 @routes.post("/responses", response_model=dict[str, Any])
