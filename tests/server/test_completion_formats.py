@@ -106,9 +106,9 @@ def test_an_echoed_prompt_is_written_once_for_all_choices() -> None:
     prompt = PreparedPrompt(cast(Any, None), chat(512), tokens)
     context = SimpleNamespace(ids=RandomIds(), clock=SystemClock())
     options = CompletionRequest.model_validate({"model": "m", "prompt": tokens, "echo": True, "n": 128})
-    form = TextFormat(cast(Any, SimpleNamespace(context=context)), options, "m", logprobs=False)
+    form = TextFormat(cast(Any, SimpleNamespace(context=context)), options, "m", logprobs=False, trainable=True)
     choices = [Choice(number, prompt, 3, []) for number in range(128)]
     began = time.process_time()
-    messages = form.body(choices, {})["choices"]
+    messages = [json.loads(bytes(message)) for message in form.body(choices, {})["choices"]]
     assert {message["text"] for message in messages} == {"a b" * 2000}
     assert time.process_time() - began < 1
