@@ -50,6 +50,10 @@ class Conflict(RookeryError):
     status = 409
 
 
+class LeaseLost(Conflict):
+    """A later lease on the policy exists: another trainer took over, and this one can commit nothing more."""
+
+
 class TooManyRequests(RookeryError):
     """A limit on the rate of requests; ``retry_after`` is the time in seconds after which it allows more."""
 

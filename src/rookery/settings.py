@@ -44,7 +44,7 @@ class ServerSettings(Section):
     """A SQLAlchemy URL. Empty is SQLite in the data folder."""
     artifacts_url: str = ""
     """Where artifacts are kept: a folder, or an object store such as `s3://bucket/prefix`. Empty is the data folder.
-    A service whose PostgreSQL database is in use waits as standby if this is set."""
+    A service whose database is in use waits as standby if this is set."""
     artifacts_endpoint: str = ""
     """Address of the object store that speaks S3, such as `http://minio:9000`. Empty is Amazon's."""
     host: str = "127.0.0.1"

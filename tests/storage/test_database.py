@@ -6,10 +6,12 @@ import asyncio
 import inspect
 import math
 import random
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,13 +41,13 @@ from tests.support.storing import (
 
 from rookery.client import Client
 from rookery.controller.outages import outage_of
-from rookery.errors import Conflict, DatabaseReadOnly, NotFound, Unavailable, UserError
+from rookery.errors import Conflict, DatabaseAway, DatabaseReadOnly, NotFound, Unavailable, UserError
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
 from rookery.storage.columns import Base, rows
 from rookery.storage.data_dir import hash_key, new_key
-from rookery.storage.db import Database
+from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, SpanRow, UsageRow
 from rookery.storage.repositories import episodes, jobs, runs, secrets, sessions, spans, tenants
 from rookery.storage.repositories import versions as version_rows
@@ -144,6 +146,65 @@ def test_a_deleted_tenant_has_no_valid_key_and_its_name_is_free(database: Databa
         database.write(tenants.delete_tenant, "admins", 2.0)
 
 
+# --- a SQLite file ----------------------------------------------------------------------------------------------------
+
+
+def remove(path: Path) -> None:
+    for part in path.parent.glob(f"{path.name}*"):
+        part.unlink()
+
+
+def move(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+def replace_by_a_copy(path: Path) -> None:
+    """With the same identity: that of a backup."""
+    shutil.copy(path, path.with_name("copy"))
+    move(path)
+    path.with_name("copy").rename(path)
+
+
+@pytest.mark.parametrize("take", [remove, move, replace_by_a_copy])
+def test_a_sqlite_file_that_is_deleted_or_replaced_is_noticed(take: Callable[[Path], None], tmp_path: Path) -> None:
+    """Also by connections that were open before: their writes would go to a file without a name."""
+    path = tmp_path / "rookery.db"
+    with closing(Database(f"sqlite:///{path}")) as database:
+        database.create()
+        database.write(tenants.create_tenant, "alice", "Alice", 0.0)
+        take(path)
+        for call in (
+            database.ping,
+            database.check_writes,
+            lambda: database.write(tenants.create_tenant, "bob", "Bob", 0.0),
+            lambda: database.read(tenants.list_tenants),
+        ):
+            with pytest.raises(DatabaseAway) as raised:
+                call()
+            assert str(path) not in str(raised.value) and outage_of(raised.value) == "database"
+        if take is not remove:
+            path.with_name("moved").rename(path)
+            database.ping()
+            assert [row.id for row in database.read(tenants.list_tenants)] == ["alice"]
+
+
+@pytest.mark.parametrize("name", ["rookery.db", "link.db"])
+def test_a_sqlite_file_has_one_service(name: str, tmp_path: Path) -> None:
+    (tmp_path / "link.db").symlink_to(tmp_path / "rookery.db")
+    with closing(Database(f"sqlite:///{tmp_path}/rookery.db")) as one:
+        one.claim()
+        one.create()
+        one.claim()
+        with closing(Database(f"sqlite:///{tmp_path}/{name}")) as other:
+            with pytest.raises(DatabaseInUse, match="in use by another service"):
+                other.claim()
+            one.close()
+            other.claim()
+    with closing(Database("sqlite://")) as memory, pytest.raises(UserError, match="cannot be locked"):
+        memory.claim()
+        Database(f"sqlite:///{tmp_path}/nowhere/rookery.db").claim()
+
+
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +291,9 @@ def test_leases_only_grow(database: Database) -> None:
     leases: list[int] = []
     in_threads(8, lambda i: leases.append(database.write(jobs.next_lease, "job-main")))
     assert sorted(leases) == list(range(1, 9))
+    with pytest.raises(Conflict, match="another trainer took over") as raised:
+        commit(database, 7, None, [], 0)
+    assert outage_of(raised.value) == "other", "its job is paused, and does not fail"
     with pytest.raises(NotFound):
         database.write(jobs.next_lease, "other")
 

@@ -16,6 +16,7 @@ from rookery.errors import (
     CorruptArtifact,
     DatabaseAway,
     DatabaseReadOnly,
+    LeaseLost,
     RookeryError,
     StorageFull,
     TooManyRequests,
@@ -36,14 +37,14 @@ long, each time after twice as long."""
 
 def outage_of(cause: BaseException) -> Outage | None:
     """The kind of the outage that ``cause`` reports; None for an error of the work itself. Stored bytes that are
-    absent, damaged or cannot be read are no fault of a job."""
+    absent, damaged or cannot be read are no fault of a job; nor is another trainer that took its policy over."""
     if isinstance(cause, StorageFull | UnreadableArtifact | DatabaseReadOnly):
         return "writes"
     if isinstance(cause, DatabaseAway):
         return "database"
     if isinstance(cause, ArtifactsAway):
         return "artifacts"
-    waits = isinstance(cause, Unavailable | TooManyRequests | CorruptArtifact | OSError)
+    waits = isinstance(cause, Unavailable | TooManyRequests | CorruptArtifact | LeaseLost | OSError)
     return "other" if waits else None
 
 

@@ -91,6 +91,9 @@ STANDBY_STOP_SECONDS = 1
 """Time that the responses of a standby have when it takes over: it has the database already, and a client that reads
 none must not delay it until its claim lapses."""
 
+STANDBY_SECONDS = 0.2
+"""Time between two attempts of a standby to claim the database."""
+
 READERS, WORKERS = 4, 4
 """Threads that read the database, and that do other blocking work for tenants; one of each is the service's own."""
 
@@ -314,7 +317,7 @@ class Service:
                         await asyncio.to_thread(database.claim)  # waits for the other service for a while
                     break
                 except DatabaseInUse:
-                    continue
+                    await asyncio.sleep(STANDBY_SECONDS)
                 except Unavailable:
                     await asyncio.sleep(CLAIM_SECONDS)
         log.warning("the other service has ended: this one takes over")

@@ -12,12 +12,15 @@
   commit itself leaves its outcome to be read back.
 * A PostgreSQL database that one service has claimed refuses every other service until that connection ends: with its
   process, with its machine, or where the process stands still. Each claim is a new epoch, which every writing
-  transaction checks: a service that lost its claim changes nothing. (The data folder's lock protects the SQLite
-  database in it.)
+  transaction checks: a service that lost its claim changes nothing. The claim of a SQLite database is a lock of the
+  kernel on the file ``<database>.lock``: it ends with the process.
+* A SQLite file that is deleted, moved or replaced while it is open is noticed at the next transaction: what is written
+  to the old one would be lost with the process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -38,7 +41,16 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import StaticPool
 
-from rookery.errors import DatabaseAway, DatabaseReadOnly, StorageFull, Unavailable, UserError, installs, shortages
+from rookery.errors import (
+    DatabaseAway,
+    DatabaseReadOnly,
+    StorageFull,
+    Unavailable,
+    UserError,
+    installs,
+    shortage,
+    shortages,
+)
 from rookery.storage import migrations
 from rookery.storage.models import MetaRow
 from rookery.storage.place import Owner
@@ -111,6 +123,10 @@ class Database:
         """
         self._shared = threading.local()
         self._claimed: Connection | None = None
+        self._lock: int | None = None
+        """The descriptor of the lock file that is the claim of a SQLite database."""
+        self._inode: tuple[int, int] | None = None
+        """That of the SQLite file which :meth:`create` opened: another one under its name is refused."""
         self._epoch: str | None = None
         """That of the claim; None without one."""
         self._identity: str | None = None
@@ -139,6 +155,7 @@ class Database:
             raise UserError(f"database: {error.name} is missing; {installs('postgres')}") from None
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine, "do_connect", self._check_file)
+            event.listen(self.engine, "checkout", self._check_file)
             event.listen(self.engine, "connect", _prepare_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
             self._reader = self.engine.execution_options(begin="BEGIN")
@@ -163,6 +180,7 @@ class Database:
         if problem:
             raise UserError(f"database {self._shown_url()} {problem}")
         self._identity = identity
+        self._inode = self._file_inode()
 
     def owner(self) -> Owner:
         """This database's record of the place of its artifacts. It may be called before :meth:`claim` and
@@ -198,9 +216,10 @@ class Database:
 
     def claim(self) -> None:
         """Reserve the database for this service until :meth:`close`; further calls renew the claim. It may be called
-        before :meth:`create`. On SQLite nothing is done. Raises :class:`DatabaseInUse` where another service has it and
-        does not end within :data:`CLAIM_WAIT_SECONDS`, :class:`Unavailable`."""
-        if self.engine.dialect.name != "postgresql":
+        before :meth:`create`. Raises :class:`DatabaseInUse` where another service has it and does not end within
+        :data:`CLAIM_WAIT_SECONDS` (on SQLite at once), :class:`Unavailable`, :class:`UserError`."""
+        if self.engine.dialect.name == "sqlite":
+            self._claim_file()
             return
         with self._plain_errors():
             try:
@@ -233,12 +252,41 @@ class Database:
         if free:
             self._claimed = connection
             return
-        raise DatabaseInUse(
+        raise self._in_use()
+
+    def _claim_file(self) -> None:
+        path = _file(self.engine.url)
+        if self._lock is not None or not path:
+            return
+        name = f"{os.path.realpath(path)}.lock"
+        try:
+            lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException:
+                os.close(lock)
+                raise
+        except BlockingIOError:
+            raise self._in_use() from None
+        except OSError as error:
+            if (full := shortage(error, "the disk of the database")) is not None:
+                raise full from None
+            raise UserError(
+                f"database {self._shown_url()}: {name} cannot be locked ({error.strerror}): two services could use it"
+                " at once; set ROOKERY_DATABASE to a file on a disk of this machine that can be written"
+            ) from None
+        self._lock = lock
+
+    def _in_use(self) -> DatabaseInUse:
+        return DatabaseInUse(
             f"database {self._shown_url()} is in use by another service; stop that one, set ROOKERY_DATABASE to a"
             " database of this one's own, or give both the same ROOKERY_ARTIFACTS_URL: then this one waits as standby"
         )
 
     def _give_up_claim(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if self._claimed is not None:
             self._claimed.invalidate()  # ends the connection, and with it the lock, instead of returning it to the pool
             self._claimed.close()
@@ -383,11 +431,24 @@ class Database:
             self.engine.dispose()  # its address may lead to another server by now
         return DatabaseReadOnly("the database takes no writes: it is read-only now", reason)
 
-    def _check_file(self, dialect: object, record: object, arguments: Any, named: Any) -> None:
-        """SQLite would make a new database where the file of a data folder that is away should be."""
+    def _file_inode(self) -> tuple[int, int] | None:
+        """Of the SQLite file that has the name now; None for a database in memory or on a server."""
         path = _file(self.engine.url)
-        if self._identity is not None and path and not os.path.exists(path):
-            raise self._not_there(f"{path} is not there")
+        if self.engine.dialect.name != "sqlite" or not path:
+            return None
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise self._not_there(f"{path} is not there ({error.strerror})") from error
+        return found.st_dev, found.st_ino
+
+    def _check_file(self, *_: object) -> None:
+        """Before a new connection, which would make a new database where the file is away, and before the next use of
+        an old one, which may be to a file without a name."""
+        if self._inode is not None and self._file_inode() != self._inode:
+            raise self._not_there(
+                "another file has its name; put the one of the start back, or start the service again"
+            )
 
     def _check_identity(self, connection: Any, record: object) -> None:
         if self._identity is None:

@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import JSON, Connection, bindparam, cast, delete, func, select, type_coerce, update
 from sqlalchemy.orm import aliased
 
-from rookery.errors import Conflict
+from rookery.errors import Conflict, LeaseLost
 from rookery.protocol import Manifest
 from rookery.storage.columns import Page, add, fetch_all, fetch_one, get, page_of
 from rookery.storage.models import (
@@ -301,7 +301,7 @@ def _check_head(connection: Connection, job: str | None, policy: str, lease: int
     if owner is None or owner.job != job:
         raise Conflict(f"job {job} has no policy {policy}")
     if owner.lease != lease:
-        raise Conflict(f"policy {policy} is leased as {owner.lease}, not {lease}: another trainer took over")
+        raise LeaseLost(f"policy {policy} is leased as {owner.lease}, not {lease}: another trainer took over")
     if owner.head_version != parent:
         raise Conflict(f"policy {policy} is at version {owner.head_version}, not {parent}: the step is stale")
     return owner
