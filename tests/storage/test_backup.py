@@ -70,6 +70,35 @@ def test_backups_under_load_are_complete_and_jobs_resume_from_one(
             again.cancel()
 
 
+@pytest.mark.heavy
+def test_a_copy_of_a_database_does_not_use_the_place_of_the_original(tmp_path: Path) -> None:
+    """Neither that of a restored backup, nor of a snapshot of the data folder, however often it is started."""
+    shared, copy = str(tmp_path / "shared"), tmp_path / "copy"
+    with (
+        served(tmp_path / "one", artifacts_url=shared) as service,
+        Client(service.url, service.key) as client,
+        ScriptedWorker.of(service),
+    ):
+        made = client.submit(job(stop={"steps": 1_000_000}, checkpoints={"keep_last": 1, "keep_best": False}))
+        for _ in zip(made.metrics(), range(BACKUPS), strict=False):
+            pass
+        made.pause()
+        back_up(tmp_path / "one" / "data", "", tmp_path / "backup", Place(shared))
+        refused = rf"{shared} on .* in use by the service {service.url} with .*one/data on .*, not this one, "
+        with pytest.raises(UserError, match=refused + r"rookery restore with .*restored"):
+            restore(tmp_path / "backup", tmp_path / "restored", "", Place(shared))
+        assert list((tmp_path / "restored").iterdir()) == []
+        restore(tmp_path / "backup", copy / "data", "", Place(str(tmp_path / "other")))
+        with pytest.raises(UserError, match=refused + r".*copy/data"):
+            served(copy, artifacts_url=shared).__enter__()
+        made.resume()
+        for _ in zip(made.metrics(), range(made.show().step + 2), strict=False):
+            pass
+        made.cancel()
+    with served(copy, artifacts_url=shared):
+        pass  # the original has ended
+
+
 def stored(data: Path) -> None:
     """A data folder without a service: one job, an upload that is an artifact."""
     with DataFolder(data) as folder, closing(Database(folder.database_url)) as database:

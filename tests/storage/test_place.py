@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace as changed
 from obstore.store import MemoryStore
 from tests.storage.test_artifacts import store
 
@@ -25,9 +27,20 @@ from rookery.errors import (
     UserError,
 )
 from rookery.storage.artifacts import NO_FOLDER_SYNC, Artifacts, Place
+from rookery.storage.data_dir import DataFolder
 from rookery.storage.object_artifacts import ObjectArtifacts
 from rookery.storage.opening import artifacts_at, open_artifacts
-from rookery.storage.place import OWNER, Owner, admit, understood
+from rookery.storage.place import (
+    HOLD_SECONDS,
+    OWNER,
+    Incarnation,
+    Lease,
+    Owner,
+    PlaceInUse,
+    admit,
+    incarnation,
+    understood,
+)
 
 OURS = Owner("postgresql://host/db", "a" * 32, "/old on one", frozenset({"x", "y"}))
 NEW = Owner("sqlite:///new", "b" * 32, "", frozenset())
@@ -86,6 +99,91 @@ def test_no_error_of_the_system_means_that_bytes_are_wrong(number: int, present:
     elif number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
         right = (Unavailable,)
     assert isinstance(raised.value, right)
+
+
+ONE, TWO = (Incarnation(name, f"http://{name} with the data folder /{name}", ("lock",)) for name in ("one", "two"))
+HELD = msgspec.json.encode(ONE)
+
+
+@pytest.mark.parametrize(
+    ("files", "ended", "right"),
+    [
+        ([(0, b"")], "", True),
+        ([(0, bytes(4096))], "", True),  # as a power cut leaves it
+        ([(0, HELD.ljust(4096))], "", False),
+        ([(0, HELD)], "one", True),
+        ([(0, msgspec.json.encode(changed(TWO, shown="renewed before")))], "", True),
+        ([(0, HELD), (HOLD_SECONDS - 1, HELD)], "", False),
+        ([(0, HELD), (HOLD_SECONDS, HELD)], "", True),
+        ([(0, HELD), (5, msgspec.json.encode(changed(ONE, renewals=1)))], "", "/here are in use .*/one, .*/two"),
+        ([(0, b"of a later version"), (HOLD_SECONDS, b"of a later version")], "", True),
+        ([(0, b"of a later version"), (1, b"another text")], "", "in use by the service unknown"),
+        ([(0, HELD), (1, b""), (2, HELD)], "", False),  # another one began and ended
+    ],
+)
+def test_a_place_is_taken_from_a_holder_that_has_ended_only(
+    files: list[tuple[float, bytes]], ended: str, right: bool | str
+) -> None:
+    times = [time for time, _ in files]
+    lease = Lease(changed(TWO, locks=()), ended, lambda: times[0])
+    for _, found in files[:-1]:
+        lease.takes(found, "/here")
+        del times[0]
+    _, found = files[-1]
+    if isinstance(right, bool):
+        assert lease.takes(found, "/here") is right
+    else:
+        with pytest.raises(PlaceInUse, match=right) as refused:
+            lease.takes(found, "/here")
+        assert "\n" not in str(refused.value)
+
+
+def test_a_service_has_its_place_again_at_once_after_a_crash(tmp_path: Path) -> None:
+    """The kernel's lock on the data folder shows that the service before has ended; that of another folder does not."""
+    services = []
+    for name in ("data", "data", "copy"):
+        with DataFolder(tmp_path / name) as folder:
+            services.append(incarnation(str(len(services)), "http://host", folder.root, folder.locks))
+    held = msgspec.json.encode(services[0])
+    assert [Lease(service).takes(held, "/here") for service in services] == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["folder", "object store"])
+def test_one_service_at_a_time_uses_a_place(kind: str, tmp_path: Path) -> None:
+    """Both have the same identity: the database of one is a copy of the other's."""
+    objects, now = MemoryStore(), 0.0
+
+    def opened(name: str) -> Artifacts:
+        at = tmp_path / name
+        artifacts = Artifacts(tmp_path) if kind == "folder" else ObjectArtifacts(objects, "memory:///", at)
+        artifacts.claim(owner_of())
+        return artifacts
+
+    one, two = opened("one"), opened("two")
+    first, second = Lease(ONE, clock=lambda: now), Lease(changed(TWO, locks=()), clock=lambda: now)
+    manifest = store(one, {"a": b"content"})
+    assert one.hold(first) and not two.hold(second) and one.hold(first)
+    with pytest.raises(PlaceInUse, match=r"/one, .*/two"):
+        two.hold(second)
+    assert one.hashes() == {manifest.hash}
+    now += HOLD_SECONDS
+    assert two.hold(second), "it stood still for so long"
+    for call in (
+        one.check,
+        one.hashes,
+        one.sweep if kind == "folder" else one.check,
+        lambda: one.delete(manifest.hash),
+    ):
+        with pytest.raises(ArtifactsAway) as raised:
+            call()
+        assert ONE.shown not in str(raised.value) and TWO.shown in raised.value.detail
+    assert two.verify(manifest.hash) == manifest and not one.hold(first)
+    two.release()
+    assert not two.hold(second), "it ends"
+    assert one.hold(first)
+    one.delete(manifest.hash)
+    one.release()
+    assert two.hold(Lease(TWO))
 
 
 def owner_of(*named: str) -> Owner:

@@ -48,7 +48,7 @@ from rookery.environments.foreign.verifiers import parse_verifiers
 from rookery.environments.judges import parse_judges
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import find as find_sandbox
-from rookery.errors import Unavailable, UserError, shortages
+from rookery.errors import RookeryError, Unavailable, UserError, shortages
 from rookery.folders import usable_cache
 from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
@@ -72,6 +72,7 @@ from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFold
 from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import KeyRole
 from rookery.storage.opening import artifacts_at, open_artifacts
+from rookery.storage.place import HOLD_SECONDS, Lease, PlaceInUse, incarnation
 from rookery.storage.repositories import tenants
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
@@ -113,7 +114,10 @@ SENDERS = 4
 else."""
 
 CLAIM_SECONDS = 5.0
-"""Interval at which a service renews its claim on the database."""
+"""Interval at which a service renews its claim on the database and its lease on the artifacts."""
+
+WATCH_SECONDS = 0.5
+"""Interval at which a start looks for a renewal by another service."""
 
 
 class _Server(uvicorn.Server):
@@ -221,8 +225,13 @@ class Service:
         await asyncio.to_thread(_check_place, database, place, folder)
         await self._claim(database, connections, listening)
         await asyncio.to_thread(database.create)
-        artifacts = await asyncio.to_thread(_open_artifacts, database, place, folder)
+        artifacts = await asyncio.to_thread(open_artifacts, place, folder.artifacts, database.owner())
         clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
+        service = incarnation(ids.new("service"), self.url, folder.root, [*folder.locks, *database.locks])
+        lease = Lease(service, database.ended)
+        opened.callback(artifacts.release)
+        await _hold(artifacts, lease)
+        await asyncio.to_thread(database.used_place, artifacts.where, service.id)
         opened.callback(writer.close)
         self.admin_key, worker_token = folder.admin_key(), folder.worker_token()
         await asyncio.to_thread(_register_keys, database, folder, ids.new("tenant"), clock.time())
@@ -295,6 +304,7 @@ class Service:
         self._serving = await self._serve(opened, build(context), listening, stop_seconds)
         self._claiming = asyncio.create_task(self._renew_claim(database), name="claim")
         opened.push_async_callback(cancel_all, self._claiming)
+        opened.push_async_callback(cancel_all, asyncio.create_task(_renew_hold(artifacts, lease), name="holder"))
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
         await cluster.start()
 
@@ -483,13 +493,34 @@ def _check_place(database: Database, place: Place, folder: DataFolder) -> None:
         ) from None
 
 
-def _open_artifacts(database: Database, place: Place, folder: DataFolder) -> Artifacts:
-    """The artifacts, claimed. Raises :class:`UserError` where they are not those of the database."""
-    owner = database.owner()
-    artifacts = open_artifacts(place, folder.artifacts, owner)
-    if owner.where != artifacts.where:
-        database.used_place(artifacts.where)
-    return artifacts
+async def _hold(artifacts: Artifacts, lease: Lease) -> None:
+    """Make this service the holder of the place. Raises :class:`UserError` where another one is that."""
+    waits = False
+    while not await asyncio.to_thread(artifacts.hold, lease):
+        if not waits:
+            waits = True
+            log.warning("waits for %.0f s: another service used the artifacts, and may be alive", HOLD_SECONDS)
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _renew_hold(artifacts: Artifacts, lease: Lease) -> None:
+    """Renew the lease on the place. While another service has it nothing is written or deleted there, and jobs wait."""
+    holds = True
+    while True:
+        await asyncio.sleep(CLAIM_SECONDS)
+        try:
+            with shortages():
+                again = await asyncio.to_thread(artifacts.hold, lease)
+        except PlaceInUse as error:
+            if holds:
+                log.error("%s", error)
+            holds = False
+        except (RookeryError, OSError):  # its callers report it
+            continue
+        else:
+            if again and not holds:
+                log.warning("this service holds the artifacts again")
+            holds = again or holds
 
 
 def _tls(settings: ServerSettings) -> ssl.SSLContext | None:

@@ -11,8 +11,9 @@ store (:mod:`rookery.storage.object_artifacts`) have the same methods.
 * An artifact that the database does not name is deleted only when it was found so for some time: a database that is
   older than the artifacts for a moment, as a wrong copy of it, loses nothing.
 
-Layout: ``<root>/<hash>/{manifest.json, shards…}``; ``<root>/owner``, the owner's mark; ``<root>/.staging/<random>/``
-while being written; ``<root>/.orphans/<hash>``, the time at which nothing named the artifact for the first time.
+Layout: ``<root>/<hash>/{manifest.json, shards…}``; ``<root>/owner``, the owner's mark; ``<root>/holder``, the service
+that uses it; ``<root>/.staging/<random>/`` while being written; ``<root>/.orphans/<hash>``, the time at which nothing
+named the artifact for the first time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -37,13 +39,25 @@ from rookery.errors import (
     CorruptArtifact,
     IncompleteArtifact,
     NotFound,
+    RookeryError,
     StorageFull,
     Unavailable,
     UserError,
     shortages,
 )
 from rookery.protocol import Manifest, Shard, manifest_of
-from rookery.storage.place import DISK, OWNER, Owner, admit, away, first_line, folder_name, understood
+from rookery.storage.place import (
+    DISK,
+    HOLDER,
+    OWNER,
+    Lease,
+    Owner,
+    admit,
+    away,
+    first_line,
+    folder_name,
+    understood,
+)
 
 MANIFEST = "manifest.json"
 
@@ -57,6 +71,9 @@ READ_BYTES = 1 << 20
 PROBE_BYTES = 1 << 20
 """Written to see whether the place takes writes again: about an adapter of a small model. One that finds no room after
 that is tried again later."""
+
+HOLDER_BYTES = 4096
+"""Of the file ``holder``, which is written in its place: a disk that is full takes that."""
 
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 """Error numbers of a file system that writes no folder to its disk on request."""
@@ -74,6 +91,9 @@ class Artifacts:
     remote = False
     """Whether calls wait for a network."""
 
+    _kinds: tuple[type[Exception], ...] = ()
+    """Errors of the place besides ``OSError``."""
+
     def __init__(self, root: Path, max_bytes: int = MAX_ARTIFACT_BYTES, make: bool = True) -> None:
         """Without ``make`` nothing is written until :meth:`claim`."""
         self.root = root
@@ -82,6 +102,9 @@ class Artifacts:
         self._max_bytes = max_bytes
         self._owner: str | None = None
         """The identity of the owner; None before :meth:`claim`."""
+        self._lease: Lease | None = None
+        """That of the service here; None before :meth:`hold`, and for a command that only reads."""
+        self._holding = threading.Lock()
         if make:
             self._make()
 
@@ -113,8 +136,60 @@ class Artifacts:
         """As :meth:`claim`, without writing. Raises also ``OSError``."""
         admit(owner, self.where, self._mark(), self._found)
 
+    def hold(self, lease: Lease) -> bool:
+        """Make the service of ``lease`` the holder of the claimed place, or renew that; False while another service
+        may still be that: ask again soon. Raises :class:`~rookery.storage.place.PlaceInUse` if it is,
+        :class:`Unavailable`."""
+        with self._holding, understood(self._check_mark, self._kinds):
+            lease.answered = False
+            self._check_mark()
+            takes = lease.takes(self._holder(), self.where)
+            if takes:
+                self._write_holder(lease.renewed())
+                self._lease = lease
+            lease.answered = True
+            return takes
+
+    def release(self) -> None:
+        """End the lease: the next service need not watch it. The file stays where the place did not answer, which
+        could take long."""
+        lease = self._lease
+        if lease is None:
+            return
+        lease.released = True
+        if lease.answered:
+            with self._holding, suppress(RookeryError), understood(self._check_mark, self._kinds):
+                self.check()
+                self._remove_holder()
+
+    def _holder(self) -> bytes:
+        """The content of the file ``holder``; empty without one."""
+        try:
+            return (self.root / HOLDER).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _write_holder(self, content: bytes) -> None:
+        file = os.open(self.root / HOLDER, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(file, content.ljust(HOLDER_BYTES), 0)
+        finally:
+            os.close(file)
+
+    def _remove_holder(self) -> None:
+        (self.root / HOLDER).unlink(missing_ok=True)
+
     def check(self) -> None:
-        """Raises :class:`ArtifactsAway` if the place is not there now, or not its owner's."""
+        """Raises :class:`ArtifactsAway` if the place is not there now, not its owner's, or another service uses it."""
+        self._check_mark()
+        if self._lease is None:
+            return
+        with understood(self._check_mark, self._kinds):
+            other = self._lease.other(self._holder())
+        if other is not None:
+            raise away(f"{self.where} is in use by the service {other.shown}")
+
+    def _check_mark(self) -> None:
         try:
             if self._owner is None:
                 self.root.stat()

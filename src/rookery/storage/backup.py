@@ -13,8 +13,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -32,6 +34,7 @@ from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE, WORKER_TOKEN
 from rookery.storage.db import Database
 from rookery.storage.models import EventRow, TenantRow
 from rookery.storage.opening import artifacts_at, open_artifacts
+from rookery.storage.place import Lease, incarnation
 from rookery.storage.repositories.versions import live_hashes
 
 SNAPSHOTS = 20
@@ -40,6 +43,10 @@ and deleted while the last few were pinned; many mean that an artifact is lost."
 
 ROWS_AT_ONCE = 1000
 """Rows of a table that are held in memory."""
+
+
+WATCH_SECONDS = 0.5
+"""Interval at which a restore looks for a renewal by a service that used the place of the artifacts."""
 
 
 def back_up(data: Path, url: str, target: Path, place: Place = DATA_FOLDER) -> int:
@@ -93,7 +100,7 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
                 database.create()  # migrates that of an earlier version
                 new = replace(database.owner(), where="", named=frozenset[str]()) if place.url else database.owner()
                 artifacts = open_artifacts(place, folder.artifacts, new)
-                with database.reading() as connection:
+                with _held(artifacts, folder), database.reading() as connection:
                     named = live_hashes(connection)
                     for digest in named:
                         manifest = local.verify(digest)
@@ -177,6 +184,18 @@ def _move(source: Artifacts, target: Artifacts, manifest: Manifest) -> None:
                 staging.write(shard.name, chunks)
         staging.commit()
     source.delete(manifest.hash)
+
+
+@contextmanager
+def _held(artifacts: Artifacts, folder: DataFolder) -> Iterator[None]:
+    """Within, no service uses the place of ``artifacts``. Raises :class:`UserError` where one does."""
+    lease = Lease(incarnation(secrets.token_hex(16), "rookery restore", folder.root, folder.locks))
+    while not artifacts.hold(lease):
+        time.sleep(WATCH_SECONDS)
+    try:
+        yield
+    finally:
+        artifacts.release()
 
 
 @contextmanager

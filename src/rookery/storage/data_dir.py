@@ -118,6 +118,11 @@ class DataFolder:
             ) from None
 
     @property
+    def locks(self) -> list[int]:
+        """Descriptors of files that are locked while the folder is open."""
+        return [self._lock]
+
+    @property
     def database_url(self) -> str:
         """The SQLite database that lives here."""
         return sqlite_url(self.root)

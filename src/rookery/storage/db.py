@@ -125,6 +125,12 @@ class Database:
         self._claimed: Connection | None = None
         self._lock: int | None = None
         """The descriptor of the lock file that is the claim of a SQLite database."""
+        self._service = ""
+        """The id of the service that opened it; empty for a command."""
+        self._waited = False
+        """Another service had the claim when this one asked for it."""
+        self.ended = ""
+        """The id of the service that had the claim before, where this one waited for its end; else empty."""
         self._inode: tuple[int, int] | None = None
         """That of the SQLite file which :meth:`create` opened: another one under its name is refused."""
         self._epoch: str | None = None
@@ -196,10 +202,17 @@ class Database:
             named = frozenset(live_hashes(connection)) if current else None
         return Owner(shown, meta.get("identity"), meta.get("artifacts", ""), named)
 
-    def used_place(self, where: str) -> None:
-        """The artifacts of this database lie at ``where``."""
+    def used_place(self, where: str, service: str) -> None:
+        """The artifacts of this database lie at ``where``, and the service with the id ``service`` holds that place."""
+        self._service = service
         with self.writing() as connection:
             _set_meta(connection, "artifacts", where)
+            _set_meta(connection, "service", f"{self._epoch or ''} {service}")
+
+    @property
+    def locks(self) -> list[int]:
+        """Descriptors of files that are locked while this service has the claim."""
+        return [] if self._lock is None else [self._lock]
 
     def ping(self) -> None:
         """Ask the database for a sign of life. Raises :class:`Unavailable`."""
@@ -240,7 +253,10 @@ class Database:
                 if inspect(connection).has_table(MetaRow.__tablename__):
                     with self.engine.begin() as other:
                         other.execute(select(func.set_config("lock_timeout", "0", True)))  # however long they take
+                        self.ended = _last_service(other) if self._waited else ""
                         self._epoch = _next_epoch(other)
+                        if self._service:
+                            _set_meta(other, "service", f"{self._epoch} {self._service}")
                 free = True
             except OperationalError as error:
                 if getattr(error.orig, "sqlstate", None) != _POSTGRES_LOCK_TIMEOUT:
@@ -251,7 +267,9 @@ class Database:
                     connection.close()
         if free:
             self._claimed = connection
+            self._waited = False
             return
+        self._waited = True
         raise self._in_use()
 
     def _claim_file(self) -> None:
@@ -532,6 +550,14 @@ def _next_epoch(connection: Connection) -> str:
     epoch = str(int(found or 0) + 1)
     _set_meta(connection, "epoch", epoch)
     return epoch
+
+
+def _last_service(connection: Connection) -> str:
+    """The id of the service that had the claim until now; empty where another one had it since, without the place of
+    the artifacts: as on a copy of the database of a service that is alive."""
+    found = connection.execute(select(MetaRow.value).where(MetaRow.name == "service")).scalar()
+    epoch, _, service = (found or "").partition(" ")
+    return service if epoch == connection.execute(_EPOCH).scalar() else ""
 
 
 def _begin_sqlite(connection: Connection) -> None:

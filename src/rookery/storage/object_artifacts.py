@@ -10,7 +10,8 @@
 
 Credentials and region are those of the usual ``AWS_…`` variables.
 
-Layout: ``<prefix>/<hash>/{manifest.json, shards…}``; ``<prefix>/owner``; ``<prefix>/orphans/<hash>``.
+Layout: ``<prefix>/<hash>/{manifest.json, shards…}``; ``<prefix>/owner``; ``<prefix>/holder``;
+``<prefix>/orphans/<hash>``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rookery.storage.artifacts import (
     decode_manifest,
     seconds_of,
 )
-from rookery.storage.place import OWNER, Owner, admit, away, first_line, understood
+from rookery.storage.place import HOLDER, OWNER, Owner, admit, away, first_line, understood
 
 try:
     import obstore
@@ -79,6 +80,7 @@ class ObjectArtifacts(Artifacts):
     """The artifacts in ``store``. ``spool`` is a local folder for those that are being written."""
 
     remote = True
+    _kinds = (BaseError,)
 
     def __init__(self, store: ObjectStore, url: str, spool: Path) -> None:
         super().__init__(spool)
@@ -108,7 +110,7 @@ class ObjectArtifacts(Artifacts):
         with self._refusals():
             admit(owner, self.where, self._mark(), self._found)
 
-    def check(self) -> None:
+    def _check_mark(self) -> None:
         if self._owner is None:
             return
         try:
@@ -138,6 +140,18 @@ class ObjectArtifacts(Artifacts):
             return bytes(obstore.get(self._store, OWNER).bytes()).decode(errors="replace").strip()
         except FileNotFoundError:
             return None
+
+    def _holder(self) -> bytes:
+        try:
+            return bytes(obstore.get(self._store, HOLDER).bytes())
+        except FileNotFoundError:
+            return b""
+
+    def _write_holder(self, content: bytes) -> None:
+        obstore.put(self._store, HOLDER, content)
+
+    def _remove_holder(self) -> None:
+        obstore.delete(self._store, HOLDER)
 
     def _found(self) -> set[str]:
         return {prefix for prefix in obstore.list_with_delimiter(self._store)["common_prefixes"] if _is_hash(prefix)}
