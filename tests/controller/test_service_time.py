@@ -89,6 +89,20 @@ async def test_parts_of_a_stream_wait_while_the_tenant_is_beyond_its_share() -> 
     assert await alone.pause("a") == 0.0 and clock.now == 1000.0, "no other tenant works"
 
 
+async def test_messages_of_hosts_wait_apart_from_requests() -> None:
+    requests, clock = made()
+    hosts = requests.apart(longest_pause=LONGEST_PAUSE)
+    hosts.spend("a", 100.0)
+    assert hosts.late("a") == 0.0, "no other tenant works"
+    await request(requests, "b", 0.001)
+    assert hosts.late("a") == LONGEST_PAUSE and hosts.late("b") == 0.0
+    await request(requests, "a", 100.0)
+    await request(requests, "b", 0.001)
+    assert clock.now == 1000.0, "neither waits for the messages of hosts"
+    clock.now += LONGEST_PAUSE
+    assert hosts.late("a") == 0.0, "nor they for requests"
+
+
 async def test_many_requests_at_once_do_not_all_begin() -> None:
     """Their time is not known yet: the mean of earlier ones is charged when each begins."""
     times, clock = made(working="b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import json
@@ -11,27 +12,33 @@ import tarfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
+from tests.support.peers import eventually, settle
 from tests.support.waiting import until
+from uvicorn.server import ServerState
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from rookery import protocol
 from rookery.bounds import CHUNKS, CONVERSATION, PROMPTS
+from rookery.controller.service_time import BURST
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.server.bodies import BodyRefused, parse
-from rookery.server.connections import BYTE_SECONDS, CONNECTION_SECONDS, Slot
+from rookery.server.connections import BYTE_SECONDS, CONNECTION_SECONDS, QUEUED, BoundedWebSocket, Connections, Slot
 from rookery.server.launcher import EmbeddedService
 from rookery.server.tinker.schemas import ModelInput
 
@@ -701,6 +708,83 @@ def test_flood_of_small_frames_delays_no_other_client(tmp_path: Path, flood: str
                     host.recv(timeout=60)
         assert max(waited) < 1, sorted(waited)[-5:]
         assert metric(service, "connections_flooding_total") == (0 if flood == "messages" else len(hosts))
+
+
+class Wire(asyncio.Transport):
+    """A transport whose ``reading`` a protocol pauses."""
+
+    reading = True
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def write(self, data: object) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_a_socket_whose_tenant_is_late_is_not_read() -> None:
+    """Nor one whose messages nobody takes."""
+    wire, late = Wire(), 0.0
+    slot, taken, more = Slot(wire, "::1"), list[Any](), asyncio.Semaphore(0)
+    slot.charge(lambda seconds: None, lambda: late)
+
+    async def take(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "websocket.accept"})
+        while True:
+            taken.append(await receive())
+            await more.acquire()
+
+    context = SimpleNamespace(connections=Connections(10, Counter()))
+    config = uvicorn.Config(take, ws_per_message_deflate=False, ws_ping_interval=None, log_config=None)
+    config.load()
+    config.app = SimpleNamespace(state=SimpleNamespace(context=context))  # type: ignore[assignment]
+    reader = BoundedWebSocket(config, ServerState(), {"slot": slot})
+    reader.connection_made(wire)
+    reader.data_received(
+        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    more.release()
+    await settle()
+    late = 0.01
+    reader.data_received(FLOODS["messages"])
+    await settle()
+    assert len(taken) == 1 and reader.queue.empty() and not wire.reading, "the tenant is beyond its share"
+    late = 0.0
+    await eventually(lambda: len(taken) == 2)
+    assert QUEUED <= reader.queue.qsize() < 10 * QUEUED and not wire.reading
+    for _ in range(40_000):
+        more.release()
+    await eventually(lambda: len(taken) == 40_001 and wire.reading)
+    [task] = reader.tasks
+    task.cancel()
+
+
+def test_messages_of_a_tenants_host_are_read_at_its_share(tmp_path: Path) -> None:
+    """They wait in the sockets, and the host stays connected."""
+    share = 0.02
+    with served(tmp_path, tenant_service_share=share) as service:
+        host, welcome = dialled(service, keys_of(service, "ada")[0], "host")
+        late = protocol.Observation(epoch=welcome.epoch, call="a", episode="a", tokens=[1] * 1_000_000)
+        message = protocol.encode(late)  # of 1 MB, read in 30 ms
+        flood = memoryview(b"\x82\xff" + len(message).to_bytes(8) + MASK + message)
+        until(lambda: metric(service, "environment_hosts") == 2)  # with the service's
+        before, began, sent = service_seconds(service, "ada"), time.monotonic(), 0
+        with host:
+            while time.monotonic() - began < 1:
+                try:
+                    sent += host.socket.send(flood[sent % len(flood) :], socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    time.sleep(0.01)
+            seconds = service_seconds(service, "ada") - before
+            assert metric(service, "environment_hosts") == 2
+        assert 0 < seconds < BURST + share * (time.monotonic() - began) + 0.1
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -110,6 +110,8 @@ class Quotas:
         """By tenant: the bytes of its rows, and when they were read."""
         share, refuse = partial(self.limit, name="service_share"), partial(self._refuse, "service_share")
         self.service_time = ServiceTime(clock, share, refuse, working)
+        self.host_time = self.service_time.apart(longest_pause=LONGEST_PAUSE)
+        """Of messages of environment hosts: those of a job's episodes do not wait for its tenant's requests."""
         self.check_time = ServiceTime(clock, share, refuse, working, burst=CHECK_BURST, longest_pause=LONGEST_PAUSE)
         """Of checks of jobs and datasets, with that of the processes in which they run."""
         self._day = 0
@@ -148,8 +150,8 @@ class Quotas:
         }
 
     def service_seconds(self, tenant: str) -> float:
-        """Processor time of the service for the tenant's requests and checks since the start."""
-        return self.service_time.seconds.get(tenant, 0.0) + self.check_time.seconds.get(tenant, 0.0)
+        """Processor time of the service for the tenant's requests, hosts and checks since the start."""
+        return sum(times.seconds.get(tenant, 0.0) for times in (self.service_time, self.host_time, self.check_time))
 
     def _refuse(self, name: str, reason: str, retry_after: float | None = None) -> TooManyRequests:
         self._refused[f"tenant_{name}"] += 1

@@ -8,7 +8,8 @@ A request's time is known when it ends. It is charged the mean of the tenant's e
 rest as it runs, so that a hundred requests in one moment do not all begin.
 
 Checks of jobs and datasets are counted in the same way, apart from requests: their processes' time can be minutes, and
-a tenant that checked a large dataset goes on with its other work.
+a tenant that checked a large dataset goes on with its other work. So are the messages of its environment hosts, of
+which no more is read while they are beyond its share.
 """
 
 from __future__ import annotations
@@ -85,6 +86,14 @@ class ServiceTime:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as a request holds it or waits for it."""
 
+    def apart(self, *, longest_pause: float) -> ServiceTime:
+        """Other work of the same tenants, which waits for itself alone, also while requests of others come."""
+        other = ServiceTime(
+            self._clock, self._full_share, self._refuse, self._working, burst=self._burst, longest_pause=longest_pause
+        )
+        other._seen = self._seen
+        return other
+
     def spend(self, tenant: str, seconds: float, account: RequestAccount | None = None) -> None:
         """The service has worked for the tenant."""
         if tenant:
@@ -124,13 +133,17 @@ class ServiceTime:
                 return self._charge(tenant)
         return self._charge(tenant)
 
-    async def pause(self, tenant: str) -> float:
-        """Delays the next part of a stream or of a body of a tenant that took more than its share, by
-        :data:`LONGEST_PAUSE` at most. Returns the seconds."""
+    def late(self, tenant: str) -> float:
+        """Seconds by which the next part of a stream, of a body or of a host's messages waits, where the tenant took
+        more than its share; :data:`LONGEST_PAUSE` at most."""
         if (late := self.debt(tenant) - self._burst) <= 0 or not self._others_work(tenant):
             return 0.0
-        seconds = min(max(late / self._share(tenant), SHORTEST_PAUSE), LONGEST_PAUSE)
-        await self._clock.sleep(seconds)
+        return min(max(late / self._share(tenant), SHORTEST_PAUSE), LONGEST_PAUSE)
+
+    async def pause(self, tenant: str) -> float:
+        """Waits while the tenant is :meth:`late`. Returns the seconds."""
+        if seconds := self.late(tenant):
+            await self._clock.sleep(seconds)
         return seconds
 
     def end(self, tenant: str, account: RequestAccount) -> None:

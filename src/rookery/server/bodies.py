@@ -152,7 +152,9 @@ class TimeKeeper:
             await self._app(scope, receive, send)
             return
         service = scope["app"].state.context
-        service_time = service.context.rooms.quotas.service_time
+        quotas = service.context.rooms.quotas
+        service_time = quotas.service_time
+        charges = service_time if scope["type"] == "http" else quotas.host_time
         state, early = scope.setdefault("state", {}), 0.0
         slot = state.get("slot")
 
@@ -166,9 +168,9 @@ class TimeKeeper:
                 early += seconds
             elif caller.role != "worker":
                 if slot is not None:
-                    slot.charge(partial(service_time.spend, caller.id))
+                    slot.charge(partial(charges.spend, caller.id), partial(charges.late, caller.id))
                     slot = None
-                service_time.spend(caller.id, seconds + early, state.get("account"))
+                charges.spend(caller.id, seconds + early, state.get("account") if charges is service_time else None)
                 early = 0.0
 
         state["pause"] = pause

@@ -56,6 +56,10 @@ FRAGMENTS, PINGS = 8192, 64
 and a ping or two in a minute."""
 
 
+QUEUED = 64
+"""Messages of a WebSocket that wait for the service before more of them are read: a read of the socket has 40,000."""
+
+
 PIPELINED = 16
 """Requests of one connection that may wait for the response to an earlier one. Clients wait for it before they send the
 next; a read of the socket has thousands, and each takes 200 µs."""
@@ -108,6 +112,7 @@ class Slot:
         self.address = address
         self.idle = True
         self._spend: Callable[[float], None] | None = None
+        self._late: Callable[[], float] | None = None
         self._uncharged = CONNECTION_SECONDS
 
     def spent(self, seconds: float) -> None:
@@ -118,9 +123,13 @@ class Slot:
         else:
             self._spend(seconds)
 
-    def charge(self, spend: Callable[[float], None]) -> None:
-        """A request belongs to the tenant that ``spend`` charges."""
-        self._spend = spend
+    def late(self) -> float:
+        """Seconds until more may be read of a WebSocket, whose tenant is beyond its share."""
+        return 0.0 if self._late is None else self._late()
+
+    def charge(self, spend: Callable[[float], None], late: Callable[[], float] | None = None) -> None:
+        """A request belongs to the tenant that ``spend`` charges, and whose next read waits for ``late()`` seconds."""
+        self._spend, self._late = spend, late
         spend(self._uncharged)
         self._uncharged = 0.0
 
@@ -396,6 +405,8 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._slot: Slot = app_state["slot"]
         self._bounds: Connections = config.app.state.context.connections
         self._unread: deque[memoryview] = deque()
+        self._turn: asyncio.Handle | None = None
+        """The next reading of ``_unread``."""
         self._pings = 0
         self.conn.max_message_size = HELLO_BYTES
 
@@ -407,26 +418,39 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         idle, view = not self._unread, memoryview(data)
         self._unread.extend(view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES))
+        self._slot.spent(READ_SECONDS + len(data) * BYTE_SECONDS)
         if idle:
             self._read_turn()
         else:
             self.transport.pause_reading()
 
     def _read_turn(self) -> None:
+        self._turn = None
         began = now = time.thread_time()
-        while self._unread and not self.transport.is_closing() and now - began < TURN_SECONDS:
+        late = self._slot.late()
+        while self._may_read() and not late and now - began < TURN_SECONDS:
             super().data_received(self._unread[0])  # type: ignore[arg-type]
             self._unread.popleft()
             now = time.thread_time()
-        if self._slot.idle:  # later messages are work of the peer's episodes
-            self._slot.spent(now - began + READ_SECONDS)
+        self._slot.spent(now - began)
         if self.transport.is_closing():
             self._unread.clear()
         elif self._unread:
             self.transport.pause_reading()
-            self.loop.call_soon(self._read_turn)
+            if self._may_read():  # else the next turn comes when the messages are taken
+                self._turn = self.loop.call_later(late, self._read_turn)
         elif not self.read_paused:
             self.transport.resume_reading()
+
+    def _may_read(self) -> bool:
+        return bool(self._unread) and not self.transport.is_closing() and self.queue.qsize() < QUEUED
+
+    def _read_on(self) -> None:
+        """Reading was paused, and goes on."""
+        if not self._unread:
+            self.transport.resume_reading()
+        elif self._turn is None:
+            self._turn = self.loop.call_soon(self._read_turn)
 
     def handle_cont(self, event: Frame) -> None:
         if self._is_bounded(len(self.frames) < FRAGMENTS):
@@ -456,12 +480,13 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         message = await self.queue.get()
         if self.read_paused and self.queue.empty():
             self.read_paused = False
-            if not self._unread:
-                self.transport.resume_reading()
+            self._read_on()
         return message
 
     async def send(self, message: Any) -> None:
         await super().send(message)
+        if self._unread and not self.read_paused:  # a close, after which nobody takes the messages
+            self._read_on()
         if message["type"] == "websocket.http.response.body":  # a refusal, which uvicorn would log as an error
             self.handshake_complete = True
 
