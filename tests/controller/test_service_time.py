@@ -13,12 +13,16 @@ from tests.support.peers import settle
 
 from rookery.children import add_child_seconds
 from rookery.controller.service_time import (
+    ADDRESS_SHARE,
     BESIDE_JOBS,
     BURST,
     FIRST_GUESS,
+    KEYLESS_SHARE,
+    KEYLESS_WAITING,
     LONGEST_PAUSE,
     LONGEST_WAIT,
     MEMORY,
+    KeylessTime,
     ServiceTime,
 )
 from rookery.controller.validation import JobValidator
@@ -101,6 +105,36 @@ async def test_messages_of_hosts_wait_apart_from_requests() -> None:
     assert clock.now == 1000.0, "neither waits for the messages of hosts"
     clock.now += LONGEST_PAUSE
     assert hosts.late("a") == 0.0, "nor they for requests"
+
+
+@pytest.mark.parametrize(("addresses", "share"), [(1, ADDRESS_SHARE), (2, KEYLESS_SHARE), (50, KEYLESS_SHARE)])
+async def test_requests_without_a_key_have_a_share_by_address_and_in_all(addresses: int, share: float) -> None:
+    clock = Manual()
+    times = KeylessTime(clock, lambda: True)
+    for number in range(3000):
+        times.spend(address := str(number % addresses), 0.001)
+        assert await times.turn(address, lambda: False)
+    assert (3 - min(addresses, 2) * BURST) / share * 0.9 < clock.now - 1000 < 3 / share * 1.1
+    before = clock.now
+    assert await KeylessTime(clock, lambda: True).turn("other", lambda: False) and clock.now == before
+
+
+async def test_requests_without_a_key_wait_for_no_absent_tenant_and_not_for_ever() -> None:
+    clock = Manual()
+    times = KeylessTime(clock, lambda: False)
+    times.spend("a", 1000.0)
+    assert await times.turn("a", lambda: False) and clock.now == 1000.0
+    times = KeylessTime(clock, lambda: True)
+    times.spend("a", 1.0)
+    assert await times.turn("a", lambda: True) and clock.now == 1000.0, "its client is gone"
+    clock.sleep = lambda seconds: asyncio.sleep(60)  # type: ignore[method-assign]
+    waiting = [asyncio.create_task(times.turn("a", lambda: False)) for _ in range(KEYLESS_WAITING)]
+    await settle()
+    assert not await times.turn("a", lambda: False), "too many wait"
+    assert await times.turn("b", lambda: False) is True
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_many_requests_at_once_do_not_all_begin() -> None:

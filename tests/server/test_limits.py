@@ -35,9 +35,12 @@ from websockets.sync.client import ClientConnection, connect
 
 from rookery import protocol
 from rookery.bounds import CHUNKS, CONVERSATION, PROMPTS
-from rookery.controller.service_time import BURST
+from rookery.clock import SystemClock
+from rookery.controller.service_time import BURST, KeylessTime, ServiceTime
+from rookery.errors import TooManyRequests
 from rookery.protocol.envhost import MOST_EPISODES
-from rookery.server.bodies import BodyRefused, parse
+from rookery.server.auth import Caller
+from rookery.server.bodies import BodyRefused, TimeKeeper, parse
 from rookery.server.connections import BYTE_SECONDS, CONNECTION_SECONDS, QUEUED, BoundedWebSocket, Connections, Slot
 from rookery.server.launcher import EmbeddedService
 from rookery.server.tinker.schemas import ModelInput
@@ -708,6 +711,53 @@ def test_flood_of_small_frames_delays_no_other_client(tmp_path: Path, flood: str
                     host.recv(timeout=60)
         assert max(waited) < 1, sorted(waited)[-5:]
         assert metric(service, "connections_flooding_total") == (0 if flood == "messages" else len(hosts))
+
+
+@pytest.mark.parametrize(
+    ("path", "found", "waits"),
+    [
+        ("/metrics", {}, True),
+        ("/api/v1/jobs", {}, True),
+        ("/nothing", {}, True),
+        ("/wire/artifacts/0", {}, True),
+        ("/wire/artifacts/0", {"signed": True}, False),
+        ("/healthz", {}, False),
+        ("/readyz", {}, False),
+        ("/api/v1/jobs", {"caller": Caller("ada", "tenant", "")}, False),
+    ],
+)
+async def test_responses_without_a_valid_key_wait_for_the_share_of_their_address(
+    path: str, found: dict[str, Any], waits: bool
+) -> None:
+    """Probes, workers with a signature or a ticket, and tenants do not wait there."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"].update(found)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    clock, sent, wire = SystemClock(), list[str](), Wire()
+    tenants = ServiceTime(clock, lambda tenant: 1.0, TooManyRequests)
+    keyless = KeylessTime(clock, lambda: True)
+    quotas = SimpleNamespace(service_time=tenants, host_time=tenants, keyless_time=keyless)
+    connections = Connections(10, Counter())
+    context = SimpleNamespace(rooms=SimpleNamespace(quotas=quotas))
+    service = SimpleNamespace(context=context, connections=connections)
+    keyless.spend("::1", 1000.0)
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    slot = Slot(wire, "::1")
+    scope = {
+        "type": "http", "path": path, "client": ("::1", 1), "state": {"slot": slot},
+        "app": SimpleNamespace(state=SimpleNamespace(context=service)),
+    }  # fmt: skip
+    request = asyncio.create_task(TimeKeeper(app)(scope, cast(Any, None), send))
+    await settle()
+    assert request.done() is not waits and len(sent) == (0 if waits else 2)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
 
 
 class Wire(asyncio.Transport):

@@ -24,7 +24,7 @@ from itertools import islice
 from typing import Any
 
 from rookery.clock import Clock
-from rookery.controller.service_time import CHECK_BURST, LONGEST_PAUSE, ServiceTime
+from rookery.controller.service_time import CHECK_BURST, LONGEST_PAUSE, KeylessTime, ServiceTime
 from rookery.errors import TooManyRequests
 from rookery.settings import LimitSettings
 from rookery.spec import values
@@ -112,6 +112,7 @@ class Quotas:
         self.service_time = ServiceTime(clock, share, refuse, working)
         self.host_time = self.service_time.apart(longest_pause=LONGEST_PAUSE)
         """Of messages of environment hosts: those of a job's episodes do not wait for its tenant's requests."""
+        self.keyless_time = KeylessTime(clock, self.service_time.in_use)
         self.check_time = ServiceTime(clock, share, refuse, working, burst=CHECK_BURST, longest_pause=LONGEST_PAUSE)
         """Of checks of jobs and datasets, with that of the processes in which they run."""
         self._day = 0

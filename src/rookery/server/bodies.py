@@ -42,6 +42,12 @@ JOB_ROUTES = "/api/v1/jobs"
 DATASETS = frozenset({"/api/v1/datasets", "/v1/files"})
 """Paths whose bodies are written to the disk in chunks and never held."""
 
+PROBES = frozenset({"/healthz", "/readyz"})
+"""Paths that load balancers ask often, from an address that they may share with everybody: they never wait."""
+
+SENT_SECONDS = 1e-9
+"""Processor time of each byte of a response, which the event loop sends after the request."""
+
 POLICY = b"default-src 'none'; frame-ancestors 'none'; base-uri 'none'"
 DOCS_POLICY = (
     POLICY + b"; connect-src 'self'; script-src https://cdn.jsdelivr.net 'unsafe-inline';"
@@ -141,8 +147,8 @@ class BodyLimit:
 
 
 class TimeKeeper:
-    """ASGI middleware that measures the service's time for each request and charges its tenant, counts its end, and
-    disconnects clients that do not read."""
+    """ASGI middleware that measures the service's time for each request and charges its tenant, or its address where no
+    key is valid, counts its end, and disconnects clients that do not read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -157,6 +163,11 @@ class TimeKeeper:
         charges = service_time if scope["type"] == "http" else quotas.host_time
         state, early = scope.setdefault("state", {}), 0.0
         slot = state.get("slot")
+        address = (scope.get("client") or ("",))[0]
+
+        def keyless() -> bool:
+            """Whether it counts for its address. Workers sign their transfers, or have a ticket."""
+            return not (state.get("caller") or state.get("signed") or scope["path"] in PROBES)
 
         async def pause() -> None:
             if (caller := state.get("caller")) is not None:
@@ -178,6 +189,13 @@ class TimeKeeper:
 
         async def sent(message: Message) -> None:
             """Sends a part of the response, and disconnects a client that reads none of it."""
+            connection = state.get("slot")
+            if message["type"].endswith("http.response.start") and keyless() and connection is not None:
+                connection.charge(partial(quotas.keyless_time.spend, address))
+                if not await quotas.keyless_time.turn(address, lambda: connection.transport is None):
+                    service.connections.end_flood(connection)
+            if keyless():
+                spent(len(message.get("body", b"")) * SENT_SECONDS)
             if scope["type"] != "http":
                 await send(message)
                 return
@@ -186,13 +204,15 @@ class TimeKeeper:
                     await send(message)
             except TimeoutError:
                 service.refusals["readers_slow"] += 1
-                if (slot := state.get("slot")) is not None and slot.transport is not None:
-                    slot.transport.abort()
+                if connection is not None and connection.transport is not None:
+                    connection.transport.abort()
                 raise ClientDisconnect from None
 
         try:
             await metered(cast(Coroutine[Any, Any, None], self._app(scope, receive, sent)), spent)
         finally:
+            if keyless():
+                quotas.keyless_time.spend(address, early)
             if state.pop("open", False):
                 service.open_requests[state["caller"].id] -= 1
             if (account := state.get("account")) is not None:

@@ -103,32 +103,35 @@ async def host(socket: WebSocket, service: Service) -> None:
         await service.controller.serve_host(WebSocketConnection(socket, most), owner)
 
 
-async def authorize(service: ServiceContext, signature: str, digest: str) -> None:
+async def authorize(request: Request, service: ServiceContext, signature: str, digest: str) -> None:
     """Raises :class:`NotFound` unless a worker whose key is valid signed to read the artifact ``digest`` now."""
     key = service.controller.reads.reader(signature, digest)
     if key is None or await service.keys.find(key) is None:
         raise NotFound("no such artifact, or the signature is not valid now")
+    request.state.signed = True
 
 
 @routes.get("/artifacts/{digest}")
-async def manifest(service: Service, digest: str, signature: Signature = "") -> Response:
-    await authorize(service, signature, digest)
+async def manifest(request: Request, service: Service, digest: str, signature: Signature = "") -> Response:
+    await authorize(request, service, signature, digest)
     return json_response(await service.threads(service.context.artifacts.open, digest))
 
 
 @routes.get("/artifacts/{digest}/{name}")
 async def shard(
-    service: Service, digest: str, name: str, signature: Signature = "", range: Annotated[str | None, Header()] = None
-) -> Response:
-    await authorize(service, signature, digest)
+    request: Request, service: Service, digest: str, name: str, signature: Signature = "",
+    range: Annotated[str | None, Header()] = None,
+) -> Response:  # fmt: skip
+    await authorize(request, service, signature, digest)
     return await service.threads(stream, service.context.artifacts, digest, name, range)
 
 
 @routes.get("/batches/{ticket}")
-async def batch(service: Service, ticket: str) -> Response:
+async def batch(request: Request, service: Service, ticket: str) -> Response:
     content = service.controller.tickets.open_batch(ticket)
     if content is None:
         raise NotFound("no such batch, or it was retracted")
+    request.state.signed = True
     return Response(content, media_type="application/octet-stream")
 
 
@@ -137,6 +140,7 @@ async def upload(service: Service, ticket: str, name: str, request: Request) -> 
     staging = service.controller.tickets.staging(ticket)
     if staging is None:
         raise NotFound("no such upload, or it has ended")
+    request.state.signed = True
     try:
         writing = asyncio.get_running_loop().run_in_executor(service.uploading, staging.write, name, chunks(request))
         written: protocol.Shard = await writing
