@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery import protocol
+from rookery.controller.sessions.operations import ForwardBackwardResult
 from rookery.errors import UserError
 from rookery.server.bodies import INLINE_BYTES, BodyRefused
 from rookery.server.tinker import protobuf
@@ -101,6 +103,54 @@ def test_targets_of_a_token_are_bounded(listed: int, width: int, sparse: bool) -
     datum = protocol.Datum(tokens=[1], rows=[0] * listed, targets=[1] * listed)
     with pytest.raises(ValueError, match="1025 targets in a row"):
         PackedGroup.from_datum(datum)
+
+
+def test_request_of_a_million_targets_takes_some_times_its_size() -> None:
+    """No number is an object: 32 bytes for each target would be eight times the body."""
+    message = request(1)
+    datum = message.data[0]
+    datum.model_input[0].encoded_text.tokens = np.zeros(1000, "<i4").tobytes()
+    tensor = datum.loss_fn_inputs["target_tokens"]
+    tensor.shape[:], tensor.dtype = [1000, 1000], protobuf.schema().DTYPE_INT32
+    tensor.dense = np.arange(1_000_000, dtype="<i4").tobytes()
+    tracemalloc.start()
+    try:
+        operation = protobuf.forward_backward(message)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(operation.batch) < 2.1 * len(tensor.dense) and peak < 7 * len(tensor.dense)
+
+
+@pytest.mark.parametrize("kind", ["<i4", "<i8"])
+def test_numbers_reach_the_trainer_as_they_came(kind: str) -> None:
+    message, rng = request(1), np.random.default_rng(0)
+    message.loss_fn, inputs = "ppo", message.data[0].loss_fn_inputs
+    given = {name: rng.normal(size=40).astype("<f4") for name in ("logprobs", "advantages")}
+    given["target_tokens"] = rng.integers(-(2**31), 2**31, 40).astype(kind)
+    for name, values in given.items():
+        code = {"<f4": "FLOAT32", "<i4": "INT32", "<i8": "INT64"}[values.dtype.str]
+        inputs[name].dense, inputs[name].dtype = values.tobytes(), getattr(protobuf.schema(), f"DTYPE_{code}")
+    group = PackedGroup.from_datum(protocol.decode(protocol.batches, protobuf.forward_backward(message).batch).data[0])
+    assert group.prompt == list(range(40)) and group.loss.sources.tolist() == list(range(40))
+    assert np.array_equal(group.loss.targets, given["target_tokens"])
+    assert np.array_equal(group.loss.logprobs, given["logprobs"])
+    assert np.array_equal(group.loss.advantages, given["advantages"]) and set(group.loss.weights) == {1.0}
+    inputs["target_tokens"].dtype = protobuf.schema().DTYPE_INT64
+    inputs["target_tokens"].dense = np.full(40, 2**31, "<i8").tobytes()
+    with pytest.raises(UserError, match="2147483648, which is no token id"):
+        protobuf.forward_backward(message)
+
+
+def test_listed_cells_are_read_in_both_forms() -> None:
+    """An earlier service stored lists."""
+    logprobs = np.arange(2, dtype="<f4").tobytes()
+    forms: tuple[protocol.Integers, ...] = ([1, 5], np.array([1, 5], "<i4").tobytes())
+    bodies = {
+        protobuf.encode(ForwardBackwardResult(metrics={}, logprobs=logprobs, shapes=[[3, 2]], cells={0: cells}))
+        for cells in forms
+    }
+    assert len(bodies) == 1
 
 
 @pytest.mark.parametrize("shape", [[2] * 1_000_000, [-1, -40], [1] * 5], ids=["long", "negative", "five"])

@@ -34,6 +34,9 @@ from rookery.storage.repositories import sessions
 
 log = logging.getLogger("rookery.controller.sessions.futures")
 
+INLINE_BYTES = 128 << 10
+"""A larger operation is encoded and hashed in a thread."""
+
 KEPT_BYTES = 64 << 20
 """Results kept in memory besides the database: a client fetches its result within moments."""
 
@@ -92,14 +95,18 @@ class Futures:
     ) -> tuple[Future, bool]:
         """The future of ``operation``, durable, and whether the caller must start it. Raises :class:`UserError` if the
         id was used for another operation."""
-        services, digest = self._services, _digest(operation)
+        services = self._services
+        if operation.size <= INLINE_BYTES:
+            digest, call = _digest(operation)
+        else:
+            digest, call = await services.threads(_digest, operation)
         known = self._open.get(id) or self._kept.get(id)
         if known is None:
             future = Future(id, tenant, digest, seq)
             future.stored = asyncio.get_running_loop().create_future()
             self._open[id] = future
             row = FutureRow(
-                id=id, tenant=tenant, model=run, seq=seq, digest=digest, call=encode(operation), outcome=None,
+                id=id, tenant=tenant, model=run, seq=seq, digest=digest, call=call, outcome=None,
                 created=services.clock.time(), finished=None,
             )  # fmt: skip
             try:
@@ -197,9 +204,10 @@ def failure(future: Future, error: BaseException) -> OperationFailed:
     return OperationFailed(error=f"internal error ({type(error).__name__}); the log has it", category="server")
 
 
-def _digest(operation: AnyOperation) -> str:
-    """The same for an operation and its repetition. The SDK numbers samplers again each time it repeats a request that
-    makes one; the first number stays."""
+def _digest(operation: AnyOperation) -> tuple[str, bytes]:
+    """A hash, the same for an operation and its repetition, and its encoding. The SDK numbers samplers again each time
+    it repeats a request that makes one; the first number stays."""
+    call = same = encode(operation)
     if isinstance(operation, SaveSampler):
-        operation = msgspec.structs.replace(operation, sampler="")
-    return hashlib.sha256(encode(operation)).hexdigest()
+        same = encode(msgspec.structs.replace(operation, sampler=""))
+    return hashlib.sha256(same).hexdigest(), call

@@ -46,7 +46,7 @@ class ForwardBackwardOperation(Operation, tag="Compute"):
     """The shape of each datum's targets: ``[tokens]`` or ``[tokens, k]``."""
     loss: protocol.Loss
     forward_only: bool = False
-    cells: dict[int, list[int]] = {}
+    cells: dict[int, protocol.Integers] = {}
     """By datum with sparse targets: the indices of its targets in the flattened shape."""
 
     @property
@@ -156,7 +156,7 @@ class ForwardBackwardResult(OperationResult, tag="Computed"):
     metrics: dict[str, float]
     logprobs: bytes
     shapes: list[list[int]]
-    cells: dict[int, list[int]] = {}
+    cells: dict[int, protocol.Integers] = {}
 
 
 class OptimStepResult(OperationResult, tag="Stepped"):

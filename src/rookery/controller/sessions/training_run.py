@@ -494,6 +494,6 @@ class TrainingRun:
 
 
 def _forward_request(operation: operations.ForwardBackwardOperation) -> ForwardRequest:
-    cells = operation.cells
+    cells = {number: protocol.integers(listed) for number, listed in operation.cells.items()}
     targets = sum(len(cells[n]) if n in cells else prod(shape) for n, shape in enumerate(operation.shapes))
     return ForwardRequest(operation.batch, operation.loss, forward_only=operation.forward_only, targets=targets)

@@ -1,8 +1,8 @@
 """The protocol's protobuf messages: training data in, log-probabilities and samples out.
 
 * A datum's rows are its input tokens; row i predicts ``target_tokens[i]``, whatever token that is.
-* Only the targets that a sparse tensor lists take memory while a request is read, and each datum is encoded for the
-  trainer before the next one is read.
+* Only the targets that a sparse tensor lists take memory while a request is read, and no number is an object: a request
+  of millions takes about ten times its size.
 
 The schema is the module that the ``tinker`` package publishes. It is loaded from its file: importing the package itself
 would load PyTorch into the service.
@@ -20,7 +20,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
@@ -192,9 +191,9 @@ def forward_backward(message: Any) -> ForwardBackwardOperation:
         raise UserError(f"loss_fn {short(repr(name))} is not supported; there are {', '.join(INPUTS)}{hint}")
     if not message.data:
         raise UserError("forward_backward needs at least one datum")
-    data: list[msgspec.Raw] = []
+    data: list[protocol.Datum] = []
     shapes: list[list[int]] = []
-    cells: dict[int, list[int]] = {}
+    cells: dict[int, protocol.Integers] = {}
     left = TARGETS
     for number, datum in enumerate(message.data):
         try:
@@ -202,12 +201,12 @@ def forward_backward(message: Any) -> ForwardBackwardOperation:
         except (UserError, ValueError) as error:
             raise UserError(f"data[{number}]: {error}") from None
         left -= math.prod(shape)
-        data.append(msgspec.Raw(msgspec.msgpack.encode(found)))
+        data.append(found)
         shapes.append(list(shape))
         if listed is not None:
-            cells[number] = listed.tolist()
+            cells[number] = listed.astype("<i4").tobytes()
     return ForwardBackwardOperation(
-        batch=msgspec.msgpack.encode({"data": data}),
+        batch=protocol.encode(protocol.TrainingBatch(data=data)),
         shapes=shapes,
         loss=protocol.Loss(name=name, params=_parameters(message)),
         forward_only=message.forward_only,
@@ -237,6 +236,7 @@ def _parameters(message: Any) -> dict[str, float]:
 def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int, ...], np.ndarray | None]:
     """The datum, the shape of its targets, and where these are sparse the cells that are targets."""
     tokens = _tokens(datum.model_input)
+    length = len(protocol.integers(tokens))
     needed, optional = INPUTS[loss]
     inputs = {name: _tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()}
     if missing := [name for name in needed if name not in inputs]:
@@ -249,8 +249,8 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
     shape = targets.shape
     if targets.values.dtype.kind != "i":
         raise UserError("target_tokens are integers")
-    if len(shape) not in ((1, 2) if loss == "cross_entropy" else (1,)) or shape[0] != len(tokens):
-        raise UserError(f"target_tokens have shape {list(shape)}, model_input has {len(tokens)} tokens")
+    if len(shape) not in ((1, 2) if loss == "cross_entropy" else (1,)) or shape[0] != length:
+        raise UserError(f"target_tokens have shape {list(shape)}, model_input has {length} tokens")
     for name, tensor in inputs.items():
         if tensor.shape != shape:
             raise UserError(f"{name} have shape {list(tensor.shape)}, target_tokens {list(shape)}")
@@ -261,18 +261,22 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
     listed = width if cells is None else np.bincount(cells // max(1, width)).max(initial=0)
     if listed > protocol.ROW_TARGETS:
         raise UserError(f"target_tokens list {listed} targets for a token, allowed: at most {protocol.ROW_TARGETS}")
-    rows = np.arange(math.prod(shape)) if cells is None else cells
-    lists: dict[str, Any] = {
-        name: inputs[name].at(cells).tolist() if name in inputs else [missing] * len(rows)
-        for name, missing in (("logprobs", 0.0), ("advantages", 0.0), ("weights", 1.0))
+    found = targets.at(cells)
+    wanted = found.astype("<i4")
+    if (beyond := found[found != wanted]).size:
+        raise UserError(f"target_tokens hold {beyond[0]}, which is no token id")
+    floats = {
+        name: inputs[name].at(cells).astype("<f4").tobytes()
+        for name in ("logprobs", "advantages", "weights")
+        if name in inputs
     }
     if loss == "gspo":
         counts = inputs["sequence_ratio_mask"].values != 0
         if np.any(~counts & (inputs["advantages"].values != 0)):
             raise UserError("advantages outside of the sequence_ratio_mask are not supported: make them 0")
-        lists["weights"] = counts.astype(float).tolist()
-    lists["rows"] = (rows // math.prod(shape[1:])).tolist() if len(rows) else []
-    return protocol.Datum(tokens=tokens, targets=targets.at(cells).tolist(), **lists), shape, cells
+        floats["weights"] = counts.astype("<f4").tobytes()
+    rows = np.repeat(np.arange(length, dtype="<i4"), width) if cells is None else (cells // max(1, width)).astype("<i4")
+    return protocol.Datum(tokens=tokens, rows=rows.tobytes(), targets=wanted.tobytes(), **floats), shape, cells
 
 
 def _cells(targets: Tensor, weights: Tensor | None) -> np.ndarray | None:
@@ -283,15 +287,15 @@ def _cells(targets: Tensor, weights: Tensor | None) -> np.ndarray | None:
     return None if weights.cells is None else np.union1d(targets.cells, weights.cells)
 
 
-def _tokens(chunks: Any) -> list[int]:
-    tokens: list[int] = []
+def _tokens(chunks: Any) -> bytes:
+    tokens: list[bytes] = []
     for chunk in chunks:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise UserError("model_input may hold text only; images and audio are not supported")
-        tokens += np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
-    if not tokens:
+        tokens.append(np.frombuffer(chunk.encoded_text.tokens, "<i4").tobytes())
+    if not any(tokens):
         raise UserError("model_input needs at least one token")
-    return tokens
+    return b"".join(tokens)
 
 
 def _tensor(message: Any) -> Tensor:
@@ -338,7 +342,8 @@ def _outputs(result: ForwardBackwardResult) -> Any:
         arrays = []
         for number, shape in group:
             full = np.zeros(math.prod(shape), "<f4")
-            cells = result.cells.get(number, slice(None))
+            listed = result.cells.get(number)
+            cells = slice(None) if listed is None else np.array(protocol.integers(listed))
             full[cells] = found = values[at : at + full[cells].size]
             at += len(found)
             arrays.append(full)
