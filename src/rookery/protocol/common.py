@@ -140,10 +140,11 @@ class Datum(Struct, kw_only=True):
     """A sequence with arbitrary targets: ``targets[i]`` is scored as the token after ``tokens[: rows[i] + 1]``.
     The other lists are parallel to ``targets``, with the meaning that they have in :class:`GroupMember`, except that a
     target is scored whatever its weight. A row may have several targets (a distribution), at most
-    :data:`ROW_TARGETS`, or none. Without ``logprobs`` or ``advantages`` they are 0, without ``weights`` 1."""
+    :data:`ROW_TARGETS`, or none. Without ``rows`` all have equally many, in order. Without ``logprobs`` or
+    ``advantages`` they are 0, without ``weights`` 1."""
 
     tokens: Integers
-    rows: Integers
+    rows: Integers = b""
     targets: Integers
     logprobs: Floats = b""
     advantages: Floats = b""

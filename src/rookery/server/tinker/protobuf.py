@@ -275,8 +275,8 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
         if np.any(~counts & (inputs["advantages"].values != 0)):
             raise UserError("advantages outside of the sequence_ratio_mask are not supported: make them 0")
         floats["weights"] = counts.astype("<f4").tobytes()
-    rows = np.repeat(np.arange(length, dtype="<i4"), width) if cells is None else (cells // max(1, width)).astype("<i4")
-    return protocol.Datum(tokens=tokens, rows=rows.tobytes(), targets=wanted.tobytes(), **floats), shape, cells
+    rows = b"" if cells is None else (cells // max(1, width)).astype("<i4").tobytes()
+    return protocol.Datum(tokens=tokens, rows=rows, targets=wanted.tobytes(), **floats), shape, cells
 
 
 def _cells(targets: Tensor, weights: Tensor | None) -> np.ndarray | None:

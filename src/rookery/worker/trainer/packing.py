@@ -138,6 +138,8 @@ class PackedGroup:
         row with a target are omitted. Raises ``ValueError`` for lists of different lengths, a row out of range or one
         with more than :data:`rookery.protocol.ROW_TARGETS` targets."""
         tokens, rows, targets = (_integers(protocol.integers(x)) for x in (datum.tokens, datum.rows, datum.targets))
+        if not datum.rows and len(tokens) and len(targets) % len(tokens) == 0:
+            rows = np.arange(len(tokens)).repeat(len(targets) // len(tokens))
         given = ((datum.logprobs, 0.0), (datum.advantages, 0.0), (datum.weights, 1.0))
         logprobs, advantages, weights = (
             np.array(protocol.floats(values), np.float32) if values else np.full(len(rows), default, np.float32)
