@@ -477,6 +477,23 @@ def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> 
     assert data.name.startswith("sums-")
 
 
+@pytest.mark.heavy
+def test_run_of_an_edited_file_in_one_data_folder_is_refused(
+    alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOKERY_DATA", str(alone / "data"))
+    process = started(alone, "run", written(alone, job()), "--json")
+    assert process.stdout is not None
+    first = json.loads(process.stdout.readline())["job"]["id"]
+    ended(process, signal.SIGINT)
+    assert call("run", written(alone, job(stop={"steps": 3}, seed=1))) == 2
+    assert f"job sums ({first}) of this data folder" in (err := capsys.readouterr().err)
+    assert "differs from the file in stop, seed; --new ends it" in err
+    process = started(alone, "run", written(alone, job()))
+    until(process, "stdout", f"continues job sums ({first}) at step 0")
+    ended(process, signal.SIGINT)
+
+
 def test_serve_stops_on_sigterm(alone: Path) -> None:
     process = started(alone, "serve", "--port", 0, "--data", alone / "data", "--models", "")
     until(process, "stderr", "Rookery serves at http://127.0.0.1:")

@@ -168,6 +168,9 @@ def test_a_program_that_is_started_again_continues_its_job(service: EmbeddedServ
         until(lambda: not second.job(begun.id).show().hosted, "the service did not notice the first program's end")
         with pytest.raises(Conflict, match=r"differs in stop; give new=True"):
             second.train(stop={"steps": 7}, **wanted)
+        with pytest.raises(Conflict, match=r"differs in base_model; give new=True"):
+            second.train(stop={"steps": 6}, **{**wanted, "base_model": "qwen3-1.7b"})
+        wanted["base_model"] = "Qwen/Qwen3-0.6B"  # the same model
         another = second.train(new=True, stop={"steps": 1}, **wanted)
         assert another.id != begun.id and another.wait(60).state == "completed"
         continued = second.train(stop={"steps": 6}, **wanted)
@@ -175,6 +178,34 @@ def test_a_program_that_is_started_again_continues_its_job(service: EmbeddedServ
         assert continued.wait(60).state == "completed"
         assert [row.step for row in continued.metrics(follow=False)] == [1, 2, 3, 4, 5, 6]
         assert second.train(stop={"steps": 6}, **wanted).id != begun.id, "a job that has ended is not continued"
+
+
+SAME_MODEL = {"main": {"rank": 4, "targets": ["q"], "base_model": "Qwen/Qwen3-0.6B"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({}, []),
+        ({"base_model": "Qwen/Qwen3-0.6B"}, []),
+        ({"environment": {**job()["environment"], "verifier": {"name": "exact"}}}, []),
+        ({"algorithm": {**PARTS["algorithm"], "loss": "ppo"}}, ["algorithm"]),
+        ({"base_model": "qwen3-1.7b"}, ["base_model"]),
+        ({"environment": {**job()["environment"], "rows": job()["environment"]["rows"][:5]}}, ["environment"]),
+        ({"stop": {"steps": 3}, "seed": 1}, ["stop", "seed"]),
+        ({"stop": {"epochs": 2}}, ["stop"]),
+        ({"policies": SAME_MODEL}, ["policies"]),
+    ],
+)
+def test_differences_of_jobs_are_those_of_what_runs(
+    client: Client, changes: dict[str, Any], differing: list[str]
+) -> None:
+    first = client.submit(job(name="first"))
+    first.cancel()
+    assert client.differences(first.id, job(name="first", **changes)) == differing
+    again = client.submit(job(name="first", **changes))
+    again.cancel()
+    assert client.differences(again.id, job(name="first", **changes)) == []
 
 
 def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> None:

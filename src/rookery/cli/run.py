@@ -24,7 +24,7 @@ from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, with_optio
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.report import evaluation_text
-from rookery.errors import Unavailable
+from rookery.errors import Conflict, Unavailable
 from rookery.settings import Settings
 from rookery.spec.files import read_job
 from rookery.spec.job import JobSpec
@@ -43,7 +43,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, show the whole job and three prompts.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Submit to the running service and exit.")] = False,
     adapter: Annotated[Path | None, typer.Option(help="Write the final PEFT adapter into this folder.")] = None,
-    new: Annotated[bool, typer.Option("--new", help="Without a service: do not resume an interrupted run.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Without a service: cancel an interrupted run.")] = False,
 ) -> None:
     """Run one job to its end, on a running service if there is one, else on a service for this run alone."""
     raw, notes = read_prime(job_file) if job_file.suffix == ".toml" else (read_job(job_file), [])
@@ -86,7 +86,10 @@ def _run_alone(cli: Cli, raw: dict[str, Any], spec: JobSpec, folder: Path, adapt
         earlier = _unfinished(client, spec)
         if earlier is not None and new:
             earlier.cancel()
-        job = client.submit(raw, folder=folder) if earlier is None or new else _resumed(earlier)
+        if earlier is None or new:
+            job = client.submit(raw, folder=folder)
+        else:
+            job = _resumed(cli, client, earlier, raw, folder)
         target = adapter if adapter is not None else data / "adapter"
         code = _follow(cli, job, target, "stopped; the same command resumes from the last step")
     if code == COMPLETED and not cli.json:
@@ -124,15 +127,24 @@ def _run_folder(raw: dict[str, Any], spec: JobSpec) -> Path:
 
 
 def _unfinished(client: Client, spec: JobSpec) -> Job | None:
-    """The job of an interrupted run of the same file."""
+    """The job of an interrupted run of a job of the same name."""
     for view in client.views():
         if view.name == spec.name and view.state not in ("completed", "failed", "cancelled"):
             return client.job(view.id)
     return None
 
 
-def _resumed(job: Job) -> Job:
-    if job.show().state == "paused":
+def _resumed(cli: Cli, client: Client, job: Job, raw: dict[str, Any], folder: Path) -> Job:
+    """The job of an interrupted run, which continues. Raises :class:`Conflict` where it differs from the file's job."""
+    if differing := client.differences(job.id, raw, folder=folder):
+        raise Conflict(
+            f"job {job.name} ({job.id}) of this data folder has not ended and differs from the file in"
+            f" {', '.join(differing)}; --new ends it and starts the file's job, or give that one another name"
+        )
+    view = job.show()
+    if not cli.json:
+        show(f"continues job {job.name} ({job.id}) at step {view.step}")
+    if view.state == "paused":
         job.resume()
     return job
 

@@ -25,7 +25,6 @@ from rookery.paths import named_path
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
 from rookery.spec.job import FILE_ENVIRONMENTS
-from rookery.spec.parsing import parse_job
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
 
 log = logging.getLogger("rookery.client")
@@ -144,7 +143,11 @@ class Client:
         earlier = None if new else self._left_behind(name)
         if earlier is not None:
             wanted["hosted"] = earlier.spec.environment.hosted
-            _check_same(_upload_files(self._connection, spec, Path()), earlier)
+            if differing := self.differences(earlier.id, spec):
+                raise Conflict(
+                    f"job {name} ({earlier.id}) has not ended and differs in {', '.join(differing)}; give new=True or"
+                    f" another name for a new job, or end it: rookery jobs cancel {earlier.id}"
+                )
         server = self._host(name, hosted, None if earlier is None else wanted["hosted"])
         wanted["hosted"] = server.name
         try:
@@ -174,7 +177,15 @@ class Client:
 
     def dry_run(self, spec: Mapping[str, Any], *, folder: Path | None = None) -> Record:
         """The job with every default filled in and three rendered prompts. Raises ``RequestRefused``."""
-        return self._send_job("/api/v1/jobs/dry-run", spec, folder, {})
+        plan: Record = self._send_job("/api/v1/jobs/dry-run", spec, folder, {})
+        return plan
+
+    def differences(self, job: str, spec: Mapping[str, Any], *, folder: Path | None = None) -> list[str]:
+        """The fields of a job file in which the job with this id differs from ``spec``, such as ``["stop"]``, with the
+        names of base models and the files of rows resolved. Raises ``RequestRefused`` where ``spec`` is no valid
+        job."""
+        found: list[str] = self._send_job(f"/api/v1/jobs/{segment('job', job)}/differences", spec, folder, {})
+        return found
 
     def job(self, id: str) -> Job:
         """The job with this id or name. Of several jobs with one name it is the newest; ``NAME~1`` is the one before
@@ -338,7 +349,7 @@ class Client:
             raise Conflict(f"{len(found)} tenants have the name {wanted!r}; give an id: {', '.join(found)}")
         return str(found[0])
 
-    def _send_job(self, path: str, spec: Mapping[str, Any], folder: Path | None, headers: dict[str, str]) -> Record:
+    def _send_job(self, path: str, spec: Mapping[str, Any], folder: Path | None, headers: dict[str, str]) -> Any:
         """The service's answer to a job. Raises :class:`~rookery.errors.UserError` for a value that is not JSON."""
         sent = _upload_files(self._connection, spec, folder if folder is not None else Path())
         try:
@@ -381,17 +392,6 @@ class Client:
     def _unhost(self, server: EnvironmentServer) -> None:
         self._hosted.pop(server.name, None)
         server.stop()
-
-
-def _check_same(spec: Mapping[str, Any], view: Record) -> None:
-    """Raises :class:`Conflict` where a job differs from what a program now asks for."""
-    asked, found = parse_job(spec).model_dump(mode="json"), dict(view.spec)
-    differing = [name for name in asked if name != "base_model" and asked[name] != found.get(name)]
-    if differing:
-        raise Conflict(
-            f"job {view.name} ({view.id}) has not ended and differs in {', '.join(differing)}; give new=True or another"
-            f" name for a new job, or end it: rookery jobs cancel {view.id}"
-        )
 
 
 def not_an_environment(given: object) -> str:

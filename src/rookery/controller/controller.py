@@ -81,7 +81,7 @@ from rookery.protocol.connection import Connection
 from rookery.scheduling import crashes
 from rookery.settings import Settings
 from rookery.spec.fleet import Plan
-from rookery.spec.job import stored_base_models
+from rookery.spec.job import JobSpec, stored_base_models
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, sessions, tenants
@@ -396,6 +396,12 @@ class Controller:
         spec, _, warnings = await self._validator.check(tenant, data)
         prompts, constant, notes = await self._validator.preview(tenant, spec)
         return DryRun(spec=with_defaults(spec), warnings=[*warnings, *notes], prompts=prompts, constant=constant)
+
+    async def differences(self, tenant: str, stored: Mapping[str, Any], data: Any) -> list[str]:
+        """The fields in which a stored job differs from ``data``, which is validated as at a submission."""
+        spec, _, _ = await self._validator.check(tenant, data)
+        found, other = with_defaults(spec), with_defaults(JobSpec.model_validate(stored))
+        return [name for name in found if found[name] != other[name]]
 
     async def pause(self, tenant: str, job: str) -> None:
         """Stop working on the job until it is resumed; its groups and versions stay."""

@@ -142,6 +142,13 @@ async def delete_job(service: Service, job: OfJob) -> JobView:
     return view
 
 
+@routes.post("/jobs/{job}/differences", tags=["jobs"])
+async def differences(service: Service, owner: Owner, job: OfJob, data: JobData) -> list[str]:
+    """The fields in which a job differs from another one, whose fields are sent and which is validated as by a dry run:
+    a client that submits the same job again learns whether it may continue the first one."""
+    return await service.controller.differences(owner.id, job.spec, data)
+
+
 @routes.post("/jobs/{job}/{action}", tags=["jobs"])
 async def act(service: Service, job: OfJob, action: Literal["pause", "resume", "rollback", "cancel"]) -> JobView:
     """Pause a job (nothing is lost), resume it, resume it from the newest version whose bytes are there, or end it for
