@@ -170,7 +170,7 @@ def silent() -> Iterator[str]:
 
 
 def test_a_silent_service_holds_a_list_for_the_time_limit_of_a_list(
-    silent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    silent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert limits.READ_SECONDS <= 10 and 3 * limits.CONNECT_SECONDS < limits.READ_SECONDS
     monkeypatch.setattr(limits, "READ_SECONDS", 0.3)
@@ -180,9 +180,15 @@ def test_a_silent_service_holds_a_list_for_the_time_limit_of_a_list(
             with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
                 read()
         assert time.monotonic() - begun < 10
-    for patient in (Client(silent, "tml-x", seconds=0.2),):
-        with pytest.raises(Unavailable, match=r"within 0\.2 s"):
-            patient.sample(MODEL, "hello")
+    with Client(silent, "tml-x", seconds=0.2) as patient:
+        for ask in (
+            lambda: patient.sample(MODEL, "hello"),
+            lambda: next(patient.stream(MODEL, "hello")),
+            lambda: patient.trace(tmp_path / "trace"),
+            lambda: next(iter(patient.uploads())),
+        ):
+            with pytest.raises(Unavailable, match=r"within 0\.2 s"):
+                ask()
     monkeypatch.setattr("rookery.cli.doctor.SERVICE_SECONDS", 0.2)
     monkeypatch.setenv("ROOKERY_URL", silent)
     monkeypatch.setenv("ROOKERY_KEY", "tml-x")
@@ -191,6 +197,12 @@ def test_a_silent_service_holds_a_list_for_the_time_limit_of_a_list(
     assert ended.value.code in (0, 1)
     (found,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == "service"]
     assert "did not answer within 0.2 s" in found["found"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e7, "5"])
+def test_seconds_that_are_no_time_limit_are_refused(seconds: float) -> None:
+    with pytest.raises(UserError, match=r"^seconds: given .* allowed: a number above 0, at most 1,000,000"):
+        Client("http://127.0.0.1:9", "tml-x", seconds=seconds)
 
 
 # --- proxies ----------------------------------------------------------------------------------------------------------

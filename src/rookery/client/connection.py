@@ -38,6 +38,9 @@ WORK_SECONDS = 600.0
 QUIET_SECONDS = 30.0
 """A stream without an event or heartbeat for this long counts as broken."""
 
+MOST_SECONDS = 1e6
+"""Longest time limit that a caller may give: the sockets of a platform take no more than three weeks."""
+
 
 class RequestRefused(errors.UserError):
     """The service refused the request; ``problems`` has one line per reason."""
@@ -91,7 +94,11 @@ class HttpConnection:
         self, url: str, key: str | None, ca_file: str = "", *, key_from: str = "", seconds: float | None = None
     ) -> None:
         """``ca_file`` is as in :func:`~rookery.network.client_tls`. ``key_from`` says where the key was found, for the
-        error of a wrong one. ``seconds`` is the time limit of every request in place of that of its purpose."""
+        error of a wrong one. ``seconds`` is the time limit of every request in place of that of its purpose. Raises
+        :class:`~rookery.errors.UserError` for one that is none."""
+        if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds <= MOST_SECONDS):
+            shown = errors.short(repr(seconds))
+            raise errors.UserError(f"seconds: given {shown}, allowed: a number above 0, at most {MOST_SECONDS:,.0f}")
         self.url = service_url(url, "the service's address (ROOKERY_URL)")
         self._key, self._ca_file, self._key_from, self._seconds = key, ca_file, key_from, seconds
         self._opened: dict[int, httpx.Client] = {}
@@ -139,21 +146,23 @@ class HttpConnection:
 
     def download(self, path: str, file: IO[bytes]) -> None:
         """Write the response's content to ``file`` as it arrives."""
+        limit = self._seconds or CHANGE_SECONDS
         try:
-            with self._client().stream("GET", path, timeout=_timeout(CHANGE_SECONDS)) as response:
+            with self._client().stream("GET", path, timeout=_timeout(limit)) as response:
                 if response.status_code >= 400:
                     response.read()
                     self._raise_error(response)
                 for chunk in response.iter_bytes():
                     file.write(chunk)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise self._broken(error) from None
+            raise self._broken(error, limit) from None
 
     def stream(self, path: str, method: str = "GET", **request: Any) -> Iterator[tuple[str, Record]]:
         """Server-sent events as (kind, data); comments are ``("heartbeat", {})``. Data that is not JSON counts as a
         broken connection."""
+        limit = self._seconds or QUIET_SECONDS
         try:
-            sent = self._request(method, path, QUIET_SECONDS, **request)
+            sent = self._request(method, path, limit, **request)
             with closing(self._client().send(sent, stream=True)) as response:
                 if response.status_code >= 400:
                     response.read()
@@ -171,7 +180,7 @@ class HttpConnection:
                     elif line.startswith(b":"):
                         yield "heartbeat", Record()
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise self._broken(error, QUIET_SECONDS) from None
+            raise self._broken(error, limit) from None
 
     def close(self) -> None:
         """Close this process's connections; a later request opens new ones."""
