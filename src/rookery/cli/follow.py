@@ -19,7 +19,7 @@ from rookery.cli.options import Cli
 from rookery.cli.output import console, is_terminal, print_json, show
 from rookery.cli.steps import StepLines
 from rookery.client import Job, Record
-from rookery.client.job import TEMPORARY
+from rookery.client.job import ENDED, TEMPORARY
 from rookery.errors import RookeryError
 from rookery.telemetry.rows import printable
 from rookery.telemetry.table import job_line
@@ -102,7 +102,7 @@ class Follower:
             print_json({"job": view})
         elif view.state == "paused":
             self._write(pause_line(self._job, view), "yellow")
-        elif before and view.state != before.state and view.state not in ("completed", "failed", "cancelled"):
+        elif before and view.state != before.state and view.state not in ENDED:
             self._write(f"{view.name} is {view.state}")
 
     def _events(self, *, last: bool) -> None:

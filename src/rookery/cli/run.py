@@ -23,6 +23,7 @@ from rookery.cli.follow import Follower, pause_line
 from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, with_options
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
+from rookery.client.job import ENDED
 from rookery.client.report import evaluation_text
 from rookery.errors import Conflict, Unavailable
 from rookery.settings import Settings
@@ -129,7 +130,7 @@ def _run_folder(raw: dict[str, Any], spec: JobSpec) -> Path:
 def _unfinished(client: Client, spec: JobSpec) -> Job | None:
     """The job of an interrupted run of a job of the same name."""
     for view in client.views():
-        if view.name == spec.name and view.state not in ("completed", "failed", "cancelled"):
+        if view.name == spec.name and view.state not in ENDED:
             return client.job(view.id)
     return None
 

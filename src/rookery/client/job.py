@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import tarfile
 import tempfile
@@ -18,7 +19,7 @@ import httpx
 from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segment
 from rookery.client.hub import model_card, push_folder
 from rookery.client.tensorboard import FILE_VERSION, event
-from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable
+from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError
 from rookery.paths import named_path
 from rookery.telemetry.numbers import numbers
 
@@ -32,6 +33,10 @@ TEMPORARY = (Unavailable, TooManyRequests, StorageFull)
 
 RETRY_SECONDS = 1.0
 """Pause between attempts to resume a broken stream."""
+
+
+ENDED = ("completed", "failed", "cancelled")
+"""States of a job that has ended."""
 
 
 def _nothing() -> None:
@@ -115,11 +120,15 @@ class Job:
 
     def wait(self, timeout: float | None = None) -> Record:
         """Blocks until the job has ended; returns it (``state``: completed, failed or cancelled, ``reason``). Raises
-        :class:`JobTimeout` if it has not ended after ``timeout`` seconds, within a heartbeat."""
+        :class:`JobTimeout` if it has not ended after ``timeout`` seconds, within a heartbeat; 0 asks once."""
+        if timeout is not None and (not isinstance(timeout, int | float) or math.isnan(timeout)):
+            raise UserError(f"timeout: given {timeout!r}, allowed: a number of seconds, or None to wait without end")
         deadline = None if timeout is None else time.monotonic() + timeout
         for kind, data in self.follow(after=2**31):
             if kind == "end":
                 return data
+            if kind == "job" and data.state in ENDED:
+                continue  # the end is the next event
             if deadline is not None and time.monotonic() > deadline:
                 raise JobTimeout(f"job {self.name} had not ended after {timeout} s; it continues")
         return self.show()
