@@ -4,7 +4,9 @@ errors."""
 from __future__ import annotations
 
 import asyncio
+import io
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,6 +19,7 @@ from tests.support.waiting import until
 
 import rookery
 from rookery.client import Client, Job, JobTimeout, Record, RequestRefused
+from rookery.client.client import pieces
 from rookery.client.connection import ConnectionBroken, HttpConnection
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
@@ -123,6 +126,21 @@ def test_an_object_that_is_no_environment_is_refused_with_a_remedy(client: Clien
     number: Any = 3
     with pytest.raises(UserError, match=r"given 3; give a rookery.Environment"):
         client.train(base_model=MODEL, environment=number, stop={"steps": 1})
+    for name in ("jsonl", "mine"):  # a text alone does not say which of the two it names
+        with pytest.raises(UserError, match=rf'give {{"id": "{name}"}} .* {{"hosted": "{name}"}}'):
+            client.train(base_model=MODEL, environment=name, stop={"steps": 1})  # type: ignore[arg-type]
+    for nothing in (None, {"hosted": 5}, {"hosted": None, "id": 5}):
+        with pytest.raises(UserError):
+            client.train(base_model=MODEL, environment=nothing, stop={"steps": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [5, None, "", " ", "builtin:x", "x" * 201, "\ud800"])
+def test_names_that_no_host_can_offer_are_refused(client: Client, name: Any) -> None:
+    with pytest.raises(UserError, match=r"^name: given"):
+        client.host(name, Adder)
+    with pytest.raises(UserError, match="environment"):
+        client.submit(job(environment={"hosted": name}))
+    assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
 
 
 def test_a_dry_run_shows_every_default_and_can_be_submitted(client: Client) -> None:
@@ -228,6 +246,30 @@ def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> 
         client.submit(job(environment={**environment, "path": "nothing.jsonl"}), folder=tmp_path)
 
 
+def test_rows_come_from_any_file_that_can_be_read(client: Client, tmp_path: Path) -> None:
+    row = b'{"prompt": "2+2?", "answer": "4"}\n'
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (whole := tmp_path / "whole").write_bytes(row)
+    spec = job(environment={"id": "jsonl", "verifier": "exact"})
+
+    def prompt(path: Path) -> Any:
+        environment = {**spec["environment"], "path": str(path)}
+        return client.dry_run({**spec, "environment": environment}).prompts[0].messages[0].content
+
+    writer = threading.Thread(target=pipe.write_bytes, args=(row * 20_000,))
+    writer.start()
+    assert prompt(pipe) == prompt(whole) == "2+2?"
+    writer.join()
+    for path, line in (("/proc/cpuinfo", "line 1 is not JSON"), ("/dev/zero", "is a device"), ("/dev/null", "device")):
+        with pytest.raises(UserError, match=line):
+            prompt(Path(path))
+    for size in (len(row) - 1, len(row) + 1):
+        with pytest.raises(UserError, match="whole changed while it was sent"):
+            list(pieces(io.BytesIO(row), whole, size))
+    for size in (len(row), None):
+        assert b"".join(pieces(io.BytesIO(row), whole, size)) == row
+
+
 def test_large_rows_are_uploaded_and_small_ones_are_part_of_the_job(client: Client) -> None:
     """A job of eight megabytes fits into a request of one."""
     large = [{"prompt": f"{number} " + "x" * 400, "answer": "é"} for number in range(20_000)]
@@ -283,12 +325,17 @@ def test_event_that_is_not_json_is_a_broken_connection(data: bytes) -> None:
 
 def test_pause_resume_cancel_and_wait(client: Client) -> None:
     stuck = client.submit(job(name="stuck", environment={"hosted": "nobody"}))
-    with pytest.raises(JobTimeout, match="it continues"):
-        stuck.wait(timeout=0.1)
+    for seconds in (0, 0.1):
+        with pytest.raises(JobTimeout, match="it continues"):
+            stuck.wait(timeout=seconds)
     assert stuck.pause().state == "paused"
     assert stuck.resume().state in ("queued", "running")
     assert stuck.cancel().state == "cancelled"
-    assert stuck.wait(10).state == "cancelled" and list(stuck.metrics()) == []
+    for timeout in (0, 1e-9, 10, math.inf, None):
+        assert stuck.wait(timeout).state == "cancelled" and list(stuck.metrics()) == []
+    for wrong in (math.nan, "5"):
+        with pytest.raises(UserError, match="timeout: given"):
+            stuck.wait(wrong)  # type: ignore[arg-type]
 
 
 def test_refused_submit_raises_one_line_and_hosts_nothing(client: Client) -> None:

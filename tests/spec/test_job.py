@@ -80,6 +80,11 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(environment="jsonl"), 'environment: given "jsonl", allowed: a mapping of fields'),
     (job_of(environment={}), "environment: exactly one of id (a built-in) and hosted (your own process)"),
     (job_of(environment={"id": "a", "hosted": "b"}), "environment: exactly one of id (a built-in) and hosted"),
+    (
+        job_of(environment={"hosted": "builtin:jsonl"}),
+        'environment: hosted: given "builtin:jsonl", which is the service',
+    ),
+    (job_of(environment={"hosted": ""}), 'environment: hosted: given "", allowed: a text that is not empty'),
     (job_of(environment__max_turns=0), "environment.max_turns: given 0, allowed: greater than or equal to 1"),
     (job_of(environment__step_timeout="x"), 'environment.step_timeout: given "x", allowed: a number of seconds'),
     (job_of(environment__seed=2**64), "environment.seed: given 18446744073709551616, allowed: a whole number"),

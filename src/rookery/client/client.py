@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import os
 import re
+import stat
 import tarfile
 import tempfile
 import time
@@ -17,14 +19,14 @@ from typing import IO, Any, Self
 
 from rookery.aio import LoopThread, first_of
 from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segment
-from rookery.client.job import Job, sample, stream, times, write_trace
+from rookery.client.job import ENDED, Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, short
 from rookery.paths import named_path
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
-from rookery.spec.job import FILE_ENVIRONMENTS
+from rookery.spec.job import FILE_ENVIRONMENTS, check_hosted_name
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
 
 log = logging.getLogger("rookery.client")
@@ -48,6 +50,10 @@ HASH = re.compile("[0-9a-f]{64}")
 
 ROWS_BYTES = 256 << 10
 """Rows that are sent within a job, of each option: the body of a request is bounded, that of an upload far higher."""
+
+
+PIECE = 1 << 16
+"""Bytes of a file that are read at once."""
 
 
 class EnvironmentServer:
@@ -82,7 +88,8 @@ class Client:
     address and key; the copy hosts no environments.
 
     Raises :class:`~rookery.errors.Unauthorized` if there is no key, :class:`~rookery.errors.Unavailable` if there is no
-    key and no service answers, :class:`~rookery.errors.UserError` for an empty key or an address that is none.
+    key and no service answers, :class:`~rookery.errors.UserError` for an empty key, an address that is none, or
+    ``seconds`` that are no number above 0.
     """
 
     def __init__(
@@ -133,7 +140,8 @@ class Client:
         hosted = wanted.get("hosted")
         if isinstance(hosted, type) and issubclass(hosted, Environment):
             hosted = hosted()
-        if not isinstance(hosted, Environment | str | None):
+        by_name = isinstance(environment, Mapping) and isinstance(hosted, str | None)
+        if not by_name and not isinstance(hosted, Environment):
             raise UserError(not_an_environment(hosted))
         if not isinstance(hosted, Environment):
             name = name or str(wanted.get("hosted") or wanted.get("id") or "job")
@@ -160,6 +168,10 @@ class Client:
     def host(self, name: str, environment: Environment | type[Environment]) -> None:
         """Serve an environment under ``name`` from this process until the client is closed: for jobs with
         ``{"hosted": name}``, such as a job whose first process ended (its ``show().spec`` has the name)."""
+        try:
+            check_hosted_name(name)
+        except ValueError as error:
+            raise UserError(f"name: {error}") from None
         if name in self._hosted:
             raise UserError(f"this client already offers {name!r}; give another name")
         ours = issubclass(environment, Environment) if isinstance(environment, type) else False
@@ -366,7 +378,7 @@ class Client:
         """The newest job of this name that has not ended, and whose environment a process hosted that is gone."""
         offered = re.compile(re.escape(name) + r"-[0-9a-f]{8}")
         for view in self.views():
-            if view.name != name or view.state in ("completed", "failed", "cancelled") or view.hosted is not False:
+            if view.name != name or view.state in ENDED or view.hosted is not False:
                 continue
             began = view.state == "paused" or view.step or view.tokens or time.time() - view.created > START_SECONDS
             host = view.spec.environment.hosted
@@ -397,6 +409,9 @@ class Client:
 def not_an_environment(given: object) -> str:
     """The advice about an object that was given as an environment and is none."""
     kind = given if isinstance(given, type) else type(given)
+    if isinstance(given, str):
+        name = values.escaped(given)
+        return f'environment: given {name}; give {{"id": {name}}} for a built-in, {{"hosted": {name}}} for one of yours'
     if kind.__module__ == "builtins":
         shown = short(repr(given))
         return f'environment: given {shown}; give a rookery.Environment, or a mapping such as {{"id": "jsonl"}}'
@@ -406,17 +421,37 @@ def not_an_environment(given: object) -> str:
     )
 
 
-def _add_dataset(connection: HttpConnection, content: bytes | IO[bytes]) -> str:
-    """Uploads rows, or a JSONL file, which is read as it is sent; returns the hash for ``environment.dataset``."""
-    return str(connection.call("POST", "/api/v1/datasets", content=content, seconds=WORK_SECONDS)["dataset"])
+def _add_dataset(connection: HttpConnection, content: bytes | Iterator[bytes], size: int | None = None) -> str:
+    """Uploads rows, or the pieces of a JSONL file of ``size`` bytes, None where that is not known; returns the hash for
+    ``environment.dataset``."""
+    headers = {} if size is None else {"Content-Length": str(size)}
+    path = "/api/v1/datasets"
+    return str(connection.call("POST", path, content=content, headers=headers, seconds=WORK_SECONDS)["dataset"])
 
 
 def _add_dataset_file(connection: HttpConnection, path: Path) -> str:
+    """Uploads a file as it is read. A pipe has no size, nor have files that a system makes when they are read."""
     try:
         with path.open("rb") as file:
-            return _add_dataset(connection, file)
+            about = os.fstat(file.fileno())
+            if stat.S_ISCHR(about.st_mode) or stat.S_ISBLK(about.st_mode):
+                raise UserError(f"environment.path: {path} is a device; give a file, or a pipe")
+            size = about.st_size if stat.S_ISREG(about.st_mode) and about.st_size else None
+            return _add_dataset(connection, pieces(file, path, size), size)
     except OSError as error:
         raise UserError(f"environment.path: {path} cannot be read ({error.strerror})") from None
+
+
+def pieces(file: IO[bytes], path: Path, size: int | None) -> Iterator[bytes]:
+    """The content of a file. Raises :class:`UserError` where it is not of the known size."""
+    read = 0
+    while piece := file.read(PIECE):
+        read += len(piece)
+        if size is not None and read > size:
+            break
+        yield piece
+    if size is not None and read != size:
+        raise UserError(f"environment.path: {path} changed while it was sent; submit again when it is whole")
 
 
 def _large_rows(option: str, rows: Any) -> bytes | None:

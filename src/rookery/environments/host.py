@@ -51,6 +51,7 @@ from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationR
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.settings import HOST_SETTINGS, Settings, token_of
 from rookery.spec import values
+from rookery.spec.job import BUILTIN
 from rookery.telemetry.log import log_to_stderr
 
 log = logging.getLogger("rookery.environments")
@@ -341,7 +342,7 @@ async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     """Hosts the built-ins until a signal ends it. Raises :class:`UserError` when the service refuses."""
     rules = EnvironmentRules.of(settings.server)
     rules.apply()
-    builtins = {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()}
+    builtins = {f"{BUILTIN}{id}": builtin for id, builtin in BUILTINS.items()}
     host = Host(url, token_of(), builtins, ca_file=settings.trusted, rules=rules)
     running = asyncio.create_task(host.run())
     loop = asyncio.get_running_loop()

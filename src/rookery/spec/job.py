@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name
+from rookery.bounds import GIVEN_NAME, INTEGER, NAME, Line, Name
 from rookery.errors import short
+from rookery.spec import values
 from rookery.spec.policy import (
     AlgorithmSpec,
     PolicySpec,
@@ -39,6 +40,25 @@ AGENT = "agent"
 
 FILE_ENVIRONMENTS = ("jsonl", AGENT, *ROW_ENVIRONMENTS.values())
 """Built-in environments whose options name files of rows."""
+
+
+BUILTIN = "builtin:"
+"""Beginning of the names under which the service's hosts offer the built-in environments."""
+
+
+def check_hosted_name(name: object) -> None:
+    """Raises ValueError for a name under which no host of a user can offer an environment."""
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"given {values.escaped(name)}, allowed: a text that is not empty")
+    if len(name) > NAME:
+        raise ValueError(f"given {values.escaped(name)}, allowed: at most {NAME} characters")
+    if half := values.half_of(name):
+        raise ValueError(f"given {values.escaped(name)}, {half}")
+    if name.startswith(BUILTIN):
+        raise ValueError(
+            f"given {values.escaped(name)}, which is the service's; a built-in is"
+            f" {{id: {values.escaped(name.removeprefix(BUILTIN))[1:-1]}}}, yours has another name"
+        )
 
 
 class EnvironmentSpec(SpecModel):
@@ -67,12 +87,17 @@ class EnvironmentSpec(SpecModel):
     def _one_source(self) -> EnvironmentSpec:
         if (self.id is None) == (self.hosted is None):
             raise ValueError("exactly one of id (a built-in) and hosted (your own process)")
+        if self.hosted is not None:
+            try:
+                check_hosted_name(self.hosted)
+            except ValueError as error:
+                raise ValueError(f"hosted: {error}") from None
         return self
 
     @property
     def name(self) -> str:
         """The name under which hosts offer it."""
-        return self.hosted if self.hosted is not None else f"builtin:{self.id}"
+        return self.hosted if self.hosted is not None else f"{BUILTIN}{self.id}"
 
     @property
     def options(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from rookery.errors import RookeryError, Unavailable, short
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
 from rookery.spec import values
-from rookery.spec.job import EnvironmentSpec
+from rookery.spec.job import BUILTIN, EnvironmentSpec
 
 T = TypeVar("T")
 A = TypeVar("A", protocol.Prompts, protocol.Observation)
@@ -40,8 +40,6 @@ log = logging.getLogger("rookery.controller.fleet.env_hosts")
 
 SERVICE = ""
 """Owner of the hosts that the service spawns."""
-
-BUILTIN = "builtin:"
 
 LONGEST_ERROR = 2000
 """Characters of an environment's error that are kept: each episode that fails has one."""
