@@ -673,3 +673,19 @@ def test_a_reader_that_leaves_a_quiet_stream_leaves_nothing_behind(
                 assert next(response.iter_lines())
     gc.collect()  # tasks whose exception nobody took say so when they are collected
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "line"),
+    [
+        ("GET", "/api/v1/runs?states=paused", "states: unknown parameter; did you mean state?"),
+        ("GET", "/api/v1/runs?foo=1&state=paused&bar", "foo: unknown parameter; allowed: state, text, id, order"),
+        ("GET", "/api/v1/jobs?limit=1&stat=paused", "stat: unknown parameter; allowed: limit, after"),
+        ("GET", "/api/v1/account?x=1", "x: unknown parameter; this route has none"),
+        ("POST", "/api/v1/jobs/dry-run?key=1", "key: unknown parameter"),
+        ("DELETE", "/api/v1/uploads/x?force=1", "force: unknown parameter"),
+    ],
+)
+def test_unknown_parameters_of_an_address_are_refused(faces: Faces, method: str, path: str, line: str) -> None:
+    assert line in refused(faces.ada.request(method, path), 422)
+    assert faces.ada.get("/v1/models?foo=1").status_code == 200, "clients of OpenAI's API may send newer ones"

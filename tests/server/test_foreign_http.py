@@ -158,7 +158,7 @@ def test_head_is_get_without_the_body(http: httpx.Client, path: str) -> None:
 def test_head_of_a_stream_ends(http: httpx.Client) -> None:
     submitted = http.post("/api/v1/jobs", json=job()).json()
     for _ in range(2):
-        assert http.head(f"/api/v1/jobs/{submitted['id']}/metrics", params={"follow": True}).status_code == 200
+        assert http.head(f"/api/v1/jobs/{submitted['id']}/metrics/stream").status_code == 200
     http.post(f"/api/v1/jobs/{submitted['id']}/cancel")
 
 

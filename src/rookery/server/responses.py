@@ -270,6 +270,10 @@ def problem(detail: Any, request: Request, body: Any) -> tuple[str, str]:
             given = f"it has Content-Type {short(kind)}" if kind else "it has no Content-Type"
             return "", f"the body is not read as JSON: {given}; send it with Content-Type: application/json"
         return "", f"the body must be a JSON object ({detail['msg']})"
+    if first == "query" and detail["type"] == "extra_forbidden":
+        known = request.scope["route"].parameters()
+        allowed = f"allowed: {', '.join(known)}" if known else "this route has none"
+        return short(where[0]), "unknown parameter; " + (nearest(where[0], known) or allowed)
     if detail["type"] == "extra_forbidden" and (known := _body_fields(request)) and len(where) == 1:
         return where[0], "unknown field; " + (nearest(where[0], known) or f"allowed: {', '.join(known)}")
     return ".".join(where), str(detail["msg"]).removeprefix("Value error, ")

@@ -101,7 +101,9 @@ def _error_body(error: Exception, request: Request) -> tuple[int, dict[str, Any]
 
 
 class OpenAIRoute(AuthenticatedRoute):
-    """A route whose errors have OpenAI's format."""
+    """A route whose errors have OpenAI's format. Clients of that API send parameters that it may not have yet."""
+
+    strict = False
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
