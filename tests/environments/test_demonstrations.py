@@ -49,8 +49,12 @@ def test_preferences_are_two_replies_to_one_prompt(row: dict[str, Any]) -> None:
 
 REFUSED = [
     ("demonstrations", [1], "is list, not an object"),
-    ("demonstrations", {}, "prompt is null"),
-    ("demonstrations", {"prompt": "a"}, "completion is null"),
+    ("demonstrations", {}, "it has no prompt, but no fields; give messages, or prompt and completion"),
+    ("demonstrations", {"prompt": "a"}, "it has no completion, but 'prompt'; give messages, or prompt and completion"),
+    ("demonstrations", {"prompt": "a", "response": "b"}, "it has no completion, but 'prompt', 'response'; give"),
+    ("demonstrations", {"conversations": []}, "it has no prompt, but 'conversations'; give messages, or prompt and"),
+    ("demonstrations", {"prompt": "a", "completion": None}, 'completion is null; give a text, or a list of {"role"'),
+    ("demonstrations", {"prompt": 5, "completion": "a"}, 'prompt is 5; give a text, or a list of {"role": …,'),
     ("demonstrations", {"prompt": "a", "completion": " "}, "give a text that is not empty"),
     ("demonstrations", {"messages": []}, "messages is []"),
     ("demonstrations", {"messages": "a"}, "give a list"),
@@ -66,14 +70,18 @@ REFUSED = [
     ("demonstrations", {"messages": [USER, REPLY], "completion": "4"}, "another form"),
     ("demonstrations", {"messages": [USER, {"role": "asistant", "content": "a"}]}, "assistant"),
     ("demonstrations", {"messages": [USER, REPLY] * (MOST_TURNS + 1)}, "divide the conversation"),
-    ("preferences", {"prompt": "a", "chosen": "b"}, "rejected is null"),
+    ("preferences", {"prompt": "a", "chosen": "b"}, "it has no rejected, but 'prompt', 'chosen'; give prompt, chosen"),
+    ("preferences", {"chosen": [USER, REPLY], "rejected": [USER, OTHER]}, "it has no prompt, but 'chosen', 'rejected'"),
+    ("preferences", {"prompt": None, "chosen": "b", "rejected": "c"}, "prompt is null; give a text, or a list of"),
+    ("preferences", {"preferred_output": [REPLY]}, "it has no input, but 'preferred_output'; give input, preferred_"),
+    ("preferences", {"input": {"messages": [USER]}, "preferred_output": [REPLY]}, "it has no non_preferred_output"),
     ("preferences", {"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
     ("preferences", {"prompt": [USER, REPLY], "chosen": "b", "rejected": "c"}, "the assistant's"),
     ("preferences", {"prompt": "a", "chosen": [USER], "rejected": "c"}, "one message of the assistant"),
     ("preferences", {"prompt": "a", "chosen": [REPLY, REPLY], "rejected": "c"}, "one message of the assistant"),
     ("preferences", {"input": {}, "preferred_output": [REPLY], "non_preferred_output": [OTHER]}, "input.messages"),
     ("preferences", {"input": 3, "preferred_output": [REPLY], "non_preferred_output": [OTHER]}, "input.messages"),
-    ("preferences", {"messages": [USER, REPLY]}, "prompt is null"),
+    ("preferences", {"messages": [USER, REPLY]}, "it has no prompt, but 'messages'; give prompt, chosen and rejected"),
 ]
 
 

@@ -3,7 +3,8 @@
 A demonstration is ``{"messages": […]}``, of which the assistant's turns are learned, each with a ``weight`` from 0 to 1
 (1 where absent), or ``{"prompt": …, "completion": …}``. A preference is ``{"prompt": …, "chosen": …, "rejected": …}``,
 or, as OpenAI writes it, ``{"input": {"messages": […]}, "preferred_output": […], "non_preferred_output": […]}``. Prompts
-and replies are texts or messages. The check of a row is the conversion that the run does.
+and completions are texts or messages, replies texts or one message each. The check of a row is the conversion that the
+run does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.environments.base import Message, Reply, Step
-from rookery.environments.jsonl import UNREAD, FileOptions, RowFiles, check_row
+from rookery.environments.jsonl import UNREAD, FileOptions, RowFiles, check_row, field_names
 from rookery.environments.jsonl_rows import scan
 from rookery.environments.messages import MessageRefused, conversation, shown
 from rookery.environments.search import check_text
@@ -30,10 +31,10 @@ class DemonstrationsOptions(FileOptions):
 
 
 class PreferencesOptions(FileOptions):
-    """Options of ``{id: preferences}``, for the algorithm `dpo`. A row has a `prompt`, and a `chosen` and a `rejected`
-    reply to it: texts, or lists of messages; or, as OpenAI names them, `input`, `preferred_output` and
-    `non_preferred_output`. Give exactly one of `rows`, `path` and `dataset`, and at most one of the `eval_` fields. All
-    rows are checked when the job is submitted."""
+    """Options of ``{id: preferences}``, for the algorithm `dpo`. A row has a `prompt`, which is a text or a list of
+    messages, and a `chosen` and a `rejected` reply to it, each a text or a list with one message of the assistant; or,
+    as OpenAI names them, `input`, `preferred_output` and `non_preferred_output`. Give exactly one of `rows`, `path` and
+    `dataset`, and at most one of the `eval_` fields. All rows are checked when the job is submitted."""
 
 
 MOST_TURNS = 128
@@ -63,8 +64,9 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
         _refuse(row, "prompt", "completion")
         given, learned = _listed(row["messages"], "messages"), 0
     else:
-        prompt = _messages(row.get("prompt"), "prompt", "user")
-        given = [*prompt, *_messages(row.get("completion"), "completion", "assistant")]
+        asked, reply = (_field(row, name, "messages, or prompt and completion") for name in ("prompt", "completion"))
+        prompt = _messages(asked, "prompt", "user")
+        given = [*prompt, *_messages(reply, "completion", "assistant")]
         learned = len(prompt)
     _refuse(row, *UNREAD)
     weights = [_weight(message, f"messages.{number}") for number, message in enumerate(given)]
@@ -95,13 +97,16 @@ def preference(row: Mapping[str, Any]) -> Preference:
     if row.get("input") is not None or "preferred_output" in row:
         _refuse(row, "prompt", "chosen", "rejected")
         names = ("input.messages", "preferred_output", "non_preferred_output")
-        asked = row["input"].get("messages") if isinstance(row.get("input"), Mapping) else row.get("input")
-        _refuse(row["input"] if isinstance(row.get("input"), Mapping) else {}, *UNREAD)
+        form = "input, preferred_output and non_preferred_output"
+        given = _field(row, "input", form)
+        asked = given.get("messages") if isinstance(given, Mapping) else given
+        _refuse(given if isinstance(given, Mapping) else {}, *UNREAD)
     else:
-        names = ("prompt", "chosen", "rejected")
-        asked = row.get("prompt")
+        names, form = ("prompt", "chosen", "rejected"), "prompt, chosen and rejected"
+        asked = _field(row, "prompt", form)
+    replies = [_field(row, name, form) for name in names[1:]]
     prompt = conversation(_messages(asked, names[0], "user"), names[0])
-    chosen, rejected = (_reply(row.get(name), name) for name in names[1:])
+    chosen, rejected = map(_reply, replies, names[1:])
     if chosen == rejected:
         raise ValueError(f"{names[1]} and {names[2]} are the same; give two different replies, or leave the row out")
     return Preference(prompt, chosen, rejected)
@@ -195,9 +200,16 @@ def _refuse(row: Mapping[str, Any], *names: str) -> None:
             raise ValueError(f"{name} is {shown(row[name])}, but {remedy}")
 
 
-def _listed(value: Any, name: str) -> list[Any]:
+def _field(row: Mapping[str, Any], name: str, form: str) -> Any:
+    """The value of a field that rows of this form have."""
+    if name not in row:
+        raise ValueError(f"it has no {name}, but {field_names(row)}; give {form}")
+    return row[name]
+
+
+def _listed(value: Any, name: str, also: str = "") -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f'{name} is {shown(value)}; give a list of {{"role": …, "content": …}}')
+        raise ValueError(f'{name} is {shown(value)}; give {also}a list of {{"role": …, "content": …}}')
     return value
 
 
@@ -207,7 +219,7 @@ def _messages(value: Any, name: str, role: str) -> list[Any]:
         if not value.strip():
             raise ValueError(f"{name} is {shown(value)}; give a text that is not empty")
         return [{"role": role, "content": value}]
-    return _listed(value, name)
+    return _listed(value, name, "a text, or ")
 
 
 def _reply(value: Any, name: str) -> Message:

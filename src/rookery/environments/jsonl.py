@@ -26,7 +26,7 @@ from rookery.environments.messages import MessageRefused, conversation, shown
 from rookery.environments.models import AsksModels
 from rookery.environments.tools import Tool, as_message, called
 from rookery.environments.verifiers.verifiers import Grader, Judge, Verifier
-from rookery.errors import UserError
+from rookery.errors import UserError, short
 from rookery.protocol import BestConstant
 from rookery.spec import values
 from rookery.spec.job import TOOL_CALLS
@@ -310,7 +310,7 @@ def check_row(row: Any, where: str) -> None:
     if len(given) == 2:
         raise UserError(f"{where} has both prompt and messages; give one of them")
     if not given:
-        raise UserError(f"{where} has neither prompt nor messages, but {_names(row)}; give one of them")
+        raise UserError(f"{where} has neither prompt nor messages, but {field_names(row)}; give one of them")
     (name,) = given
     asked = row[name]
     try:
@@ -354,5 +354,6 @@ def _rows(
         raise UserError(f"{where}: {path} cannot be read ({error.strerror}); give a JSONL file") from None
 
 
-def _names(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "no fields"
+def field_names(row: Mapping[str, Any]) -> str:
+    """The fields that a row has, for the line of a mistake."""
+    return short(", ".join(map(repr, row))) or "no fields"
