@@ -27,6 +27,7 @@ from tests.support.processes import runs
 from tests.support.waiting import until
 
 from rookery.environments import warm_processes
+from rookery.environments.builtins import find
 from rookery.environments.verifiers import pool, verifiers
 from rookery.environments.verifiers.expressions import reply_latex
 from rookery.environments.verifiers.texts import folded
@@ -697,3 +698,36 @@ def test_rows_without_a_usable_answer_are_reported() -> None:
             VERIFIERS[options["name"]].model_validate(options).check(row)
         with pytest.raises(ValueError, match=message):
             VERIFIERS[options["name"]].model_validate(options).score("a reply", row)
+
+
+LONG = "12345678.123456789012"
+
+
+@pytest.mark.parametrize(
+    ("verifier", "row", "refused"),
+    [
+        ("exact", f'"answer": {LONG}', True),
+        ("number", f'"answer": {LONG}', True),
+        ({"name": "regex", "pattern": "(.*)"}, f'"answer": {LONG}', True),
+        ({"name": "number", "answer": "y"}, f'"y": {LONG}', True),
+        ({"name": "number", "tolerance": 1e-15}, f'"answer": {LONG}', True),
+        ({"name": "number", "tolerance": 0.01}, f'"answer": {LONG}', False),
+        ("json", f'"answer": {LONG}', False),  # the reply is read as JSON too
+        ("number", f'"answer": 1, "weight": {LONG}', False),
+        ({"name": "regex", "pattern": "x"}, f'"answer": {LONG}', False),
+        ("number", '"answer": 0.10000000000000001', False),
+        ("number", f'"answer": "{LONG}"', False),
+    ],
+)
+def test_an_answer_that_loses_digits_is_refused_where_it_is_compared(
+    verifier: Any, row: str, refused: bool, tmp_path: Path
+) -> None:
+    (path := tmp_path / "rows.jsonl").write_text(f'{{"prompt": "-", "answer": 1}}\n{{"prompt": "a", {row}}}\n')
+    if refused:
+        if "y" in row[:3]:
+            path.write_text(f'{{"prompt": "-", "y": 1}}\n{{"prompt": "a", {row}}}\n')
+        line = rf"line 2: (answer|y) is {LONG}, which would become 12345678\.12345679 in this row; quote it"
+        with pytest.raises(UserError, match=line):
+            find("jsonl").validate_options({"path": str(path), "verifier": verifier})
+    else:
+        find("jsonl").validate_options({"path": str(path), "verifier": verifier})

@@ -138,3 +138,23 @@ def test_a_value_is_refused_or_survives_every_part_of_a_run(value: Any, escapes:
     response = msgspec.json.decode(msgspec.json.encode(row))
     assert values.decode(delivered.prompt) == stored == response == row == value
     assert values.encode(values.decode(prompt)) == prompt
+
+
+@pytest.mark.parametrize(
+    ("digits", "lost"),
+    [
+        ("0.1", False), ("1e5", False), ("-0.0", False), ("0e-400", False), ("1.50000000000000000000", False),
+        ("0.10000000000000001", False),  # as C prints 0.1 with 17 digits
+        ("0.1000000000000000055511151231257827", False),  # and with more
+        ("12345678.123456789", False), ("9007199254740993.0", True), ("12345678.123456789012", True),
+        ("0.1234567890123456789012", True), ("-1.00000000000000000001", True), ("1.7976931348623157085e308", True),
+    ],
+)  # fmt: skip
+def test_numbers_that_a_float_does_not_hold_are_known(digits: str, lost: bool) -> None:
+    found = values.decode_written(f'{{"a": [{digits}]}}'.encode())["a"][0]
+    assert found == float(digits) and getattr(found, "written", "") == (digits if lost else "")
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(17, 40))
+def test_digits_that_programs_print_of_a_float_are_held(number: float, digits: int) -> None:
+    assert type(values.decode_written(f"{number:.{digits}e}".encode())) is float

@@ -189,7 +189,7 @@ class Jsonl(RowFiles, AsksModels):
 
     def _check(self, first: Callable[[Iterable[Mapping[str, Any]]], tuple[int, str] | None]) -> None:
         for where, rows in (("dataset", self._splits["train"]), ("eval", self._splits["eval"])):
-            unfit = first(rows)
+            unfit = first(rows.as_written() if isinstance(rows, IndexedRows) else rows)
             if unfit is not None:
                 index, reason = unfit
                 raise UserError(f"{where}: {_where(rows, index)}: {reason} (verifier {self._verifier.name})")
@@ -291,10 +291,17 @@ class IndexedRows(Sequence[dict[str, Any]]):
         return next(iter(self[index : index + 1 or None]))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._read(values.decode)
+
+    def as_written(self) -> Iterator[dict[str, Any]]:
+        """The rows with numbers that are not what is written as :class:`~rookery.spec.values.Rounded`."""
+        return self._read(values.decode_written)
+
+    def _read(self, decode: Callable[[bytes], Any]) -> Iterator[dict[str, Any]]:
         with self._path.open("rb") as file:
             for offset in self.offsets:
                 file.seek(offset)
-                yield values.decode(file.readline())
+                yield decode(file.readline())
 
 
 def read_jsonl(content: bytes, where: str = "dataset") -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from decimal import Context, Decimal
 from typing import Any, NoReturn
 
 from rookery.errors import short
@@ -34,6 +35,12 @@ _TOO_DEEP = f"nested more than {MAX_DEPTH} deep; make it flatter, or write the i
 
 class ValueRefused(ValueError):
     """A value that a run cannot carry; its text is one line: the path of the field, the mistake, the remedy."""
+
+
+class Rounded(float):
+    """A number of a JSON text with digits that a float does not have; ``written`` has them all."""
+
+    written: str
 
 
 class _Mistake:
@@ -63,6 +70,11 @@ def decode(content: bytes) -> Any:
     if text.count("[") + text.count("{") > MAX_DEPTH or _ESCAPED.search(text) is not None:
         check(value)
     return value
+
+
+def decode_written(content: bytes) -> Any:
+    """The value in JSON that :func:`decode` takes, with numbers that are not what is written as :class:`Rounded`."""
+    return _written.decode(content.decode())
 
 
 def encode(value: Any) -> bytes:
@@ -184,6 +196,18 @@ def _float(digits: str) -> float:
     return value
 
 
+def _float_as_written(digits: str) -> float:
+    """A number that a program wrote with more digits than needed, such as 0.10000000000000001, is the float's value to
+    as many digits, and no other number was meant."""
+    value = float(digits)
+    exact = Decimal(digits)
+    if exact in (Decimal(repr(value)), Context(max(1, len(exact.as_tuple().digits))).create_decimal_from_float(value)):
+        return value
+    rounded = Rounded(value)
+    rounded.written = digits
+    return rounded
+
+
 def _float_or_mistake(digits: str) -> Any:
     try:
         return _float(digits)
@@ -200,6 +224,7 @@ def _constant_or_mistake(name: str) -> Any:
 
 
 _strict = json.JSONDecoder(object_pairs_hook=_fields, parse_int=_integer, parse_float=_float, parse_constant=_constant)
+_written = json.JSONDecoder(parse_float=_float_as_written)
 _tolerant = json.JSONDecoder(
     object_pairs_hook=_fields_or_mistake, parse_int=_integer_or_mistake, parse_float=_float_or_mistake,
     parse_constant=_constant_or_mistake,

@@ -42,6 +42,7 @@ from rookery.environments.verifiers.running_graders import GraderTools, PythonGr
 from rookery.environments.verifiers.texts import decimal_of, described, folded, spaced, text_or_number, visible
 from rookery.errors import UserError, installs
 from rookery.protocol import BestConstant
+from rookery.spec.values import Rounded
 
 log = logging.getLogger("rookery.environments")
 
@@ -134,7 +135,17 @@ class VerifierOptions(AnyVerifier):
         """The answer as the verifier compares with it. Raises ValueError where the row has none."""
         if self.answer not in row:
             raise ValueError(f"the row has no field {self.answer!r}; it has {', '.join(map(repr, row)) or 'none'}")
-        return self.gold(row[self.answer])
+        value = row[self.answer]
+        if isinstance(value, Rounded) and not self.takes(value):
+            raise ValueError(
+                f"{self.answer} is {shortened(value.written)}, which would become {value!r} in this row; quote it, as"
+                " a text"
+            )
+        return self.gold(value)
+
+    def takes(self, value: Rounded) -> bool:
+        """Whether replies can be compared with a number that lost digits as with the one that was written."""
+        return False
 
     @abstractmethod
     def gold(self, value: Any) -> Any:
@@ -193,6 +204,9 @@ class Number(VerifierOptions):
         if number is None:
             raise ValueError(f"{self.answer} is {described(value)}, not a number; write it in digits, such as -1234.5")
         return number
+
+    def takes(self, value: Rounded) -> bool:
+        return self._close(Decimal(value.written), Decimal(repr(value)))
 
     def judge(self, text: str | None, row: Row) -> Score:
         expected = self.expected(row)
