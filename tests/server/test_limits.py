@@ -296,6 +296,13 @@ def test_huge_prompt_is_refused_while_others_are_answered(
         assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_arguments_of_a_long_conversation_are_not_read(tenant: httpx.Client) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": f"[{'{},' * 300_000}{{}}]"}}
+    said = [{"role": "assistant", "tool_calls": [call]}, MESSAGE]
+    refused = tenant.post("/v1/chat/completions", json={"model": MODEL, "messages": said})
+    assert refused.json()["error"]["code"] == "context_length_exceeded", refused.text
+
+
 def test_bodies_of_one_tenant_in_memory_are_bounded(tmp_path: Path) -> None:
     """One request may have all; a second beside it is refused until the first has ended. Other tenants go on."""
     with served(tmp_path, tenant_body_bytes=1 << 20) as service, admin_of(service) as admin:

@@ -15,6 +15,7 @@ from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
 from tests.support.small_model import save_small_model
 from tests.support.waiting import until
 
+from rookery.server.openai import UnsupportedField, read_arguments
 from rookery.tokenization.registry import CONFIG, model_folder
 
 USER: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
@@ -205,6 +206,28 @@ def test_wrong_tools_and_formats_are_refused_by_name(small: tuple[OpenAI, str], 
         asked(*small, **options)
     assert refused.value.param == param, refused.value.message
     assert "\n" not in refused.value.message and len(refused.value.message) < 600
+
+
+NESTED = '{"a": ' + "[" * 70 + "]" * 70 + "}"
+ARGUMENTS: list[tuple[str, Any]] = [
+    ('{"a": 1}', {"a": 1}), (" ", {}), ("[1]", "[1]"), ('{"a"', '{"a"'), ('{"a": NaN}', '{"a": NaN}'),
+    (NESTED, json.loads(NESTED)), (f'{{"a": 1{"0" * 300}}}', {"a": 10**300}),
+    (f"[{'{},' * 99_998}{{}}", f"[{'{},' * 99_998}{{}}"), (f"[{'{},' * 100_000}{{}}]", None), ('"",' * 500_000, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "read"), ARGUMENTS, ids=lambda value: str(value)[:10])
+def test_arguments_of_calls_become_objects_within_the_limit_of_a_body(text: str, read: Any) -> None:
+    call = {"function": {"name": "f", "arguments": text}}
+    messages: list[dict[str, Any]] = [{"role": "user"}, {"tool_calls": [call]}]
+    if read is not None:
+        read_arguments(messages)
+        assert call == {"function": {"name": "f", "arguments": read}}
+        return
+    where = "messages.1.tool_calls.0.function.arguments"
+    with pytest.raises(UnsupportedField, match=f"{where} has more than 200000 items") as refused:
+        read_arguments(messages)
+    assert refused.value.param == where
 
 
 HEAVY = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}c"} for i in range(1, 41)]}

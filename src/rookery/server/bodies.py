@@ -292,9 +292,9 @@ async def off_loop(threads: Writer, size: int, work: Callable[[], T]) -> T:
     return work() if size <= INLINE_BYTES else await threads(work)
 
 
-def _measure(body: bytes, items: int, depth: int) -> None:
-    """Raises :class:`BodyRefused` as :func:`parse` does. It looks at a piece at a time: each is a matter of a
-    millisecond, between which other threads have their turn."""
+def measure(body: bytes, items: int, depth: int, digits: int = DIGITS, name: str = "the body") -> None:
+    """Raises :class:`BodyRefused` as :func:`parse` does, with the ``name`` of the JSON. It looks at a piece at a time:
+    each is a matter of a millisecond, between which other threads have their turn."""
     at, within, quotes, opened, closed, level, last = 0, 0, 0, 0, 0, 0, b""
     while at < len(body):
         piece = body[at : at + MEASURED_BYTES]
@@ -304,27 +304,27 @@ def _measure(body: bytes, items: int, depth: int) -> None:
         at = end
         quotes += (ends := piece.count(b'"'))
         if quotes > 4 * items + 4:  # a key and a text for each item
-            raise BodyRefused(413, f"the body has more than {items} items; send fewer in a request")
+            raise BodyRefused(413, f"{name} has more than {items} items; send fewer in a request")
         bare = b"".join(piece.split(b'"')[within::2])
         within = (within + ends) % 2
         opened += bare.count(b",") + bare.count(b"[") + bare.count(b"{")
         closed += bare.count(b"]") + bare.count(b"}")
         if max(opened, closed) > items:
-            raise BodyRefused(413, f"the body has more than {items} items; send fewer in a request")
+            raise BodyRefused(413, f"{name} has more than {items} items; send fewer in a request")
         last += bare.translate(_ZEROS)
-        if b"0" * (DIGITS + 1) in last:
-            raise BodyRefused(422, f"the body has a number of more than {DIGITS} digits; give a shorter one")
-        last = last[-DIGITS:]
+        if b"0" * (digits + 1) in last:
+            raise BodyRefused(422, f"{name} has a number of more than {digits} digits; give a shorter one")
+        last = last[-digits:]
         for bracket in bare.translate(None, _OUTSIDE):
             level += 1 if bracket in b"[{" else -1
             if level > depth:
-                raise BodyRefused(422, f"the body is nested more than {depth} deep; give a flatter one")
+                raise BodyRefused(422, f"{name} is nested more than {depth} deep; give a flatter one")
 
 
 def parse(body: bytes, items: int, depth: int, decode: Callable[[bytes], Any] = msgspec.json.decode) -> Any:
     """The JSON value in ``body``, which has at most ``items`` commas and brackets, nested at most ``depth`` deep, and
     numbers of at most :data:`DIGITS` digits, as ``decode`` reads it. Raises as :func:`read_json` does."""
-    _measure(body, items, depth)
+    measure(body, items, depth)
     try:
         return decode(body)
     except (msgspec.MsgspecError, ValueError) as error:

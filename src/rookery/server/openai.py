@@ -6,7 +6,7 @@ requests the default behaviour.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -32,6 +32,7 @@ from rookery.bounds import (
     Token,
 )
 from rookery.errors import UserError, short
+from rookery.server.bodies import JSON_ITEMS, BodyRefused, measure
 from rookery.spec.policy import Temperature
 from rookery.tokenization.grammar import ANY_OBJECT
 from rookery.tokenization.reply_schemas import forced_schema, schema_of
@@ -216,14 +217,26 @@ class MessageToolCall(OpenAIModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments as an object, which templates write as JSON; text that is none stays text. No text is no
-        arguments, as some clients send them."""
-        arguments = read_json(self.function.arguments.strip() or "{}")
-        return {
-            "id": self.id or "", "type": "function",
-            "function": {"name": self.function.name,
-                         "arguments": arguments if isinstance(arguments, dict) else self.function.arguments},
-        }  # fmt: skip
+        """With the arguments as text, which :func:`read_arguments` reads."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id or "", "type": "function", "function": function}
+
+
+def read_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """The arguments of the calls in a conversation become objects, which templates write as JSON; text that is none
+    stays text. No text is no arguments, as some clients send them. It takes a time that grows with the texts. Raises
+    :class:`UnsupportedField` for more items than a body may have. Python bounds depth and digits."""
+    for number, message in enumerate(messages):
+        for index, call in enumerate(message.get("tool_calls", ())):
+            where, function = f"messages.{number}.tool_calls.{index}.function.arguments", call["function"]
+            text = function["arguments"].strip() or "{}"
+            try:
+                measure(text.encode(errors="replace"), JSON_ITEMS, len(text), len(text), where)
+            except BodyRefused as error:
+                raise UnsupportedField(error.detail, where) from None
+            arguments = read_json(text)
+            if isinstance(arguments, dict):
+                function["arguments"] = arguments
 
 
 CONTEXT_FIELDS = {"tool": {"tool_call_id", "name"}, "assistant": {"name", "refusal", "reasoning_content", "reasoning"}}

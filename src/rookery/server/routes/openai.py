@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rookery.aio import Portions, cancel_all, in_portions, unless
-from rookery.controller.prompts import CallOptions, PreparedPrompt, PromptTooLong, Sampling
+from rookery.controller.prompts import CallOptions, PreparedPrompt, PromptTooLong, Sampling, check_letters
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import NotFound, RookeryError, TooManyRequests, Unauthorized, Unavailable, UserError, shortage
@@ -41,6 +41,7 @@ from rookery.server.openai import (
     CompletionRequest,
     OpenAIErrorResponse,
     UnsupportedField,
+    read_arguments,
     refuse_unsupported,
 )
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
@@ -188,7 +189,7 @@ def _trainable(source: Sampling, target: Target, options: CompletionOptions) -> 
 def _prepare_chat(
     source: Sampling, target: Target, chat: Chat, options: ChatRequest, messages: list[dict[str, Any]]
 ) -> PreparedPrompt:
-    """Raises :class:`UserError`."""
+    """Raises :class:`UserError`. The arguments of calls are read once their letters were counted."""
     forced, tools = options.forced, [tool.for_template() for tool in options.offered]
     opening = ""
     if forced:
@@ -203,6 +204,8 @@ def _prepare_chat(
             "messages: a reply that is continued cannot call tools: end with another message, or leave tools out",
             "messages",
         )
+    check_letters(chat, messages, tools)
+    read_arguments(messages)
     return source.prepare(target, chat, messages, tools, opening=opening)
 
 
