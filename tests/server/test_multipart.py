@@ -72,6 +72,34 @@ async def test_other_bodies_are_refused(sent: bytes) -> None:
         await Multipart(KIND, cut(sent, 100)).form()
 
 
+FORMS = {
+    "repeated": ([b"p"] * 100_000, "the field 'p' twice"),
+    "many": ([b"%d" % number for number in range(100_000)], "more than 16 fields"),
+    "unknown": ([b"a", b"p", b"wrong", *[b"%d" % number for number in range(1000)]], "wrong: unknown"),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+async def test_fields_are_counted_and_checked_as_they_come(kind: str) -> None:
+    names, problem = FORMS[kind]
+    given = b"".join(b'--abc\r\ncontent-disposition: form-data; name="%s"\r\n\r\nx\r\n' % name for name in names)
+    read = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal read
+        async for piece in cut(given, 1000):
+            read += len(piece)
+            yield piece
+
+    def check(name: str, value: str) -> None:
+        if name == "wrong":
+            raise UserError("wrong: unknown")
+
+    with pytest.raises(UserError, match=problem):
+        await Multipart(KIND, pieces(), check).form()
+    assert read <= 2000
+
+
 async def test_a_file_that_is_cut_off_is_refused() -> None:
     form = await Multipart(KIND, cut(body()[:-8], 10)).form()
     assert form.content is not None

@@ -4,11 +4,11 @@ fields may come before the file and after it."""
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-from rookery.errors import UserError
+from rookery.errors import UserError, short
 
 HEAD_BYTES = 16 << 10
 """The headers of one part."""
@@ -39,14 +39,23 @@ class Form:
 
 
 class Multipart:
-    def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
-        """Raises :class:`UserError` where ``content_type`` names no boundary."""
+    def __init__(
+        self,
+        content_type: str,
+        body: AsyncIterator[bytes],
+        check: Callable[[str, str], object] = lambda name, value: None,
+    ) -> None:
+        """``check(name, value)`` is called with each field as it comes, and raises :class:`UserError` for a wrong one.
+        Raises it too where ``content_type`` names no boundary."""
         found = _BOUNDARY.match(content_type)
         if found is None:
             raise UserError("the body is no multipart/form-data with a boundary; send purpose and file as a form")
         self._mark = b"\r\n--" + (found[1] or found[2]).encode()
         self._body = body
+        self._check = check
         self._held = b"\r\n"  # the first boundary has no line before it
+        self._at = 0
+        """Of the bytes in ``_held``, those that were passed."""
         self._over = False
 
     async def form(self) -> Form:
@@ -73,38 +82,42 @@ class Multipart:
                 return
             if len(form.fields) >= FIELDS:
                 raise UserError(f"the form has more than {FIELDS} fields; send purpose and file")
-            value = await self._take(self._mark, FIELD_BYTES)
-            form.fields[about.get("name", "")] = value.decode("utf-8", "replace")
+            name = about.get("name", "")
+            if name in form.fields:
+                raise UserError(f"the form has the field {short(repr(name))} twice; send it once")
+            form.fields[name] = (await self._take(self._mark, FIELD_BYTES)).decode("utf-8", "replace")
+            self._check(name, form.fields[name])
 
     async def _closed(self) -> bool:
         """Whether the boundary that was just read is the last one."""
-        while len(self._held) < 2 and await self._more():
+        while len(self._held) < self._at + 2 and await self._more():
             pass
-        end, self._held = self._held[:2], self._held[2:]
+        end = self._held[self._at : self._at + 2]
+        self._at += 2
         if end not in (b"--", b"\r\n"):
             raise UserError("the form is cut off, or not well-formed")
         return end == b"--"
 
     async def _take(self, mark: bytes, most: int) -> bytes:
         """The bytes before the next ``mark``, which is passed."""
-        while (at := self._held.find(mark)) < 0:
-            if len(self._held) > most or not await self._more():
+        while (end := self._held.find(mark, self._at)) < 0:
+            if len(self._held) > self._at + most or not await self._more():
                 raise UserError("the form is cut off, or a field of it is too long; send purpose and file")
-        found, self._held = self._held[:at], self._held[at + len(mark) :]
+        found, self._at = self._held[self._at : end], end + len(mark)
         return found
 
     async def _file(self, form: Form) -> AsyncIterator[bytes]:
         """The content of the file; then the fields that follow it are read into ``form``."""
-        while (at := self._held.find(self._mark)) < 0:
-            keep = len(self._mark) - 1  # the boundary may have begun
-            if len(self._held) > keep:
-                yield self._held[:-keep]
-                self._held = self._held[-keep:]
+        while (end := self._held.find(self._mark, self._at)) < 0:
+            keep = len(self._held) - len(self._mark) + 1  # the boundary may have begun
+            if keep > self._at:
+                yield self._held[self._at : keep]
+                self._at = keep
             if not await self._more():
                 raise UserError("the file is cut off: the form does not end")
-        if at:
-            yield self._held[:at]
-        self._held = self._held[at + len(self._mark) :]
+        if end > self._at:
+            yield self._held[self._at : end]
+        self._at = end + len(self._mark)
         await self._fields(form)
 
     async def _more(self) -> bool:
@@ -112,10 +125,12 @@ class Multipart:
         if self._over:
             return False
         try:
-            self._held += await anext(self._body)
+            piece = await anext(self._body)
         except StopAsyncIteration:
             self._over = True
-        return not self._over
+            return False
+        self._held, self._at = self._held[self._at :] + piece, 0
+        return True
 
 
 def _unescaped(quoted: str) -> str:

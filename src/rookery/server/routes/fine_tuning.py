@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -78,8 +78,7 @@ FileLimit = Annotated[int, Query(ge=1, le=FILES_LISTED)]
 )
 async def add_file(service: Service, owner: Owner, request: Request) -> Response:
     """Upload rows as a file: a form with ``purpose`` fine-tune and ``file``."""
-    form = await Multipart(request.headers.get("content-type", ""), uploaded(request)).form()
-    _check_fields(form.fields)
+    form = await Multipart(request.headers.get("content-type", ""), uploaded(request), _check_field).form()
     if form.content is None:
         raise UnsupportedField("file: missing; send it as a file of the form", "file")
     limits = service.context.settings.limits
@@ -100,19 +99,19 @@ async def _with_purpose(form: Form) -> AsyncIterator[bytes]:
     assert form.content is not None
     async for piece in form.content:
         yield piece
-    _check_fields({"purpose": "", **form.fields})
+    _check_field("purpose", form.fields.get("purpose", ""))
 
 
-def _check_fields(fields: Mapping[str, str]) -> None:
-    for name, value in fields.items():
-        if name == "file":
-            how = "send it as a file of the form, as curl -F file=@PATH does"
-            raise UnsupportedField(f"file: it has no file name; {how}", name)
-        if name != "purpose":
-            raise UnsupportedField(f"{name[:60]}: files are kept until they are deleted; leave it out", name[:60])
-        if value != PURPOSE:
-            given = f"given {value[:40]!r}" if value else "missing"
-            raise UnsupportedField(f"purpose: {given}; give {PURPOSE}", "purpose")
+def _check_field(name: str, value: str) -> None:
+    """Of a form with a file. Raises :class:`UnsupportedField`."""
+    if name == "file":
+        how = "send it as a file of the form, as curl -F file=@PATH does"
+        raise UnsupportedField(f"file: it has no file name; {how}", name)
+    if name != "purpose":
+        raise UnsupportedField(f"{name[:60]}: files are kept until they are deleted; leave it out", name[:60])
+    if value != PURPOSE:
+        given = f"given {value[:40]!r}" if value else "missing"
+        raise UnsupportedField(f"purpose: {given}; give {PURPOSE}", "purpose")
 
 
 async def _files(service: ServiceContext, tenant: str) -> list[UploadRow]:
