@@ -241,11 +241,24 @@ async def test_a_policy_without_replies_gets_no_group(service: Service) -> None:
         assert row["ordinal"] % 2 == 0 or verifier not in row["uses"]
 
 
-async def test_a_job_pauses_that_a_policy_has_no_part_in(service: Service) -> None:
-    await service.join(script=lambda message: None)
-    job = await submit(service, algorithm={"group_size": 2, "groups_per_step": 2}, stop__steps=2)
+@pytest.mark.parametrize(
+    ("script", "most", "says"),
+    [
+        (lambda message: None, 8, "groups; name it in a Step"),
+        (
+            debate,
+            1,
+            "groups; give environment.max_turns more than 1, after which 2 of the last episodes ended; name it",
+        ),
+    ],
+)
+async def test_a_job_pauses_that_a_policy_has_no_part_in(service: Service, script: Any, most: int, says: str) -> None:
+    await service.join(script=script)
+    changes = {"algorithm": {"group_size": 2, "groups_per_step": 2}, "environment__max_turns": most}
+    job = await submit(service, stop__steps=2, **changes)
     view = await service.ends(job, "paused")
     assert view.reason.startswith("the policy verifier had fewer than 2 episodes with a reply to train on in each")
+    assert says in view.reason
     assert len(chain(service, job, "solver")) == 3, "the other went on to its end"
     assert all(row["state"] != "ready" for row in service.groups(job)), "nothing waits for a policy that trains no more"
 
