@@ -168,7 +168,7 @@ class LimitSettings(Section):
     allowed_models: str = ""
     """Hub ids (`organisation/model`), comma-separated, that tenants may name in addition to the catalogue's models, by
     their names or hub ids, and those of `models`; `*` allows every hub id. The administrator may name any hub id, and
-    alone may name folders."""
+    alone other folders than those of `models`. Tenants see no model that they may not name."""
     model_idle_seconds: float = Field(1800.0, gt=0)
     """Local workers of a base model that is not in `models` end when no job, client or request used it for this
     long. They start again when it is needed."""

@@ -139,6 +139,37 @@ async def test_hub_id_is_refused_unless_it_is_allowed(service: Service, fine: bo
     assert service.controller.jobs.runners == {}
 
 
+@pytest.mark.parametrize(
+    ("settings", "name", "may"),
+    [
+        ({}, "/gone", False),
+        ({"models": "smollm2-135m-instruct,/gone"}, "/gone", True),
+        ({"models": "/other", "allowed_models": "*,/gone"}, "/gone", False),
+        ({}, "some/model", False),
+        ({"allowed_models": "*"}, "some/model", True),
+        ({"models": "some/model"}, "some/model", True),
+        ({}, "smollm2-135m-instruct", True),
+    ],
+)
+async def test_a_tenant_sees_the_base_models_that_it_may_name(service: Service, name: str, may: bool) -> None:
+    """The administrator sees all of them."""
+    controller = service.controller
+    service.database.write(tenants.create_tenant, "root", "root", 0.0, admin=True)
+    await service.worker(model=name).join()
+    for tenant, sees in (("alice", may), ("root", True)):
+        targets = [row["name"] for row in await controller.completions.targets(tenant)]
+        models = [row.name for row in await controller.queries.models(tenant)]
+        assert (name in targets, name in models) == (sees, sees or name == "smollm2-135m-instruct")
+    refused = "" if may else "no model is called" if name == "/gone" else "not allowed"
+    if may and name == "/gone":
+        refused = "is not a folder"  # which only a name that the tenant may give is looked up for
+    if refused:
+        with pytest.raises(SpecError, match=refused):
+            await controller.submit("alice", job_of(base_model=name))
+    else:
+        assert (await controller.submit("alice", job_of(base_model=name)))[0].base_model == name
+
+
 async def test_the_administrator_may_name_any_hub_id(service: Service) -> None:
     service.database.write(tenants.create_tenant, "root", "root", 0.0, admin=True)
     assert (await service.controller.submit("root", job_of(base_model="some/model")))[0].base_model == "some/model"

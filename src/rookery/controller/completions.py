@@ -25,7 +25,7 @@ from rookery.controller.prompts import (
     schema_problem,
 )
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
-from rookery.controller.validation import JobValidator, Target
+from rookery.controller.validation import JobValidator, Target, may_name
 from rookery.controller.views import Completion
 from rookery.errors import RookeryError, UserError, short
 from rookery.scheduling.slo import parse_objectives
@@ -212,10 +212,10 @@ class Completions:
         return int(self._context.ids.new("seed")[-SEED_BITS // 4 :], 16)
 
     async def targets(self, tenant: str) -> list[dict[str, Any]]:
-        """All present targets: base models with a worker, then the newest and every kept version of the tenant's jobs,
-        the newest job first, then the checkpoints of its clients. Each with ``name``, ``created`` (Unix seconds, 0 for
-        base models), ``owner``, and ``context``, the most tokens of a prompt with its answer, of a base model and of
-        the jobs on it; 0 elsewhere."""
+        """All present targets: base models with a worker that the tenant may name, then the newest and every kept
+        version of the tenant's jobs, the newest job first, then the checkpoints of its clients. Each with ``name``,
+        ``created`` (Unix seconds, 0 for base models), ``owner``, and ``context``, the most tokens of a prompt with its
+        answer, of a base model and of the jobs on it; 0 elsewhere."""
         context = self._context
         loaded = {
             worker.hello.model for worker in context.rooms.fleet.all() if worker.has_role("rollout", worker.hello.model)
@@ -223,7 +223,9 @@ class Completions:
         owner = await context.store.read(tenants.get_tenant, tenant)
         sizes = {name: (await context.chat(name)).context for name in sorted(loaded)}
         rows: list[dict[str, Any]] = [
-            {"name": name, "created": 0.0, "owner": "rookery", "context": size} for name, size in sizes.items()
+            {"name": name, "created": 0.0, "owner": "rookery", "context": size}
+            for name, size in sizes.items()
+            if may_name(context.settings, name, owner.admin)
         ]
         last = ""
         models = await context.store.read(jobs.base_models, tenant)

@@ -27,7 +27,7 @@ from rookery.controller.jobs.runner import COUNTED
 from rookery.controller.quotas import REFUSED
 from rookery.controller.stored_spans import StoredSpans
 from rookery.controller.usage import cost_view
-from rookery.controller.validation import find_policy, find_version
+from rookery.controller.validation import find_policy, find_version, may_name
 from rookery.controller.views import (
     BY_OWNER,
     AlarmView,
@@ -350,13 +350,16 @@ class JobQueries:
 
     # --- the service itself -------------------------------------------------------------------------------------------
 
-    async def models(self) -> Sequence[BaseModelView]:
-        """Base models: loaded, known (can be prepared), or refused and why."""
+    async def models(self, tenant: str | None = None) -> Sequence[BaseModelView]:
+        """Base models that the tenant may name: loaded, known (can be prepared), or refused and why."""
+        admin = tenant is None or (await self._store.read(tenant_rows.get_tenant, tenant)).admin
         fleet = self._context.rooms.fleet
         loaded = Counter(w.hello.model for w in fleet.all() if w.working)
         rows = []
         settings = self._context.settings
         for name, state in (await self._model_states({*CATALOGUE, *loaded, *fleet.failures})).items():
+            if not may_name(settings, name, admin):
+                continue
             reason = "" if loaded[name] else state.reason or fleet.failure(name)
             shown: Any = "loaded" if loaded[name] else "refused" if reason else state.state
             backends = state.backends(settings.engine.inference_engine, settings.training.trainer)

@@ -31,6 +31,7 @@ from rookery.environments.builtins import find
 from rookery.environments.judges import parse_judges
 from rookery.environments.verifiers.graders import named_models
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
+from rookery.settings import Settings
 from rookery.spec.fine_tuned import CHECKPOINT_OF, is_name_of
 from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model, without_weights
 from rookery.spec.parsing import SpecError, parse_job
@@ -40,7 +41,16 @@ from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.repositories import jobs, tenants, versions
 from rookery.storage.store import Store, Writer
-from rookery.tokenization.registry import CATALOGUE, is_other_base, model_folder, projections, resolve, status, usable
+from rookery.tokenization.registry import (
+    CATALOGUE,
+    is_hub_id,
+    is_other_base,
+    model_folder,
+    projections,
+    resolve,
+    status,
+    usable,
+)
 from rookery.turns import measured
 
 T = TypeVar("T")
@@ -214,11 +224,10 @@ class JobValidator:
     async def model(self, tenant: str, name: str) -> str:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
         owner = await self._services.store.read(tenants.get_tenant, tenant)
-        model = resolve(name, folders=owner.admin)  # only administrators may name folders of the service
         settings = self._services.settings
-        listed = f"{settings.limits.allowed_models},{settings.server.models}"
-        allowed = owner.admin or {"*", model.name} & {one.strip() for one in listed.split(",")}
-        if model.kind == "hub" and not allowed:
+        named = may_name(settings, name, owner.admin)  # also a folder of the service
+        model = resolve(name, folders=named)
+        if model.kind == "hub" and not named:
             self._services.records.refused["allowed_models"] += 1
             raise UserError(
                 f"base_model: the hub id {short(model.name)} is not allowed to tenants; give one of"
@@ -595,6 +604,16 @@ async def find_policy(store: Store, tenant: str, job: str, policy: str) -> Polic
     except NotFound:
         row = await store.read(jobs.get_job, tenant, job)
         raise NotFound(without_weights(row.spec, policy, row.name)) from None
+
+
+def may_name(settings: Settings, name: str, admin: bool) -> bool:
+    """Whether a tenant may name a base model, by its canonical name. The service tells it of no other."""
+    served, allowed = (
+        {one.strip() for one in names.split(",")} for names in (settings.server.models, settings.limits.allowed_models)
+    )
+    if admin or name in CATALOGUE or name in served:
+        return True
+    return is_hub_id(name) and bool({"*", name} & allowed)
 
 
 async def find_version(

@@ -204,6 +204,11 @@ def resolve(name: str, *, folders: bool = True) -> Model:
     raise UserError(f"base_model: no model is called {short(repr(name))}; {hint}")
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` has the form of a hub id, which no folder's has."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
 def _choices() -> str:
     return f"a hub id (organisation/model), or one of {', '.join(CATALOGUE)}"
 

@@ -288,8 +288,9 @@ async def delete_upload(service: Service, owner: Owner, upload: str) -> None:
 
 @routes.get("/models", tags=["models"])
 async def models(service: Service, owner: Owner) -> Sequence[BaseModelView]:
-    """Base models: loaded (a worker has it), known (can be prepared), or refused with the reason."""
-    return await service.controller.queries.models()
+    """Base models that the tenant may name: loaded (a worker has it), known (can be prepared), or refused with the
+    reason."""
+    return await service.controller.queries.models(owner.id)
 
 
 @routes.get("/health", tags=["service"])

@@ -98,7 +98,8 @@ async def healthz() -> Response:
 @routes.get("/get_server_capabilities")
 async def capabilities(service: Service, owner: Owner) -> Response:
     """Base models that can be used at once."""
-    models = [row.name for row in await service.controller.queries.models() if row.state in ("loaded", "prepared")]
+    rows = await service.controller.queries.models(owner.id)
+    models = [row.name for row in rows if row.state in ("loaded", "prepared")]
     found = [await service.threads(_capabilities, service, name) for name in models]
     return json_response({"supported_models": [row for row in found if row is not None]})
 
