@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -1141,6 +1141,25 @@ def test_a_read_only_database_is_an_outage_of_writes_that_lasts_until_it_takes_t
     set_read_only(url, database, "off")
     database.check_writes()
     database.write(tenants.create_tenant, "carol", "Carol", 0.0)
+
+
+def test_a_standby_knows_the_service_whose_claim_it_took_over(postgres: str) -> None:
+    """Not one that a service which never had the place of the artifacts took over from, as on a copy of a database."""
+    url = new_database(postgres)
+    with ExitStack() as opened:
+        one, standby, later = (opened.enter_context(closing(Database(url))) for _ in range(3))
+        one.claim()
+        one.create()
+        one.used_place("/shared", "first")
+        for waiting in (standby, later):
+            with pytest.raises(DatabaseInUse):
+                waiting.claim()
+        one.close()
+        standby.claim()
+        assert standby.ended == "first"
+        standby.close()
+        later.claim()
+        assert later.ended == ""
 
 
 def test_claim_on_a_server_that_became_read_only_is_given_up(postgres: str) -> None:
