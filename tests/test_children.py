@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "rookery"
 
 MODULES = {
     "rookery.worker.process": ["--help"],
+    "rookery.start": ["rookery.worker.process", "--help"],
     "rookery.environments.host": ["--help"],
     "rookery.environments.verifiers.pool": ["1", "none"],
     "rookery.environments.check_process": ["1", "check", "{}"],
@@ -38,6 +40,19 @@ def test_children_import_nothing_from_the_working_directory(tmp_path: Path, modu
     )
     assert not run.exists(), run.read_text()
     assert "Error" not in done.stderr.replace("UserError", "") or module.endswith("pool"), done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_ends_a_program_that_still_imports(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """Also process 1 of a container, where a signal without a handler is lost."""
+    (tmp_path / "slow.py").write_text("import time\nprint('imports', flush=True)\ntime.sleep(60)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "rookery.start", "slow"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "imports\n"
+        child.send_signal(number)
+        _, said = child.communicate(timeout=30)
+        assert (child.returncode, said) == (code, "")
 
 
 def test_low_priority_counts_against_processes_of_other_sessions() -> None:

@@ -85,4 +85,4 @@ def worker(
         arguments.append("--preemptible")
     token_of()  # refused here where there is none
     environment = preloaded({**os.environ}, settings.worker.allocator)
-    os.execve(sys.executable, interpreter("rookery.worker.process", *arguments), environment)
+    os.execve(sys.executable, interpreter("rookery.start", "rookery.worker.process", *arguments), environment)
