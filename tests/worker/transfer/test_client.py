@@ -401,7 +401,7 @@ async def test_worker_without_a_welcome_permits_no_read(service: Dialled, peer: 
 @pytest.mark.parametrize(
     ("address", "port", "told"),
     [(None, None, ""), ("far.example:7100", 0, "http://far.example:7100"), (None, 0, "http://127.0.0.1:"),
-     ("[fe80::1]:71", 0, "http://[fe80::1]:71")],
+     ("[fe80::1]:71", 0, "http://[fe80::1]:71"), ("fd00::5", 0, "http://[fd00::5]:"), ("10.0.0.5", 0, "http://10.0.0.5:")],
 )  # fmt: skip
 def test_address_of_the_peer_server(address: str | None, port: int | None, told: str) -> None:
     listening, url = listen("http://127.0.0.1:7077", address, port)
@@ -411,7 +411,18 @@ def test_address_of_the_peer_server(address: str | None, port: int | None, told:
         listening.close()
 
 
-@pytest.mark.parametrize(("address", "port"), [("host", None), (":7100", None), ("host:x", 0), (None, 70000)])
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [
+        ("host", None),
+        (":7100", None),
+        ("host:x", 0),
+        (None, 70000),
+        ("a host", 0),
+        ("10.0.0.5:7100/x", 0),
+        ("fd00::5", None),
+    ],
+)
 def test_invalid_peer_address_is_refused(address: str | None, port: int | None) -> None:
     with pytest.raises(UserError):
         listen("http://127.0.0.1:7077", address, port)

@@ -26,6 +26,7 @@ Promises of the client:
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import re
@@ -50,8 +51,8 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rookery import protocol
-from rookery.errors import UserError
-from rookery.network import join_address
+from rookery.errors import UserError, short
+from rookery.network import join_address, service_url
 from rookery.protocol.reads import DIGEST
 from rookery.worker.transfer.cache import COMPLETE, MANIFEST, is_state
 from rookery.worker.transfer.delta import WORTH_SHARE, write_delta
@@ -69,6 +70,9 @@ from rookery.worker.transfer.http import (
 from rookery.worker.transfer.published import ArrivingShard, PublishedArtifacts, Reads
 
 log = logging.getLogger("rookery.worker.transfer.peers")
+
+ROUTE_SECONDS = 2.0
+"""Between two looks for the route to a service."""
 
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, TransferFailed, RetryTransfer)
 """Errors after which another source is asked."""
@@ -285,32 +289,48 @@ def listen(base: str, address: str | None, port: int | None) -> tuple[socket.soc
     Raises :class:`UserError`."""
     if address is None and port is None:
         return None, ""
-    parsed = urlsplit(f"//{address or ''}")
-    try:
-        host, public_port = parsed.hostname or "", parsed.port
-    except ValueError:
-        raise UserError(f"--address: given {address!r}, allowed is HOST or HOST:PORT") from None
-    if (public_port is None and port is None) or (address is not None and not host):
+    host, public_port = _public(address) if address is not None else ("", None)
+    if public_port is None and port is None:
         raise UserError(f"--address: given {address!r}, allowed is HOST:PORT, or HOST with --peer-port")
     local_port = port if port is not None else public_port or 0
     try:
-        host = host or _own_address(base)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         listening = socket.create_server(("", local_port), family=family, dualstack_ipv6=dual)
     except (OSError, OverflowError) as error:
         raise UserError(f"cannot listen on port {local_port} for other workers ({error}); give --peer-port") from None
-    return listening, join_address("http", host, public_port or listening.getsockname()[1])
+    return listening, join_address("http", host or _own_address(base), public_port or listening.getsockname()[1])
+
+
+def _public(address: str) -> tuple[str, int | None]:
+    """Host and port of an address, which may be one of IPv6 without brackets. Raises :class:`UserError`."""
+    with suppress(ValueError):
+        return str(ipaddress.IPv6Address(address)), None
+    try:
+        parts = urlsplit(service_url(f"http://{address}", "--address"))
+        if parts.path or not parts.hostname:
+            raise UserError("a path")
+    except UserError:
+        allowed = "HOST or HOST:PORT, an address of IPv6 with a port in brackets"
+        raise UserError(f"--address: given {short(repr(address))}, allowed is {allowed}") from None
+    return parts.hostname, parts.port
 
 
 def _own_address(base: str) -> str:
-    """This machine's address on the route to the service."""
-    service = urlsplit(base)
-    found = socket.getaddrinfo(service.hostname, service.port or 80, type=socket.SOCK_DGRAM)
-    family, kind, protocol_number, _, target = found[0]
-    with socket.socket(family, kind, protocol_number) as probe:
-        probe.connect(target)  # sends nothing
-        return str(probe.getsockname()[0])
+    """This machine's address on the route to the service, once there is one: a boot brings names and routes late."""
+    service, said = urlsplit(base), False
+    while True:
+        try:
+            found = socket.getaddrinfo(service.hostname, service.port or 80, type=socket.SOCK_DGRAM)
+            family, kind, protocol_number, _, target = found[0]
+            with socket.socket(family, kind, protocol_number) as probe:
+                probe.connect(target)  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if not said:
+                log.warning("no route to %s yet (%s), so no address for other workers", service.hostname, error)
+            said = True
+            time.sleep(ROUTE_SECONDS)
 
 
 class PeerClient:
