@@ -79,6 +79,13 @@ def test_wrong_values_fail_only_commands_that_use_them(uses: tuple[str, ...] | N
             Settings.load({name: value}, uses=uses)
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "1e400"])
+@pytest.mark.parametrize("name", ["ROOKERY_STOP_SECONDS", "ROOKERY_TENANT_REQUESTS_PER_SECOND"])
+def test_numbers_are_finite(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=name):
+        Settings.load({name: value})
+
+
 def test_address_makes_host_and_port_needless_for_clients() -> None:
     settings = Settings.load({"ROOKERY_PORT": "x", "ROOKERY_URL": "http://a:1"}, uses=CLIENT_SETTINGS)
     assert settings.base_url == "http://a:1"

@@ -34,7 +34,7 @@ def token_of(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ServerSettings(Section):

@@ -142,6 +142,9 @@ def test_restoring_over_something_is_refused_in_one_line(postgres: str, tmp_path
     with pytest.raises(UserError, match="is not empty"):
         restore(tmp_path / "backup", tmp_path / "second", url)
     assert list((tmp_path / "second").iterdir()) == []
+    (tmp_path / "volume" / "lost+found").mkdir(parents=True)  # as every new one has
+    restore(tmp_path / "backup", tmp_path / "volume", "")
+    assert everything(sqlite_url(tmp_path / "volume")) == before
     with pytest.raises(UserError, match="no backup"):
         restore(tmp_path / "nowhere", tmp_path / "second", "")
     with pytest.raises(UserError, match="has no database"):
@@ -187,3 +190,8 @@ def test_artifacts_of_another_place_are_backed_up_and_restored_to_another_place(
     shared = Artifacts(tmp_path / "new")
     assert {shared.verify(digest).hash for digest in shared.hashes()} == Artifacts(tmp_path / "shared").hashes()
     assert Artifacts(tmp_path / "restored" / "artifacts").hashes() == set()
+
+
+def test_no_password_is_shown(tmp_path: Path) -> None:
+    given = "sqlite:///%s/x.db?timeout=3&password=S3CRET"
+    assert Database(given % tmp_path).owner().shown == f"sqlite:///{tmp_path}/x.db"

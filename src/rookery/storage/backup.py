@@ -41,6 +41,8 @@ SNAPSHOTS = 20
 """Most snapshots of one backup. Pins of one stay for the next, so a second one lacks only artifacts that were written
 and deleted while the last few were pinned; many mean that an artifact is lost."""
 
+LOST_AND_FOUND = "lost+found"
+"""A new volume has this folder."""
 ROWS_AT_ONCE = 1000
 """Rows of a table that are held in memory."""
 
@@ -87,7 +89,7 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
     :class:`CorruptArtifact`, :class:`StorageFull`; then the data folder is as it was."""
     if not (backup / DATABASE_FILE).is_file():
         raise UserError(f"{backup} is no backup: it has no {DATABASE_FILE}")
-    if data.exists() and any(data.iterdir()):
+    if data.exists() and any(entry.name != LOST_AND_FOUND for entry in data.iterdir()):
         raise UserError(f"data folder {data} is not empty; restore into a new one with --data")
     with _one_line(f"restore into {data}"), DataFolder(data) as folder:
         try:
@@ -112,7 +114,7 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
                 (data / DATABASE_FILE).unlink()
             os.sync()
         except BaseException:
-            for entry in data.iterdir():
+            for entry in (entry for entry in data.iterdir() if entry.name != LOST_AND_FOUND):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             raise
     return len(named)

@@ -337,7 +337,9 @@ class Database:
             os.chmod(path, 0o600)
 
     def _shown_url(self) -> str:
-        return self.engine.url.set(drivername=self.engine.url.get_backend_name()).render_as_string(hide_password=True)
+        """Without what may hold a password."""
+        shown = self.engine.url.set(drivername=self.engine.url.get_backend_name(), query={})
+        return shown.render_as_string(hide_password=True)
 
     def _shared_connection(self) -> Connection | None:
         """This thread's connection within ``batch_transaction``. Raises the error with which that failed already."""
