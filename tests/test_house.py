@@ -55,6 +55,7 @@ ARROWS: dict[str, set[str]] = {
         "errors", "aio", "children", "lines", "bounds", "folders", "network", "settings", "protocol", "spec",
         "algorithms", "scheduling", "tokenization", "telemetry",
     },
+    "start": {"cli"},
     "client": {
         "errors", "aio", "lines", "network", "paths", "settings", "spec", "environments", "storage.data_dir",
         "telemetry.numbers",
