@@ -28,6 +28,7 @@ from rookery.cli.doctor import bf16_finding, kernels_finding
 from rookery.client import Client
 from rookery.errors import NotFound
 from rookery.server.launcher import EmbeddedService
+from rookery.server.schemas import TenantLimits
 
 
 @pytest.fixture(scope="module")
@@ -604,3 +605,11 @@ def test_children_keep_the_docstrings_that_transformers_reads(monkeypatch: pytes
     with pytest.raises(SystemExit):
         main(["--version"])
     assert "PYTHONOPTIMIZE" not in os.environ
+
+
+def test_help_and_client_name_every_limit_of_a_tenant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tenants", "limit", "--help"])
+    shown = capsys.readouterr().out
+    for name in TenantLimits.model_fields:
+        assert re.search(rf"\b{name}\b", shown) and re.search(rf"\b{name}\b", Client.limit_tenant.__doc__ or "")

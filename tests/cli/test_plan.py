@@ -59,7 +59,11 @@ def test_plan_prints_roles_and_writes_a_file_that_the_service_reads(
 def test_plan_refuses_what_it_cannot_plan_in_one_line(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, job = files
+    fleet, job = files
+    for written in files:
+        before = Path(written).read_text()
+        assert code(["plan", "--workers", fleet, "--jobs", job, "--out", written]) == 2
+        assert "give another file" in capsys.readouterr().err and Path(written).read_text() == before
     only = tmp_path / "spot.yaml"
     only.write_text(json.dumps({"machines": [machine("spot", preemptible=True).model_dump(exclude_none=True)]}))
     assert code(["plan", "--workers", str(only), "--jobs", job]) == 2

@@ -79,9 +79,9 @@ def limit(
         list[str] | None,
         typer.Argument(
             metavar="[NAME=VALUE]...",
-            help="jobs, requests, adapters, bytes, tokens_per_day, models, hosts, metadata_bytes,"
-            " service_share, requests_per_second or weight; the"
-            " value default is the service's setting.",
+            help="jobs, waiting_jobs, requests, request_tokens, queued_bytes, adapters, bytes, tokens_per_day, models,"
+            " hosts, metadata_bytes, service_share, requests_per_second or weight; the value default is the service's"
+            " setting.",
         ),
     ] = None,
 ) -> None:

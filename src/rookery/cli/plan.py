@@ -51,6 +51,8 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Choose roles for unlike machines: which generate, which train, and which are not needed."""
+    if out is not None and out.resolve() in [path.resolve() for path in (workers, *jobs)]:
+        raise UserError(f"--out: {out} is what the plan is made from; give another file")
     fleet = read_fleet(workers)
     devices = devices_of(fleet)
     texts = (reply_tokens, sigma, prompt_tokens, environment)
