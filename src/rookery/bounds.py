@@ -43,6 +43,9 @@ CONVERSATION, PROMPTS = 2048, 1024
 """Messages of one conversation, as in OpenAI's API, and prompts of one request. Checking a message takes 6 µs in which
 nothing else runs; each takes some tokens of the context."""
 
+PARTS = 4096
+"""Parts of text and calls of tools in all messages of one conversation. Checking one takes 4 to 8 µs."""
+
 CHUNKS = 32 << 10
 """Chunks of one prompt, of which a client may make one for each token."""
 
@@ -85,6 +88,17 @@ class JsonSize:
 
 SmallJson = Annotated[Any, JsonSize(SETTINGS)]
 Metadata = Annotated[dict[str, Any], JsonSize(METADATA)]
+
+
+def check_parts(messages: Any, *fields: str) -> Any:
+    """``messages`` of JSON-like data, whose lists in ``fields`` have at most :data:`PARTS` items in all; those of
+    reasoning are not read. Raises ``ValueError``."""
+    given = messages if isinstance(messages, list) else []
+    found = [message for message in given if isinstance(message, dict) and message.get("type") != "reasoning"]
+    lists = [message[field] for message in found for field in fields if isinstance(message.get(field), list)]
+    if (parts := sum(map(len, lists))) > PARTS:
+        raise ValueError(f"at most {PARTS} parts and calls in all messages; given {parts}")
+    return messages
 
 
 def is_small(value: Any, most: int) -> bool:

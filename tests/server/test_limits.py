@@ -40,9 +40,10 @@ from rookery.controller.service_time import BURST, KeylessTime, ServiceTime
 from rookery.errors import TooManyRequests
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.server.auth import Caller
-from rookery.server.bodies import BodyRefused, TimeKeeper, parse
+from rookery.server.bodies import INLINE_BYTES, BodyInvalid, BodyRefused, BoundedRequest, TimeKeeper, parse
 from rookery.server.connections import BYTE_SECONDS, CONNECTION_SECONDS, QUEUED, BoundedWebSocket, Connections, Slot
 from rookery.server.launcher import EmbeddedService
+from rookery.server.openai_responses import ResponsesRequest
 from rookery.server.tinker.schemas import ModelInput
 
 JSON = {"Content-Type": "application/json"}
@@ -252,6 +253,10 @@ def test_the_event_loop_divides_the_work_of_a_request(
     assert max(waited) < 0.15, sorted(waited)[-5:]
 
 
+PART = {"type": "text", "text": "a"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": ""}}
+
+
 def test_a_prompt_may_have_a_chunk_for_each_token() -> None:
     """As ``ModelInput.append_int`` of Tinker's SDK makes them."""
     assert len(ModelInput.model_validate({"chunks": [{"tokens": [1]}] * CHUNKS}).chunks) == CHUNKS
@@ -267,13 +272,85 @@ def test_a_prompt_may_have_a_chunk_for_each_token() -> None:
         ("/api/v1/sample", {"target": MODEL, "messages": [MESSAGE] * (CONVERSATION + 1)}),
         ("/v1/completions", {"model": MODEL, "prompt": ["a"] * (PROMPTS + 1)}),
         ("/v1/completions", {"model": MODEL, "prompt": [[1]] * (PROMPTS + 1)}),
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{**MESSAGE, "content": [PART] * 820}] * 5}),
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{**MESSAGE, "tool_calls": [CALL] * 100}] * 41}),
+        ("/v1/responses", {"model": MODEL, "input": [{**MESSAGE, "content": [PART] * 820}] * 5}),
+        ("/v1/responses", {"model": MODEL, "input": [{"type": "function_call_output", "output": [PART] * 820}] * 5}),
     ],
 )
 def test_parts_of_a_request_are_counted_before_they_are_checked(
     tenant: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     refused = tenant.post(path, json=body)
-    assert refused.status_code in (400, 422) and re.search("at most (2048|1024)", refused.text), refused.text
+    assert refused.status_code in (400, 422) and re.search("at most (2048|1024|4096)", refused.text), refused.text
+
+
+def test_parts_of_reasoning_are_not_counted() -> None:
+    items = [{"type": "reasoning", "content": [PART] * 5000}, {**MESSAGE, "content": [PART] * 1000}]
+    assert ResponsesRequest.model_validate({"model": MODEL, "input": items}).input[0].content is None
+
+
+LARGE = "a" * INLINE_BYTES
+
+
+@pytest.mark.parametrize("padding", ["a", LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/chat/completions", {"messages": [MESSAGE], "n": 0}, 400, "n: Input should be greater than or equal to 1"),
+        ("/v1/chat/completions", {"messages": [MESSAGE, {"role": "x"}]}, 400, "messages.1.role: Input should be"),
+        ("/v1/chat/completions", {"messages": [MESSAGE], "model": "no"}, 404, "no job and no base model"),
+        ("/v1/responses", {"input": [MESSAGE, {"role": "x"}]}, 400, "input.1.role: Input should be"),
+        ("/v1/responses", {"input": [MESSAGE, {"type": "function_call"}]}, 400, "input.1.name: a call names its func"),
+        ("/api/v1/sample", {"messages": [MESSAGE], "target": MODEL, "n": 0, "model": 1}, 422, "unknown field"),
+    ],
+)
+def test_large_bodies_are_validated_as_small_ones_are(
+    tenant: httpx.Client, path: str, body: dict[str, Any], status: int, message: str, padding: str
+) -> None:
+    texts = body.get("messages", body.get("input", []))
+    padded = {"model": MODEL, **body, "input" if "input" in body else "messages": [{**MESSAGE, "content": padding}]}
+    padded["input" if "input" in body else "messages"] += texts[1:]
+    response = tenant.post(path, json=padded)
+    assert response.status_code == status and message in response.text, response.text[:500]
+
+
+async def test_a_large_body_is_validated_where_it_is_parsed() -> None:
+    """FastAPI takes the object as it is."""
+    validated: list[int] = []
+
+    async def threads(work: Any) -> Any:
+        return await asyncio.to_thread(work)
+
+    def validate(value: Any, *, loc: tuple[str, ...]) -> tuple[Any, list[Any]]:
+        validated.append(threading.get_ident())
+        return (value, []) if value else (None, [{"loc": loc}])
+
+    context = SimpleNamespace(threads=threads, refusals=Counter[str]())
+    scope = {"type": "http", "path": "/", "headers": [], "method": "POST", "query_string": b"", "server": ("a", 1)}
+    scope["app"] = SimpleNamespace(state=SimpleNamespace(context=context))
+    for padding, calls in (("a", 0), (LARGE, 1)):
+
+        async def receive(body: bytes = json.dumps([padding]).encode()) -> Any:
+            return {"type": "http.request", "body": body}
+
+        assert await BoundedRequest(scope, receive, validate).json() == [padding]
+        assert len(validated) == calls and threading.get_ident() not in validated
+
+    async def empty() -> Any:
+        return {"type": "http.request", "body": b" " * INLINE_BYTES + b"[]"}
+
+    with pytest.raises(BodyInvalid) as refused:
+        await BoundedRequest(scope, empty, validate).json()
+    assert refused.value.error.errors() == [{"loc": ("body",)}]
+
+
+def test_wrong_token_ids_are_refused_while_others_are_answered(service: EmbeddedService, tenant: httpx.Client) -> None:
+    """One error for each, of every type that a prompt may have, used to stop the event loop for 5 seconds."""
+    with pauses(service) as waited:
+        response = tenant.post("/v1/completions", json={"model": MODEL, "prompt": [-1] * 190_000})
+    assert response.status_code == 400 and "prompt.0: Input should be greater" in response.text, response.text[:500]
+    assert max(waited) < 2
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/v1/sample"])

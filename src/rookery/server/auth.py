@@ -30,7 +30,7 @@ from rookery.controller.controller import Controller
 from rookery.controller.fleet.agents import KEY_PREFIX, AgentSession
 from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import Forbidden, RookeryError, TooManyRequests, Unauthorized
-from rookery.server.bodies import BoundedRequest
+from rookery.server.bodies import BodyInvalid, BoundedRequest
 from rookery.server.connections import Connections
 from rookery.server.grader_trials import GraderTrials
 from rookery.server.readiness import Readiness
@@ -297,7 +297,9 @@ class AuthenticatedRoute(APIRoute):
         return [parameter.alias for needed in _needed(self.dependant) for parameter in needed.query_params]
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        handle, body = super().get_route_handler(), self.body_field
+        whole = any(body is param for param in self.dependant.body_params)  # not a field of the body
+        validate = body.validate if body is not None and whole else None
 
         async def handler(request: Request) -> Response:
             await self.authenticate(request)
@@ -305,7 +307,10 @@ class AuthenticatedRoute(APIRoute):
                 raise RequestValidationError(
                     [{"type": "extra_forbidden", "loc": ("query", name), "msg": ""} for name in sorted(unknown)]
                 )
-            return await handle(BoundedRequest(request.scope, request.receive))
+            try:
+                return await handle(BoundedRequest(request.scope, request.receive, validate))
+            except BodyInvalid as refused:
+                raise refused.error from None
 
         return handler
 

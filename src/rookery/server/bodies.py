@@ -4,7 +4,7 @@
   status 413. Uploads of workers with a ticket have no limit here; they are written to the disk in chunks.
 * JSON is measured before it is parsed: a body with more items than :data:`JSON_ITEMS` gets 413, one nested deeper than
   ``JSON_DEPTH`` 422. The measuring functions run at the speed of a memory copy.
-* A body above :data:`INLINE_BYTES` is measured and parsed in a thread, one at a time of a tenant.
+* A body above :data:`INLINE_BYTES` is measured, parsed and validated in a thread, one at a time of a tenant.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -84,6 +85,14 @@ _ZEROS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 
 class BodyRefused(HTTPException):
     """A body that exceeds a limit or has text that is not Unicode. It counts in the metrics."""
+
+
+class BodyInvalid(HTTPException):
+    """A body that its route's model refuses. FastAPI lets no other error than that of HTTP through its reader."""
+
+    def __init__(self, error: RequestValidationError) -> None:
+        super().__init__(422)
+        self.error = error
 
 
 class BodyLimit:
@@ -250,15 +259,34 @@ def limit_of(path: str, settings: Settings) -> tuple[int, str]:
     return min(most, upload), f"the limit is the service's setting {hint}"
 
 
+Validate = Callable[..., tuple[Any, list[dict[str, Any]]]]
+"""From a body's JSON to the object of its model, and the errors."""
+
+
 class BoundedRequest(Request):
-    """A request whose :meth:`json` is bounded; FastAPI calls it for a route's body."""
+    """A request whose :meth:`json` is bounded; FastAPI calls it for a route's body. A large body is validated by the
+    route's model where it is parsed: FastAPI takes the object as it is."""
+
+    def __init__(self, scope: Scope, receive: Receive, validate: Validate | None) -> None:
+        """``validate``: FastAPI's for the whole body."""
+        super().__init__(scope, receive)
+        self._validate = validate
 
     async def body(self) -> bytes:
         with refused_shortages():
             return await super().body()
 
     async def json(self) -> Any:
-        return await read_json(self)
+        return await read_json(self, self._validated)
+
+    def _validated(self, value: Any) -> Any:
+        """Raises :class:`BodyInvalid`."""
+        if self._validate is None:
+            return value
+        body, errors = self._validate(value, loc=("body",))
+        if errors:
+            raise BodyInvalid(RequestValidationError(errors, body=value))
+        return body
 
 
 @contextmanager
@@ -272,14 +300,19 @@ def refused_shortages() -> Iterator[None]:
         raise HTTPException(short_of.status, str(short_of), retry_after(short_of)) from None
 
 
-async def read_json(request: Request) -> Any:
-    """The value of a JSON body. Raises :class:`BodyRefused`, and :class:`json.JSONDecodeError` for other text."""
+async def read_json(request: Request, large: Callable[[Any], Any] | None = None) -> Any:
+    """The value of a JSON body; ``large`` converts that of a large body, in the same thread. Raises
+    :class:`BodyRefused`, and :class:`json.JSONDecodeError` for other text."""
     service = request.app.state.context
     try:
         with refused_shortages():
             body = await request.body()
             decode = values.decode if request.url.path.startswith(JOB_ROUTES) else msgspec.json.decode
-            work = partial(parse, body, JSON_ITEMS, JSON_DEPTH, decode)
+
+            def work() -> Any:
+                value = parse(body, JSON_ITEMS, JSON_DEPTH, decode)
+                return value if large is None or len(body) <= INLINE_BYTES else large(value)
+
             return await off_loop(service.threads, len(body), work)
     except BodyRefused:
         service.refusals["bodies_refused"] += 1

@@ -30,6 +30,7 @@ from rookery.bounds import (
     StopText,
     Text,
     Token,
+    check_parts,
 )
 from rookery.errors import UserError, short
 from rookery.server.bodies import JSON_ITEMS, BodyRefused, measure
@@ -245,7 +246,7 @@ CONTEXT_FIELDS = {"tool": {"tool_call_id", "name"}, "assistant": {"name", "refus
 
 class ConversationMessage(OpenAIModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1000)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)] | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=TOOLS)] | None = None
 
     @field_validator("content", mode="before")
@@ -333,6 +334,11 @@ class ChatRequest(CompletionOptions):
     parallel_tool_calls: bool | None = Field(None, description="false: the first call only")
     response_format: ReplyFormat | None = Field(None, description="JSON, or JSON of a schema")
 
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _has_few_parts(cls, value: Any) -> Any:
+        return check_parts(value, "content", "tool_calls")
+
     @property
     def likeliest(self) -> int:
         return self.top_logprobs or 0
@@ -396,9 +402,12 @@ class ChatRequest(CompletionOptions):
 
 
 class CompletionRequest(CompletionOptions):
-    prompt: Text | list[Token] | list[Text] | list[Annotated[list[Token], Field(max_length=ENTRIES)]] = Field(
-        min_length=1, max_length=LONGEST_TEXT
-    )
+    prompt: (
+        Text
+        | Annotated[list[Token], Field(fail_fast=True)]
+        | Annotated[list[Text], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[Token], Field(max_length=ENTRIES, fail_fast=True)]], Field(fail_fast=True)]
+    ) = Field(min_length=1, max_length=LONGEST_TEXT)
     logprobs: int | None = Field(
         None, ge=0, le=LIKELIEST, description="The log-probs of the tokens, and so many of the likeliest in their place"
     )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rookery.bounds import CONVERSATION, INTEGER, Line, Name, SmallJson, Text
+from rookery.bounds import CONVERSATION, INTEGER, Line, Name, SmallJson, Text, check_parts
 from rookery.errors import short
 from rookery.server.auth import ServiceContext
 from rookery.server.completion_formats import Choice, reply_bytes, token_entries
@@ -52,7 +52,7 @@ def _as_parts(value: Any) -> Any:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[InputPart], Field(max_length=1000), BeforeValidator(_as_parts)]
+Parts = Annotated[list[InputPart], Field(max_length=1000, fail_fast=True), BeforeValidator(_as_parts)]
 
 
 class InputItem(OpenAIModel):
@@ -100,8 +100,8 @@ class TextOptions(OpenAIModel):
 
 
 def _as_items(value: Any) -> Any:
-    """A text is the user's message."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    """A text is the user's message. Raises ``ValueError`` for too many parts."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else check_parts(value, "content", "output")
 
 
 _OF_CHATS = (
@@ -119,7 +119,9 @@ class ResponsesRequest(OpenAIModel):
     chat_type: ClassVar[type[ChatRequest]] = ChatRequest
 
     model: Line = Field(min_length=1)
-    input: Annotated[list[InputItem], Field(min_length=1, max_length=CONVERSATION), BeforeValidator(_as_items)]
+    input: Annotated[
+        list[InputItem], Field(min_length=1, max_length=CONVERSATION, fail_fast=True), BeforeValidator(_as_items)
+    ]
     instructions: Text | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None

@@ -40,7 +40,7 @@ class TokenRequest(OpenAIModel):
     """One prompt as token ids."""
 
     model: Line = Field(min_length=1, description="A base model, or JOB, JOB:latest, JOB@VERSION with an id or name")
-    token_ids: list[Token] = Field(min_length=1, max_length=ENTRIES)
+    token_ids: list[Token] = Field(min_length=1, max_length=ENTRIES, fail_fast=True)
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
     cache_salt: Line | None = Field(None, description="No effect: no cache is shared between requests")
     stream: Literal[False] | None = None
