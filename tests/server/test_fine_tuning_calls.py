@@ -144,9 +144,10 @@ def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
 def test_a_job_starts_from_the_first_policy_of_a_job_with_several(called: Called) -> None:
     """That which answers by the job's own name, whatever the order of the names."""
     lora = {"rank": 4, "targets": ["q"]}
-    judge = {"name": "judge", "policy": "judge", "prompt": "{reply} {answer}", "scale": 4}
+    judge = {"name": "judge", "policy": "judge", "prompt": "Is it {answer}?", "scale": 4}
     submitted = called.http.post("/../api/v1/jobs", json={
-        "name": "first", "base_model": MODEL, "policies": {"solver": lora, "judge": lora}, "stop": {"steps": 1},
+        "name": "first", "base_model": MODEL, "stop": {"steps": 1},
+        "policies": {"solver": lora, "judge": {"train": False, "base": True}},
         "environment": {"id": "jsonl", "rows": [{"prompt": "1+1?", "answer": "2"}], "verifier": judge},
         "algorithm": {"group_size": 2, "groups_per_step": 1},
     }).json()  # fmt: skip
