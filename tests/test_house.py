@@ -52,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "scheduling", "telemetry", "tokenization", "storage", "environments",
     },
     "worker": {
-        "errors", "aio", "children", "lines", "bounds", "folders", "network", "settings", "protocol", "spec",
+        "errors", "aio", "children", "lines", "bounds", "turns", "folders", "network", "settings", "protocol", "spec",
         "algorithms", "scheduling", "tokenization", "telemetry",
     },
     "start": {"cli"},

@@ -70,7 +70,7 @@ class FakeCore:
         self._worker = worker
         self.engine = self.trainer = self
 
-    def submit(self, generate: protocol.Generate, folder: Path | None, arrived: float) -> bool:
+    def submit(self, generate: protocol.Generate, folder: Path | None, arrived: float, grammar: object = None) -> bool:
         self._worker.engine.submit(generate)
         self._worker.compute.wake()
         return True

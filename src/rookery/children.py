@@ -23,6 +23,12 @@ def lower_priority(niceness: int) -> None:
         group.write(str(niceness))
 
 
+def lower_thread_priority(niceness: int) -> None:
+    """Give the calling thread a lower priority than the other threads of its process, where the system can: Linux."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + niceness))
+
+
 _waited_for = threading.local()
 
 

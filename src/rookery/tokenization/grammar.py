@@ -1,13 +1,18 @@
 """Grammars of replies: a JSON schema as the set of tokens that may come next, by llguidance.
 
-The door compiles a grammar with bytes as tokens (:func:`check_followed`), the engine with the model's own: whether a
-schema is valid and its keywords can be followed depends on the grammar alone. A grammar that compiles may still take
-too much work at a later token; that reply then fails, and no other.
+The door compiles a grammar with bytes as tokens (:func:`check_followed`), the worker with the model's own: whether a
+schema is valid and its keywords can be followed depends on the grammar alone. A worker compiles it once
+(:class:`Grammar`); each reply begins with a copy of its first state (:class:`ReplyGrammar`).
+
+A grammar that compiles may still take too much work at a later token; that reply then fails, and no other. Where the
+library's lexer fails, which all replies of a grammar share, the others are :class:`GrammarLost`: from their tokens so
+far they continue under the same grammar, compiled again.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +38,16 @@ REPLY_FAILED = "the reply cannot follow its schema"
 
 OBJECT = ord("{")
 """The token of llguidance's byte tokenizer that begins an object."""
+
+LEXER_FAILED = "lexer error"
+"""In llguidance's error where the lexer failed. All copies of a matcher share it, and it stays so."""
+
+CONSUMED = 256
+"""Tokens that a reply consumes at once: llguidance holds Python's lock meanwhile."""
+
+GRAMMAR_BYTES, BYTES_PER_SECOND = 512 << 10, 128 << 20
+"""Memory of a compiled grammar, estimated by its work, since llguidance does not report it: a grammar of 3,500 optional
+properties grows by 33 MB in each second of compilation, an automaton of exponential size by 200 MB."""
 
 LIMITS = LLParserLimits(verbose_errors=False)
 """The library's own limits bound the work and the memory of each token. Its errors leave the parser's state out."""
@@ -86,27 +101,79 @@ def check_schema(schema: str) -> None:
         raise UserError(f"the schema is not a JSON schema: {_line(lines[0])}")
 
 
+class GrammarLost(Exception):
+    """Another reply made the lexer of this one's grammar fail."""
+
+
+class Grammar:
+    """A compiled grammar, the same for all replies that follow it. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, schema: str) -> None:
+        """Raises :class:`UserError` as :meth:`GrammarTokenizer.matcher`, and for one that no reply can begin."""
+        began = time.thread_time()
+        self._first = tokenizer.matcher(schema)
+        self._first.compute_bitmask()  # the copies have it
+        if self._first.is_error():
+            raise UserError(f"{REPLY_FAILED}: {_line(self._first.get_error())}")
+        self.seconds = time.thread_time() - began
+        """Spent on it, also by its replies."""
+        self.failed_by: ReplyGrammar | None = None
+        """The reply that made the lexer fail: no other can begin any more."""
+
+    @property
+    def bytes(self) -> int:
+        return GRAMMAR_BYTES + int(self.seconds * BYTES_PER_SECOND)
+
+    def first(self) -> LLMatcher:
+        """The state of a reply without tokens."""
+        return self._first.deep_copy()  # llguidance's copy shares the grammar and the lexer
+
+
 class ReplyGrammar:
     """The state of one reply that follows a grammar."""
 
-    def __init__(self, tokenizer: GrammarTokenizer, schema: str) -> None:
-        """Raises :class:`UserError` as :meth:`GrammarTokenizer.matcher`."""
-        self._matcher = tokenizer.matcher(schema)
+    def __init__(self, grammar: Grammar, tokens: Sequence[int] = ()) -> None:
+        """After ``tokens``, the beginning of the reply."""
+        self.grammar = grammar
+        self._matcher = grammar.first()
         self._consumed = 0
+        self._mask: bytes | None = None
+        """Of the tokens that may follow those consumed."""
+        self.prepare(tokens)
+
+    def ready(self, tokens: Sequence[int]) -> bool:
+        """Whether :meth:`allowed` has no work left."""
+        return self._mask is not None and self._consumed == len(tokens)
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Do the work of :meth:`allowed`."""
+        if self.ready(tokens):
+            return
+        began = time.perf_counter()
+        while self._consumed < len(tokens):
+            self._matcher.consume_tokens(list(tokens[self._consumed : self._consumed + CONSUMED]))
+            self._consumed = min(self._consumed + CONSUMED, len(tokens))
+        self._mask = self._matcher.compute_bitmask()
+        self.grammar.seconds += time.perf_counter() - began
+        if self._lexer_failed() and self.grammar.failed_by is None:
+            self.grammar.failed_by = self
 
     def allowed(self, tokens: Sequence[int], vocabulary: int) -> np.ndarray:
         """Which tokens [vocabulary] may follow ``tokens``, which only grow between calls. Raises :class:`UserError`
-        for tokens that do not follow the grammar, and for one that takes too much work."""
-        if self._consumed < len(tokens):
-            self._matcher.consume_tokens(list(tokens[self._consumed :]))
-            self._consumed = len(tokens)
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        for tokens that do not follow the grammar, and for one that takes too much work; :class:`GrammarLost` where
+        another reply did."""
+        self.prepare(tokens)
+        if self._lexer_failed() and self.grammar.failed_by is not self:
+            raise GrammarLost
         if self._matcher.is_error():
             raise UserError(f"{REPLY_FAILED}: {_line(self._matcher.get_error())}")
         allowed = np.zeros(vocabulary, bool)
-        bits = np.unpackbits(mask, bitorder="little")[:vocabulary]
+        bits = np.unpackbits(np.frombuffer(self._mask or b"", np.uint8), bitorder="little")[:vocabulary]
         allowed[: len(bits)] = bits.astype(bool)
         return allowed
+
+    def _lexer_failed(self) -> bool:
+        return LEXER_FAILED in self._matcher.get_error()
 
 
 def _line(error: object) -> str:

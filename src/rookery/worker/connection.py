@@ -400,7 +400,9 @@ class ServiceConnection:
         return msgspec.structs.replace(
             beat,
             epoch=epoch,
-            progress=progress(beat, transfers.bytes_from_service + transfers.bytes_from_peers),
+            progress=progress(
+                beat, transfers.bytes_from_service + transfers.bytes_from_peers + self._generation.prepared
+            ),
             waiting=beat.waiting + self._generation.waiting(),
             receiving=dict(transfers.receiving),
             stalled=self._watch.stalled,
@@ -437,8 +439,8 @@ class ServiceConnection:
             raise TransferFailed(f"artifact {digest[:12]}: no other sources were named") from None
 
 
-def progress(beat: protocol.Heartbeat, pulled_bytes: int) -> int:
-    """The ``progress`` of a heartbeat: finished slices, and ``pulled_bytes`` while nothing computes. A worker that only
-    waits for adapters makes progress with their bytes; a stuck slice must not look alive because of them."""
+def progress(beat: protocol.Heartbeat, prepared: int) -> int:
+    """The ``progress`` of a heartbeat: finished slices, and ``prepared`` while nothing computes: bytes of adapters and
+    grammars for requests that wait for them. A stuck slice must not look alive because of them."""
     computing = beat.active + beat.waiting + beat.training
-    return beat.progress if computing else beat.progress + pulled_bytes
+    return beat.progress if computing else beat.progress + prepared

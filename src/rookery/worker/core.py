@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from rookery.scheduling.pipelines import SlowdownTable
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
+from rookery.tokenization.grammar import ReplyGrammar
 from rookery.tokenization.registry import WEIGHTS, Backends, BaseReference, base_reference, choose_backends, inspect
 from rookery.worker import device, memory, teams
 from rookery.worker.engine.base import Engine
@@ -24,6 +26,7 @@ from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
 from rookery.worker.engine.native.runner import KernelRunner, Runner, best_runner
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
+from rookery.worker.grammars import Grammars
 from rookery.worker.lane_plan import measure_slowdowns
 from rookery.worker.memory import MemoryBudget, MemoryUse, NoRoom
 from rookery.worker.model.base import ResidentModel
@@ -69,9 +72,11 @@ class WorkerCore:
         dtype: str = "",
         no_lanes: str = NO_TRAINING,
         slowdowns: SlowdownTable | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """``gate``: the engine's, if it has one. ``no_lanes``: why training cannot run beside decoding; empty where it
-        can. ``slowdowns``: of both beside each other, where they were measured."""
+        """``gate``: the engine's, if it has one. ``grammars``: of replies, if the engine follows any. ``no_lanes``: why
+        training cannot run beside decoding; empty where it can. ``slowdowns``: of both beside each other, where they
+        were measured."""
         self.engine = engine
         self.trainer = trainer
         self.budget = budget
@@ -84,26 +89,29 @@ class WorkerCore:
         self.dtype = dtype
         self.no_lanes = no_lanes
         self.slowdowns = slowdowns
+        self.grammars = grammars
 
     def memory_of_trainer(self) -> dict[str, MemoryUse]:
         """Use of the parts of the memory budget that are not the engine's."""
         parts = self.trainer.memory()
         if self.budget is not None:
             parts = parts | {"base": MemoryUse(self.budget.base, self.budget.base)}
-        return parts
+        return parts if self.grammars is None else parts | {"grammars": self.grammars.memory()}
 
     def allows_lanes(self) -> bool:
         """Whether training may run beside decoding now: a full-parameter policy computes by PyTorch's operations, whose
         sums depend on the number of threads."""
         return not self.no_lanes and not (isinstance(self.trainer, Trainers) and self.trainer.trains_full())
 
-    def submit(self, generate: protocol.Generate, folder: Path | None, arrived: float) -> bool:
+    def submit(
+        self, generate: protocol.Generate, folder: Path | None, arrived: float, grammar: ReplyGrammar | None = None
+    ) -> bool:
         """Submit a request to the engine; False if its adapter is neither in memory nor in ``folder``. ``arrived``:
-        when the worker got it, in monotonic seconds. Raises the engine's error for an impossible request, ``NoRoom``
-        while adapters in use leave no room for its own."""
+        when the worker got it, in monotonic seconds. ``grammar``: that of its schema. Raises the engine's error for an
+        impossible request, ``NoRoom`` while adapters in use leave no room for its own."""
         if generate.adapter is not None and not self._ensure_resident(generate.adapter, folder):
             return False
-        self.engine.submit(generate)
+        self.engine.submit(generate, grammar)
         self.trainer.weights[generate.tenant] = generate.weight
         self.gate.set_arrival(generate.request, arrived)
         return True
@@ -203,9 +211,11 @@ def load_core(
     gate = SloGate(enabled=settings.engine.slo_gate)
     chat, base = Chat.load(folder), base_reference(folder)
     resources = _Resources(folder, settings, base, chat, inspected.not_native, where, budget, gate, between_layers)
+    grammars = None
     if chosen.engine == "vllm":
         engine = load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
     else:
+        grammars = Grammars(partial(chat.grammars, models[chosen.engine].vocab))
         engine = _BACKENDS[chosen.engine].engine(resources, models[chosen.engine])
     trainer = _BACKENDS[chosen.trainer].trainer(resources, models[chosen.trainer])
     names = {"engine_name": chosen.engine, "device_name": str(where), "dtype": dtype}
@@ -218,7 +228,9 @@ def load_core(
         rows = settings.engine.max_rows
         slowdowns = measure_slowdowns(torch.get_num_threads(), engine.runner, backbone, gate.costs, rows, where)
         log.info("slowdowns of decoding and training beside each other: %s", slowdowns.figures())
-    return WorkerCore(engine, trainer, budget, gate=gate, no_lanes=no_lanes, slowdowns=slowdowns, **names)
+    return WorkerCore(
+        engine, trainer, budget, gate=gate, no_lanes=no_lanes, slowdowns=slowdowns, grammars=grammars, **names
+    )
 
 
 def _why_no_lanes(resources: _Resources, chosen: Backends, engine: Engine, dtype: torch.dtype) -> str:
@@ -250,7 +262,6 @@ def _engine(
         runner=runner,
         speculator=speculator,
         gate=resources.gate,
-        grammars=lambda: resources.chat.grammars(model.vocab),
     )
     if settings.slo_gate or resources.settings.worker.lanes == "auto":
         measure_costs(resources.gate.costs, runner, resources.device, settings.max_rows, PREFILL_TOKENS)

@@ -9,8 +9,8 @@ Promises:
   continued it), the request starts again from ``prefix_tokens``.
 * Requests that no controller claims within the rejoin period are deleted; soon after a reconnection, those that it has
   not claimed are aborted.
-* A request waits for its own adapter only, and, where the adapters in use fill their share of the memory, for room in
-  order of arrival. A request that fails (its adapter cannot be pulled, the engine refuses it)
+* A request waits for its own grammar and adapter only, and, where the adapters in use fill their share of the memory,
+  for room in order of arrival. A request that fails (its adapter cannot be pulled, the engine refuses it)
   ends with a reason of one line and affects no other.
 * A request that switches to a newer version runs on until that version is loaded; a failed pull leaves it as it is.
   Every token keeps the version that sampled it, and no chunk has tokens of two.
@@ -29,8 +29,10 @@ from typing import Literal
 import msgspec
 
 from rookery import protocol
+from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
+from rookery.worker.grammars import Grammars
 from rookery.worker.memory import MemoryQueue
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import Unreachable, is_plain, one_line
@@ -147,6 +149,8 @@ class GenerationManager:
         self.held: dict[str, HeldRequest] = {}
         self._by_key: dict[str, HeldRequest] = {}
         self._adapter_room = MemoryQueue()
+        self._grammars: Grammars | None = None
+        """The engine's, once a request needed them."""
         self.failed = 0
         """Requests that ended with an error."""
         self.failed_switches = 0
@@ -213,11 +217,14 @@ class GenerationManager:
             self._on_output(True)
 
     async def _submit(self, held: HeldRequest, generate: protocol.Generate) -> None:
-        """Load the adapter and submit to the engine. If the adapter cannot be pulled and a switch is pending, submit
-        with the newer version."""
+        """Prepare the grammar, load the adapter and submit to the engine. If the adapter cannot be pulled and a switch
+        is pending, submit with the newer version."""
         arrived = held.arrived
         try:
-            await self._with_adapter(generate.adapter, lambda core, folder: core.submit(generate, folder, arrived))
+            grammar = await self._grammar_of(generate)
+            await self._with_adapter(
+                generate.adapter, lambda core, folder: core.submit(generate, folder, arrived, grammar)
+            )
         except Exception as error:
             if held.pending_switch is not None:
                 ref, held.pending_switch = held.pending_switch.adapter, None
@@ -235,6 +242,16 @@ class GenerationManager:
         held.submitted = True
         if held.pending_switch is not None:
             self._schedule_switch(held, held.pending_switch)
+
+    async def _grammar_of(self, generate: protocol.Generate) -> ReplyGrammar | None:
+        """The state of its reply under its schema, if it has one and the engine follows any."""
+        if generate.logits is None or not generate.logits.schema:
+            return None
+        if self._grammars is None:
+            self._grammars = await asyncio.wrap_future(self._compute.call(lambda core: core.grammars, touches="engine"))
+        if self._grammars is None:
+            return None
+        return await self._grammars.reply(generate.tenant, generate.logits.schema, generate.prefix_tokens)
 
     def _schedule_switch(self, held: HeldRequest, switch: protocol.SwitchAdapter) -> None:
         held.pending_switch = switch
@@ -308,12 +325,17 @@ class GenerationManager:
             held.sent, held.end_sent, held.idle_since = held.length, bool(held.finish), now
         return chunks
 
+    @property
+    def prepared(self) -> int:
+        """Grammars of requests that were prepared."""
+        return self._grammars.prepared if self._grammars is not None else 0
+
     def running(self) -> list[str]:
         """Requests that a controller may claim."""
         return [request for request, held in self.held.items() if held.resumable]
 
     def waiting(self) -> int:
-        """Number of requests that wait for their adapter."""
+        """Number of requests that wait for their grammar or their adapter."""
         return sum(held.submission is not None and not held.submission.done() for held in self.held.values())
 
     def on_disconnect(self, now: float) -> None:

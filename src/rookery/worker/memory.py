@@ -34,7 +34,8 @@ training state of rank 64 (five of rank 16), passes of 3,000 tokens."""
 
 OVERHEAD_BYTES = 448 << 20
 """Not divided, on a CPU: the compilers of kernels and what they compile (:mod:`rookery.worker` limits it), files and
-batches in transfer, buffers of one layer, and free blocks that the allocator keeps."""
+batches in transfer, grammars of replies (:mod:`rookery.worker.grammars`), buffers of one layer, and free blocks that
+the allocator keeps."""
 
 SMALLEST_BYTES = 64 << 20
 """A budget that leaves less than this to be divided is refused."""

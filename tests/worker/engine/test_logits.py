@@ -18,7 +18,7 @@ from tests.worker.engine.test_engine import finish, make, order
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.tokenization.chat import Chat
-from rookery.tokenization.grammar import ANY_OBJECT, ReplyGrammar
+from rookery.tokenization.grammar import ANY_OBJECT, Grammar, ReplyGrammar
 from rookery.worker.engine.logits import RequestLogits
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
@@ -33,7 +33,7 @@ TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=8)
 
 
 def changed(line: torch.Tensor, tokens: list[int], temperature: float = 1.0, **params: Any) -> torch.Tensor:
-    return RequestLogits(protocol.LogitsParams(**params), [1, 2], None).apply(line, tokens, temperature)
+    return RequestLogits(protocol.LogitsParams(**params), [1, 2]).apply(line, tokens, temperature)
 
 
 @settings(deadline=None, max_examples=50)
@@ -150,21 +150,22 @@ def real(chat: Chat) -> NativeEngine:
     decoder = smollm2()
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     runner = best_runner(decoder, loras, 1 << 28)
-    return NativeEngine(
-        decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28, runner=runner,
-        grammars=lambda: chat.grammars(decoder.vocab),
-    )  # fmt: skip
+    return NativeEngine(decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28, runner=runner)
+
+
+def submit(engine: NativeEngine, generate: protocol.Generate, grammar: Grammar) -> None:
+    engine.submit(generate, ReplyGrammar(grammar, generate.prefix_tokens))
 
 
 def test_text_follows_its_schema_in_a_batch_and_resumed(chat: Chat) -> None:
     prompt = chat.prompt([{"role": "user", "content": "Describe a person as JSON."}])
     common = {"prompt": prompt, "shared_prefix": 0, "max_tokens": 60, "stop_tokens": chat.stop_tokens}
     schema = protocol.LogitsParams(schema=json.dumps(PERSON))
-    engine = real(chat)
+    engine, grammar = real(chat), Grammar(chat.grammars(smollm2().vocab), schema.schema)
     engine.submit(order(name="free", **{**common, "max_tokens": 12}))
     free = finish(engine)["free"][0]
     for seed in range(2):
-        engine.submit(order(name=f"json {seed}", **common, seed=seed, logits=schema, temperature=1.5))
+        submit(engine, order(name=f"json {seed}", **common, seed=seed, logits=schema, temperature=1.5), grammar)
     engine.submit(order(name="free", **{**common, "max_tokens": 12}))
     texts = finish(engine)
     assert texts["free"][0] == free
@@ -173,9 +174,8 @@ def test_text_follows_its_schema_in_a_batch_and_resumed(chat: Chat) -> None:
         assert last.finish == "stop"
         jsonschema_rs.validate(PERSON, json.loads(chat.decode(tokens)))
     tokens = texts["json 1"][0]
-    engine.submit(
-        order(name="moved", **common, seed=1, logits=schema, temperature=1.5, prefix_tokens=tokens[: len(tokens) // 2])
-    )
+    moved = {"prefix_tokens": tokens[: len(tokens) // 2], "seed": 1, "logits": schema, "temperature": 1.5}
+    submit(engine, order(name="moved", **common, **moved), grammar)
     assert finish(engine)["moved"][0] == tokens[len(tokens) // 2 :]
 
 
@@ -183,15 +183,14 @@ def test_text_that_cannot_follow_its_schema_fails_alone(chat: Chat) -> None:
     engine = real(chat)
     common: dict[str, Any] = {"prompt": chat.encode("Say"), "shared_prefix": 0, "max_tokens": 4}
     schema = protocol.LogitsParams(schema=ANY_OBJECT)
-    engine.submit(order(name="bad", **common, logits=schema, prefix_tokens=chat.encode("no JSON")))
+    grammar = Grammar(chat.grammars(smollm2().vocab), ANY_OBJECT)
+    submit(engine, order(name="bad", **common, logits=schema, prefix_tokens=chat.encode("no JSON")), grammar)
     engine.submit(order(name="good", **common))
     ends = finish(engine)
     assert ends["bad"][1].finish == "error" and "cannot follow its schema" in ends["bad"][1].error
     assert len(ends["good"][0]) == 4
     for wrong in ('{"type": "banana"}', "no JSON", '{"not": {}}', '{"$ref": "http://example.com/x"}', "[]", "1"):
-        with pytest.raises(ValueError, match="schema"):
-            engine.submit(order(name="wrong", **common, logits=protocol.LogitsParams(schema=wrong)))
-        with pytest.raises(UserError, match="schema"):  # the door compiles it too
-            ReplyGrammar(chat.grammars(), wrong)
-    with pytest.raises(ValueError, match="no tokenizer"):
+        with pytest.raises(UserError, match="schema"):
+            Grammar(chat.grammars(), wrong)
+    with pytest.raises(ValueError, match="no grammar"):
         make().submit(order(logits=schema))

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from rookery import protocol
 from rookery.scheduling.worker_time import WorkerTime
+from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.memory import MemoryUse
 
 
@@ -116,9 +117,10 @@ class Engine(Protocol):
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, generate: protocol.Generate) -> None:
-        """Queues a request. Raises ``ValueError`` with a one-line reason when it can never run here (its prompt
-        exceeds the context, its adapter is not attached, its name is in use, …); nothing is kept of it then."""
+    def submit(self, generate: protocol.Generate, grammar: ReplyGrammar | None = None) -> None:
+        """Queues a request; ``grammar`` is that of its schema, after its ``prefix_tokens``. Raises ``ValueError`` with
+        a one-line reason when it can never run here (its prompt exceeds the context, its adapter is not attached, its
+        name is in use, …); nothing is kept of it then."""
         ...
 
     def abort(self, request: str) -> None:

@@ -9,23 +9,18 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from rookery import protocol
-from rookery.errors import UserError
-from rookery.tokenization.grammar import GrammarTokenizer, ReplyGrammar
+from rookery.tokenization.grammar import ReplyGrammar
 
 
 class RequestLogits:
     """The changes of one request."""
 
-    def __init__(
-        self, params: protocol.LogitsParams, prompt: list[int], grammars: Callable[[], GrammarTokenizer] | None
-    ) -> None:
-        """Raises ``ValueError`` for a grammar that cannot be followed."""
+    def __init__(self, params: protocol.LogitsParams, prompt: list[int], grammar: ReplyGrammar | None = None) -> None:
+        """``grammar``: that of the schema. Raises ``ValueError`` for a schema without one."""
         self.params = params
         self._prompt = torch.tensor(sorted(set(prompt)))
         total: dict[int, float] = {}
@@ -33,25 +28,20 @@ class RequestLogits:
             total[token] = total.get(token, 0.0) + bias
         self._biased = torch.tensor(list(total), dtype=torch.int64)
         self._biases = torch.tensor(list(total.values()), dtype=torch.float32)
-        self._grammar: ReplyGrammar | None = None
-        if params.schema:
-            if grammars is None:
-                raise ValueError("this engine has no tokenizer to follow a schema with")
-            try:
-                self._grammar = ReplyGrammar(grammars(), params.schema)
-            except UserError as error:
-                raise ValueError(str(error)) from None
+        if params.schema and grammar is None:
+            raise ValueError("this engine has no grammar to follow a schema with")
+        self.grammar = grammar
 
     def apply(self, logits: Tensor, tokens: list[int], temperature: float) -> Tensor:
         """The logits [vocab] float32 from which the token after ``tokens``, the answer so far, is drawn. Raises
-        ``UserError`` where the grammar cannot be followed."""
+        as :meth:`ReplyGrammar.allowed`."""
         line = logits.float().clone()
         if len(self._biased):
             self._biased, self._biases = self._biased.to(line.device), self._biases.to(line.device)  # the first time
             line[self._biased] += self._biases
         self._penalize(line, tokens)
-        if self._grammar is not None:
-            allowed = torch.from_numpy(self._grammar.allowed(tokens, len(line))).to(line.device)
+        if self.grammar is not None:
+            allowed = torch.from_numpy(self.grammar.allowed(tokens, len(line))).to(line.device)
             line.masked_fill_(~allowed, -torch.inf)
         if temperature > 0:
             self._truncate(line, temperature)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rookery import protocol
 from rookery.tokenization.detokenizer import StopSearch
-from rookery.tokenization.grammar import GrammarTokenizer
+from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.engine.logits import RequestLogits
 
 Finish = Literal["", "stop", "length", "abort", "error"]
@@ -112,10 +112,10 @@ class EngineRequest:
         cls,
         generate: protocol.Generate,
         decode: Callable[[list[int]], str],
-        grammars: Callable[[], GrammarTokenizer] | None = None,
+        grammar: ReplyGrammar | None = None,
     ) -> EngineRequest:
-        """A submitted request. ``decode`` turns token ids into text, for stop strings; ``grammars`` reads the tokens
-        for a schema. Raises ``ValueError`` for a schema that cannot be followed."""
+        """A submitted request. ``decode`` turns token ids into text, for stop strings; ``grammar`` is that of its
+        schema. Raises ``ValueError`` for a schema without one."""
         given, logits = len(generate.prefix_tokens), generate.logits
         return cls(
             params=generate,
@@ -123,7 +123,7 @@ class EngineRequest:
             stops=StopStrings(generate.stop, decode),
             log=protocol.TokenLog(list(generate.prefix_tokens), [nan] * given, [-1] * given),
             num_drained=given,
-            logits=RequestLogits(logits, generate.prompt, grammars) if logits is not None else None,
+            logits=RequestLogits(logits, generate.prompt, grammar) if logits is not None else None,
             top_logprobs=[[] for _ in range(given)],
         )
 

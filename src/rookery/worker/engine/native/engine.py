@@ -42,7 +42,7 @@ from rookery.errors import UserError
 from rookery.scheduling.costs import Kind
 from rookery.scheduling.fair_slices import fair_items
 from rookery.scheduling.worker_time import WorkerTime
-from rookery.tokenization.grammar import GrammarTokenizer
+from rookery.tokenization.grammar import GrammarLost, ReplyGrammar
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission, sequence_chunk
@@ -91,10 +91,8 @@ class NativeEngine:
         runner: Runner | None = None,
         speculator: Speculator | None = None,
         gate: SloGate | None = None,
-        grammars: Callable[[], GrammarTokenizer] | None = None,
     ) -> None:
-        """``decode`` turns token ids into text, for stop strings; ``grammars`` reads the model's tokens for schemas,
-        which are refused without it. ``prefill_tokens`` and ``runner`` default to those of
+        """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
         the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
         self.decoder, self.loras = decoder, loras
         context = decoder.context
@@ -111,7 +109,7 @@ class NativeEngine:
         self.admission = Admission(self.store, loras, max_rows, self.stats, self.gate)
         self.admission.serves = self.weights.serves
         self._speculator = speculator if decoder.device.type == "cpu" else None
-        self._decode, self._grammars, self._prefill_keys = decode, grammars, prefill_keys
+        self._decode, self._prefill_keys = decode, prefill_keys
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
         self._requests: dict[str, EngineRequest] = {}
@@ -176,9 +174,9 @@ class NativeEngine:
     def evict_adapter(self, key: str) -> None:
         self.loras.evict(key)
 
-    def submit(self, generate: protocol.Generate) -> None:
+    def submit(self, generate: protocol.Generate, grammar: ReplyGrammar | None = None) -> None:
         self._validate(generate)
-        request = EngineRequest.begin(generate, self._decode, self._grammars)
+        request = EngineRequest.begin(generate, self._decode, grammar)
         self._requests[generate.request] = request
         if request.key:
             self.loras.pin(request.key)
@@ -457,6 +455,8 @@ class NativeEngine:
             verified = list(islice(pairs, 1 + len(draft)))
             accepted = accepted_tokens(draft, [token for token, _ in verified])
             for i, (token, logprob) in enumerate(verified[: 1 + accepted]):
+                if row.finish:
+                    break
                 if isnan(logprob):
                     row.finish = "error"
                     row.error = row.error or "the logits are not numbers: the adapter's weights overflow"
@@ -493,6 +493,8 @@ class NativeEngine:
                 lines[at] = changes.apply(logits[at], row.tokens, row.params.temperature)
             except UserError as error:
                 row.error = str(error)
+            except GrammarLost:
+                row.finish = "abort"  # the controller submits it again
         if lines:
             stacked = torch.stack(list(lines.values()) * (2 if len(lines) == 1 else 1))
             drawn |= zip(lines, self._sampled(stacked, keys, list(lines)), strict=True)

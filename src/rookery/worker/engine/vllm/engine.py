@@ -33,6 +33,7 @@ from rookery import protocol
 from rookery.errors import Unavailable, UserError
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.tokenization.chat import Chat
+from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.engine.request import EngineRequest, validate
 from rookery.worker.engine.vllm.backend import Backend, LoadedAdapter, SampledPart, SamplingTask, TaskFailed
 from rookery.worker.memory import MemoryUse, NoRoom
@@ -171,7 +172,7 @@ class VllmEngine:
             self._evicting.add(key)
             self._unload_unused(key)
 
-    def submit(self, generate: protocol.Generate) -> None:
+    def submit(self, generate: protocol.Generate, grammar: ReplyGrammar | None = None) -> None:
         if generate.request in self._requests:
             raise ValueError(f"request {generate.request} is already running")
         validate(generate, self._vocabulary, self.limits.max_context)
