@@ -139,6 +139,8 @@ class ReplyGrammar:
         self._consumed = 0
         self._mask: bytes | None = None
         """Of the tokens that may follow those consumed."""
+        self.prepared = 0.0
+        """When that was computed, by the clock of :func:`time.perf_counter`."""
         self.prepare(tokens)
 
     def ready(self, tokens: Sequence[int]) -> bool:
@@ -154,7 +156,8 @@ class ReplyGrammar:
             self._matcher.consume_tokens(list(tokens[self._consumed : self._consumed + CONSUMED]))
             self._consumed = min(self._consumed + CONSUMED, len(tokens))
         self._mask = self._matcher.compute_bitmask()
-        self.grammar.seconds += time.perf_counter() - began
+        self.prepared = time.perf_counter()
+        self.grammar.seconds += self.prepared - began
         if self._lexer_failed() and self.grammar.failed_by is None:
             self.grammar.failed_by = self
 

@@ -146,11 +146,11 @@ def chat() -> Chat:
     return Chat.load(smollm2_folder())
 
 
-def real(chat: Chat) -> NativeEngine:
+def real(chat: Chat, **options: Any) -> NativeEngine:
     decoder = smollm2()
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     runner = best_runner(decoder, loras, 1 << 28)
-    return NativeEngine(decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28, runner=runner)
+    return NativeEngine(decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28, runner=runner, **options)
 
 
 def submit(engine: NativeEngine, generate: protocol.Generate, grammar: Grammar) -> None:
@@ -177,6 +177,22 @@ def test_text_follows_its_schema_in_a_batch_and_resumed(chat: Chat) -> None:
     moved = {"prefix_tokens": tokens[: len(tokens) // 2], "seed": 1, "logits": schema, "temperature": 1.5}
     submit(engine, order(name="moved", **common, **moved), grammar)
     assert finish(engine)["moved"][0] == tokens[len(tokens) // 2 :]
+
+
+def test_rows_whose_grammars_take_long_take_turns_and_write_the_same(chat: Chat) -> None:
+    grammar = Grammar(chat.grammars(smollm2().vocab), json.dumps(PERSON))
+    schema = protocol.LogitsParams(schema=json.dumps(PERSON))
+    common: dict[str, Any] = {"prompt": chat.encode("Say"), "shared_prefix": 0, "max_tokens": 6, "stop_tokens": []}
+
+    def texts(**options: float) -> tuple[dict[str, list[int]], float]:
+        engine = real(chat, **options)
+        for seed in range(3):
+            submit(engine, order(name=str(seed), **common, seed=seed, logits=schema, temperature=1.5), grammar)
+        engine.submit(order(name="free", **common))
+        return {name: tokens for name, (tokens, _) in finish(engine).items()}, engine.stats["decode_steps"]
+
+    (together, least), (in_turns, steps) = texts(), texts(mask_seconds=0.0)
+    assert in_turns == together and least == 5 and steps == 3 * 5  # one grammar in each step
 
 
 def test_text_that_cannot_follow_its_schema_fails_alone(chat: Chat) -> None:

@@ -8,7 +8,8 @@ Beyond what every engine promises (``engine.base``):
   budget, the youngest is preempted: it returns to the head of the queue and resumes later.
 * ``interactive`` requests wait ahead of the others and preempt them, the youngest first.
 * One ``step`` computes at most ``prefill_tokens`` prompt tokens that attend to at most ``prefill_keys`` keys (or those
-  of one request), or one token of every running request, with drafts some more.
+  of one request), or one token of every running request, with drafts some more. Rows whose grammars take longer than
+  ``mask_seconds`` together take turns.
 * Where rollouts of several tenants run, a step takes as many of them, in turns, as leave each tenant its fair share
   of its speed alone (:mod:`rookery.scheduling.fair_slices`). The tenant with the least time of the worker decides
   between prompts and decoding.
@@ -72,6 +73,10 @@ layer by layer, 512 MB where a token's keys and values take 4 kB, for the tails 
 CONSECUTIVE_PREFILLS = 4
 """Slices for which running requests may wait: about a second on the 135M model with two cores."""
 
+MASK_SECONDS = 0.05
+"""Time for the masks of grammars in a decode step, less the last one: most take 0.05 ms, one of 500 optional properties
+5 ms, the largest that llguidance allows 25 ms."""
+
 SCORED_ROWS = 128
 """Prompt tokens scored at once: their logits are 50 MB in float32 at 100,000 words."""
 
@@ -91,6 +96,7 @@ class NativeEngine:
         runner: Runner | None = None,
         speculator: Speculator | None = None,
         gate: SloGate | None = None,
+        mask_seconds: float = MASK_SECONDS,
     ) -> None:
         """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
         the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
@@ -109,7 +115,7 @@ class NativeEngine:
         self.admission = Admission(self.store, loras, max_rows, self.stats, self.gate)
         self.admission.serves = self.weights.serves
         self._speculator = speculator if decoder.device.type == "cpu" else None
-        self._decode, self._prefill_keys = decode, prefill_keys
+        self._decode, self._prefill_keys, self._mask_seconds = decode, prefill_keys, mask_seconds
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
         self._requests: dict[str, EngineRequest] = {}
@@ -400,6 +406,7 @@ class NativeEngine:
         """One token of every request that the gate admits, and those of its draft that are right. Returns positions."""
         self.admission.grow_running()
         rows = self.gate.decode_rows(self._fair([row for row in self.admission.served if row.decodes]))
+        rows = self._masked(rows)
         if not rows:
             return 0
         self._computed = Counter(row.params.tenant for row in rows)
@@ -426,6 +433,22 @@ class NativeEngine:
             seconds, tokens = time.perf_counter() - began, self.generated - before
             self._speculator.observe(len(rows), positions, tokens, seconds)
         return positions
+
+    def _masked(self, rows: list[EngineRequest]) -> list[EngineRequest]:
+        """The ``rows`` without a grammar, and those for whose masks of tokens that may follow there is time in this
+        step. The masks that were computed longest ago come first."""
+        grammars = {
+            row: row.logits.grammar for row in rows if row.logits is not None and row.logits.grammar is not None
+        }
+        late = [row for row, grammar in grammars.items() if not grammar.ready(row.tokens)]
+        late.sort(key=lambda row: grammars[row].prepared)
+        began = time.perf_counter()
+        for count, row in enumerate(late):
+            if count and time.perf_counter() - began >= self._mask_seconds:
+                left = set(late[count:])
+                return [row for row in rows if row not in left]
+            grammars[row].prepare(row.tokens)
+        return rows
 
     def _drafts(self, rows: Sequence[EngineRequest]) -> list[list[int]]:
         """Of each row, with room for their keys and values in its slot; none while the gate counts rows."""
