@@ -167,6 +167,7 @@ class SloGate:
 
     def review(self, requests: Iterable[EngineRequest], weights: Mapping[str, float]) -> None:
         """Before a slice: which tenants' clients, of all ``requests`` in the engine, used more than their share."""
+        self.beyond = frozenset()
         if self.tracked:
             working = {request.params.tenant for request in requests}.union(self.trained)
             self.beyond = self._used.beyond(working, weights, self._clock())
