@@ -58,7 +58,6 @@ AGAIN = {
     "memory by tenants": "python -m benchmarks.micro.memory",
     "the service's floor per call": "python -m benchmarks.micro.service_floor",
     "a hostile tenant for twenty minutes, on a quiet machine": "make soak",
-    "the memory controller's four policies": "python examples/memory_controller.py",
     "a verifier that begins slowly, next to its solver": "python examples/solver_verifier.py",
     "availability traces": "python -m benchmarks.scale.simulation",
     "a simulation with the shipped worker's I/O side": "python -m benchmarks.scale.shipped_worker",

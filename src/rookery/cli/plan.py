@@ -27,7 +27,7 @@ from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.telemetry.rows import Rows, columns
 
-TYPICAL_ERROR = 0.15
+TYPICAL_ERROR = 0.10
 """Median difference between predicted and simulated seconds of a round (``benchmarks/scale/planning.py``)."""
 
 
