@@ -47,7 +47,7 @@ def test_signal_ends_a_program_that_still_imports(tmp_path: Path, number: signal
     """Also process 1 of a container, where a signal without a handler is lost."""
     (tmp_path / "slow.py").write_text("import time\nprint('imports', flush=True)\ntime.sleep(60)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-m", "rookery.start", "slow"]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "rookery.start", "slow"]  # tests may ignore it
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "imports\n"
         child.send_signal(number)

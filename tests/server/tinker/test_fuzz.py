@@ -129,7 +129,7 @@ def test_every_route_is_known_to_this_test() -> None:
     written = {
         route.path.removeprefix("/")
         for route in routes
-        if isinstance(route, APIRoute) and route.methods & {"POST", "PUT"}
+        if isinstance(route, APIRoute) and route.methods & {"POST", "PUT"} and route.include_in_schema
     }
     assert written == {*KINDS, *PLAIN, "forward_backward"}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, tuple_
 
 from rookery.errors import NotFound
 from rookery.storage.columns import SafeText, fetch_all, find, rows
@@ -74,28 +75,28 @@ def rewards_of(connection: Connection, jobs: Sequence[str], count: int) -> dict[
     first = _first_trained(connection, JobRow.id.in_(jobs))
     query = select(StepRow.job, StepRow.reward).join(JobRow, JobRow.id == StepRow.job)
     query = query.where(JobRow.id.in_([job for job in jobs if job not in first]), StepRow.step > JobRow.step - count)
-    found = [*connection.execute(query.order_by(StepRow.job, StepRow.step))]
-    for job, policy in first.items():
-        newest = select(StepRow.job, StepRow.reward).where(StepRow.job == job, StepRow.policy.in_(("", policy)))
-        found += [*connection.execute(newest.order_by(StepRow.step.desc()).limit(count))][::-1]
-    rewards: dict[str, list[float]] = {}
-    for job, reward in found:
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for job, reward in connection.execute(query.order_by(StepRow.job, StepRow.step)):
         if reward is not None:
-            rewards.setdefault(job, []).append(reward)
-    return rewards
+            rewards[job].append(reward)
+    for job, policy in first.items():
+        newest = select(StepRow.reward).where(StepRow.job == job, StepRow.policy.in_(("", policy)))
+        last = [*connection.scalars(newest.order_by(StepRow.step.desc()).limit(count))]
+        rewards[job] = [reward for reward in reversed(last) if reward is not None]
+    return {job: values for job, values in rewards.items() if values}
 
 
 def _first_trained(connection: Connection, *where: ColumnElement[bool]) -> dict[str, str]:
     """By job, of the chosen jobs with several policies, the id of the first policy that trains."""
-    several = select(PolicyRow.job).group_by(PolicyRow.job).having(func.count() > 1)
-    query = select(JobRow.id, JobRow.spec, PolicyRow.name, PolicyRow.id).join(PolicyRow, PolicyRow.job == JobRow.id)
-    specs: dict[str, Mapping[str, Any]] = {}
-    ids: dict[tuple[str, str], str] = {}
-    for job, spec, name, policy in connection.execute(query.where(*where, JobRow.id.in_(several))):
-        specs[job], ids[job, name] = spec, policy
-    trained = {job: next(name for name, about in spec["policies"].items() if about.get("train", True))
-               for job, spec in specs.items()}  # fmt: skip
-    return {job: ids[job, name] for job, name in trained.items()}
+    chosen = PolicyRow.job.in_(select(JobRow.id).where(*where))
+    several = select(PolicyRow.job).where(chosen).group_by(PolicyRow.job).having(func.count() > 1)
+    specs = connection.execute(select(JobRow.id, JobRow.spec).where(JobRow.id.in_(several)))
+    first = [
+        (job, next(name for name, about in spec["policies"].items() if about.get("train", True))) for job, spec in specs
+    ]
+    named = tuple_(PolicyRow.job, PolicyRow.name).in_(first)
+    found = connection.execute(select(PolicyRow.job, PolicyRow.id).where(named))
+    return {job: policy for job, policy in found if job is not None}
 
 
 def usage_of(connection: Connection, jobs: Sequence[str]) -> dict[str, Any]:
