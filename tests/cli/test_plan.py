@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ from tests.support.small_model import save_small_model
 from rookery.cli import main
 from rookery.cli.plan import add_entry, demands_of
 from rookery.errors import UserError
+from rookery.scheduling.plan.predict import devices_of, predict
 from rookery.spec.fleet import FleetSpec, read_fleet, read_plan
 from rookery.spec.parsing import parse_job
 
@@ -67,7 +70,12 @@ def test_plan_refuses_what_it_cannot_plan_in_one_line(
     only = tmp_path / "spot.yaml"
     only.write_text(json.dumps({"machines": [machine("spot", preemptible=True).model_dump(exclude_none=True)]}))
     assert code(["plan", "--workers", str(only), "--jobs", job]) == 2
-    assert "no plan can run these jobs" in capsys.readouterr().err
+    assert "no plan can run these jobs: spot-0 may vanish" in capsys.readouterr().err
+    desk = machine("desk").model_dump(mode="json", exclude_none=True)
+    desk["memory"] = {"total": 10, "base": 10, "cache_token": 1, "train_token": 0}
+    only.write_text(json.dumps({"machines": [*json.loads(only.read_text())["machines"], desk]}))
+    assert code(["plan", "--workers", str(only), "--jobs", job]) == 2
+    assert "desk-0 has no memory" in capsys.readouterr().err
     assert code(["plan", "--workers", str(tmp_path / "none.yaml"), "--jobs", job]) == 2
     assert "give the path of a fleet file" in capsys.readouterr().err
 
@@ -77,6 +85,38 @@ def test_a_job_that_samples_nothing_has_no_plan() -> None:
     rows = {"environment": {"id": "demonstrations", "rows": [row]}, "algorithm": {"name": "sft"}, "sampling": {}}
     with pytest.raises(UserError, match="sft samples nothing"):
         demands_of(parse_job(JOB | rows), None, 0.6, 64, 0.0)
+
+
+def test_plan_refuses_what_it_does_not_count(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, job = files
+    changes: dict[str, dict[str, Any]] = {
+        "trains all parameters": {"policies": {"main": {"full": True, "optimizer": {"lr": 1e-5}}}},
+        "the base models": {"base_model": "qwen3-0.6b"},
+    }
+    for told, changed in changes.items():
+        (tmp_path / "other.yaml").write_text(yaml.safe_dump(JOB | changed))
+        assert code(["plan", "--workers", fleet, "--jobs", job, "--jobs", str(tmp_path / "other.yaml")]) == 2
+        assert told in capsys.readouterr().err
+    for field, value in (("train_token", 1e308), ("adapter_bytes", 10**400), ("decode", [[1, 1e308]])):
+        entry = machine("big").model_dump(mode="json", exclude_none=True) | {field: value}
+        (tmp_path / "big.json").write_text(json.dumps({"machines": [entry]}))
+        assert code(["plan", "--workers", str(tmp_path / "big.json"), "--jobs", job]) == 2
+        assert field in capsys.readouterr().err
+
+
+def test_memory_and_transfers_of_a_plan_grow_with_the_rank() -> None:
+    small = machine("m").model_dump(exclude_none=True)
+    state = small["state_bytes"]
+    small["memory"] = {"total": 4 * state, "base": 0, "cache_token": 1, "train_token": 0}
+    small["cache_tokens"] = state
+    fleet = FleetSpec.model_validate({"machines": [small]})
+    seconds = []
+    for rank in (16, 32, 64, 128):
+        [demand] = demands_of(parse_job(JOB | {"policies": {"main": {"rank": rank}}}), None, 0.6, 64, 0.0)
+        seconds.append(predict(fleet, devices_of(fleet), [demand], ["both"]).seconds)
+    assert seconds[0] < seconds[1] < math.inf and seconds[2] == seconds[3] == math.inf
 
 
 def test_an_entry_is_added_to_a_fleet_file_and_replaced(tmp_path: Path) -> None:
@@ -102,6 +142,9 @@ def test_a_65th_machine_and_a_file_that_is_none_are_refused_before_anything_is_w
     assert code(["profile", "--out", str(path)]) == 2
     assert code(["profile", "--name", "x" * 1000]) == 2
     assert "allowed: 1 to 100 letters" in capsys.readouterr().err
+    for wrong in (["--bandwidth", "inf"], ["--latency", "inf"], ["--site", "x" * 400], ["--out", "/nowhere/f.yaml"]):
+        assert code(["profile", "--model", "none", *wrong]) == 2
+        assert wrong[0][2:5] in capsys.readouterr().err.replace("download", "bandwidth")
 
 
 def test_each_trained_policy_of_a_job_is_planned(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

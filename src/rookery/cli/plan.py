@@ -27,6 +27,12 @@ from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.telemetry.rows import Rows, columns
 
+UNMEASURED = {
+    "rows": 1, "context": 2, "decode": [[1, 1.0]], "prefill_token": 0, "prefill_slice": 1, "train_token": 0,
+    "train_slice": 1, "optimizer": 0, "adapter_bytes": 0, "state_bytes": 0, "load": 0,
+}  # fmt: skip
+"""The fields of an entry that a measurement gives, with values for a check of the others."""
+
 TYPICAL_ERROR = 0.10
 """Median difference between predicted and simulated seconds of a round (``benchmarks/scale/planning.py``)."""
 
@@ -41,7 +47,9 @@ def plan(
         float, typer.Option(min=0, max=3, help="Spread of reply lengths: the deviation of their logarithm.")
     ] = 0.6,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
-    environment: Annotated[float, typer.Option(min=0, help="Seconds of the environment for an episode.")] = 0.0,
+    environment: Annotated[
+        float, typer.Option(min=0, max=1e6, help="Seconds of the environment for an episode.")
+    ] = 0.0,
     budget: Annotated[int, typer.Option(min=1, max=100_000, help="Plans that are predicted.")] = BUDGET,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
     simulate: Annotated[bool, typer.Option("--simulate", help="Also simulate the plan with the real controller.")] = (
@@ -56,7 +64,12 @@ def plan(
     fleet = read_fleet(workers)
     devices = devices_of(fleet)
     texts = (reply_tokens, sigma, prompt_tokens, environment)
-    demands = [demand for path in jobs for demand in demands_of(parse_job(read_job(path)), *texts)]
+    specs = [parse_job(read_job(path)) for path in jobs]
+    if len(models := {spec.base_model for spec in specs}) > 1:
+        raise UserError(
+            f"--jobs: the jobs have the base models {' and '.join(sorted(models))}; plan for each by itself"
+        )
+    demands = [demand for spec in specs for demand in demands_of(spec, *texts)]
     found = search(fleet, devices, demands, budget=budget, seed=seed)
     if math.isinf(found.prediction.seconds):
         raise UserError(f"{workers}: no plan can run these jobs: {found.prediction.problem}")
@@ -105,15 +118,25 @@ def profile(
     named = name or socket.gethostname().split(".")[0]
     if re.fullmatch(GIVEN_NAME, named) is None:
         raise UserError(f"--name: given {short(repr(named))}, allowed: 1 to 100 letters, digits, dot, dash, underscore")
+    given = {
+        "name": named,
+        "price": price,
+        "site": site,
+        "download": bandwidth,
+        "upload": bandwidth,
+        "latency": latency,
+    }
+    parsed(FleetMachine, Path(named), UNMEASURED | given)  # what cannot be used is refused before the measurement
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"--out: {out.parent} is not a folder")
     if out is not None and out.exists():
-        read_fleet(out)  # a file that cannot be used is refused before the measurement
+        read_fleet(out)
     run = subprocess.run(
         interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False
     )
     if run.returncode:
         raise typer.Exit(run.returncode)
     measured = jsons.loads(run.stdout)
-    given = {"price": price, "site": site, "download": bandwidth, "upload": bandwidth, "latency": latency}
     entry = parsed(FleetMachine, Path(named), measured | given).model_dump(mode="json", exclude_none=True)
     if out is not None:
         add_entry(out, entry)
@@ -137,7 +160,7 @@ def demands_of(
 ) -> list[JobDemand]:
     """The work of a step of each policy that the job trains; its file does not say how long replies are, and a policy
     counts as one that replies once in an episode. Raises :class:`UserError` for an
-    algorithm on rows, and for policies of several base models."""
+    algorithm on rows, for policies of several base models, and for one that trains all parameters."""
     if spec.algorithm.on_rows:
         raise UserError(
             f"{spec.name}: {spec.algorithm.name} samples nothing, and a plan divides sampling and training; leave the"
@@ -151,6 +174,8 @@ def demands_of(
     for name in spec.trained:
         one = spec.of_policy(name)
         algorithm, (_, policy) = one.algorithm, one.policy
+        if policy.full:
+            raise UserError(f"{spec.name}: the policy {name} trains all parameters, and a plan is for adapters")
         found.append(
             JobDemand(
                 name=f"{spec.name}/{name}"[:NAME] if len(spec.trained) > 1 else spec.name,
@@ -166,6 +191,7 @@ def demands_of(
                 staleness=algorithm.max_staleness,
                 micro_batch=algorithm.micro_batch,
                 trainers=policy.trainers,
+                rank=policy.rank,
             )
         )
     return found

@@ -86,6 +86,10 @@ def read_fleet(path: Path) -> FleetSpec:
     return parsed(FleetSpec, path, read_mapping(path, "fleet", "machines"))
 
 
+PROFILED_RANK = 16
+"""Rank of the adapter whose bytes a machine's entry has."""
+
+
 class JobDemand(Workload):
     """The work of one policy's optimizer step, and how its job does it."""
 
@@ -102,12 +106,19 @@ class JobDemand(Workload):
     """Episodes with which training begins; 0: with all of the step's."""
     trainers: int = Field(1, ge=1)
     """Most workers that compute one gradient together."""
+    rank: int = Field(PROFILED_RANK, ge=1, le=1 << 16)
+    """Of its adapter."""
 
     @model_validator(mode="after")
     def _policies_reply(self) -> Self:
         if self.policies > self.turns:
             raise ValueError(f"policies: {self.policies} train, and {self.turns} reply; give at most that many")
         return self
+
+    @property
+    def scale(self) -> float:
+        """Its bytes over those of a machine's entry, which are of :data:`PROFILED_RANK`."""
+        return self.rank / PROFILED_RANK
 
     def lengths(self) -> tuple[float, ...]:
         """:data:`QUANTILES` reply lengths in tokens, ascending, each as likely as the others."""

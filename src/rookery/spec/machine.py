@@ -10,7 +10,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[float, Field(gt=0)]
+MOST = 1e18
+"""Of any time, price, size or rate: sums of them are numbers still."""
+Positive = Annotated[float, Field(gt=0, le=MOST)]
+Time = Annotated[float, Field(ge=0, le=MOST)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
 class FrozenModel(BaseModel):
@@ -22,11 +26,11 @@ class MachineMemory(FrozenModel):
 
     total: int = Field(ge=1)
     """The resources that a worker may use."""
-    base: int = Field(ge=0)
+    base: Bytes
     """The base model."""
-    cache_token: int = Field(ge=0)
+    cache_token: Bytes
     """One token in the KV cache."""
-    train_token: int = Field(ge=0)
+    train_token: Bytes
     """Activations of one token of a training slice."""
 
 
@@ -44,27 +48,27 @@ class Machine(FrozenModel):
     decode: list[tuple[Annotated[int, Field(ge=1)], Positive]] = Field(min_length=1)
     """(rows, seconds of one decode step with so many rows), ascending; between two points on the line that joins
     them, beyond the last on the last line prolonged."""
-    prefill_token: float = Field(ge=0)
+    prefill_token: Time
     """Seconds per prompt token."""
     prefill_slice: int = Field(ge=1)
     """Prompt tokens computed in one slice, between two decode steps."""
-    train_token: float = Field(ge=0)
+    train_token: Time
     """Seconds per token of a training batch, forward and backward; a group's prompt counts once."""
     train_slice: int = Field(ge=1)
     """Tokens of one slice of training, between two decode steps."""
-    optimizer: float = Field(ge=0)
+    optimizer: Time
     """An optimizer step, or the making of a new adapter."""
-    adapter_bytes: int = Field(ge=0)
+    adapter_bytes: Bytes
     """Bytes that a rollout worker pulls for a version."""
-    state_bytes: int = Field(ge=0)
+    state_bytes: Bytes
     """Bytes that the optimizer state adds when a version is committed, or loaded for training."""
     download: Positive
     """Bytes per second from the service, per worker."""
     upload: Positive
     """Bytes per second to the service."""
-    load: float = Field(ge=0)
+    load: Time
     """From the machine's start to a loaded base model."""
-    latency: float = Field(ge=0)
+    latency: Time
     """Seconds of a transfer before its first byte."""
     memory: MachineMemory | None = None
     """None: ``rows`` and ``cache_tokens`` say all that fits."""
@@ -107,7 +111,7 @@ class Workload(FrozenModel):
     sigma: float = Field(ge=0)
     """… whose length is log-normal with this standard deviation of its logarithm."""
     prompt_tokens: int = Field(ge=1)
-    environment: float = Field(ge=0)
+    environment: Time
     """Seconds that a reset or a step of the environment takes."""
 
     @property

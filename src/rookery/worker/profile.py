@@ -21,6 +21,7 @@ import torch
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
 from rookery.settings import WORKER_SETTINGS, Settings
+from rookery.spec.fleet import PROFILED_RANK
 from rookery.spec.policy import TARGETS
 from rookery.telemetry.log import log_to_stderr
 from rookery.worker import device, teams
@@ -32,7 +33,7 @@ log = logging.getLogger("rookery.worker")
 
 POLICY = "profile"
 
-RANK, ALPHA = 16, 32.0
+RANK, ALPHA = PROFILED_RANK, 32.0
 """Of the LoRA that is trained and served: the defaults of a policy."""
 
 PROMPT_TOKENS = 32

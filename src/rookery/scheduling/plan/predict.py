@@ -139,7 +139,7 @@ def predict(
         if rows[i] < 1:
             return impossible(f"{devices[i].name} has no memory for one sequence beside what it holds")
     for i in training:
-        if i not in rows and not _trains_in_memory(devices[i].machine, len(policies[i])):
+        if i not in rows and not _trains_in_memory(devices[i].machine, demands, len(policies[i])):
             return impossible(f"{devices[i].name} has no memory for the states of {len(policies[i])} policies")
     pool = _pool(devices, demands, rolling, rows, train, balanced)
     apart = _pool(devices, demands, rolling, rows, {}, balanced).seconds + max(train.values())
@@ -168,19 +168,25 @@ def fitting_rows(machine: FleetMachine, demands: Sequence[JobDemand], states: in
     longest = max(demand.longest for demand in demands)
     tokens = machine.cache_tokens
     if (memory := machine.memory) is not None:
-        free = memory.total - memory.base - states * machine.state_bytes
+        free = memory.total - memory.base - _state_bytes(machine, demands, states)
         free -= memory.train_token * machine.train_slice * trains
-        tokens = min(tokens, free // memory.cache_token if memory.cache_token else tokens) if free > 0 else 0
+        tokens = min(tokens, int(free // memory.cache_token) if memory.cache_token else tokens) if free > 0 else 0
     if longest > machine.context:
         longest = machine.context
     return max(0, min(machine.rows, tokens // longest))
 
 
-def _trains_in_memory(machine: FleetMachine, states: int) -> bool:
+def _trains_in_memory(machine: FleetMachine, demands: Sequence[JobDemand], states: int) -> bool:
     memory = machine.memory
     if memory is None:
         return True
-    return memory.total >= memory.base + states * machine.state_bytes + memory.train_token * machine.train_slice
+    needed = memory.base + _state_bytes(machine, demands, states) + memory.train_token * machine.train_slice
+    return memory.total >= needed
+
+
+def _state_bytes(machine: FleetMachine, demands: Sequence[JobDemand], states: int) -> float:
+    """Of so many training states, each as large as the largest: which policies train where may change."""
+    return states * machine.state_bytes * max(demand.scale for demand in demands)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -301,16 +307,15 @@ def _chain(
     rollout = _finish_together(ends, demand.episodes) if balanced else max(
         end.seconds(demand.episodes / len(ends)) for end in ends
     )  # fmt: skip
-    pull = max(
-        _transfer(fleet, devices[i], fleet.service, devices[i].machine.adapter_bytes, devices[i].machine.download)
-        for i in rolling
-    )
-    written = machine.adapter_bytes + machine.state_bytes
+    pulls = [(devices[i], devices[i].machine.adapter_bytes * demand.scale) for i in rolling]
+    pull = max(_transfer(fleet, device, fleet.service, size, device.machine.download) for device, size in pulls)
+    written = (machine.adapter_bytes + machine.state_bytes) * demand.scale
     publish = _transfer(fleet, holder, fleet.service, written, machine.upload) + pull
     gradient = 0.0
     for i in trainers[1:]:  # each helper sends its share's gradient, in float32 as the state's masters
         helper = devices[i]
-        sent = _transfer(fleet, helper, fleet.service, machine.state_bytes / 3, helper.machine.upload)
+        share = machine.state_bytes * demand.scale / 3
+        sent = _transfer(fleet, helper, fleet.service, share, helper.machine.upload)
         gradient = max(gradient, sent)
     trained = max(rollout, early) + alone - early
     environment = demand.environment * demand.turns

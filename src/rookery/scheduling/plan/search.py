@@ -231,8 +231,11 @@ def _trimmed(evaluate: _Evaluator) -> Found:
     predictions for each machine, which no budget counts."""
     best, _, roles = evaluate.best
     if math.isinf(best):
-        whole: Role = "both"
-        return Found(roles, evaluate.predict([whole] * len(roles)), len(evaluate.known))
+        reserved = any(not device.machine.preemptible for device in evaluate.devices)
+        most: list[Role] = [
+            "rollout" if device.machine.preemptible and reserved else "both" for device in evaluate.devices
+        ]
+        return Found(roles, evaluate.predict(most), len(evaluate.known))
     for i in sorted(range(len(roles)), key=lambda i: -evaluate.devices[i].machine.train_token):
         for less in _LESSER[roles[i]]:
             tried = (*roles[:i], less, *roles[i + 1 :])
