@@ -82,6 +82,26 @@ def test_workers_of_the_plan_that_are_not_there_are_named_once(caplog: pytest.Lo
     assert "z-0, y-0" in line and "\n" not in line
 
 
+def test_worker_without_the_roles_of_the_plan_keeps_its_own_and_counts_as_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = FleetSpec(machines=[machine("a"), machine("b")])
+    plan = planned(fleet, a_0=["train"], b_0=["rollout"])
+
+    async def play() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with planned_service(
+                Path(folder), devices_of(fleet), [DEMAND], ["rollout", "both"], 5, plan=plan
+            ) as service:
+                ((tenant, id),) = service.jobs
+                queries = service.site.controller.queries
+                assert (await queries.wait(tenant, id)).state == "completed"
+                assert {row.name: set(row.roles) for row in queries.workers()}["a-0"] == {"rollout"}
+
+    run(play())
+    assert any("have not the roles of the plan: a-0" in record.message for record in caplog.records)
+
+
 def test_a_policy_trains_on_the_quicker_machine_of_the_plan() -> None:
     slow, quick = machine("a"), machine("b")
     quick = quick.model_copy(update={"train_token": slow.train_token / 8})

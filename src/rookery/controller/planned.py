@@ -2,8 +2,9 @@
 
 While some of the plan's workers are missing, the roles of those that are there are planned again, and changed where the
 predicted gain over the steps that are left exceeds the cost of moving (:mod:`rookery.scheduling.plan.replan`). A worker
-that the plan's fleet does not name keeps the roles with which it was started. Policies train where they end first, by
-the speeds of the fleet's machines.
+that the plan's fleet does not name keeps the roles with which it was started. So does one that was started without a
+role that the plan gives it, which counts as missing. Policies train where they end first, by the speeds of the fleet's
+machines.
 """
 
 from __future__ import annotations
@@ -59,9 +60,13 @@ class PlanFollower:
     def on_worker_joined(self, worker: Worker) -> None:
         """Before it is given any work."""
         role = self._roles.get(worker.name)
-        if role is not None:
+        if role is not None and self._able(worker):
             self._fleet.set_roles(worker, frozenset(PLAYS[role]))
         self._changed.notify()
+
+    def _able(self, worker: Worker) -> bool:
+        """Whether it was started with the roles that it has in the plan."""
+        return {*PLAYS[self._planned.get(worker.name, "off")]} <= {*worker.hello.roles}
 
     def on_worker_lost(self) -> None:
         self._changed.notify()
@@ -78,12 +83,13 @@ class PlanFollower:
     async def review(self) -> None:
         """Follow the plan if all of its workers are there, else plan for those that are."""
         there = [worker for worker in self._fleet.all() if worker.state not in ("draining", "gone")]
-        workers = {worker.name: worker for worker in there if worker.name in self._devices}
+        workers = {worker.name: worker for worker in there if worker.name in self._devices and self._able(worker)}
         names = [name for name in self._devices if name in workers]
         missing = [name for name in self._planned if name not in workers]
         if missing and missing != self._missing:
             log.warning(
-                "the plan names workers that are not there: %s; start workers of these names, or plan again",
+                "the plan names workers that are not there, or have not the roles of the plan: %s; start workers of"
+                " these names without --roles, or plan again",
                 short_list(missing),
             )
         self._missing = missing
