@@ -204,3 +204,16 @@ def test_a_database_of_another_version_is_refused_and_not_changed(old_url: str, 
     assert "\n" not in str(refused.value)
     with connected(old_url) as connection:
         assert inspect(connection).get_table_names() == tables
+
+
+@pytest.mark.parametrize("made", ["CREATE TABLE jobs (id INT)", "CREATE TABLE meta (version INT)"])
+def test_tables_of_another_program_are_named_and_not_changed(tmp_path: Path, made: str) -> None:
+    database = Database(f"sqlite:///{tmp_path}/x.db")
+    with database.writing() as connection:
+        connection.execute(text(made))
+    assert database.owner().identity is None
+    with pytest.raises(UserError, match=r"tables of another program|no schema revision"):
+        database.create()
+    with database.reading() as connection:
+        assert len(inspect(connection).get_table_names()) == 1
+    database.close()

@@ -195,7 +195,7 @@ class Database:
         if self.engine.dialect.name == "sqlite" and _file(url) and not os.path.exists(_file(url)):
             return Owner(shown)
         with self.reading() as connection:
-            if not inspect(connection).has_table(MetaRow.__tablename__):
+            if migrations.revision(connection) is None or not inspect(connection).has_table(MetaRow.__tablename__):
                 return Owner(shown)
             meta = {row.name: row.value for row in connection.execute(select(MetaRow.name, MetaRow.value))}
             current = migrations.revision(connection) == migrations.HEAD

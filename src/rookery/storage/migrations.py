@@ -52,6 +52,8 @@ def upgrade(connection: Connection, revisions: Mapping[str, Callable[[Operations
             return (
                 f"has no schema revision, this Rookery migrates revision {INITIAL} and later; use another data folder"
             )
+        if foreign := sorted({*inspect(connection).get_table_names()} & {*Base.metadata.tables}):
+            return f"has tables of another program ({', '.join(foreign)}); give Rookery a database of its own"
         Base.metadata.create_all(connection)
         connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
         connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": head})
