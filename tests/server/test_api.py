@@ -225,6 +225,13 @@ def test_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:
     assert len(faces.ada.get("/api/v1/jobs").json()) == before
 
 
+def test_dry_run_warns_where_no_reply_fits_the_context(faces: Faces) -> None:
+    environment = {"id": "jsonl", "rows": [{"prompt": "far " * 3000, "answer": 1}, {"prompt": "1+1?", "answer": 2}]}
+    environment["verifier"] = "number"
+    plan = faces.ada.post("/api/v1/jobs/dry-run", json=job(environment=environment)).json()
+    assert any("2 of the first 3 prompts leave no room for a reply" in warning for warning in plan["warnings"])
+
+
 def test_all_errors_have_the_same_format(faces: Faces) -> None:
     refused(faces.ada.get("/api/v1/nothing"), 404)
     refused(faces.admin.post("/api/v1/tenants/nobody/keys", json={}), 404)

@@ -415,6 +415,11 @@ class JobValidator:
             messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
             text = chat.render(messages)
             shown.append(PromptView(messages=messages, text=text, tokens=len(chat.encode(text))))
+        if full := [view.tokens for view in shown if view.tokens >= chat.context]:
+            notes.append(
+                f"{len(full)} of the first {len(shown)} prompts leave no room for a reply: the longest has {max(full)}"
+                f" tokens, the model's context is {chat.context}"
+            )
         best = BestConstantView.model_validate(constant) if constant is not None else None
         return shown, best, [note for note in notes if note]
 
