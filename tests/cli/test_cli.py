@@ -34,7 +34,8 @@ from rookery.server.schemas import TenantLimits
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
     root = tmp_path_factory.mktemp("cli")
-    with served(root) as running, ScriptedWorker.of(running):
+    with served(root) as running, ScriptedWorker.of(running), Client(running.url, running.key) as client:
+        waiting.until(lambda: any(worker["state"] == "serving" for worker in client.workers()))
         yield running
 
 
@@ -379,6 +380,21 @@ def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert finding["found"], "every finding has a result"
     assert call("models", "--get", "no-such-model") == 2
     assert "no-such-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("DATABASE", "mysql://x"), ("JUDGES", "x"), ("SINKS", "x"), ("VERIFIERS", "/no/x"), ("GAMES", "/no/x"),
+     ("PLAN", "/no/plan.yaml")],
+)  # fmt: skip
+def test_doctor_finds_what_a_service_refuses(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"ROOKERY_{name}", value)
+    assert call("serve") == 2
+    refused = capsys.readouterr().err.strip().removeprefix("rookery: ")
+    assert call("doctor", "--json") == 1
+    assert refused in [line["found"] for line in json.loads(capsys.readouterr().out)]
 
 
 @pytest.mark.heavy

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,6 +105,7 @@ def examine(settings: Settings) -> list[Finding]:
         _allocator(settings.worker.allocator),
         _disk("data folder", settings.data, "ROOKERY_DATA"),
         _disk("cache folder", settings.cache, "ROOKERY_CACHE"),
+        *_refused(settings),
         *(_model(settings.cache, name) for name in models),
         *(_extra(extra, use) for extra, use in EXTRAS.items()),
         *_service(settings),
@@ -195,6 +197,17 @@ def _disk(what: str, folder: Path, variable: str) -> Finding:
         return Finding(what, "bad", f"{folder} cannot be written", f"set {variable} to a writable folder")
     free = shutil.disk_usage(existing).free
     return _room(what, f"{folder} ({free / GIGABYTE:.1f} GB free)", free, NEEDED_DISK, "there")
+
+
+def _refused(settings: Settings) -> Iterator[Finding]:
+    """Why a service would not start with these settings."""
+    from rookery.server.launcher import SETTING_CHECKS  # half a second
+
+    for refuse in SETTING_CHECKS:
+        try:
+            refuse(settings)
+        except UserError as error:
+            yield Finding("settings", "bad", str(error), "rookery serve refuses this")
 
 
 def _model(cache: Path, name: str) -> Finding:

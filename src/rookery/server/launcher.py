@@ -20,7 +20,7 @@ import socket
 import ssl
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -195,7 +195,8 @@ class Service:
         await self.stop()
 
     async def _start(self) -> None:
-        check_sinks(self.settings)
+        for refuse in SETTING_CHECKS:
+            refuse(self.settings)
         usable_cache(self.settings.cache)
         models = [resolve(name.strip()).name for name in self.settings.server.models.split(",") if name.strip()]
         settings = self.settings.replace(models=",".join(models))
@@ -216,12 +217,6 @@ class Service:
         refusals = Counter(dict.fromkeys(REFUSALS, 0))
         connections = Connections(settings.edge.connections, refusals, self._rules.edge, tls)
         place = Place(*settings.server.artifacts)
-        if settings.server.sandbox == "gvisor":
-            find_sandbox(settings.server.sandbox)
-        parse_judges(settings.server.judges)
-        parse_sinks(settings.server.sinks)
-        parse_verifiers(settings.server.verifiers)
-        parse_games(settings.server.games)
         await asyncio.to_thread(_check_place, database, place, folder)
         await self._claim(database, connections, listening)
         await asyncio.to_thread(database.create)
@@ -478,6 +473,29 @@ def _register_keys(database: Database, folder: DataFolder, id: str, now: float) 
             database.write(tenants.add_key, hash_key(key), admin.id, file, now, role)
         elif row.revoked is not None:
             raise UserError(f"the key in {file} was revoked; delete the file, and the next start creates a new key")
+
+
+def _check_database(settings: Settings) -> None:
+    if settings.server.database:
+        Database(settings.server.database).close()
+
+
+def _check_sandbox(settings: Settings) -> None:
+    if settings.server.sandbox == "gvisor":
+        find_sandbox(settings.server.sandbox)
+
+
+SETTING_CHECKS: tuple[Callable[[Settings], object], ...] = (
+    check_sinks,
+    _check_database,
+    _check_sandbox,
+    lambda settings: settings.server.plan and read_plan(Path(settings.server.plan)),
+    lambda settings: parse_judges(settings.server.judges),
+    lambda settings: parse_sinks(settings.server.sinks),
+    lambda settings: parse_verifiers(settings.server.verifiers),
+    lambda settings: parse_games(settings.server.games),
+)
+"""Each raises :class:`UserError` for settings that a service cannot start with."""
 
 
 def _check_place(database: Database, place: Place, folder: DataFolder) -> None:
