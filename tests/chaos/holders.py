@@ -122,7 +122,8 @@ class Holders:
             return
         for address, other in self._answering.items():
             near = other.alive and other.worker.working and other.worker.hello.site == site
-            if near and other is not holder and digest in other.has and address not in holder.failed[digest]:
+            own = address == holder.worker.hello.address  # of a process that came after it
+            if near and not own and digest in other.has and address not in holder.failed[digest]:
                 self._fail(holder, f"reads {digest[:8]} from another site, {other.worker.name} of its site has it")
 
     def _follow(self, holder: Holder, digest: str) -> None:

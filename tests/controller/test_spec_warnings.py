@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from tests.support.peers import Service, job_of
 
 from rookery.algorithms.schedules import rate
-from rookery.controller.spec_warnings import judge_problems, spec_warnings, split_problems, split_warnings
+from rookery.controller.spec_warnings import (
+    judge_problems,
+    judge_warnings,
+    spec_warnings,
+    split_problems,
+    split_warnings,
+)
 from rookery.environments.base import SplitSizes
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError
@@ -192,16 +198,24 @@ FROZEN: dict[str, Any] = {"train": False, "base": True}
         ({"verifier": "number", "max_turns": 1}, FROZEN, []),
         (JUDGED, FROZEN, []),
         ({**JUDGED, "max_turns": 2}, FROZEN, []),
-        ({**JUDGED, "max_turns": 1}, FROZEN, ["given 1, allowed: at least 2 (1 for the reply + 1 for the judge)"]),
+        (
+            {**JUDGED, "max_turns": 1},
+            FROZEN,
+            ["max_turns: 1: an episode may have 2 (1 for the reply + 1 for"],
+        ),
         (TOOLS, FROZEN, []),
-        ({**TOOLS, "calls": 8}, FROZEN, ["given 8, allowed: at least 9 (1 for the reply + 8 for calls of tools)"]),
-        ({**TOOLS, **JUDGED, "max_turns": 5}, FROZEN, ["allowed: at least 6 (1 for the reply + 4 for calls"]),
+        (
+            {**TOOLS, "calls": 8},
+            FROZEN,
+            ["max_turns: 8: an episode may have 9 (1 for the reply + 8 for"],
+        ),
+        ({**TOOLS, **JUDGED, "max_turns": 5}, FROZEN, ["an episode may have 6 (1 for the reply + 4 for calls"]),
         (
             JUDGED,
             {},
-            ["environment.verifier.policy: j trains, and its own verdict would be its reward;"],
+            ["environment.verifier.policy: j trains, and its own verdict is its reward;"],
         ),
-        ({**JUDGED, "max_turns": 1}, {}, ["verifier.policy: j trains", "allowed: at least 2"]),
+        ({**JUDGED, "max_turns": 1}, {}, ["verifier.policy: j trains", "an episode may have 2"]),
     ],
 )
 def test_a_verdict_comes_and_rewards_the_other_policies(
@@ -209,7 +223,8 @@ def test_a_verdict_comes_and_rewards_the_other_policies(
 ) -> None:
     environment = {"id": "jsonl", "rows": [{"prompt": "1+1?", "answer": 2}], **options}
     job = JobSpec.model_validate(job_of(policies={"a": {}, "j": judge}) | {"environment": environment})
-    lines = judge_problems(job)
+    lines = judge_warnings(job)
+    assert bool(judge_problems(job)) == (job.environment.judge is not None and job.environment.max_turns == 1)
     assert len(lines) == len(expected) and all(part in line for part, line in zip(expected, lines, strict=True))
 
 

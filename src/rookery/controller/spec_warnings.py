@@ -25,7 +25,7 @@ def spec_warnings(spec: JobSpec) -> list[str]:
         for mine in of_policies
         for line in (*schedule_warnings(mine), *length_warnings(mine), *evaluation_warnings(mine))
     ]
-    return [*dict.fromkeys(lines), *reference_warnings(spec)]
+    return [*dict.fromkeys(lines), *reference_warnings(spec), *judge_warnings(spec)]
 
 
 def reference_warnings(spec: JobSpec) -> list[str]:
@@ -57,22 +57,29 @@ def evaluation_warnings(spec: JobSpec) -> list[str]:
     return []
 
 
-def judge_problems(spec: JobSpec) -> list[str]:
-    """Why the verdicts of the job's verifier would never come, or would reward the policy that gives them."""
+def judge_warnings(spec: JobSpec) -> list[str]:
+    """Of verdicts that some episodes do not reach, or that reward the policy which gives them."""
     environment, lines = spec.environment, []
     if environment.judge is not None and spec.policies[environment.judge].train:
         lines.append(
-            f"environment.verifier.policy: {environment.judge} trains, and its own verdict would be its reward; give it"
+            f"environment.verifier.policy: {environment.judge} trains, and its own verdict is its reward; give it"
             " train: false, such as {train: false, base: true}, or write an environment with rewards of its own"
         )
     if environment.id == "jsonl" and environment.turns < environment.longest:
         parts = {"the reply": 1, "calls of tools": environment.tool_calls, "the judge": environment.judge is not None}
         needed = " + ".join(f"{int(count)} for {part}" for part, count in parts.items() if count)
         lines.append(
-            f"environment.max_turns: given {environment.max_turns}, allowed: at least {environment.longest} ({needed}):"
-            " a shorter episode ends before its reply is judged, with reward 0"
+            f"environment.max_turns: {environment.max_turns}: an episode may have {environment.longest} ({needed}), and"
+            " one that is cut ends before its reply is judged, with reward 0"
         )
     return lines
+
+
+def judge_problems(spec: JobSpec) -> list[str]:
+    """Why the verdicts of the job's verifier would never come."""
+    if spec.environment.id == "jsonl" and spec.environment.judge is not None and spec.environment.max_turns < 2:
+        return ["environment.max_turns: given 1, allowed: at least 2: one for the reply and one for the judge"]
+    return []
 
 
 def split_problems(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
