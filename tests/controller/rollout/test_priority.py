@@ -95,6 +95,22 @@ async def test_rollouts_prefer_workers_without_chats_and_avoid_those_that_miss_o
     await room.close()
 
 
+async def test_clients_take_the_rows_that_jobs_of_others_do_not_use(tmp_path: Path) -> None:
+    """Of eight rows a job had two at once: six are free for chats, whose share is four."""
+    room = Room(tmp_path)
+    worker = await room.worker(max_rows=8)
+    worker.generating.clear()
+    replies = [room.sample(number) for number in range(2)]
+    await eventually(lambda: len(worker.active) == 2)
+    replies += [room.sample(number, "b", "chat", interactive=True, episode="") for number in range(9)]
+    await eventually(lambda: len(worker.active) == 8)
+    await settle()
+    assert room.rollouts.waiting() == 3
+    worker.generating.set()
+    await asyncio.gather(*replies)
+    await room.close()
+
+
 async def test_jobs_have_their_share_of_rows_where_other_tenants_clients_are_late(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker("a", max_rows=4)

@@ -2,7 +2,7 @@
 
 * A worker gets requests while its state allows it and its gate is open. One that is catching up gets requests only for
   adapters that it has cached; one that is slow to pull a version gets none for that version. Interactive requests pass
-  the gate and may take every row: of a tenant, its share of the rows while others have rollouts that wait or are there.
+  the gate and may take every row, but for what others' jobs had of their shares lately.
 * Of workers with a row, a rollout goes where it is decoded soonest (:func:`rookery.scheduling.balancing.handicap`).
 * Rollouts go to workers without interactive requests first, then to those that keep the objectives of theirs; one that
   reports a negative slack gets those of tenants without clients there, up to their share of its rows.
@@ -71,6 +71,8 @@ class WorkerSlots:
     """… and jobs'."""
     given: dict[str, float] = field(default_factory=dict)
     """By tenant, when the last rollout of a job was assigned."""
+    peak: tuple[int, float] = 0, -math.inf
+    """The most rollouts of jobs that it had at once in the last :data:`JOB_SECONDS`, and when."""
     tags: frozenset[str] = frozenset()
     missing: frozenset[str] | None = None
     """Of a serving worker: adapters for which it gets no requests."""
@@ -249,6 +251,8 @@ class WorkerPool:
         else:
             slots.rollouts[tenant] += 1
             slots.given[tenant] = now
+            if (count := slots.rollouts.total()) >= slots.peak[0] or now - slots.peak[1] > JOB_SECONDS:
+                slots.peak = count, now
         name = f"{worker.epoch}.{next(self._numbers)}"  # an epoch is never used twice, also not by another controller
         inflight.assignment = assignment = Assignment(
             worker, name, interactive, order, now, resumed, since=now, queued_at=inflight.queued_at
@@ -296,8 +300,8 @@ class WorkerPool:
 
     def choose(self, inflight: InflightRequest, interactive: bool, waiting: Collection[str]) -> Worker | None:
         """The worker for a request, in the common room or in that of interactive requests. ``waiting``: tenants whose
-        rollouts wait for a worker. A tenant's clients get their share of the rows while others have jobs there; where
-        objectives are not kept, so do rollouts of tenants without clients there."""
+        rollouts wait for a worker. Beyond their share, a tenant's clients leave others' jobs as many rows as these had
+        at once lately; where objectives are not kept, rollouts of tenants without clients there get their share."""
         model, tenant, tags = inflight.request.model, inflight.request.tenant, self._tags_for(inflight)
         worker, client = self._select(model, interactive, tags), inflight.request.generate.interactive
         if worker is not None and not client:
@@ -310,7 +314,9 @@ class WorkerPool:
         if client:
             since = self._clock.monotonic() - JOB_SECONDS
             others = {*waiting, *(other for other, given in slots.given.items() if given > since)} - {tenant}
-            fits = not others or slots.clients[tenant] < self._rows_of(tenant, others, worker)
+            share = self._rows_of(tenant, others, worker)
+            kept = min(worker.hello.max_rows - share, slots.peak[0]) - slots.rollouts.total()
+            fits = not others or slots.clients[tenant] < share or slots.load[2] > max(0, kept)
         else:
             others, clients = {*slots.clients + slots.rollouts} - {tenant}, +slots.clients
             able = clients and tenant not in clients
