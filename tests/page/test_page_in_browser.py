@@ -109,7 +109,7 @@ class Town:
     def _judged(self) -> Job:
         """A job with two policies and a grader whose prompt is markup."""
         rows = [{"prompt": f"{MARKUP} {a}?", "answer": "4"} for a in range(4)]
-        verifier = {"name": "judge", "policy": "judge", "prompt": MARKUP + " {reply} {answer}", "scale": 4}
+        verifier = {"name": "judge", "policy": "judge", "prompt": MARKUP + " Is it {answer}?", "scale": 4}
         policies = {"solver": {"rank": 4, "targets": ["q"]}, "judge": {"train": False, "base": True}}
         judged = self.ada.submit(
             job(name="judged", environment={"id": "jsonl", "rows": rows, "verifier": verifier}, policies=policies)
