@@ -71,9 +71,9 @@ def test_plan_refuses_what_it_cannot_plan_in_one_line(
     only.write_text(json.dumps({"machines": [machine("spot", preemptible=True).model_dump(exclude_none=True)]}))
     assert code(["plan", "--workers", str(only), "--jobs", job]) == 2
     assert "no plan can run these jobs: spot-0 may vanish" in capsys.readouterr().err
-    desk = machine("desk").model_dump(mode="json", exclude_none=True)
-    desk["memory"] = {"total": 10, "base": 10, "cache_token": 1, "train_token": 0}
-    only.write_text(json.dumps({"machines": [*json.loads(only.read_text())["machines"], desk]}))
+    small = machine("desk").model_dump(mode="json", exclude_none=True)
+    small["memory"] = {"total": 10, "base": 10, "cache_token": 1, "train_token": 0}
+    only.write_text(json.dumps({"machines": [*json.loads(only.read_text())["machines"], small]}))
     assert code(["plan", "--workers", str(only), "--jobs", job]) == 2
     assert "desk-0 has no memory" in capsys.readouterr().err
     assert code(["plan", "--workers", str(tmp_path / "none.yaml"), "--jobs", job]) == 2

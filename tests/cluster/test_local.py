@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,15 @@ async def until(condition: Callable[[], bool]) -> None:
     await asyncio.to_thread(waiting.until, condition)
 
 
+def content(path: Path) -> str:
+    """Empty while there is no such file: a supervisor moves it away in between."""
+    with suppress(FileNotFoundError):
+        return path.read_text()
+    return ""
+
+
 def up(folder: Path, name: str, times: int = 1) -> bool:
-    path = folder / "logs" / f"{name}.log"
-    return path.exists() and path.read_text().count("up") >= times
+    return content(folder / "logs" / f"{name}.log").count("up") >= times
 
 
 def running(*children: Child) -> bool:
@@ -97,13 +104,49 @@ async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path, monk
     for life in range(3):
         processes = Supervisor([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
         await processes.start()
-        await until(lambda: path.exists() and path.read_text() == "up\n")
+        await until(lambda: content(path) == "up\n")
         await processes.stop()
         with path.open("a") as file:
             file.write(f"life {life} " + "x" * 1000)
     old = path.with_name("faithful.log.1").read_text()
     assert "life 1" in old and "life 0" not in old
     assert sorted(p.name for p in path.parent.iterdir()) == ["faithful.log", "faithful.log.1"]
+
+
+class EndedProcess:
+    """It has ended, and nobody has waited for it yet."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.signals = 0
+        self._sent = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self._sent.wait()
+        return 1
+
+    def terminate(self) -> None:
+        self.signals += 1
+        self._sent.set()
+        raise ProcessLookupError
+
+    kill = terminate
+
+
+async def test_stop_and_removal_of_children_that_have_just_ended(tmp_path: Path) -> None:
+    processes = {name: EndedProcess() for name in ("one", "two")}
+
+    async def spawn(child: Child, log: Path) -> EndedProcess:
+        return processes[child.name]
+
+    children = [Child(name, [], {}) for name in processes]
+    kept = Supervisor(children, tmp_path, stop_seconds=5, spawn=spawn)
+    await kept.start()
+    await until(lambda: all(one.state == "running" for one in children))
+    kept.remove(children[:1])
+    await kept.stop()
+    assert all(process.signals for process in processes.values())
 
 
 async def test_stop_kills_a_child_that_ignores_sigterm_or_is_stopped(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_workers_of_the_plan_that_are_not_there_are_named_once(caplog: pytest.Lo
     assert "z-0, y-0" in line and "\n" not in line
 
 
-def test_worker_without_the_roles_of_the_plan_keeps_its_own_and_counts_as_missing(
+def test_worker_without_the_roles_of_the_plan_counts_as_missing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet = FleetSpec(machines=[machine("a"), machine("b")])

@@ -125,20 +125,20 @@ class Supervisor:
             self.children.remove(child)
             child.removed = True
             if child in self._processes:
-                self._processes[child].terminate()
+                _signal(self._processes[child].terminate)
                 asyncio.get_running_loop().call_later(self._stop_seconds, self._kill, child)
 
     def _kill(self, child: Child) -> None:
         if child in self._processes:
             log.warning("killing %s: it has not ended within %.0f s", child.name, self._stop_seconds)
-            self._processes[child].kill()
+            _signal(self._processes[child].kill)
 
     async def stop(self) -> None:
         """Every child has ended when this returns."""
         self.running = False
         self._stopping.set()
         for process in self._processes.values():
-            process.terminate()
+            _signal(process.terminate)
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=self._stop_seconds)
         for child in self._processes:
@@ -194,7 +194,7 @@ class Supervisor:
         self._processes[child] = process
         child.state, child.pid = "running", process.pid
         if self._stopping.is_set() or child.removed:  # while it was being started
-            process.terminate()
+            _signal(process.terminate)
         code = await process.wait()
         del self._processes[child]
         child.pid = 0
@@ -212,6 +212,12 @@ async def spawn_process(child: Child, path: Path) -> Process:
             env=child.environment,
             start_new_session=True,  # Ctrl-C reaches the service alone, which then ends its children in order
         )
+
+
+def _signal(send: Callable[[], None]) -> None:
+    """A process may end before its keeper has heard of it."""
+    with contextlib.suppress(ProcessLookupError):
+        send()
 
 
 def _rotate(path: Path) -> None:
