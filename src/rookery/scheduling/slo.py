@@ -107,6 +107,8 @@ class ClientTime:
 
     def add(self, shares: Mapping[str, float], seconds: float, now: float) -> None:
         """A slice that took so long computed tokens of clients; ``shares`` are their tenants' parts of its tokens."""
+        if not shares and not self._used:  # as in most slices
+            return
         self._decay(now)
         for tenant, share in shares.items():
             self._used[tenant] += share * seconds

@@ -72,7 +72,7 @@ from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFold
 from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import KeyRole
 from rookery.storage.opening import artifacts_at, open_artifacts
-from rookery.storage.place import HOLD_SECONDS, Lease, PlaceInUse, incarnation
+from rookery.storage.place import HOLD_SECONDS, WATCH_SECONDS, Lease, PlaceInUse, incarnation
 from rookery.storage.repositories import tenants
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
@@ -115,9 +115,6 @@ else."""
 
 CLAIM_SECONDS = 5.0
 """Interval at which a service renews its claim on the database and its lease on the artifacts."""
-
-WATCH_SECONDS = 0.5
-"""Interval at which a start looks for a renewal by another service."""
 
 
 class _Server(uvicorn.Server):

@@ -34,7 +34,7 @@ from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE, WORKER_TOKEN
 from rookery.storage.db import Database
 from rookery.storage.models import EventRow, TenantRow
 from rookery.storage.opening import artifacts_at, open_artifacts
-from rookery.storage.place import Lease, incarnation
+from rookery.storage.place import WATCH_SECONDS, Lease, incarnation
 from rookery.storage.repositories.versions import live_hashes
 
 SNAPSHOTS = 20
@@ -43,12 +43,9 @@ and deleted while the last few were pinned; many mean that an artifact is lost."
 
 LOST_AND_FOUND = "lost+found"
 """A new volume has this folder."""
+
 ROWS_AT_ONCE = 1000
 """Rows of a table that are held in memory."""
-
-
-WATCH_SECONDS = 0.5
-"""Interval at which a restore looks for a renewal by a service that used the place of the artifacts."""
 
 
 def back_up(data: Path, url: str, target: Path, place: Place = DATA_FOLDER) -> int:

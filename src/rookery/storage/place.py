@@ -52,6 +52,9 @@ HOLD_SECONDS = 15.0
 """A holder that has not renewed for so long has ended: three renewals. It is watched for so long, by the watcher's
 clock, so that clocks of machines need not agree."""
 
+WATCH_SECONDS = 0.5
+"""Interval at which one that wants the place looks for a renewal."""
+
 SHOWN_CHARACTERS = 400
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

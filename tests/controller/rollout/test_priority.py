@@ -53,7 +53,7 @@ def test_the_interactive_queue_goes_first_within_its_share_and_no_queue_starves(
 
 @pytest.mark.parametrize(("tenant", "rows"), [("a", 4), ("b", 2)], ids=["of its tenant", "of another tenant"])
 async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path, tenant: str, rows: int) -> None:
-    """A tenant's chats take every row, or its share of them beside another's rollouts."""
+    """A tenant's chats take every row, or its share of them next to another's rollouts."""
     room = Room(tmp_path, dispatch_ahead=1)
     worker = await room.worker(max_rows=4)
     worker.generating.clear()

@@ -111,7 +111,7 @@ def test_training_waits_for_the_slack_of_chats() -> None:
 
 @pytest.mark.parametrize(("weights", "share"), [({}, 0.5), ({"jobs": 3.0}, 0.75), ({"chats": 3.0}, 0.25)])
 def test_clients_hold_back_other_tenants_no_more_than_their_share(weights: dict[str, float], share: float) -> None:
-    """Chats that are always late, beside rollouts and training of a tenant of its own."""
+    """Chats that are always late, next to rollouts and training of another tenant."""
     clock = Clock()
     engine = gated(clock)
     engine.share_time(WorkerTime(weights))

@@ -311,17 +311,24 @@ class WorkerPool:
         if worker is None:
             return None
         slots = self._slots[worker.name]
-        if client:
-            since = self._clock.monotonic() - JOB_SECONDS
-            others = {*waiting, *(other for other, given in slots.given.items() if given > since)} - {tenant}
-            share = self._rows_of(tenant, others, worker)
-            kept = min(worker.hello.max_rows - share, slots.peak[0]) - slots.rollouts.total()
-            fits = not others or slots.clients[tenant] < share or slots.load[2] > max(0, kept)
-        else:
-            others, clients = {*slots.clients + slots.rollouts} - {tenant}, +slots.clients
-            able = clients and tenant not in clients
-            fits = bool(able) and slots.rollouts[tenant] < self._rows_of(tenant, others, worker)
+        fits = self._fits_client(slots, tenant, waiting) if client else self._fits_late(slots, tenant)
         return worker if fits else None
+
+    def _fits_client(self, slots: WorkerSlots, tenant: str, waiting: Collection[str]) -> bool:
+        """Whether a client's request may begin: within the tenant's share, or in a row that others' jobs leave."""
+        since = self._clock.monotonic() - JOB_SECONDS
+        others = {*waiting, *(other for other, given in slots.given.items() if given > since)} - {tenant}
+        share = self._rows_of(tenant, others, slots.worker)
+        kept = min(slots.worker.hello.max_rows - share, slots.peak[0]) - slots.rollouts.total()
+        return not others or slots.clients[tenant] < share or slots.load[2] > max(0, kept)
+
+    def _fits_late(self, slots: WorkerSlots, tenant: str) -> bool:
+        """Whether a rollout may begin where objectives of other tenants' clients are not kept."""
+        clients = +slots.clients
+        if not clients or tenant in clients:
+            return False
+        others = {*slots.clients + slots.rollouts} - {tenant}
+        return slots.rollouts[tenant] < self._rows_of(tenant, others, slots.worker)
 
     def _rows_of(self, tenant: str, others: Collection[str], worker: Worker) -> int:
         """The tenant's share of the worker's rows, where these tenants want some; at least one."""
