@@ -153,7 +153,8 @@ class JobQueries:
         known = {row.name: row for row in rows}
         views = [_policy_view(row) for row in rows]
         running = self._jobs.runners.get(job.id)
-        policies = running.job.policies if running is not None and running.job is not None else {}
+        job_now = running.job if running is not None else None
+        policies = job_now.policies if job_now is not None and job_now.recovered else {}
         for name, about in job.spec.get("policies", {}).items():
             follows = about.get("follows")
             if follows is None or (row := known.get(follows["policy"])) is None:
@@ -303,7 +304,7 @@ class JobQueries:
     ) -> JobView:
         running = self._jobs.runners.get(row.id)
         job = running.job if running is not None and row.state not in FINAL_JOB_STATES else None
-        if job is not None:
+        if job is not None and job.recovered:
             rewards, step, counters = list(job.progress.rewards), job.step, dict(job.progress.counters)
         else:
             rewards, step, counters = [*stored], row.step, row.counters

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.controller.jobs.test_job import finish
 from tests.controller.jobs.test_policies import chain, submit, trained
-from tests.support.peers import ADAPTER, Service, user_message
+from tests.support.peers import ADAPTER, Service, eventually, user_message
 
 from rookery import protocol
 from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, episode_result_decoder
+from rookery.controller.views import JobView
 from rookery.errors import UserError
 from rookery.scheduling.job_rules import followed_version
 from rookery.storage.repositories import jobs, tenants
@@ -50,6 +51,25 @@ def versions_of(result: EpisodeResult, name: str) -> set[int]:
 
 def text_of_head(service: Service, job: str) -> str:
     return service.artifacts.path(chain(service, job, "player")[-1].hash, ADAPTER).read_text()
+
+
+async def test_every_look_at_a_job_that_is_taken_up_again_sees_what_it_committed(service: Service) -> None:
+    """Its steps, rewards and versions are read back one after the other; none is shown before it is known."""
+    await service.join(script=game)
+    job = await submit(service, **JOB | {"stop__steps": 100})
+    await eventually(lambda: service.database.read(jobs.get_job, "alice", job).step > 4)
+    await service.crash()
+    queries = (await service.start()).queries
+    seen = []
+    while (runner := service.controller.jobs.runners[job]).job is None or not runner.job.recovered:
+        seen.append(await queries.show("alice", job))
+    seen.append(await queries.show("alice", job))
+
+    def figures(view: JobView) -> object:
+        return view.step, view.rewards, view.counters, [(one.name, one.version) for one in view.policies]
+
+    assert len(seen) > 1 and seen[-1].step >= 4
+    assert [figures(view) for view in seen] == [figures(seen[-1])] * len(seen)
 
 
 async def test_follower_plays_the_version_of_the_last_multiple_and_learns_nothing(service: Service) -> None:

@@ -27,6 +27,8 @@ class TrainingJob:
         self.spec = job.spec
         self.policies = job.policies
         self.progress = job.progress
+        self.recovered = False
+        """Whether it has taken up what its earlier runs committed: its steps and rewards are known from then on."""
         self._changed = Signal()
         loop = RowLoop if job.spec.algorithm.on_rows else PolicyLoop
         self.loops: list[PolicyLoop] = [loop(job, policy, self._changed, self.rng) for policy in job.trained]
@@ -112,6 +114,7 @@ class TrainingJob:
         for loop in self.loops:
             row = loop.versions.row
             loop.recover({one.version for one in evaluations if one.policy == row.id}, rewards.get(row.name))
+        self.recovered = True
         await self.groups.restore()
 
     async def _prepare_frozen(self, policy: JobPolicy, versions: PolicyVersions) -> None:
