@@ -194,9 +194,11 @@ def test_push_by_the_command_line(
 ) -> None:
     reach(service)
     assert call("adapters", "push", "sums@1", "acme/sums-1", "--public", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["url"] == f"{hub.url}/acme/sums-1"
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["version"] == 1 and printed["url"] == f"{hub.url}/acme/sums-1"
     card = hub.files["README.md"].decode()
     assert hub.created[0]["visibility"] == "public" and "version 1 of the policy `main`" in card
+    assert "| steps | 1 |" in card and "| 1 | 0" in card and "\n| 2 |" not in card, "nothing of later versions"
     assert "license" not in front(card)
     assert call("adapters", "push", "sums@newest", "acme/sums") == 2
     assert "after the @ comes a version's number" in capsys.readouterr().err
@@ -235,9 +237,14 @@ def test_card_of_a_long_job_is_short_and_its_texts_are_no_markup() -> None:
         "base_model": MODEL, "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 4},
         "environment": {"hosted": "a `|` <b>name</b>\n# head"},
     }  # fmt: skip
-    rows = [{"step": step, "reward": step / 1000, "policy": name} for step in range(1000) for name in ("a", "b")]
-    view = {"spec": spec, "name": "job", "step": 1000}
-    card = model_card("acme/x", view, "b", 7, rows, [], {"r": 4, "lora_alpha": 8}, None)
+    rows = [
+        {"step": step, "version": step, "reward": step / 1000, "policy": name}
+        for step in range(1100)
+        for name in ("a", "b")
+    ]
+    view = {"spec": spec, "name": "job", "step": 1100}
+    version = {"version": 999, "step": 999}
+    card = model_card("acme/x", view, "b", version, rows, [], {"r": 4, "lora_alpha": 8}, None)
     table = [line for line in card.splitlines() if line[2:3].isdigit()]
     assert len(table) <= CARD_ROWS + 1 and table[0].startswith("| 0 |") and table[-1].startswith("| 999 |")
     assert "\n# head" not in card and "a `|`" not in card

@@ -28,7 +28,7 @@ from rookery.cli import (
 )
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.cli.output import flush_output, prepare_streams, show
-from rookery.errors import RookeryError
+from rookery.errors import NO_ROOM, RookeryError
 from rookery.telemetry.rows import printable
 
 app = typer.Typer(
@@ -104,6 +104,10 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
+            line = f"the output cannot be written ({error.strerror}); give it another place"
+            print(f"rookery: {line}", file=sys.stderr)
+            sys.exit(FAILED)
         if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.filename is not None):
             where, reason = error.filename or "a file", (error.strerror or str(error)).lower()
             print(f"rookery: {printable(str(where))}: {reason}; give another folder or file", file=sys.stderr)

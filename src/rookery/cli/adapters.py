@@ -22,14 +22,14 @@ Version = Annotated[str, typer.Argument(metavar="JOB[@VERSION]", help="A job, it
 Policy = Annotated[str | None, typer.Option(help="The policy; by default the first that trains.")]
 
 
-def _found(client: Client, job: str, policy: str | None) -> tuple[Job, int | None, AdapterFolder]:
-    """The job, the version and its adapter that ``JOB[@VERSION]`` names."""
+def _found(client: Client, job: str, policy: str | None) -> tuple[Job, AdapterFolder]:
+    """The job, and the adapter of the version that ``JOB[@VERSION]`` names."""
     name, at, version = job.partition("@")
     if at and version != "latest" and not (version.isascii() and version.isdecimal()):
         raise UserError(f"{short(job)}: after the @ comes a version's number, or latest")
     number = int(version) if version.isdecimal() else None
     found = client.job(name.removesuffix(":latest"))
-    return found, number, found.adapter(number, policy)
+    return found, found.adapter(number, policy)
 
 
 @app.command("download")
@@ -42,11 +42,12 @@ def download(
 ) -> None:
     """Download a version's PEFT folder: transformers, PEFT and vLLM load it."""
     with cli.client() as client:
-        found, number, adapter = _found(client, job, policy)
+        found, adapter = _found(client, job, policy)
         written = adapter.download(folder)
     shown = sorted(path.name for path in written.iterdir())
     cli.show(
-        {"job": found.id, "version": number, "folder": str(written), "files": shown}, f"{written}: {', '.join(shown)}"
+        {"job": found.id, "version": adapter.version, "folder": str(written), "files": shown},
+        f"{written}: {', '.join(shown)}",
     )
 
 
@@ -62,9 +63,9 @@ def push(
 ) -> None:
     """Push a version with a model card to the Hugging Face Hub, from this machine, with its HF_TOKEN."""
     with cli.client() as client:
-        found, number, adapter = _found(client, job, policy)
+        found, adapter = _found(client, job, policy)
         address = adapter.push(repo, license=license, private=not public)
-    cli.show({"job": found.id, "version": number, "url": address}, f"pushed to {address}")
+    cli.show({"job": found.id, "version": adapter.version, "url": address}, f"pushed to {address}")
 
 
 @app.command("export")
@@ -86,7 +87,7 @@ def export(
     usable_cache(cli.settings.cache)
     with tempfile.TemporaryDirectory(prefix="rookery-export-") as folder:
         with cli.client() as client:
-            found, number, adapter = _found(client, job, policy)
+            found, adapter = _found(client, job, policy)
             spec = found.show().spec
             files = adapter.download(folder)
         model = spec.policies.get(policy or first_trained(spec.policies), {}).get("base_model")
@@ -101,4 +102,4 @@ def export(
         lines = done.stderr.strip().splitlines()
         raise UserError(lines[-1] if lines else f"adapters export: the process ended with {done.returncode}")
     written = {option.removeprefix("--"): str(path) for option, path in targets.items()}
-    cli.show({"job": found.id, "version": number, **written}, "written: " + ", ".join(written.values()))
+    cli.show({"job": found.id, "version": adapter.version, **written}, "written: " + ", ".join(written.values()))

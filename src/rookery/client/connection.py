@@ -144,8 +144,8 @@ class HttpConnection:
                 return
             params["after"] = after
 
-    def download(self, path: str, file: IO[bytes]) -> None:
-        """Write the response's content to ``file`` as it arrives."""
+    def download(self, path: str, file: IO[bytes]) -> httpx.Headers:
+        """Write the response's content to ``file`` as it arrives; returns its headers."""
         limit = self._seconds or CHANGE_SECONDS
         try:
             with self._client().stream("GET", path, timeout=_timeout(limit)) as response:
@@ -154,6 +154,7 @@ class HttpConnection:
                     self._raise_error(response)
                 for chunk in response.iter_bytes():
                     file.write(chunk)
+                return response.headers
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise self._broken(error, limit) from None
 

@@ -52,16 +52,19 @@ def model_card(
     repo: str,
     view: Mapping[str, Any],
     policy: str,
-    version: int | None,
+    version: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     evaluations: Sequence[Mapping[str, Any]],
     config: Mapping[str, Any],
     license: str | None,
 ) -> str:
-    """The card of an adapter as Markdown: base model, data, settings, curve, evaluations, licence. ``view``: the job;
-    ``config``: the adapter's ``adapter_config.json``."""
+    """The card of an adapter as Markdown: base model, data, settings, curve and evaluations up to ``version``, licence.
+    ``view``: the job; ``config``: the adapter's ``adapter_config.json``."""
     spec, base = view["spec"], str(config.get("base_model_name_or_path") or view["spec"]["base_model"])
-    environment, algorithm = spec["environment"], spec["algorithm"]
+    changes = (spec.get("policies", {}).get(policy) or {}).get("algorithm") or {}
+    environment = spec["environment"]
+    algorithm = spec["algorithm"] | {name: value for name, value in changes.items() if value is not None}
+    number = version["version"]
     about: dict[str, Any] = {
         "library_name": "peft", "base_model": base, "pipeline_tag": "text-generation",
         "tags": ["lora", "rookery", algorithm["name"]],
@@ -69,15 +72,15 @@ def model_card(
     if license:
         about["license"] = license
     data = ", ".join(f"{key} `{_code(environment[key])}`" for key in SHOWN_OPTIONS if environment.get(key))
-    mine = [row for row in rows if row.get("policy") in (None, "", policy)]
+    mine = [row for row in rows if row.get("policy") in (None, "", policy) and row["version"] <= number]
+    evaluations = [one for one in evaluations if one["version"] <= number]
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in about.items()), "---", ""]
     lines += [f"# {repo.rpartition('/')[2]}", ""]
-    shown = "the newest version" if version is None else f"version {version}"
-    lines += [f"A LoRA adapter of `{_code(base)}`, trained with Rookery ({algorithm['name']}): {shown} of the policy "
-              f"`{_code(policy)}` of the job `{_code(view['name'])}`.", ""]  # fmt: skip
+    lines += [f"A LoRA adapter of `{_code(base)}`, trained with Rookery ({algorithm['name']}): version {number} of the "
+              f"policy `{_code(policy)}` of the job `{_code(view['name'])}`.", ""]  # fmt: skip
     lines += ["| | |", "| --- | --- |", f"| base model | `{_code(base)}` |"]
     lines += [f"| data | {data} |", f"| rank, alpha | {config.get('r')}, {config.get('lora_alpha')} |"]
-    lines += [f"| steps | {view['step']} |"]
+    lines += [f"| steps | {version['step']} |"]
     if "group_size" in algorithm:
         lines += [f"| group size, groups a step | {algorithm['group_size']}, {algorithm.get('groups_per_step')} |"]
     lines += [f"| licence | {_code(license) if license else 'that of the base model'} |", ""]

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import httpx
 
@@ -246,7 +245,7 @@ class Job:
 
     def versions(self, policy: str | None = None) -> list[Record]:
         """The versions of a policy, by default of the job's first that trains, oldest first."""
-        return list(self._connection.rows(f"{self._policy_path(policy)}/versions"))
+        return list(self._connection.rows(f"{self._path}/policies/{segment('policy', self._named(policy))}/versions"))
 
     def evaluations(self) -> list[Record]:
         """Evaluations on held-out prompts, by version."""
@@ -255,13 +254,13 @@ class Job:
     def adapter(self, version: int | None = None, policy: str | None = None) -> AdapterFolder:
         """The PEFT folder of a version, the newest by default, of a policy, by default of the job's first that trains;
         ``download`` fetches it."""
-        number = "latest" if version is None else str(version)
-        return AdapterFolder(self._connection, f"{self._policy_path(policy)}/versions/{number}/adapter", self)
+        number, policy = "latest" if version is None else str(version), self._named(policy)
+        path = f"{self._path}/policies/{segment('policy', policy)}/versions/{number}/adapter"
+        return AdapterFolder(self._connection, path, self, policy)
 
-    def _policy_path(self, policy: str | None) -> str:
-        if policy is None:
-            policy = first_trained(self.show().spec.policies)
-        return f"{self._path}/policies/{segment('policy', policy)}"
+    def _named(self, policy: str | None) -> str:
+        """The policy of this name, by default the job's first that trains."""
+        return first_trained(self.show().spec.policies) if policy is None else policy
 
     def _act(self, action: str) -> Record:
         return self._connection.call("POST", f"{self._path}/{action}")
@@ -276,34 +275,37 @@ def first_trained(policies: Mapping[str, Any]) -> str:
 
 
 class AdapterFolder:
-    """A version's adapter, not yet downloaded."""
+    """A version's adapter."""
 
-    def __init__(self, connection: HttpConnection, path: str, job: Job) -> None:
+    def __init__(self, connection: HttpConnection, path: str, job: Job, policy: str) -> None:
         self._connection = connection
         self._path = path
         self._job = job
+        self._policy = policy
+        self.version: int | None = None
+        """The number of the version that was downloaded last."""
 
     def push(self, repo: str, *, license: str | None = None, private: bool = True, token: str | None = None) -> str:
         """Uploads the PEFT folder with a model card to the Hugging Face Hub as the model ``repo``, such as
         ``org/name``, and returns its address. ``token`` is by default that of ``hf auth login`` or ``HF_TOKEN``;
         ``HF_ENDPOINT`` names another Hub. This process uploads: the service gets no token."""
-        policy, number = unquote(self._path.rsplit("/", 4)[1]), self._path.rsplit("/", 2)[1]
-        version = None if number == "latest" else int(number)
+        policy = self._policy
         with tempfile.TemporaryDirectory(prefix="rookery-push-") as folder:
             files = self.download(folder)
+            version = next(one for one in self._job.versions(policy) if one.version == self.version)
             config = json.loads((files / "adapter_config.json").read_text(encoding="utf-8"))
             view, rows = self._job.show(), list(self._job.metrics(follow=False))
             evaluations = [one for one in self._job.evaluations() if one.get("policy") in (None, "", policy)]
             card = model_card(repo, view, policy, version, rows, evaluations, config, license)
             (files / "README.md").write_text(card, encoding="utf-8")
-            message = f"{view.name}, {'newest version' if version is None else f'version {version}'}"
+            message = f"{view.name}, version {version.version}"
             return push_folder(files, repo, token=token, private=private, message=message)
 
     def download(self, folder: str | Path) -> Path:
         """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it."""
         target = named_path(folder)
         with tempfile.TemporaryFile() as tar:
-            self._connection.download(self._path, tar)
+            self.version = int(self._connection.download(self._path, tar)["X-Version"])
             tar.seek(0)
             target.mkdir(parents=True, exist_ok=True)
             with tarfile.open(fileobj=tar) as archive:

@@ -287,11 +287,11 @@ class JobQueries:
         await self._store.read(job_rows.get_job, tenant, job)
         return await self._store.read(version_rows.evaluations, tenant, job, page)
 
-    async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> protocol.Manifest:
-        """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,
-        :class:`CorruptArtifact` where its bytes are not what its hash says."""
+    async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> tuple[int, protocol.Manifest]:
+        """The number and the artifact of a version (the newest for None). Raises :class:`NotFound` where it is not
+        kept, :class:`CorruptArtifact` where its bytes are not what its hash says."""
         _, found = await find_version(self._store, tenant, job, policy, version)
-        return await self._context.threads(self._context.artifacts.verify, found.hash)
+        return found.version, await self._context.threads(self._context.artifacts.verify, found.hash)
 
     def _view(
         self,

@@ -84,6 +84,9 @@ async def _named_job(
 
 
 OfJob = Annotated[JobRow, Depends(_named_job)]
+VERSION = "X-Version"
+"""The header with the number of the version whose adapter is sent."""
+
 After = Annotated[int, Query(ge=-1, lt=2**63, description="Only rows of later steps")]
 
 
@@ -230,14 +233,19 @@ async def versions(service: Service, job: OfJob, policy: str, page: Paged) -> Se
     tags=["results"],
 )
 async def adapter(service: Service, job: OfJob, policy: str, version: str) -> Response:
-    """The PEFT folder of a version (a number, or ``latest``) as a tar, without the trainer's state."""
+    """The PEFT folder of a version (a number, or ``latest``) as a tar, without the trainer's state. The header
+    ``X-Version`` has its number."""
     if version != "latest" and not NUMBER.fullmatch(version):
         raise NotFound(f"no version {version!r}; give a number or latest")
     number = None if version == "latest" else int(version)
-    manifest = await service.controller.queries.adapter(job.tenant, job.id, policy, number)
+    found, manifest = await service.controller.queries.adapter(job.tenant, job.id, policy, number)
     size, chunks = await service.threads(pack, service.context.artifacts, manifest, service.context.clock.time())
-    name = f"{job.id}-{policy}-{version}.tar"
-    headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}"'}
+    name = f"{job.id}-{policy}-{found}.tar"
+    headers = {
+        "Content-Length": str(size),
+        "Content-Disposition": f'attachment; filename="{name}"',
+        VERSION: str(found),
+    }
     return Stream(chunks, media_type="application/x-tar", headers=headers)
 
 
