@@ -96,7 +96,6 @@ def test_the_manifest_drains_and_its_arguments_are_options() -> None:
     assert manifest["spec"]["selector"]["matchLabels"] == manifest["spec"]["template"]["metadata"]["labels"]
     environment = {entry["name"]: entry for entry in container["env"]}
     assert "value" not in environment[TOKEN_VARIABLE], "the token is a secret's"
-    assert environment["ROOKERY_THREADS"]["value"] == container["resources"]["requests"]["cpu"]
     named = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
     assert named <= environment.keys()
     options = worker_options(container["args"])
@@ -164,6 +163,34 @@ def test_manifests_match_the_schemas_of_kubernetes(name: str) -> None:
         ]  # fmt: skip
     for document in documents:
         validate(document, "1.30", strict=True)
+
+
+def test_no_worker_of_the_manifests_takes_all_cores_of_its_node() -> None:
+    for name in ("service.yaml", "worker.yaml"):
+        for pod in pods(list(yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8")))):
+            (container,) = pod["containers"]
+            environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+            assert environment["ROOKERY_THREADS"] == container["resources"]["requests"]["cpu"]
+
+
+def test_workers_dial_the_service_of_the_same_cluster() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "service.yaml").read_text(encoding="utf-8")))
+    (service,) = (one for one in documents if one["kind"] == "Service")
+    (pod,) = pods([yaml.safe_load((DEPLOY / "worker.yaml").read_text(encoding="utf-8"))])
+    environment = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    (port,) = service["spec"]["ports"]
+    assert environment["ROOKERY_URL"] == f"http://{service['metadata']['name']}:{port['port']}"
+
+
+def test_every_container_of_the_ray_cluster_has_its_token() -> None:
+    """Also the autoscaler's, which KubeRay adds by itself."""
+    spec = next(yaml.safe_load_all((DEPLOY / "raycluster.yaml").read_text(encoding="utf-8")))["spec"]
+    containers = [one for pod in pods([spec]) for one in pod["containers"]]
+    assert len(containers) == 2
+    for container in (*containers, spec["autoscalerOptions"]):
+        environment = {entry["name"]: entry for entry in container["env"]}
+        assert environment["RAY_AUTH_MODE"]["value"] == "token"
+        assert environment["RAY_AUTH_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "rookery-ray", "key": "token"}}
 
 
 def test_the_ray_cluster_agrees_with_the_settings() -> None:

@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "lines": set(),
     "folders": {"errors"},
     "paths": {"errors"},
+    "machine": set(),
     "network": {"errors"},
     "settings": {"errors", "folders", "network"},
     "aio": {"clock"},
@@ -52,15 +53,15 @@ ARROWS: dict[str, set[str]] = {
         "scheduling", "telemetry", "tokenization", "storage", "environments",
     },
     "worker": {
-        "errors", "aio", "children", "lines", "bounds", "turns", "folders", "network", "settings", "protocol", "spec",
-        "algorithms", "scheduling", "tokenization", "telemetry",
+        "errors", "aio", "children", "lines", "bounds", "turns", "folders", "machine", "network", "settings",
+        "protocol", "spec", "algorithms", "scheduling", "tokenization", "telemetry",
     },
     "start": {"cli"},
     "client": {
         "errors", "aio", "lines", "network", "paths", "settings", "spec", "environments", "storage.data_dir",
         "telemetry.numbers",
     },
-    "cluster": {"errors", "aio", "children", "network", "settings", "tokenization"},
+    "cluster": {"errors", "aio", "children", "machine", "network", "settings", "tokenization"},
     "simulation": {
         "errors", "aio", "clock", "settings", "protocol", "spec", "scheduling", "tokenization", "storage",
         "controller", "environments", "algorithms",

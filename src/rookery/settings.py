@@ -275,8 +275,8 @@ class WorkerSettings(Section):
     """Device that workers compute on. `auto` is a GPU where PyTorch sees one; `CUDA_VISIBLE_DEVICES` gives each worker
     its own."""
     threads: int = Field(0, ge=0)
-    """Cores that a worker computes with. 0 is all of them; local workers started by `models` and `workers` share
-    them."""
+    """Cores that a worker computes with. 0 is all of them, or what the container is given; local workers started by
+    `models` and `workers` share them."""
     lanes: Literal["turns", "beside", "auto"] = "turns"
     """How a worker with several cores generates and trains: in `turns`, each on all cores, the one `beside` the other
     on half of them, or, with `auto`, as is predicted to end the present jobs sooner: the worker measures both when it
@@ -288,10 +288,11 @@ class WorkerSettings(Section):
     it, or with an empty name, the C library's is used; tcmalloc is about 10% faster."""
     memory_bytes: int = Field(0, ge=0)
     """Memory of one worker in bytes, on a GPU the device's: base model, KV caches, adapters, training states and
-    activations together. What is full evicts or waits. 0 takes `memory_share` or `gpu_memory_share`."""
+    activations together. What is full evicts or waits. 0 takes `memory_share`, or nine tenths of
+    a GPU's free memory: give a number where others compute on it, too."""
     memory_share: float = Field(0.6, gt=0, le=1)
-    """Share of the machine's free memory that the workers of a service, or a worker started by hand, use at most: the
-    rest is for the service, environments and other programs."""
+    """Share of the free memory of the machine, or of its container, that the workers of a service, or a worker started
+    by hand, use at most: the rest is for the service, environments and other programs."""
     adapter_cache_bytes: int = Field(4 << 30, ge=1 << 20)
     """Pulled adapters that a worker keeps on disk, in bytes."""
     drain_seconds: float = Field(4.0, gt=0)
@@ -327,7 +328,8 @@ class EngineSettings(Section):
     steps where measured times and acceptance promise more tokens per second. Texts and log-probabilities stay the
     same."""
     engine_gap_limit: float = Field(0.5, gt=0)
-    """The same above which a worker refuses the version, so that its job pauses with that reason."""
+    """Largest difference between the engine's and the trainer's log-probabilities of a canary text, in nats per token:
+    above it a worker with vLLM refuses the version, so that its job pauses with that reason."""
     slo_gate: bool = True
     """Interactive requests (chat, the OpenAI API) have the objectives below: rollouts and training slices of their
     worker run only as far as these allow. Off, they are admitted before rollouts, without objectives."""
@@ -339,7 +341,7 @@ class EngineSettings(Section):
     cores in about that time."""
     slo_overrides: str = ""
     """Other objectives, comma-separated `NAME=TTFT/TPOT` in milliseconds. NAME is a base model or a class of requests:
-    `chat`, `completion` (OpenAI API), `sample` (`rookery sample`); a class goes before a model."""
+    `chat`, `completion` (OpenAI API), `sample` (`rookery chat`, and `Client.sample`); a class goes before a model."""
 
 
 class TrainingSettings(Section):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from tests.support.traces import check
 
 import rookery
 from rookery.cli import main
-from rookery.cli.doctor import bf16_finding, kernels_finding
+from rookery.cli.doctor import EXTRAS, bf16_finding, kernels_finding
 from rookery.client import Client
-from rookery.errors import NotFound
+from rookery.errors import NotFound, TooManyRequests
 from rookery.server.launcher import EmbeddedService
 from rookery.server.schemas import TenantLimits
+from rookery.settings import CLIENT_SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -407,6 +409,69 @@ def test_models_exports_the_published_layout(
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (alone / "made").iterdir()}
     assert call("models", "--get", "./small", "--export", "made") == 2
     assert "exists; give a new folder" in capsys.readouterr().err
+
+
+def test_every_setting_that_a_command_asks_its_client_for_was_read() -> None:
+    """The settings of a client have defaults in all other fields, whatever the variables say."""
+    sources = [path.read_text(encoding="utf-8") for path in (Path(rookery.__file__).parent / "cli").glob("*.py")]
+    asked = {name for text in sources for name in re.findall(r"cli\.settings\.(?:server\.)?(\w+)", text)}
+    assert asked and asked - {"server", "base_url"} <= set(CLIENT_SETTINGS)
+
+
+def test_models_exports_the_first_of_the_setting(
+    alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOKERY_MODELS", "./absent, other")
+    assert call("models", "--export", "made") == 2
+    assert "./absent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (("--adapter", "made", "--detach"), "--adapter: the run is not followed to its end"),
+        (("--adapter", "made", "--dry-run"), "--adapter: nothing runs"),
+        (("--adapter", "job.yaml"), "--adapter: job.yaml cannot be written"),
+        (("--new",), "--new is for a run without a service"),
+    ],
+)
+def test_options_of_run_that_would_have_no_effect_are_refused_before_it(
+    here: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], problem: str
+) -> None:
+    path = written(here, job(name="never"))
+    assert call("run", path, *options) == 2
+    assert problem in capsys.readouterr().err
+    assert call("jobs", "list", "--json") == 0
+    assert "never" not in capsys.readouterr().out
+
+
+def test_a_refusal_that_time_lifts_has_the_exit_code_of_a_failure(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(client: Client, *given: Any, **options: Any) -> Any:
+        raise TooManyRequests("too many requests", 1.0)
+
+    monkeypatch.setattr(Client, "views", refuse)
+    assert call("jobs", "list") == 1
+    assert capsys.readouterr().err == "rookery: too many requests\n"
+
+
+def test_doctor_reports_a_driver_that_does_not_answer(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = here / "nvidia-smi"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("PATH", str(here), prepend=os.pathsep)
+    monkeypatch.setattr("rookery.cli.doctor.GPU_SECONDS", 0.1)
+    assert call("doctor", "--json") in (0, 1)
+    found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert "does not answer" in found["GPU"]["found"] and "service" in found
+
+
+def test_doctor_knows_every_extra() -> None:
+    wanted = {re.findall(r'extra == "([\w-]+)"', need)[0] for need in requires("rookery") or [] if "extra ==" in need}
+    assert set(EXTRAS) == wanted - {"test"}
 
 
 def test_doctor_knows_bf16_instructions() -> None:

@@ -21,6 +21,7 @@ import rookery
 from rookery.client import Client, Job, JobTimeout, Record, RequestRefused
 from rookery.client.client import pieces
 from rookery.client.connection import ConnectionBroken, HttpConnection
+from rookery.client.job import RECONNECT_SECONDS
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
@@ -414,6 +415,75 @@ def test_following_continues_after_every_answer_of_an_absent_service(monkeypatch
         seen = [kind for kind, _ in Job(connection, "job-1", "sums").follow()]
         connection.close()
     assert seen == ["job", "end"] and not left
+
+
+class Clock:
+    """The time of a client, which passes while it sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Away(HttpConnection):
+    """A connection whose streams answer as ``streams`` says, one after the other; after the last one none answers."""
+
+    def __init__(self, *streams: Iterator[tuple[str, Record]]) -> None:
+        super().__init__("http://127.0.0.1:1", None)
+        self.streams, self.attempts = [*streams], 0
+
+    def stream(self, path: str, method: str = "GET", **request: Any) -> Iterator[tuple[str, Record]]:
+        self.attempts += 1
+        if not self.streams:
+            raise Unavailable("no Rookery service answers")
+        yield from self.streams.pop(0)
+
+
+def row(step: int) -> tuple[str, Record]:
+    return "metrics", Record(step=step)
+
+
+def cut(*events: tuple[str, Record]) -> Iterator[tuple[str, Record]]:
+    """A stream that breaks after these events."""
+    yield from events
+    raise Unavailable("the connection broke")
+
+
+def test_the_time_that_a_caller_works_on_a_row_is_no_absence_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("rookery.client.job.time", clock)
+    end = ("end", Record(state="completed"))
+    connection = Away(cut(row(1)), cut(row(2)), iter([row(3)]), iter([end]))
+    seen = []
+    for step in Job(connection, "job-1", "sums").metrics():
+        seen.append(step.step)
+        clock.now += 500
+    assert seen == [1, 2, 3] and connection.attempts == 4
+
+
+def test_a_service_that_stays_away_ends_following(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose streams end at once without an event."""
+    clock = Clock()
+    monkeypatch.setattr("rookery.client.job.time", clock)
+    for connection in (Away(), Away(*(iter(()) for _ in range(1000)))):
+        began = clock.now
+        with pytest.raises(Unavailable):
+            list(Job(connection, "job-1", "sums").follow())
+        assert RECONNECT_SECONDS < clock.now - began < RECONNECT_SECONDS + 40
+
+
+@pytest.mark.parametrize("timeout", [0, 5, 100])
+def test_waiting_ends_in_time_while_the_service_is_away(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
+    clock, connection = Clock(), Away()
+    monkeypatch.setattr("rookery.client.job.time", clock)
+    with pytest.raises(JobTimeout, match=f"after {timeout} s: no Rookery service answers"):
+        Job(connection, "job-1", "sums").wait(timeout)
+    assert clock.now == 1000 + timeout and (timeout or connection.attempts == 1)
 
 
 def test_following_resumes_after_the_service_restarts(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from rookery.cli import (
 )
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.cli.output import flush_output, prepare_streams, show
-from rookery.errors import NO_ROOM, RookeryError
+from rookery.errors import NO_ROOM, RookeryError, TooManyRequests
 from rookery.telemetry.rows import printable
 
 app = typer.Typer(
@@ -98,7 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
         problems = getattr(error, "problems", None) or [str(error)]
         for line in problems:
             print(f"rookery: {printable(line)}", file=sys.stderr)
-        sys.exit(REFUSED if error.status < RookeryError.status else FAILED)
+        refused = error.status < RookeryError.status and not isinstance(error, TooManyRequests)
+        sys.exit(REFUSED if refused else FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-import psutil
 import typer
 from rich.text import Text
 
+from rookery import machine
 from rookery.cli.options import FAILED, Cli, with_options
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Record
@@ -42,14 +42,23 @@ ALLOCATOR_PACKAGE = "apt install libtcmalloc-minimal4 (Debian, Ubuntu), or gperf
 SERVICE_SECONDS = 3.0
 """Longest silence of a service that works."""
 
+GPU_SECONDS = 30.0
+"""Longest silence of a graphics driver that works: its first answer loads it."""
+
 EXTRAS = {
     "gguf": "reads the packaged SmolLM2 where no hub can be reached",
     "math": "the math verifier",
     "reasoning-gym": "the reasoning-gym environments",
+    "search": "the tool search",
+    "agents": "the client that an agent gets",
     "postgres": "PostgreSQL",
+    "s3": "artifacts in an object store",
+    "ray": "workers on the nodes of a Ray cluster",
+    "vllm": "vLLM as a worker's engine",
     "tinker": "clients of the tinker SDK",
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
+    "otel": "traces of episodes to a collector",
 }
 """The purpose of each extra; this package's metadata lists its packages."""
 
@@ -93,11 +102,10 @@ def doctor(
 
 def examine(settings: Settings) -> list[Finding]:
     models = [name.strip() for name in settings.server.models.split(",") if name.strip()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return [
         Finding("Python", "good", platform.python_version()),
         _torch(),
-        Finding("cores", "good", str(cores)),
+        Finding("cores", "good", str(machine.cores())),
         bf16_finding(_processor_flags()),
         kernels_finding(_processor_flags(), sys.platform, find_spec("numba") is not None),
         _memory(settings),
@@ -156,11 +164,11 @@ def kernels_finding(flags: set[str] | None, system: str, has_numba: bool) -> Fin
 
 
 def _memory(settings: Settings) -> Finding:
-    memory = psutil.virtual_memory()
-    budget = settings.worker.memory_bytes or settings.worker.memory_share * memory.available
-    free = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB free"
+    memory = machine.memory()
+    budget = settings.worker.memory_bytes or settings.worker.memory_share * memory.free
+    free = f"{memory.free / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB free"
     text = f"{free}; workers started now get {budget / GIGABYTE:.1f} GB"
-    return _room("memory", text, memory.available, NEEDED_MEMORY, "for the smallest model")
+    return _room("memory", text, memory.free, NEEDED_MEMORY, "for the smallest model")
 
 
 def _room(what: str, text: str, free: int, needed: int, where: str) -> Finding:
@@ -174,7 +182,12 @@ def _accelerator() -> Finding:
     if program is None:
         return Finding("GPU", "optional", "none found (no nvidia-smi); the CPU does the work")
     query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, encoding="utf-8", errors="replace")
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=GPU_SECONDS, encoding="utf-8", errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("GPU", "optional", f"nvidia-smi does not answer within {GPU_SECONDS:.0f} s", "repair the driver")
     if done.returncode != 0 or not done.stdout.strip():
         output, *_ = [*(done.stdout or done.stderr).strip().splitlines(), "no output"]
         return Finding("GPU", "optional", f"nvidia-smi fails: {output}", "repair the driver")
@@ -191,7 +204,7 @@ def _allocator(name: str) -> Finding:
 
 def _disk(what: str, folder: Path, variable: str) -> Finding:
     existing = folder
-    while not existing.exists():
+    while not os.path.exists(existing):  # unlike Path's, also false below a folder that may not be entered
         existing = existing.parent
     if not os.access(existing, os.W_OK | os.X_OK):
         return Finding(what, "bad", f"{folder} cannot be written", f"set {variable} to a writable folder")

@@ -36,7 +36,7 @@ def models(
     """Base models: loaded, prepared, known, or refused with the reason; the engine and trainer of each, and why.
     Without a service, those on this machine."""
     if export is not None:
-        get = get or cli.settings.server.models.split(",")[0].strip()
+        get = get or cli.every_setting("models").server.models.split(",")[0].strip()
         if not get:
             raise UserError("--export: ROOKERY_MODELS names no model; say which one with --get")
     if get is not None:

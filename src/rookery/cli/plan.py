@@ -18,7 +18,7 @@ from rookery.bounds import GIVEN_NAME, NAME
 from rookery.children import interpreter
 from rookery.cli.options import JsonOption
 from rookery.cli.output import print_json, show
-from rookery.errors import UserError, short
+from rookery.errors import RookeryError, UserError, short
 from rookery.scheduling.plan.predict import Device, devices_of, plan_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.spec.files import read_job
@@ -134,6 +134,8 @@ def profile(
     run = subprocess.run(
         interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False
     )
+    if run.returncode < 0:
+        raise RookeryError(f"signal {-run.returncode} ended the measurement; memory must be free for the model")
     if run.returncode:
         raise typer.Exit(run.returncode)
     measured = jsons.loads(run.stdout)

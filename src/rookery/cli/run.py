@@ -25,7 +25,7 @@ from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.job import ENDED
 from rookery.client.report import evaluation_text
-from rookery.errors import Conflict, Unavailable
+from rookery.errors import Conflict, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.spec.files import read_job
 from rookery.spec.job import JobSpec
@@ -47,6 +47,11 @@ def run(
     new: Annotated[bool, typer.Option("--new", help="Without a service: cancel an interrupted run.")] = False,
 ) -> None:
     """Run one job to its end, on a running service if there is one, else on a service for this run alone."""
+    ends = "the run is not followed to its end" if detach else "nothing runs" if dry_run else ""
+    if adapter is not None and ends:
+        raise UserError(f"--adapter: {ends}, so no adapter is written; leave it out")
+    if adapter is not None:
+        _check_writable(adapter)
     raw, notes = read_prime(job_file) if job_file.suffix == ".toml" else (read_job(job_file), [])
     for note in notes:
         typer.echo(note, err=True)
@@ -55,6 +60,10 @@ def run(
     with _sigterm_as_ctrl_c():
         client = _running_service(cli.settings)
         if client is not None:
+            if new:
+                raise UserError(
+                    "--new is for a run without a service; here, rookery jobs cancel JOB ends the other one"
+                )
             with client:
                 code = (
                     _plan(cli, client, raw, folder) if dry_run else _submit(cli, client, raw, folder, detach, adapter)
@@ -68,6 +77,17 @@ def run(
         else:
             code = _run_alone(cli, raw, spec, folder, adapter, new)
     raise typer.Exit(code)
+
+
+def _check_writable(adapter: Path) -> None:
+    """Raises :class:`UserError` where no file can be written into the folder, before the run instead of after it."""
+    try:
+        adapter.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=adapter):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"--adapter: {adapter} cannot be written ({reason}); give another folder") from None
 
 
 def _submit(cli: Cli, client: Client, raw: dict[str, Any], folder: Path, detach: bool, adapter: Path | None) -> int:

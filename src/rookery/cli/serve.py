@@ -65,7 +65,7 @@ def worker(
     ] = None,
     site: Annotated[str | None, typer.Option(help="Where this machine is: ROOKERY_SITE.")] = None,
     max_rows: Annotated[int | None, typer.Option(help="Most sequences in a decode batch.")] = None,
-    engine: Annotated[str | None, typer.Option(help="native, or vllm.")] = None,
+    engine: Annotated[str | None, typer.Option(help="auto, native, transformers, or vllm.")] = None,
     vllm_url: Annotated[str | None, typer.Option(help="A running vllm serve to front, with --engine vllm.")] = None,
     name: Annotated[str | None, typer.Option(help="The worker's name; by default the machine's.")] = None,
     cache: Annotated[Path | None, typer.Option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,

@@ -104,12 +104,13 @@ class Client:
             if given is not None and not given.strip():
                 raise UserError(f"{name}: it is empty; give one, or leave it out")
         settings = settings if settings is not None else Settings.load(uses=CLIENT_SETTINGS)
-        self.url = (url or settings.base_url).rstrip("/")
         where = settings.data / ADMIN_KEY_FILE
         source = "the argument key" if key else "ROOKERY_KEY or --key" if settings.server.key else str(where)
         self._key = (key or settings.server.key or read_secret(settings.data, ADMIN_KEY_FILE) or "").strip()
         self._ca_file = settings.trusted
-        self._connection = HttpConnection(self.url, self._key or None, self._ca_file, key_from=source, seconds=seconds)
+        address = url or settings.base_url
+        self._connection = HttpConnection(address, self._key or None, self._ca_file, key_from=source, seconds=seconds)
+        self.url = self._connection.url
         self._hosted: dict[str, EnvironmentServer] = {}
         if not self._key:
             self.health()
@@ -370,7 +371,7 @@ class Client:
         except ValueError as error:
             raise UserError(f"the job is refused: {error}") from None
         headers = {**headers, "Content-Type": "application/json"}
-        return self._connection.call("POST", path, content=content, headers=headers)
+        return self._connection.call("POST", path, content=content, headers=headers, seconds=WORK_SECONDS)
 
     def _job(self, view: Record) -> Job:
         return Job(self._connection, view.id, view.name)

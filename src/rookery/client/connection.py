@@ -144,14 +144,17 @@ class HttpConnection:
                 return
             params["after"] = after
 
-    def download(self, path: str, file: IO[bytes]) -> httpx.Headers:
-        """Write the response's content to ``file`` as it arrives; returns its headers."""
+    def download(self, path: str, file: IO[bytes], kind: str = "") -> httpx.Headers:
+        """Write the response's content to ``file`` as it arrives; returns its headers. Content of another ``kind`` is
+        no answer of the service."""
         limit = self._seconds or CHANGE_SECONDS
         try:
             with self._client().stream("GET", path, timeout=_timeout(limit)) as response:
                 if response.status_code >= 400:
                     response.read()
                     self._raise_error(response)
+                if kind and response.headers.get("content-type", "") != kind:
+                    raise self._foreign()
                 for chunk in response.iter_bytes():
                     file.write(chunk)
                 return response.headers

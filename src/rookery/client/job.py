@@ -18,7 +18,7 @@ import httpx
 from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segment
 from rookery.client.hub import model_card, push_folder
 from rookery.client.tensorboard import FILE_VERSION, event
-from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError
+from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError, short
 from rookery.paths import named_path
 from rookery.telemetry.numbers import numbers
 
@@ -123,25 +123,34 @@ class Job:
         if timeout is not None and (not isinstance(timeout, int | float) or math.isnan(timeout)):
             raise UserError(f"timeout: given {timeout!r}, allowed: a number of seconds, or None to wait without end")
         deadline = None if timeout is None else time.monotonic() + timeout
-        for kind, data in self.follow(after=2**31):
-            if kind == "end":
-                return data
-            if kind == "job" and data.state in ENDED:
-                continue  # the end is the next event
-            if deadline is not None and time.monotonic() > deadline:
-                raise JobTimeout(f"job {self.name} had not ended after {timeout} s; it continues")
+        late = f"job {self.name} had not ended after {timeout} s"
+        try:
+            for kind, data in self._follow(2**31, deadline):
+                if kind == "end":
+                    return data
+                if kind == "job" and data.state in ENDED:
+                    continue  # the end is the next event
+                if deadline is not None and time.monotonic() > deadline:
+                    raise JobTimeout(f"{late}; it continues")
+        except TEMPORARY as error:
+            if deadline is None or time.monotonic() < deadline:
+                raise
+            raise JobTimeout(f"{late}: {error}") from None
         return self.show()
 
     def follow(self, after: int = -1) -> Iterator[tuple[str, Record]]:
         """The job's events: ``("metrics", row)``, ``("job", view)`` first and when its state changes, ``("heartbeat",
         {})`` every few seconds, and last ``("end", view)``. Resumes after a broken connection, and while the service is
         not available, refuses further requests for a while or has a full disk; raises the error if that lasts."""
-        last_event = time.monotonic()
+        yield from self._follow(after, None)
+
+    def _follow(self, after: int, until: float | None) -> Iterator[tuple[str, Record]]:
+        """Its events; from ``until`` of the monotonic clock on, an error is raised at once."""
+        absent_since: float | None = None
         while True:
-            pause = RETRY_SECONDS
             try:
                 for kind, data in self._connection.stream(f"{self._path}/metrics/stream", params={"after": after}):
-                    last_event = time.monotonic()
+                    absent_since = None
                     if kind == "metrics":
                         after = data["step"]
                     if kind == "end":
@@ -149,12 +158,15 @@ class Job:
                     yield kind, data
                     if kind == "end":
                         return
+                raise Unavailable(f"the service stopped to send the events of job {self.name}")
             except TEMPORARY as error:
-                if time.monotonic() - last_event > RECONNECT_SECONDS:
+                now = time.monotonic()  # not that of the last event: the caller may have worked on it for long
+                absent_since = now if absent_since is None else absent_since
+                if now - absent_since > RECONNECT_SECONDS or (until is not None and now >= until):
                     raise
                 log.debug("following %s: %s", self.name, error)
-                pause = min(max(pause, getattr(error, "retry_after", 0.0)), RECONNECT_SECONDS / 4)
-            time.sleep(pause)
+                pause = min(max(RETRY_SECONDS, getattr(error, "retry_after", 0.0)), RECONNECT_SECONDS / 4)
+                time.sleep(pause if until is None else min(pause, until - now))
 
     def events(self, limit: int = 100) -> list[Record]:
         """The job's event log, newest last."""
@@ -305,11 +317,16 @@ class AdapterFolder:
         """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it."""
         target = named_path(folder)
         with tempfile.TemporaryFile() as tar:
-            self.version = int(self._connection.download(self._path, tar)["X-Version"])
+            self.version = int(self._connection.download(self._path, tar, "application/x-tar")["X-Version"])
             tar.seek(0)
             target.mkdir(parents=True, exist_ok=True)
             with tarfile.open(fileobj=tar) as archive:
-                archive.extractall(target, filter="data")
+                for member in archive:
+                    content = archive.extractfile(member)
+                    if content is None or Path(member.name).name != member.name:
+                        raise UserError(f"the adapter's archive has {short(member.name)}, which is no file of it")
+                    with (target / member.name).open("wb") as file:
+                        shutil.copyfileobj(content, file)
         return target
 
 

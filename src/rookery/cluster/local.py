@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 
 from rookery.cluster import ray
 from rookery.cluster.base import SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import Child, Supervisor
+from rookery.machine import cores
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.cluster")
@@ -132,9 +132,8 @@ def local_workers(settings: Settings, models: Sequence[str], url: str, token: st
 def _shared(settings: Settings, models: int) -> Settings:
     """The settings of one of the workers of so many models, with its part of the machine's cores and memory when there
     are as many as the settings allow."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = max(1, models * max(settings.server.workers, settings.cluster.scale_max))
-    threads, share = settings.worker.threads or max(1, cores // count), settings.worker.memory_share / count
+    threads, share = settings.worker.threads or max(1, cores() // count), settings.worker.memory_share / count
     return settings.replace(threads=threads, memory_share=share)
 
 

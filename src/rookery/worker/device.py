@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 import psutil
 import torch
 
+from rookery import machine
 from rookery.errors import UserError
 
 
@@ -53,6 +54,6 @@ def used_bytes(device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate on ``device``; on a GPU also those that PyTorch keeps for itself."""
     if device.type != "cuda":
-        return psutil.virtual_memory().available
+        return machine.memory().free
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

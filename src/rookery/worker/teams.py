@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rookery.machine import cores
 from rookery.worker.engine.native.kernels import runtime
 from rookery.worker.model.batch_invariance import uses_amx
 
@@ -36,10 +37,10 @@ def _setter() -> Any:
 
 
 def reserve(threads: int) -> int:
-    """The calling thread computes with ``threads`` (0: as many as there are cores), every other one alone until it asks
-    for more. Returns the number."""
+    """The calling thread computes with ``threads`` (0: as many as there are cores for this process), every other one
+    alone until it asks for more. Returns the number."""
     present = torch.get_num_threads()  # asked first: PyTorch sets a thread's number at its first question
-    chosen = threads or present
+    chosen = threads or min(present, cores())
     torch.set_num_threads(chosen)
     runtime.reserve(chosen)
     others = threading.Thread(target=torch.set_num_threads, args=(1,), name="teams")
