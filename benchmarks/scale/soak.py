@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.scale.soak [--seconds N | --jobs N]``. Two tenants train small jobs one after another on a random
 model of a few hundred kilobytes, chat, and drive a model through the Tinker SDK. A sixth of the time they are alone;
-then a third tenant does all that a caller may try, at once and without a pause; in the last third, worker and
-environment host are killed as well. Memory, descriptors, threads and the database's size are looked at all the time;
-their slopes are per finished job, by least squares, after a warm-up. A run of at least ``LONG`` seconds writes
-``results/soak.json``; the exit code tells whether every target that could be measured was met.
+then a third tenant does all that a caller may try, at once and without a pause, from a process of low priority, because
+callers are on other machines. In the last third, worker and environment host are killed as well. Memory, descriptors,
+threads and the database's size are looked at all the time; their slopes are per finished job, by least squares, after
+a warm-up. A run of at least ``LONG`` seconds writes ``results/soak.json``; the exit code tells whether every target
+that could be measured was met.
 
 ``--jobs N`` runs only N small jobs, three at a time: the growth of processes and database per job without the noise of
 the others (``results/soak_jobs.json``).
@@ -25,35 +26,38 @@ import random
 import secrets
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import httpx
 import psutil
 import tinker
-from benchmarks.lib.harness import Result, command
+from benchmarks.lib.harness import ROOT, Result, command
 from benchmarks.scale.callers import ATTACKS, Attacker
 from tests.chaos.driver import Deployment, wait_until
 from tests.support.tinkered import MODEL, RANK, datum, place_model
 from websockets.sync.client import connect
 
 import rookery
+from rookery.children import lower_priority
 from rookery.errors import Unavailable
 
 LONG = 1000
 """Seconds of a run whose slopes count: some hundred jobs after the warm-up."""
 TENANTS, STEPS = 2, 4
 LOOK_SECONDS, KILL_SECONDS = 1.0, 20.0
+NICENESS = 19
+"""Of the hostile tenant's process."""
 WORKER_SLOPE = 10e3
 """Bytes that a worker may grow by a job."""
 SERVICE_BYTES = 1 << 30
@@ -190,25 +194,23 @@ def small_job(seed: int) -> dict[str, Any]:
 # --- the hostile tenant -----------------------------------------------------------------------------------------------
 
 
-def attacks(soak: Soak, key: str) -> list[Callable[[], None]]:
+def attacks(hostile: Attacker) -> list[Callable[[], None]]:
     """Each is repeated without a pause in a thread of its own."""
     logging.getLogger("websockets").setLevel(logging.CRITICAL)  # it prints each connection that the service cuts
-    url, address = soak.town.url, ("127.0.0.1", soak.town.port)
-    http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=120)
-    held: list[socket.socket] = []
+    http, answers, held = hostile.http, hostile.answers, list[socket.socket]()
 
     def send(what: str, path: str, content: bytes | dict[str, Any], **headers: str) -> None:
         body = json.dumps(content).encode() if isinstance(content, dict) else content
         answer = http.post(path, headers={"Content-Type": "application/json", **headers}, content=body)
-        soak.answers[f"{what}: {answer.status_code}"] += 1
+        answers[f"{what}: {answer.status_code}"] += 1
 
     def half_requests() -> None:
         while len(held) >= 1200:
             held.pop(0).close()
-        held.append(socket.create_connection(address, timeout=10))
+        held.append(hostile.connection())
         held[-1].sendall(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
-        soak.answers["half requests"] += 1
-        soak.stop.wait(0.02)
+        answers["half requests"] += 1
+        hostile.stop.wait(0.02)
 
     keys = b"{" + b",".join(b'"k%d":1' % n for n in range(10**6)) + b"}"
     rows = b'{"prompt":"a","answer":""}\n' * (8 << 20 >> 5)
@@ -234,19 +236,18 @@ def attacks(soak: Soak, key: str) -> list[Callable[[], None]]:
 
     def wrong_keys() -> None:
         answer = http.get("/api/v1/jobs", headers={"X-API-Key": f"tml-{secrets.token_hex(16)}"})
-        soak.answers[f"wrong key: {answer.status_code}"] += 1
+        answers[f"wrong key: {answer.status_code}"] += 1
 
     def big_frames() -> None:
-        with connect(url.replace("http", "ws", 1) + "/wire/worker", open_timeout=30) as peer:
+        with connect(hostile.url.replace("http", "ws", 1) + "/wire/worker", open_timeout=30) as peer:
             peer.send(bytes(8 << 20))
-            soak.answers["big frame"] += 1
+            answers["big frame"] += 1
             peer.recv(timeout=30)
 
     def datasets() -> None:
         send("dataset", "/api/v1/datasets", rows, **{"Content-Type": "application/jsonl"})
-        soak.stop.wait(20)
+        hostile.stop.wait(20)
 
-    hostile = Attacker(soak.town.url, key, soak.stop, soak.answers)
     named = [partial(insist_once, hostile, action) for _, actions in ATTACKS.values() for action in actions]
     return [
         *named,
@@ -267,14 +268,41 @@ def insist_once(hostile: Attacker, action: Callable[[Attacker], None]) -> None:
     action(hostile)
 
 
-def insist(soak: Soak, attack: Callable[[], None]) -> None:
+def insist(hostile: Attacker, attack: Callable[[], None]) -> None:
     """Repeat an attack, whatever it gets."""
-    while not soak.stop.is_set():
+    while not hostile.stop.is_set():
         try:
             attack()
         except Exception as error:
-            soak.answers[f"{getattr(attack, '__name__', 'caller')}: {type(error).__name__}"] += 1
-            soak.stop.wait(0.1)
+            hostile.answers[f"{getattr(attack, '__name__', 'caller')}: {type(error).__name__}"] += 1
+            hostile.stop.wait(0.1)
+
+
+def attack(url: str, key: str) -> NoReturn:
+    """The hostile tenant's process, until the end of its standard input. Prints how often it got what."""
+    hostile = Attacker(url, key, threading.Event())
+    lower_priority(NICENESS)
+    for action in attacks(hostile):
+        threading.Thread(target=insist, args=(hostile, action), daemon=True).start()
+    sys.stdin.read()
+    hostile.stop.set()
+    print(json.dumps(hostile.answers), flush=True)
+    os._exit(0)  # some of its threads still wait for answers
+
+
+@contextmanager
+def attacking(soak: Soak, key: str) -> Iterator[None]:
+    """The hostile tenant works within."""
+    command = [sys.executable, "-m", "benchmarks.scale.soak", "--attack", soak.town.url, key]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield
+            answers, _ = process.communicate(timeout=END_SECONDS * 6)
+            soak.answers.update(json.loads(answers))
+        finally:
+            process.kill()
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------
@@ -360,12 +388,11 @@ def run(seconds: float, folder: Path) -> Soak:
         begin(soak.kill)
         time.sleep(seconds / 6)
         soak.phase = PHASES[1]
-        for attack in attacks(soak, soak.tenant("hostile")):
-            begin(insist, soak, attack)
-        time.sleep(seconds / 2)
-        soak.phase = PHASES[2]
-        time.sleep(seconds / 3)
-        soak.stop.set()
+        with attacking(soak, soak.tenant("hostile")):
+            time.sleep(seconds / 2)
+            soak.phase = PHASES[2]
+            time.sleep(seconds / 3)
+            soak.stop.set()
         ended = time.monotonic() + END_SECONDS
         for thread in threads:
             thread.join(max(0.0, ended - time.monotonic()))
@@ -401,7 +428,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=1200)
     parser.add_argument("--jobs", type=int, default=0, help="only so many small jobs, three at a time")
+    parser.add_argument("--attack", nargs=2, metavar=("URL", "KEY"), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.attack:
+        attack(*given.attack)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         if given.jobs:
             result = report_jobs(run_jobs(given.jobs, Path(folder)))

@@ -207,8 +207,8 @@ class LimitSettings(Section):
     get status 429."""
     tenant_service_share: float = Field(0.25, gt=0, le=64)
     """Seconds of the service's processor time that requests of one tenant may take in a second while other tenants work
-    here, and 40% of them while jobs of others run: its further requests wait, and get status 429 after ten seconds.
-    Alone, a tenant may take all."""
+    here, and 40% of them while jobs of others run: its further requests wait, and get status 429 after ten seconds,
+    those for work after thirty. Alone, a tenant may take all."""
     outage_retry_seconds: float = Field(30.0, gt=0)
     """A job that was paused by an outage (workers, environment host) resumes by itself after this time, then after
     twice as long each time, up to ten minutes. The database, the place of the artifacts and disks that took no writes

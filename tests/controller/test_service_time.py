@@ -21,6 +21,7 @@ from rookery.controller.service_time import (
     KEYLESS_WAITING,
     LONGEST_PAUSE,
     LONGEST_WAIT,
+    LONGEST_WORK_WAIT,
     MEMORY,
     KeylessTime,
     ServiceTime,
@@ -157,6 +158,9 @@ async def test_a_request_waits_for_a_while_and_is_refused_with_the_reason() -> N
     with pytest.raises(TooManyRequests, match=r"0\.1 s of the service's time") as refused:
         await times.begin("a")
     assert refused.value.retry_after > LONGEST_WAIT
+    began = clock.now
+    await times.begin("a", LONGEST_WORK_WAIT)
+    assert LONGEST_WAIT < clock.now - began < LONGEST_WORK_WAIT
     clock.now += refused.value.retry_after
     await times.begin("a")
 

@@ -2,7 +2,8 @@
 
 The event loop answers everybody. While a tenant alone uses the service it may take all of its time. While others work
 here too, a tenant may take ``tenant_service_share`` seconds of it in a second: beyond that its next requests wait, one
-after another, and are refused with status 429 after :data:`LONGEST_WAIT`.
+after another, and are refused with status 429 after :data:`LONGEST_WAIT`, those for work after
+:data:`LONGEST_WORK_WAIT`.
 
 A request's time is known when it ends. It is charged the mean of the tenant's earlier requests when it begins, and the
 rest as it runs, so that a hundred requests in one moment do not all begin.
@@ -36,8 +37,9 @@ BESIDE_JOBS = 0.4
 """Of its share, the part that a tenant may take while jobs of others run: each of their steps waits several times for
 the event loop, and twice as long where requests take another quarter of it."""
 
-LONGEST_WAIT = 10.0
-"""Seconds that a request waits for its turn: less than clients' timeouts."""
+LONGEST_WAIT, LONGEST_WORK_WAIT = 10.0, 30.0
+"""Seconds that a request waits for its turn, less than clients' timeouts: of one that reads, and of one for work, such
+as a sample or a training step, whose caller waits for longer anyway."""
 
 ACTIVE_SECONDS = 10.0
 """A tenant is active for so long after a request."""
@@ -124,15 +126,16 @@ class ServiceTime:
         """The seconds in a second that the tenant may take now."""
         return self._full_share(tenant) * (BESIDE_JOBS if self._working() - {tenant} else 1.0)
 
-    async def begin(self, tenant: str) -> RequestAccount:
-        """Returns when it is the turn of a request of the tenant. Raises :class:`TooManyRequests`."""
+    async def begin(self, tenant: str, longest: float = LONGEST_WAIT) -> RequestAccount:
+        """Returns when it is the turn of a request of the tenant. Raises :class:`TooManyRequests` where that would take
+        more than ``longest`` seconds."""
         began = self._seen[tenant] = self._clock.monotonic()
         lock = self._turns.setdefault(tenant, asyncio.Lock())
         if lock.locked() or (self.debt(tenant) > self._burst and self._others_work(tenant)):
             async with lock:
                 while (late := self.debt(tenant) - self._burst) > 0 and self._others_work(tenant):
                     pause = late / self._share(tenant)
-                    if self._clock.monotonic() + pause - began > LONGEST_WAIT:
+                    if self._clock.monotonic() + pause - began > longest:
                         raise self._refuse(
                             f"your requests take more than {self._share(tenant):g} s of the service's time in a second"
                             " while others work here",

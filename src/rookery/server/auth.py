@@ -28,6 +28,7 @@ from rookery.clock import Clock
 from rookery.controller.context import ControllerContext
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.agents import KEY_PREFIX, AgentSession
+from rookery.controller.service_time import LONGEST_WAIT, LONGEST_WORK_WAIT
 from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import Forbidden, RookeryError, TooManyRequests, Unauthorized
 from rookery.server.bodies import BodyInvalid, BoundedRequest
@@ -211,7 +212,9 @@ async def admit(service: ServiceContext, connection: HTTPConnection, caller: Cal
         quotas.count_request(caller.id)
         if connection.scope["type"] == "http":
             _open_request(service, connection, caller.id)
-        connection.state.account = await quotas.service_time.begin(caller.id)
+        reads = connection.scope.get("method") in ("GET", "HEAD")
+        longest = LONGEST_WAIT if reads else LONGEST_WORK_WAIT
+        connection.state.account = await quotas.service_time.begin(caller.id, longest)
     return caller
 
 
