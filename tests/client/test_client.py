@@ -486,6 +486,49 @@ def test_waiting_ends_in_time_while_the_service_is_away(monkeypatch: pytest.Monk
     assert clock.now == 1000 + timeout and (timeout or connection.attempts == 1)
 
 
+def test_following_names_its_last_row_and_reports_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(step: int, time: float) -> bytes:
+        return b'event: metrics\ndata: {"step": %d, "time": %f, "reward": %d}\n\n' % (step, time, time)
+
+    answers = [
+        row(1, 1.5) + row(2, 2.5) + row(3, 3.5),
+        b'event: rollback\ndata: {"step": 1}\n\n' + row(2, 4.5),
+        row(3, 5.5) + b'event: end\ndata: {"state": "completed"}\n\n',
+    ]
+    asked: list[tuple[str, str | None]] = []
+
+    class Rolling(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            stream = "stream" in self.path
+            self.send_header("Content-Type", "text/event-stream" if stream else "application/json")
+            self.end_headers()
+            if stream:
+                asked.append((self.path.partition("?")[2], self.headers["Last-Event-ID"]))
+                self.wfile.write(answers[len(asked) - 1])
+            else:
+                self.wfile.write(b"[]" if "evaluations" in self.path else b'{"created": 1.0}')
+
+        def log_message(self, *about: object) -> None:
+            pass
+
+    written: list[tuple[int, bool]] = []
+
+    def written_event(time: float, step: int = 0, *values: object, restart: bool = False, **more: object) -> bytes:
+        written.append((step, restart))
+        return b""
+
+    monkeypatch.setattr("rookery.client.job.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("rookery.client.job.event", written_event)
+    with HTTPServer(("127.0.0.1", 0), Rolling) as server:
+        threading.Thread(target=lambda: [server.handle_request() for _ in range(5)], daemon=True).start()
+        connection = HttpConnection(f"http://127.0.0.1:{server.server_port}", None)
+        Job(connection, "job-1", "sums").write_tensorboard(tmp_path, follow=True)
+        connection.close()
+    assert asked == [("after=-1", None), ("after=3", "3@3.5"), ("after=2", "2@4.5")]
+    assert written == [(0, False), (1, False), (2, False), (3, False), (2, True), (2, False), (3, False)]
+
+
 def test_following_resumes_after_the_service_restarts(tmp_path: Path) -> None:
     with served(tmp_path) as first:
         port = int(first.url.rsplit(":", 1)[1])

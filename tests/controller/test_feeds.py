@@ -103,3 +103,84 @@ async def test_a_quiet_job_differs_from_a_dead_connection() -> None:
     assert [(await anext(events))[0] for _ in range(3)] == ["job", "quiet", "quiet"]
     await events.aclose()
     assert len(asyncio.all_tasks()) == 1, "nobody follows: the task has ended"
+
+
+class StoredSteps(Stored):
+    """A job whose steps have rows, which a rollback deletes."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(0)
+        self.rows: list[dict[str, Any]] = []
+        self.take(steps)
+
+    async def page(self, tenant: str, job: str, after: int, limit: int) -> list[dict[str, Any]]:
+        await asyncio.sleep(0)
+        return [row for row in self.rows if row["step"] > after][:limit]
+
+    async def last_step(self, tenant: str, job: str) -> int:
+        return self.rows[-1]["step"] if self.rows else -1
+
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            self.steps += 1
+            step = self.rows[-1]["step"] + 1 if self.rows else 1
+            self.rows.append({"step": step, "version": self.steps, "time": float(self.steps)})
+        self.signal.notify()
+
+    def roll_back(self, step: int) -> None:
+        self.rows = [row for row in self.rows if row["step"] <= step]
+        self.signal.notify()
+
+
+class Reader:
+    """A follower, and the rows that it has."""
+
+    def __init__(self, stored: StoredSteps, after: int = -1, rows: list[dict[str, Any]] | None = None) -> None:
+        self.rows, self.kinds = rows or [], list[str]()
+        time = self.rows[-1]["time"] if self.rows else None
+        self.task = asyncio.create_task(self._follow(stored.feeds.follow("alice", "j", after, time=time)))
+
+    async def _follow(self, events: AsyncIterator[Any]) -> None:
+        async for kind, data in events:
+            self.kinds.append(kind)
+            if kind == "rollback":
+                self.rows = [row for row in self.rows if row["step"] <= data]
+            if kind == "metrics":
+                assert not self.rows or self.rows[-1]["step"] < data.step
+                self.rows.append(data.metrics)
+
+
+@pytest.mark.parametrize("steps", [10, ROWS_KEPT + 10])
+@pytest.mark.parametrize("back", [4, 9, ROWS_KEPT + 8])
+@pytest.mark.parametrize("again", [0, 3, 6, 2 * ROWS_KEPT])
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_every_follower_has_the_rows_that_are_stored_after_a_rollback(
+    steps: int, back: int, again: int, noticed: bool
+) -> None:
+    back = min(back, steps)
+    stored = StoredSteps(steps)
+    there, late, waits = Reader(stored), Reader(stored, steps), Reader(stored, 2**31)
+    await settle()
+    left = there.rows[:]
+    stored.roll_back(back)
+    if noticed:
+        await settle()
+    new = Reader(stored)
+    stored.take(again)
+    resumed = Reader(stored, steps, left)
+    await settle()
+    stored.take(2)
+    stored.end()
+    await asyncio.gather(*(one.task for one in (there, late, waits, new, resumed)))
+    for one in (there, new, resumed):
+        assert one.rows == stored.rows
+    assert late.rows == stored.rows[back if steps - back < ROWS_KEPT else 0 :]
+    assert waits.rows == [] and waits.kinds == ["job", "job", "end"]
+
+
+async def test_a_follower_that_has_the_last_row_resumes_after_it() -> None:
+    stored = StoredSteps(7)
+    reader = Reader(stored, 5, stored.rows[:5])
+    stored.end()
+    await reader.task
+    assert reader.kinds == ["job", "metrics", "metrics", "end"] and reader.rows == stored.rows

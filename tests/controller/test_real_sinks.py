@@ -20,6 +20,7 @@ from tests.support.tinkered import free_port
 from tests.support.waiting import until, until_healthy
 
 from rookery.client import Client
+from rookery.client.tensorboard import FILE_VERSION, event
 
 pytestmark = [
     pytest.mark.heavy,
@@ -172,3 +173,10 @@ def test_tensorboard_reads_what_a_job_writes_for_it(tmp_path: Path) -> None:
     found = python(READ_TENSORBOARD, str(file.parent))
     assert found["reward"] == [[row["step"], pytest.approx(row["reward"], rel=1e-6)] for row in rows]
     assert found["evaluation/mean"] == [[one["version"], pytest.approx(one["mean"], rel=1e-6)] for one in evaluations]
+
+
+def test_tensorboard_forgets_the_steps_before_a_rollback(tmp_path: Path) -> None:
+    taken = [event(float(step), step, {"reward": float(step)}) for step in (1, 2, 3, 4)]
+    again = [event(10.0, 3, restart=True), event(11.0, 3, {"reward": 30.0})]
+    (tmp_path / "events.out.tfevents.1.job").write_bytes(b"".join([event(1.0, version=FILE_VERSION), *taken, *again]))
+    assert python(READ_TENSORBOARD, str(tmp_path)) == {"reward": [[1, 1.0], [2, 2.0], [3, 30.0]]}

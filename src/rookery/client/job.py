@@ -77,14 +77,17 @@ class Job:
 
     def metrics(self, after: int = -1, follow: bool = True) -> Iterator[Record]:
         """One row per optimizer step, as they arrive, until the job has ended; without ``follow`` only the present
-        rows."""
+        rows. A job that was rolled back takes steps again: their rows replace those of the same and later steps."""
         if not follow:
             yield from self._connection.rows(f"{self._path}/metrics", after=after)
             return
+        yield from (data for kind, data in self._progress(after) if kind == "metrics")
+
+    def _progress(self, after: int = -1) -> Iterator[tuple[str, Record]]:
+        """The events of :meth:`follow`; a pause is logged."""
         for kind, data in self.follow(after):
-            if kind == "metrics":
-                yield data
-            elif kind == "job" and data.state == "paused":
+            yield kind, data
+            if kind == "job" and data.state == "paused":
                 log.warning("job %s is paused: %s; job.resume() resumes it", self.name, data.reason)
 
     def write_tensorboard(self, folder: str | Path, follow: bool = False) -> Path:
@@ -99,7 +102,13 @@ class Job:
         """By policy and version: the last step in it, and when it was taken."""
         with file.open("wb") as out:
             out.write(event(created, version=FILE_VERSION))
-            for row in self.metrics(follow=follow):
+            present = (("metrics", row) for row in self.metrics(follow=False)) if not follow else self._progress()
+            for kind, row in present:
+                if kind == "rollback":
+                    out.write(event(created, row["step"] + 1, restart=True))
+                    steps = {key: taken for key, taken in steps.items() if taken[0] <= row["step"]}
+                if kind != "metrics":
+                    continue
                 values, policy = dict(numbers(row)), row.get("policy") or ""
                 step, time = int(values.pop("step")), values.pop("time", created)
                 steps[policy, int(values.pop("version", step))] = step, time
@@ -140,19 +149,25 @@ class Job:
 
     def follow(self, after: int = -1) -> Iterator[tuple[str, Record]]:
         """The job's events: ``("metrics", row)``, ``("job", view)`` first and when its state changes, ``("heartbeat",
-        {})`` every few seconds, and last ``("end", view)``. Resumes after a broken connection, and while the service is
-        not available, refuses further requests for a while or has a full disk; raises the error if that lasts."""
+        {})`` every few seconds, ``("rollback", {"step": n})`` when the job went back, so that the rows of steps later
+        than ``n`` are deleted and taken again, and last ``("end", view)``. Resumes after a broken connection, and while
+        the service is not available, refuses further requests for a while or has a full disk; raises the error if that
+        lasts."""
         yield from self._follow(after, None)
 
     def _follow(self, after: int, until: float | None) -> Iterator[tuple[str, Record]]:
         """Its events; from ``until`` of the monotonic clock on, an error is raised at once."""
         absent_since: float | None = None
+        headers: dict[str, str] = {}
         while True:
             try:
-                for kind, data in self._connection.stream(f"{self._path}/metrics/stream", params={"after": after}):
+                for kind, data in self._connection.stream(
+                    f"{self._path}/metrics/stream", params={"after": after}, headers=headers
+                ):
                     absent_since = None
-                    if kind == "metrics":
-                        after = data["step"]
+                    if kind in ("metrics", "rollback"):
+                        after, taken = data["step"], data.get("time")
+                        headers = {} if taken is None else {"Last-Event-ID": f"{after}@{taken!r}"}
                     if kind == "end":
                         self._on_end()
                     yield kind, data

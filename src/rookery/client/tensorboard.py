@@ -13,8 +13,15 @@ FILE_VERSION = b"brain.Event:2"
 """With which a file begins."""
 
 
-def event(time: float, step: int = 0, values: Mapping[str, float] | None = None, version: bytes = b"") -> bytes:
-    """One record: ``values`` at ``step``, or the ``version`` with which a file begins."""
+def event(
+    time: float,
+    step: int = 0,
+    values: Mapping[str, float] | None = None,
+    version: bytes = b"",
+    restart: bool = False,
+) -> bytes:
+    """One record: ``values`` at ``step``, the ``version`` with which a file begins, or the ``restart`` of a job at
+    ``step``, with which readers forget the values from there on."""
     data = b"\x09" + struct.pack("<d", time)  # field 1, wall_time
     if step:
         data += b"\x10" + _varint(step)  # field 2, step
@@ -22,6 +29,8 @@ def event(time: float, step: int = 0, values: Mapping[str, float] | None = None,
         data += _field(3, version)
     if values:
         data += _field(5, b"".join(_field(1, _scalar(name, value)) for name, value in values.items()))
+    if restart:
+        data += _field(7, b"\x08\x01")  # session_log: its status is START
     length = struct.pack("<Q", len(data))
     return length + _masked(length) + data + _masked(data)
 

@@ -2,6 +2,9 @@
 
 A follower that is behind, or that begins with earlier steps, reads pages of the database until it is among the rows
 that the task holds. One that reads slowly holds nothing but its place.
+
+A job that is rolled back takes the same steps again. The row that was read last is read again with the later ones:
+where another one is stored, or none, each follower learns from which step on its rows are replaced.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 from rookery.aio import Signal, cancel_all
@@ -36,8 +40,14 @@ class FeedRow:
     """The row as its followers send it, made by the first one."""
 
 
-FeedEvent = tuple[Literal["job", "end"], JobView] | tuple[Literal["metrics"], FeedRow] | tuple[Literal["quiet"], None]
-"""The job's state or reason changed; a step was committed; the job has ended; nothing happened for a while."""
+FeedEvent = (
+    tuple[Literal["job", "end"], JobView]
+    | tuple[Literal["metrics"], FeedRow]
+    | tuple[Literal["rollback"], int]
+    | tuple[Literal["quiet"], None]
+)
+"""The job's state or reason changed; a step was committed; the rows of later steps than this one are deleted; the job
+has ended; nothing happened for a while."""
 
 Show = Callable[[str, str], Awaitable[JobView]]
 Page = Callable[[str, str, int, int], Awaitable[list[dict[str, Any]]]]
@@ -54,6 +64,8 @@ class JobFeed:
         self.covered = -1
         """All rows of later steps than this one, up to ``last``, are among ``rows``."""
         self.last = -1
+        self.rollbacks: list[tuple[int, int]] = []
+        """Of each the last step whose row stayed, and the last one that was known before."""
         self.ended = False
         self.error: Exception | None = None
         self.readers = 0
@@ -72,6 +84,22 @@ class JobFeed:
             self.covered = self.rows.popleft().step
         self.last = self.rows[-1].step if self.rows else self.last
 
+    def begin(self, rows: list[dict[str, Any]]) -> None:
+        """Hold these, the newest ones of all."""
+        self.rows.clear()
+        self.covered = self.last = rows[0]["step"] - 1 if rows else -1
+        self.add(rows)
+
+    def same(self, rows: list[dict[str, Any]]) -> int:
+        """The number of the first rows held that are the stored ``rows``, which may have got figures since."""
+        pairs = zip((_identity(row.metrics) for row in self.rows), map(_identity, rows), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """A step that is taken again is taken later, in a version of a later number."""
+    return row["step"], row.get("time"), row.get("version"), row.get("policy")
+
 
 class JobFeeds:
     def __init__(
@@ -89,12 +117,15 @@ class JobFeeds:
         self._feeds: dict[tuple[str, str], JobFeed] = {}
 
     async def follow(
-        self, tenant: str, job: str, after: int = -1, quiet_seconds: float | None = None
+        self, tenant: str, job: str, after: int = -1, quiet_seconds: float | None = None, time: float | None = None
     ) -> AsyncGenerator[FeedEvent, None]:
-        """The job's state, the rows of steps later than ``after`` as they are committed, and its end. Where nothing
-        happens for ``quiet_seconds``, that is an event too. Raises :class:`NotFound`."""
+        """The job's state, the rows of steps later than ``after`` as they are committed, and its end; of a rollback the
+        last step whose row stayed, then the later ones again. Where nothing happens for ``quiet_seconds``, that is an
+        event too. ``time``: of the row of step ``after``, for a follower that has it. Raises :class:`NotFound`."""
         shown: tuple[str, str] | None = None
+        has_rows = time is not None
         async with self._feed(tenant, job) as feed:
+            seen = len(feed.rollbacks)
             while True:
                 change, ended, view = feed.changed.next, feed.ended, feed.view
                 if feed.error is not None:
@@ -102,18 +133,28 @@ class JobFeeds:
                 if view is not None and (view.state, view.reason) != shown:
                     shown = (view.state, view.reason)
                     yield "job", view
-                while after < feed.last:
+                kept = after
+                if time is not None:
+                    kept, time = await self._last_kept(tenant, job, after, time), None
+                while seen < len(feed.rollbacks):
+                    (step, last), seen = feed.rollbacks[seen], seen + 1
+                    if has_rows or after <= last:
+                        kept = min(kept, step)
+                if kept < after:
+                    after = kept
+                    yield "rollback", kept
+                while after < feed.last and seen == len(feed.rollbacks):
                     if (row := feed.after(after)) is not None:
-                        after = row.step
+                        after, has_rows = row.step, True
                         yield "metrics", row
                         continue
                     page = await self._page(tenant, job, after, PAGE)
                     if not page:  # rolled back since
                         break
                     for found in page:
-                        after = found["step"]
+                        after, has_rows = found["step"], True
                         yield "metrics", FeedRow(after, found)
-                if ended and view is not None:
+                if ended and view is not None and seen == len(feed.rollbacks):
                     yield "end", view
                     return
                 try:
@@ -121,6 +162,17 @@ class JobFeeds:
                         await change.wait()
                 except TimeoutError:
                     yield "quiet", None
+
+    async def _last_kept(self, tenant: str, job: str, after: int, time: float) -> int:
+        """The last step up to ``after`` with the row that a follower has, whose row of step ``after`` is of this
+        ``time``; -1 where no near one is left."""
+        for count in (1, ROWS_KEPT):
+            rows = await self._page(tenant, job, max(after - count, -1), count)
+            kept = takewhile(lambda row: row["step"] <= after and row.get("time", time) <= time, rows)
+            last = max((row["step"] for row in kept), default=-1)
+            if last == after:
+                break
+        return int(last)
 
     @asynccontextmanager
     async def _feed(self, tenant: str, job: str) -> AsyncIterator[JobFeed]:
@@ -144,12 +196,11 @@ class JobFeeds:
         """Read the job at each change until it has ended."""
         TENANT.set(tenant)
         try:
-            feed.last = feed.covered = await self._last_step(tenant, job)
+            await self._begin(feed, tenant, job)
             while True:
                 change = feed.signal.next
                 view = await self._show(tenant, job)
-                while rows := await self._page(tenant, job, feed.last, PAGE):
-                    feed.add(rows)
+                await self._read_rows(feed, tenant, job)
                 feed.view, feed.ended = view, view.state in FINAL_JOB_STATES
                 feed.changed.notify()
                 if feed.ended:
@@ -160,3 +211,25 @@ class JobFeeds:
             feed.changed.notify()
         if self._feeds.get((tenant, job)) is feed:
             del self._feeds[tenant, job]  # a later follower reads again
+
+    async def _begin(self, feed: JobFeed, tenant: str, job: str) -> None:
+        last = await self._last_step(tenant, job)
+        feed.begin(await self._page(tenant, job, max(last - ROWS_KEPT, -1), ROWS_KEPT))
+
+    async def _read_rows(self, feed: JobFeed, tenant: str, job: str) -> None:
+        """Read the rows since the last one that is known, and that one again."""
+        while True:
+            rows = await self._page(tenant, job, max(feed.last - 1, -1), PAGE)
+            if feed.rows and (not rows or _identity(rows[0]) != _identity(feed.rows[-1].metrics)):
+                known = feed.last
+                stored = await self._page(tenant, job, feed.covered, PAGE)
+                if same := feed.same(stored):
+                    feed.begin(stored[:same])
+                    feed.rollbacks.append((feed.last, known))
+                else:
+                    await self._begin(feed, tenant, job)
+                    feed.rollbacks.append((-1, known))
+                continue
+            feed.add([row for row in rows if row["step"] > feed.last])
+            if len(rows) < PAGE:
+                return

@@ -71,11 +71,14 @@ export function useData(path, every = 0) {
 
 const PAGE = 2000;
 
-/** The rows of a job's metrics that are known, with all later ones. */
-export async function laterRows(job, known, signal) {
+/** The rows of a job's metrics that are known, with all later ones. The last known one is read again: where another one
+ * is stored, the job was rolled back, and all are read again. */
+export async function laterRows(job, known, signal, read = get) {
   for (let rows = known; ;) {
-    const page = await get(`${jobPath(job, "metrics")}?after=${rows.length ? rows[rows.length - 1].step : -1}&limit=${PAGE}`, { signal });
-    rows = rows.concat(page);
+    const last = rows[rows.length - 1];
+    const page = await read(`${jobPath(job, "metrics")}?after=${last ? Math.max(last.step - 1, -1) : -1}&limit=${PAGE}`, { signal });
+    if (last && (page[0]?.step !== last.step || page[0].time !== last.time)) { rows = []; continue; }
+    rows = rows.slice(0, -1).concat(page);
     if (page.length < PAGE) return rows;
   }
 }
@@ -107,6 +110,11 @@ export function useMetrics(job) {
       source.addEventListener("metrics", (event) => {
         const row = JSON.parse(event.data);
         rows.current = [...rows.current.filter((old) => old.step < row.step), row];
+        show({ live: true });
+      });
+      source.addEventListener("rollback", (event) => {
+        const { step } = JSON.parse(event.data);
+        rows.current = rows.current.filter((row) => row.step <= step);
         show({ live: true });
       });
       const about = (event, live) => setState((old) => ({ ...old, job: JSON.parse(event.data), live }));

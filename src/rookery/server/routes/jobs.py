@@ -1,14 +1,17 @@
 """``/api/v1``: jobs, their results, models and samples. Every route is scoped by the key's tenant.
 
 The metrics stream is a series of server-sent events: ``metrics`` (one row, its id is the step), ``job`` (the job, when
-its state or reason changed) and ``end`` (the job, when it has ended; nothing follows). At least one event or comment is
-sent per heartbeat, so a reader can tell a quiet job from a dead connection. A reader resumes with ``Last-Event-ID`` or
-``after``.
+its state or reason changed), ``rollback`` (the job went back: the rows of later steps than its ``step`` are deleted and
+come again as they are taken again) and ``end`` (the job, when it has ended; nothing follows). At least one event or
+comment is sent per heartbeat, so a reader can tell a quiet job from a dead connection. A reader resumes with ``after``
+or with ``Last-Event-ID``: the step of its last row, or STEP@TIME with the row's ``time``, by which a row of the same
+step from before a rollback is recognised.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -86,6 +89,9 @@ async def _named_job(
 OfJob = Annotated[JobRow, Depends(_named_job)]
 VERSION = "X-Version"
 """The header with the number of the version whose adapter is sent."""
+
+LAST_ROW = re.compile(rf"({NUMBER.pattern})(?:@({NUMBER.pattern}(?:\.[0-9]{{1,18}})?))?")
+"""``Last-Event-ID`` of a reader of metrics: the step of its last row, and that row's time."""
 
 After = Annotated[int, Query(ge=-1, lt=2**63, description="Only rows of later steps")]
 
@@ -177,11 +183,13 @@ async def metrics_stream(
     after: After = -1,
     last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
 ) -> Response:
-    """Server-sent events while the job runs: ``metrics`` (a row), ``job`` (its state changed), ``end``."""
+    """Server-sent events while the job runs: ``metrics`` (a row), ``job`` (its state changed), ``rollback`` (the rows
+    of later steps than its ``step`` are deleted), ``end``."""
     await service.controller.queries.show(job.tenant, job.id)
-    if last is not None and NUMBER.fullmatch(last):
-        after = int(last)
-    events = _follow_job(service, job.tenant, job.id, after)
+    time = None
+    if last is not None and (found := LAST_ROW.fullmatch(last)):
+        after, time = int(found[1]), float(found[2] or "inf")
+    events = _follow_job(service, job.tenant, job.id, after, time)
     return Stream(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
@@ -312,10 +320,13 @@ def _event(kind: str, data: bytes, id: int | None = None) -> bytes:
     return number + f"event: {kind}\n".encode() + event_data(data)
 
 
-async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int) -> AsyncIterator[bytes]:
-    """The events of ``job``, with the rows of steps later than ``after``, until it ends or the service stops."""
+async def _follow_job(
+    service: ServiceContext, tenant: str, job: str, after: int, time: float | None
+) -> AsyncIterator[bytes]:
+    """The events of ``job``, with the rows of steps later than ``after``, until it ends or the service stops. ``time``:
+    of the row of step ``after``, for a reader that has it."""
     interval = service.context.settings.worker.heartbeat_seconds
-    async with aclosing(service.controller.queries.feeds.follow(tenant, job, after, interval)) as events:
+    async with aclosing(service.controller.queries.feeds.follow(tenant, job, after, interval, time)) as events:
         closing = asyncio.ensure_future(service.closing.wait())
         upcoming = asyncio.create_task(charged(anext(events, None)))
         try:
@@ -327,6 +338,8 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
                     case ("metrics", FeedRow() as row):
                         row.encoded = row.encoded or _event("metrics", msgspec.json.encode(row.metrics), row.step)
                         yield row.encoded
+                    case ("rollback", int() as step):
+                        yield _event("rollback", msgspec.json.encode({"step": step}), max(step, 0))
                     case (kind, JobView() as view):
                         yield _event(kind, view.model_dump_json().encode())
                     case ("quiet", None):
