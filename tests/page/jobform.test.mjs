@@ -8,6 +8,10 @@ test("YAML quotes what YAML would read as something else", () => {
   assert.equal(form.toYaml(spec), 'name: "a: b"\n"on": "yes"\ntext: "1.5"\nempty: ""\nlist:\n  - 1\n  - x\n  - {"a":1}\nnone: {}\ndeep:\n  er:\n    none: null\nlines: "a\\nb"\nhash: "a #b"\n');
 });
 
+test("YAML reads every number as a number", () => {
+  assert.equal(form.toYaml({ lr: 1e-7, big: 1e21, x: 1.5e-7, deep: { list: [{ a: -1e-9, b: "1e-7" }] } }), 'lr: 1.0e-7\nbig: 1.0e+21\nx: 1.5e-7\ndeep:\n  list:\n    - {"a":-1.0e-9,"b":"1e-7"}\n');
+});
+
 test("a field that is emptied leaves the job, with the objects that held it", () => {
   assert.deepEqual(form.set({ a: { b: { c: 1 } }, d: 2 }, ["a", "b", "c"], undefined), { d: 2 });
   assert.deepEqual(form.set({}, ["a", "b"], 1), { a: { b: 1 } });
@@ -50,4 +54,17 @@ test("a field is described by a sentence", () => {
   assert.equal(form.brief("How rewards become gradients: algorithm."), "How rewards become gradients.");
   assert.equal(form.brief("sft, dpo: rows of one optimizer step, 16 when absent."), "sft, dpo: rows of one optimizer step, 16 when absent.");
   assert.equal(form.brief(""), "");
+});
+
+test("a run like another one has all of its settings, whatever fields a job has", () => {
+  const spec = { name: "x", base_model: "m", policies: { main: { rank: 4 } }, checkpoints: { keep_last: 9 }, sinks: [{ kind: "wandb" }], metadata: { paper: "a" }, seed: 7, shuffle: false, later: { field: 1 } };
+  assert.deepEqual(form.likeJob({ id: "job-1", spec }), spec);
+  const { name, policies, ...rest } = form.likeJob({ id: "job-1", spec }, 3), { name: _, policies: __, ...others } = spec;
+  assert.deepEqual(rest, others);
+  assert.equal(name, "x-more");
+});
+
+test("whole numbers that a browser rounds are named", () => {
+  const spec = JSON.parse('{"seed":9007199254740991,"evaluation":{"seed":1152921504606846977},"policies":{"a":{"seed":9223372036854775807,"rank":4}},"lr":0.1,"clip":1e30,"none":null}');
+  assert.deepEqual(form.inexact(spec), ["evaluation.seed", "policies.a.seed"]);
 });

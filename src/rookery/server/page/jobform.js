@@ -2,8 +2,18 @@
 
 const PLAIN = /^[A-Za-z_][\w .\/@+-]*$/, RESERVED = /^(true|false|null|yes|no|on|off|y|n|~)$/i;
 
+/** A number as YAML reads it: in `1e-7` it needs a point. */
+const numeral = (value) => JSON.stringify(value).replace(/^(-?\d+)e/, "$1.0e");
+
+/** A value on one line, in the syntax that YAML shares with JSON. */
+function flow(value) {
+  if (Array.isArray(value)) return `[${value.map(flow).join(",")}]`;
+  if (value !== null && typeof value === "object") return `{${Object.entries(value).map(([name, inner]) => `${JSON.stringify(name)}:${flow(inner)}`).join(",")}}`;
+  return typeof value === "number" ? numeral(value) : JSON.stringify(value);
+}
+
 function scalar(value) {
-  if (typeof value !== "string") return JSON.stringify(value);
+  if (typeof value !== "string") return flow(value);
   return PLAIN.test(value) && !RESERVED.test(value) && value === value.trim() && !/[:#]/.test(value) ? value : JSON.stringify(value);
 }
 
@@ -12,7 +22,7 @@ export function toYaml(value, indent = 0) {
   const pad = " ".repeat(indent);
   const short = (inner) => inner === null || typeof inner !== "object" || Object.keys(inner).length === 0;
   if (short(value)) return `${pad}${value !== null && typeof value === "object" ? (Array.isArray(value) ? "[]" : "{}") : scalar(value)}\n`;
-  if (Array.isArray(value)) return value.map((inner) => (short(inner) ? `${pad}- ${toYaml(inner).trim()}\n` : `${pad}- ${JSON.stringify(inner)}\n`)).join("");
+  if (Array.isArray(value)) return value.map((inner) => (short(inner) ? `${pad}- ${toYaml(inner).trim()}\n` : `${pad}- ${flow(inner)}\n`)).join("");
   return Object.entries(value).map(([name, inner]) => (short(inner) ? `${pad}${scalar(name)}: ${toYaml(inner).trim()}\n` : `${pad}${scalar(name)}:\n${toYaml(inner, indent + 2)}`)).join("");
 }
 
@@ -67,12 +77,15 @@ const withoutNulls = (value) => (value === null || typeof value !== "object" || 
 /** The names of the policies of a job that train, in the job's order. */
 export const trained = (spec) => Object.entries(spec.policies).filter(([, policy]) => policy.train !== false).map(([name]) => name);
 
-/** A job with the settings of another. With a `version`, its first trained policy starts from that version, and its other trained ones from their newest. */
+/** The fields of a job with whole numbers from 2^53 to 2^63, such as seeds, whose last digits a browser loses. */
+export const inexact = (value, path = "") => (value === null || typeof value !== "object" ? (Number.isInteger(value) && !Number.isSafeInteger(value) && Math.abs(value) <= 2 ** 63 ? [path] : [])
+  : Object.entries(value).flatMap(([name, inner]) => inexact(inner, path ? `${path}.${name}` : name)));
+
+/** A job with all settings of another. With a `version`, its first trained policy starts from that version, and its other trained ones from their newest. */
 export function likeJob(view, version) {
-  const { name, base_model, environment, policies, algorithm, sampling, evaluation, stop } = withoutNulls(view.spec);
-  const spec = { name: version === undefined ? name : `${name}-more`, base_model, environment, policies, algorithm, sampling, evaluation, stop };
+  const spec = withoutNulls(view.spec), { policies } = spec;
   if (version === undefined) return spec;
   const names = trained(view.spec);
   const start = (policy) => ({ job: view.id, policy, ...(policy === names[0] ? { version } : {}) });
-  return { ...spec, policies: Object.fromEntries(Object.entries(policies).map(([name, policy]) => [name, names.includes(name) ? { ...policy, warm_start: start(name) } : policy])) };
+  return { ...spec, name: `${spec.name}-more`, policies: Object.fromEntries(Object.entries(policies).map(([name, policy]) => [name, names.includes(name) ? { ...policy, warm_start: start(name) } : policy])) };
 }

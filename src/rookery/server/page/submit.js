@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { call, get, jobPath, useData } from "./api.js";
 import { number, route } from "./format.js";
-import { EXAMPLE, at, brief, fieldsOf, likeJob, parseField, set, toYaml } from "./jobform.js";
+import { EXAMPLE, at, brief, fieldsOf, inexact, likeJob, parseField, set, toYaml } from "./jobform.js";
 import { Problem, html } from "./parts.js";
 import { reach } from "./text.js";
 
@@ -15,6 +15,7 @@ export function Submit({ query }) {
   }, [query.from, query.version]);
   const send = async (path, done) => {
     if (Object.keys(wrong).length > 0) { setError(new Error(`${Object.keys(wrong).join(", ")}: not JSON; correct or empty it`)); return; }
+    if (inexact(spec).length > 0) { setError(new Error(`${inexact(spec).join(", ")}: a browser loses the last digits of whole numbers above 2^53; give a smaller one, or submit the job with rookery run`)); return; }
     setBusy(path);
     setError(null);
     try { done(await call("POST", path, spec)); } catch (problem) { setError(problem); setTried(null); }
