@@ -91,6 +91,7 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(environment__rows=[{"a": 1}, {"n": [-(2**63) - 1]}]), "environment.rows.1.n.0: given -9223372036854775809"),
     (job_of(policies={}), "policies: given {}, allowed: have at least 1 item"),
     (job_of(policies=["main"]), 'policies: given ["main"], allowed: a mapping of fields'),
+    (job_of(policies={"solver": {}, "10": {}}), "policies.10: a name of digits alone; add a letter"),
     (job_of(policies={"a b": {}}), "policies: policy name 'a b': letters, digits, dot, dash and underscore"),
     (job_of(policies={"a": {}, "b": {"train": False}}), "policies.b: train: a frozen policy needs weights; give warm_"),
     (main(rank=0), "policies.main.rank: given 0, allowed: greater than or equal to 1"),

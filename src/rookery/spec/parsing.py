@@ -91,6 +91,9 @@ def _job_problem(error: ErrorDetails) -> str:
     return problem_line(error, path, known, hint)
 
 
+OF_DIGITS = "a name of digits alone; add a letter: JavaScript sorts such names, and the order of policies matters"
+
+
 def parse_job(data: Any) -> JobSpec:
     """The job in ``data`` (what YAML or JSON gave). Raises :class:`SpecError` naming every mistake at once."""
     if not isinstance(data, dict):
@@ -103,4 +106,6 @@ def parse_job(data: Any) -> JobSpec:
         if error.error_count() > MAX_PROBLEMS:
             raise SpecError([f"job: {error.error_count()} fields are wrong or unknown"]) from None
         raise SpecError([_job_problem(detail) for detail in error.errors(include_url=False)]) from None
+    if problems := [f"policies.{name}: {OF_DIGITS}" for name in spec.policies if name.isdigit()]:
+        raise SpecError(problems)
     return spec

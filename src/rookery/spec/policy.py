@@ -344,7 +344,7 @@ class FollowsSpec(StrictModel):
 
 class PolicySpec(StrictModel):
     """One adapter, or with ``full`` a whole model, and how it is optimised. ``policies`` maps names to policies; the
-    environment names the policy of each reply, without a name it is the first one."""
+    environment names the policy of each reply, without a name it is the first one. A name is not of digits alone."""
 
     rank: int = Field(16, ge=1, le=512)
     """Rank of the LoRA, at most the service's `max_rank` setting."""
