@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from tests.support.waiting import until
 
 from rookery.environments.foreign.pool import LibraryPool, LibraryProcesses, calling_tenant
-from rookery.environments.foreign.process import LibraryProcess
+from rookery.environments.foreign.process import LibraryFailed, LibraryProcess
 from rookery.errors import UserError
 
 ECHO = """
@@ -52,6 +53,30 @@ async def pid_of(process: LibraryProcess) -> int:
     answer = await asyncio.wait_for(inbox.get(), 30)
     process.forget("one")
     return int(answer["pid"])
+
+
+async def test_a_process_that_reads_nothing_delays_no_caller(echoes: Echoes, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = echoes.make()
+    process = await environment.join()
+    pid = await pid_of(process)
+    inboxes = [process.listen(f"{number}" * 10_000) for number in range(30)]  # a pipe holds 64 kB
+    os.kill(pid, signal.SIGSTOP)
+    going_on = threading.Timer(5, os.kill, (pid, signal.SIGCONT))
+    going_on.start()
+    began = time.monotonic()
+    for number in range(30):
+        process.send({"say": f"{number}" * 10_000})
+    assert time.monotonic() - began < 1
+    monkeypatch.setattr("rookery.environments.foreign.process.UNREAD", 1000)
+    with pytest.raises(LibraryFailed, match="echo: its process reads nothing"):
+        process.send({"say": "x" * 1000})
+    going_on.cancel()
+    os.kill(pid, signal.SIGCONT)
+    assert [(await asyncio.wait_for(inbox.get(), 30))["pid"] for inbox in inboxes] == [pid] * 30
+    environment.leave(process)
+    process.end()
+    with pytest.raises(LibraryFailed, match="echo: its process has ended"):
+        process.send({"say": "x"})
 
 
 async def join_for(tenant: str, environment: LibraryProcesses) -> LibraryProcess:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -30,6 +31,9 @@ minutes; one that takes longer hangs."""
 
 END_SECONDS = 10.0
 """Time that a process has to end after its input."""
+
+UNREAD = 64 << 20
+"""Most characters of lines that wait until a process reads them. One that reads none for so long hangs."""
 
 INHERITED = re.compile(
     r"HOME|USER|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|XDG_(?:CACHE|DATA|CONFIG)_HOME|HF_\w+"
@@ -102,13 +106,14 @@ class LibraryProcess:
         self.draining = False
         """It gets no further episode, because another tenant waits for its place; changed by the pool."""
         self._ending = False
-        self._end = weakref.finalize(self, _end, self._process)
-        self._lock = threading.Lock()
+        self._input = _Input()
+        self._end = weakref.finalize(self, _end, self._process, self._input)
         self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[dict[str, Any]]]] = {}
         process, waiting = self._process, self._waiting  # not self, which the threads would keep alive
         first: Future[dict[str, Any]] = Future()
         reading = (library, process, first, waiting)
         threading.Thread(target=_deliver, args=reading, daemon=True, name=library).start()
+        threading.Thread(target=_write, args=(process, self._input), daemon=True, name=f"input of {library}").start()
         threading.Thread(target=_end_children, args=(process,), daemon=True, name=f"end of {library}").start()
         try:
             self.ready = first.result(start_seconds)
@@ -135,15 +140,11 @@ class LibraryProcess:
         _kill(self._process)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises :class:`LibraryFailed`."""
-        assert self._process.stdin is not None
-        line = json.dumps(message) + "\n"
-        with self._lock:
-            try:
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
-            except (OSError, ValueError):
-                raise LibraryFailed(f"{self._library}: its process has ended") from None
+        """Returns at once, whether the process reads or not. Raises :class:`LibraryFailed`."""
+        if not self.alive():
+            raise LibraryFailed(f"{self._library}: its process has ended")
+        if not self._input.put(json.dumps(message) + "\n"):
+            raise LibraryFailed(f"{self._library}: its process reads nothing; {UNREAD >> 20} MB wait for it")
 
     def listen(self, episode: str) -> asyncio.Queue[dict[str, Any]]:
         """Where the messages about an episode arrive, in the running loop."""
@@ -153,6 +154,44 @@ class LibraryProcess:
 
     def forget(self, episode: str) -> None:
         self._waiting.pop(episode, None)
+
+
+class _Input:
+    """The lines that wait until a process reads them."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._size = 0
+
+    def put(self, line: str) -> bool:
+        """False where too many wait."""
+        with self._lock:
+            if self._size + len(line) > UNREAD:
+                return False
+            self._size += len(line)
+        self._lines.put(line)
+        return True
+
+    def end(self) -> None:
+        """No further line comes."""
+        self._lines.put("")
+
+    def take(self) -> str:
+        """The next line; empty at the end. Blocks."""
+        line = self._lines.get()
+        with self._lock:
+            self._size -= len(line)
+        return line
+
+
+def _write(process: subprocess.Popen[str], lines: _Input) -> None:
+    """Gives a process its lines, one after the other, and closes its input after the last one, or when it has ended."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin:
+        while line := lines.take():
+            process.stdin.write(line)
+            process.stdin.flush()
 
 
 def _deliver(
@@ -176,7 +215,8 @@ def _deliver(
     except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
         reason = "wrote a line that is no message"
         _kill(process)
-    reason = reason or f"ended with {process.wait()}"
+    code = process.wait()
+    reason = reason or f"ended with {code}"
     if not first.done():
         first.set_result({"refused": f"id: its process {reason} as it started; see the service's standard error"})
     ended = {"error": f"{library}: its process {reason}"}
@@ -211,11 +251,9 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], lines: _Input) -> None:
     """Ends a process by the end of its input, and kills it where that takes longer than :data:`END_SECONDS`."""
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
+    lines.end()
     killing = threading.Timer(END_SECONDS, _kill, (process,))
     killing.daemon = True
     with contextlib.suppress(RuntimeError):  # the interpreter ends
