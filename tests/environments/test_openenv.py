@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.environments.builtins import find
-from rookery.environments.openenv import fenced_texts
+from rookery.environments.openenv import ServerSessions, fenced_texts
 from rookery.errors import UserError
 
 
@@ -32,6 +33,43 @@ def test_options_that_name_no_server_are_refused(options: dict[str, Any], says: 
     with pytest.raises(UserError) as caught:
         find("openenv").validate_options(options)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+async def fill(sessions: ServerSessions, room: int) -> int:
+    """Opens sessions at a server with so much ``room`` until it refuses one; those that are open."""
+    while True:
+        url = await sessions.position(["u"])
+        if sessions.open[url] > room:
+            await sessions.leave(url, full=True)
+            return sessions.open[url]
+        await sessions.opened(url)
+
+
+async def test_the_limit_of_a_server_falls_with_a_refusal_and_rises_with_its_room() -> None:
+    sessions = ServerSessions(again_seconds=0.2)
+    async with asyncio.timeout(20):
+        assert await fill(sessions, room=4) == 4 and sessions.limits == {"u": 4}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await sessions.position(["u"])
+        for _ in range(4):
+            await sessions.leave("u")
+        assert await fill(sessions, room=2) == 2 and sessions.limits == {"u": 2}
+        assert await fill(sessions, room=64) == 64, "one that is tried again and has room is filled"
+
+
+async def test_a_session_that_the_server_counts_too_long_costs_its_place_for_a_while() -> None:
+    sessions = ServerSessions(again_seconds=0.05)
+    async with asyncio.timeout(20):
+        assert await fill(sessions, room=4) == 4
+        for _ in range(3):
+            await sessions.leave("u")
+            assert await fill(sessions, room=3) == 3
+        for _ in range(20):  # others come and go meanwhile
+            await sessions.leave("u")
+            await sessions.position(["u"])
+            await asyncio.sleep(0.005)
+        assert await fill(sessions, room=4) == 4
 
 
 @settings(max_examples=200, deadline=None)

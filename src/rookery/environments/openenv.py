@@ -1,7 +1,7 @@
 """The built-in ``openenv``: environments of the OpenEnv library, on servers of their own, over WebSocket.
 
 An episode is one session: ``reset``, then one ``step`` per reply. A session ends with its connection, so a lost one
-fails its episode; a server that is full makes the next episode wait until one of ours ends there.
+fails its episode; at a server that is full the next episode waits until one of ours ends, or for a while.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ FRAME_BYTES = 4 << 20
 
 PAUSE_SECONDS = 0.5
 """Between two attempts at a server that is full of others' sessions."""
+
+AGAIN_SECONDS = 5.0
+"""Time after which a server that was full is tried with one more session."""
 
 _OPENING = re.compile(r"```(?:json)?[ \t]*+\n")
 _CLOSING = re.compile(r"\n[ \t]*+```")
@@ -100,32 +103,51 @@ class SessionLost(RuntimeError):
     """The session of an episode is gone; one line."""
 
 
-class _Sessions:
-    """The sessions of one environment, by server."""
+class ServerSessions:
+    """The sessions of one environment, by server. A server that refuses one has as many of ours as are open then: its
+    limit. It is tried with one more after a while, and with another one as soon as that works: sessions of others end,
+    and a server may count one that we have left until its step has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, again_seconds: float = AGAIN_SECONDS) -> None:
         self.open: Counter[str] = Counter()
-        self.most: dict[str, int] = {}
-        """The number of our sessions at a server that was full."""
-        self.ended = asyncio.Condition()
+        self.limits: dict[str, int] = {}
+        self._again_seconds = again_seconds
+        self._again: dict[str, float] = {}
+        """When a server at its limit is tried with one more (seconds of the loop)."""
+        self._changed = asyncio.Condition()
 
     async def position(self, servers: Sequence[str]) -> str:
         """A server with room, as far as it is known; counted as open."""
-        async with self.ended:
+        async with self._changed:
             while True:
-                fitting = [url for url in servers if self.open[url] < self.most.get(url, self.open[url] + 1)]
-                if fitting:
+                now = asyncio.get_running_loop().time()
+                below = [url for url in servers if self.open[url] < self.limits.get(url, self.open[url] + 1)]
+                if fitting := below or [url for url in servers if self._again[url] <= now]:
                     url = min(fitting, key=lambda one: self.open[one])
                     self.open[url] += 1
+                    if not below:
+                        self._again[url] = now + self._again_seconds
                     return url
-                await self.ended.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(min(self._again[url] for url in servers)):
+                        await self._changed.wait()
+
+    async def opened(self, url: str) -> None:
+        """The server has accepted the session."""
+        async with self._changed:
+            if self.open[url] > self.limits.get(url, self.open[url]):
+                self.limits[url] = self.open[url]
+                self._again[url] = asyncio.get_running_loop().time()
+                self._changed.notify()
 
     async def leave(self, url: str, *, full: bool = False) -> None:
-        async with self.ended:
+        """The session is over; ``full``: because the server had no room."""
+        async with self._changed:
             self.open[url] -= 1
             if full and self.open[url] > 0:
-                self.most[url] = self.open[url]
-            self.ended.notify_all()
+                self.limits[url] = self.open[url]
+                self._again[url] = asyncio.get_running_loop().time() + self._again_seconds
+            self._changed.notify_all()
 
 
 class OpenEnv(Environment):
@@ -145,7 +167,7 @@ class OpenEnv(Environment):
             )
         self._schema: dict[str, Any] = action
         self._tasks = {split: self._count(name) for split, name in self._splits().items()}
-        self._sessions = _Sessions()
+        self._sessions = ServerSessions()
         self._socket: ClientConnection | None = None
         self._server = ""
         self._steps = self._invalid = 0
@@ -184,6 +206,7 @@ class OpenEnv(Environment):
                 await self._leave()
                 raise
             if answer is not None:
+                await self._sessions.opened(self._server)
                 return [{"role": "user", "content": self._shown(answer)}]
             await self._leave(full=True)
             await asyncio.sleep(PAUSE_SECONDS)
