@@ -689,6 +689,24 @@ def test_endless_prompts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers(PromptDataset(Streamed(13), "eval"), 11, 5, wrap=False) == [11, 12]
 
 
+@pytest.mark.parametrize("asked", [[0, 11], [0, 5, 0]])
+def test_an_iterator_that_is_used_up_is_reported(monkeypatch: pytest.MonkeyPatch, asked: list[int]) -> None:
+    monkeypatch.setattr(datasets, "STREAM_AFTER", 10)
+
+    class Once(Environment):
+        left = iter(range(13))
+
+        def prompts(self, split: Split) -> Iterable[Any]:
+            return self.left
+
+    prompts = PromptDataset(Once(), "train")
+    for start in asked[:-1]:
+        assert numbers(prompts, start, 2) == [start, start + 1]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"gave 1[13] entries, and [02] when it was called again; return a new"):
+            numbers(prompts, asked[-1], 3)
+
+
 def test_prompts_that_are_missing_or_no_json_are_reported() -> None:
     with pytest.raises(ValueError, match="gave none"):
         numbers(PromptDataset(Listed(0), "train"), 0, 1)

@@ -33,6 +33,8 @@ class PromptDataset:
         self._finite: Sequence[Any] | None = None
         self._stream: Iterator[bytes] | None = None
         self._position = 0
+        self._most = 0
+        """The most entries that the stream has given."""
         self._length = -1
 
     def take(self, start: int, count: int, seed: int, shuffle: bool, *, wrap: bool) -> tuple[list[bytes], int]:
@@ -75,7 +77,7 @@ class PromptDataset:
         if hasattr(prompts, "__len__") or len(head) <= STREAM_AFTER:
             self._finite = head
         else:
-            self._stream = itertools.chain(head, entries)
+            self._stream, self._position, self._most = itertools.chain(head, entries), 0, len(head)
 
     def _read(self, start: int, count: int, wrap: bool) -> list[bytes]:
         chosen: list[bytes] = []
@@ -87,13 +89,22 @@ class PromptDataset:
                 index %= self._length
             if self._stream is None or index < self._position:
                 self._stream, self._position = _encoded(self._environment.prompts(self._split)), 0
-            entry = next(itertools.islice(self._stream, index - self._position, None), None)
-            if entry is None:
-                # the stream ended: count it once, so that later indices can wrap
-                self._length = sum(1 for _ in self._environment.prompts(self._split))
+            entry: bytes | None = b""
+            try:
+                while self._position <= index and (entry := next(self._stream, None)) is not None:
+                    self._position += 1
+            except BaseException:  # such as of a prompt that is no JSON: the stream ends with it
                 self._stream = None
+                raise
+            if entry is None:  # the stream ended: later indices wrap
+                if self._position < self._most:
+                    raise ValueError(
+                        f"prompts({self._split!r}) gave {self._most} entries, and {self._position} when it was called"
+                        " again; return a new iterable at each call"
+                    )
+                self._length = self._position
                 continue
-            self._position = index + 1
+            self._most = max(self._most, self._position)
             chosen.append(entry)
         return chosen
 
