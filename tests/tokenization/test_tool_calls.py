@@ -230,6 +230,14 @@ SMOLLM3 = (
     "\n<tool_call><|im_end|>\n{%- endif %}{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CODER = (
+    "{%- for tool in tools or [] %}{{ tool | tojson }}<tool_call><function=…>{%- endfor %}{%- for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{%- for call in m.tool_calls or [] %}\n<tool_call>\n"
+    "<function={{ call.function.name }}>\n{%- for key, value in call.function.arguments.items() %}\n"
+    "<parameter={{ key }}>\n{{ value if value is string else value | tojson }}\n</parameter>{%- endfor %}\n</function>"
+    "\n</tool_call>{%- endfor %}<|im_end|>\n{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 STRICT = (
     "{%- for m in messages %}{%- if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no role') }}"
     "{%- endif %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{%- endfor %}"
@@ -274,6 +282,26 @@ def test_conversation_that_ends_with_the_assistant_is_continued(template: str) -
     with pytest.raises(UserError, match="cannot be continued"):
         made("{{ messages[0].content }}").conversation([{"role": "user", "content": "a"}, {"role": "assistant",
                                                                                       "content": "b"}])  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [QWEN, SMOLLM3, CODER])
+@pytest.mark.parametrize("text", ["02139", "12", "true", "null", "1.50", '{"a": 1}', "x", ""])
+def test_a_call_that_a_conversation_repeats_is_continued(template: str, text: str) -> None:
+    """Whatever a text looks like: its parameter is declared as one."""
+    chat = made(template)
+    parameters = {"type": "object", "properties": {"zip": {"type": "string"}, "n": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    before: list[dict[str, Any]] = [{"role": "user", "content": "Where?"}]
+    function = {"name": "find", "arguments": {"zip": text, "n": 3}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": function}]}
+    written, arguments = chat.tools.adapt([*before, calling], tools)
+    reply = chat.render(written, add_generation_prompt=False, **arguments).rpartition("assistant\n")[2]
+    sampled = [token for letter in reply.removesuffix("<|im_end|>\n") for token in chat.encode(letter)]
+    content, [(name, given)] = chat.read_reply(sampled, (), tools)
+    assert (content.strip(), name, json.loads(given)) == ("", "find", function["arguments"])
+    tokens = [*chat.conversation(before, tools), *sampled]
+    longer = chat.continuation(tokens, sampled, [*before, calling, {"role": "tool", "content": "x"}], 1, tools)
+    assert longer is not None and longer[: len(tokens)] == tokens
 
 
 def test_smollm2_has_tools_although_its_template_has_none() -> None:

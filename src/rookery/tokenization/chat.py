@@ -31,7 +31,15 @@ from rookery.errors import UserError
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
-from rookery.tokenization.tool_calls import READERS, ToolSupport, called, message_key, read_whole, support_of
+from rookery.tokenization.tool_calls import (
+    READERS,
+    CallReader,
+    ToolSupport,
+    called,
+    message_key,
+    read_whole,
+    support_of,
+)
 
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``, with calls of tools also ``tool_calls``."""
@@ -220,13 +228,13 @@ class Chat:
         """As :meth:`extend`, of a client's conversation with ``tools``, in which the reply is the message at ``index``:
         calls count as written where the template writes the same calls, in whatever form."""
         written, arguments = self.tools.adapt(messages, tools)
-        reply, names = messages[index], [tool["function"]["name"] for tool in tools]
+        reply = messages[index]
         content, calls = reply.get("content") or "", reply.get("tool_calls")
 
         def same(text: str) -> bool:
             if not calls:
                 return text.strip() == content.strip()
-            found = read_whole(READERS[self.tools.style](names), text)
+            found = read_whole(self.call_reader(tools), text)
             return message_key(*found) == message_key(content, [called(call) for call in calls])
 
         return self._extended(tokens, reply_tokens, written, index + len(written) - len(messages), arguments, same)
@@ -262,16 +270,20 @@ class Chat:
     ) -> tuple[str, list[tuple[str, Any]]]:
         """The text of a whole reply up to a stop string, and its calls of ``tools``, name and arguments, as a client
         gets them."""
-        names = [tool["function"]["name"] for tool in tools]
-        reads = bool(names) or self.tools.style == "harmony"
+        reads = bool(tools) or self.tools.style == "harmony"
         text = StreamingText(self.token_bytes, stops, special=reads)
         if not reads:
             return text.take(tokens, last=True), []
         if tokens and tokens[-1] in self.stop_tokens:
             tokens = tokens[:-1]
-        parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        content, calls = read_whole(READERS[self.tools.style](names, parameters), text.take(tokens, last=True))
+        content, calls = read_whole(self.call_reader(tools), text.take(tokens, last=True))
         return self.without_special(content), calls
+
+    def call_reader(self, tools: Sequence[Mapping[str, Any]]) -> CallReader:
+        """Reads the calls of ``tools`` in a reply, their arguments as the tools' schemas declare them."""
+        functions = [tool["function"] for tool in tools]
+        parameters = {function["name"]: function.get("parameters") or {} for function in functions}
+        return READERS[self.tools.style](list(parameters), parameters)
 
     def pieces(self, text: str, edges: Sequence[int]) -> list[list[int]]:
         """Token ids of ``text`` cut at the rising offsets ``edges``, one list more than there are edges; a piece is
