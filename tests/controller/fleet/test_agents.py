@@ -11,7 +11,7 @@ import pytest
 from tests.support.peers import ManualClock
 
 from rookery.aio import cancel_all
-from rookery.controller.fleet.agents import Agents, AgentSession, EpisodeEnded
+from rookery.controller.fleet.agents import KEYS_KEPT, Agents, AgentSession, EpisodeEnded
 from rookery.errors import Unauthorized
 from rookery.storage.data_dir import hash_key
 
@@ -47,6 +47,22 @@ async def test_nothing_but_the_keys_of_an_evaluation_is_kept_after_its_end() -> 
     assert tenant == "tenant" and isinstance(error, EpisodeEnded)
     with pytest.raises(Unauthorized, match="does not open the episode"):
         await agents.find("job-e0", hash_key("another"))
+
+
+async def test_the_first_key_of_an_agent_stays_valid_however_often_it_is_given_another() -> None:
+    """A host answers the repeated reset from memory: its agent keeps the first key."""
+    numbers = iter(range(100))
+    clock = ManualClock()
+    agents = Agents(clock, lambda count: next(numbers).to_bytes(count), nothing_stored)
+    keys, given = list[str](), list[str]()
+    for _ in range(10):
+        session = session_of(clock, hosted=True, keys=keys)
+        with agents.present(session):
+            given.append(hash_key(await agents.give(session)))
+            keys = session.keys
+            for key in (given[0], given[-1]):
+                assert await agents.find("job-e0", key) == ("tenant", session)
+    assert keys == [given[0], *given[-KEYS_KEPT + 1 :]]
 
 
 async def test_an_episode_wakes_only_processes_that_wait_for_its_job() -> None:

@@ -31,7 +31,8 @@ KEY_PREFIX = "tml-ep-"
 KEY_BYTES = 24
 
 KEYS_KEPT = 4
-"""Keys of one episode that are valid: one for each restart of the service that an agent lived through."""
+"""Keys of one episode that are valid: the first one, which an agent keeps that lives through restarts and pauses, and
+the newest ones."""
 
 ENDED_SECONDS = 3600.0
 """Time for which a late call to an evaluation's episode, which is not stored, learns that it has ended."""
@@ -234,7 +235,8 @@ class Agents:
         session.advance("opened")
         self._forget_waiting(session)
         key = KEY_PREFIX + self._random(KEY_BYTES).hex()
-        session.keys = [*session.keys, hash_key(key)][-KEYS_KEPT:]
+        first, later = session.keys[:1], [*session.keys[1:], hash_key(key)]
+        session.keys = [*first, *later[1 - KEYS_KEPT :]]
         session.since = self._clock.monotonic()
         await session.save(" ".join(session.keys))
         return key
