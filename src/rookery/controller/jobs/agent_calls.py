@@ -343,7 +343,7 @@ class AgentCalls:
             refused = self.session.calls_refused
             tried = f": {refused.total()} calls were refused ({refused.most_common(1)[0][0]})" if refused else ""
             raise ValueError(f"its agent ended without a reply of a policy{tried}")
-        if not any(turn.trained for turn in turns):
+        if self.session.split == "train" and not any(turn.trained for turn in turns):
             raise ValueError(
                 f"none of its agent's {len(turns)} calls can be trained on: they change how tokens are sampled; leave"
                 " out temperature, top_p, penalties and response_format in some"
