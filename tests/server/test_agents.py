@@ -391,11 +391,14 @@ def test_a_program_opens_drives_and_finishes_every_episode(client: Keyed) -> Non
         assert episode.task["prompt"] == f"{episode.task['n']}?" and episode.models == ["main"]
         splits.add(episode.split)
         with OpenAI(base_url=episode.base_url, api_key=episode.key) as llm:
-            text = ask(llm, episode.task["prompt"]).choices[0].message.content
-        assert driver.finish(episode, float(text == "4"), metrics={"length": len(text)}).json()["state"] == "done"
+            plain = {} if episode.split == "train" else {"temperature": 0}
+            text = ask(llm, episode.task["prompt"], **plain).choices[0].message.content
+        ended = driver.finish(episode, float(text == "4"), metrics={"length": len(text)}).json()
+        assert ended == {"episode": episode.episode, "state": "done", "error": None}
     view = driver.job.show()
     assert view.state == "completed", view.reason
     assert splits == {"train", "eval"} and view.counters.episodes >= 8
+    assert [row.prompts for row in driver.job.evaluations()] == [1, 1]
     assert driver.post("", wait=0).status_code == 410
     rows = list(driver.job.metrics())
     assert [row["reward/length"] for row in rows] and len(rows) == 2
@@ -609,6 +612,39 @@ def test_running_calls_end_with_their_episode(driver: Driver, worker: Recording)
             running.result()
         assert driver.finish(episode).status_code == 200
         refused(llm, openai.APIStatusError, "has ended")
+
+
+def test_an_end_that_cannot_count_is_answered_so(driver: Driver) -> None:
+    with opened(driver) as (episode, llm):
+        answer = driver.finish(episode).json()
+        assert answer["state"] == "failed" and "its agent ended without a reply" in answer["error"]
+        (row,) = episodes(driver.client, driver.job.id, failed=True)
+        assert row.error == answer["error"]
+        assert "has ended: it is failed (its agent ended without a reply" in driver.finish(episode).text
+    with opened(driver) as (episode, llm):
+        ask(llm, "a?", top_p=0.5)
+        assert "can be trained on" in driver.finish(episode).json()["error"]
+
+
+def test_the_end_of_an_earlier_attempt_at_a_held_out_episode_ends_no_later_one(client: Keyed) -> None:
+    driver = Driver(client, evaluation={"prompts": 1})
+
+    def held_out() -> Any:
+        while (episode := driver.open()).split != "eval":
+            pass
+        return episode
+
+    first = held_out()
+    driver.job.pause()
+    driver.job.resume()
+    second = held_out()
+    assert second.task == first.task and second.seed == first.seed and second.episode != first.episode
+    late = driver.post(f"/{first.episode}/fail", reason="its calls failed")
+    assert late.status_code == 410, late.text
+    with OpenAI(base_url=second.base_url, api_key=second.key, max_retries=0) as llm:
+        ask(llm, "a?")
+    assert driver.finish(second).json()["state"] == "done"
+    driver.job.cancel()
 
 
 def test_an_end_that_was_not_stored_can_be_repeated(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,8 @@ class EpisodeFailure(RequestModel):
 
 class EpisodeState(BaseModel):
     episode: str
-    state: Literal["done", "failed"] = Field(description="As its agent ended it; the job may count it as failed")
+    state: Literal["done", "failed"] = Field(description="As the job counts it")
+    error: str | None = Field(None, description="Why it failed")
 
 
 class SampleMessage(RequestModel):

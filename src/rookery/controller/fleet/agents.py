@@ -104,7 +104,9 @@ class AgentSession:
     changed: Signal = field(default_factory=Signal)
     """Notified when its state changes."""
     stored: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the end of the episode is durable."""
+    """Set when the end of the episode is durable; of a held-out one, when the job counts its result."""
+    failure: str = ""
+    """Why the job counts the episode as failed; set before ``stored``."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its job runs the episode no more, whether its end is durable or not."""
     result: AgentOutcome | str | None = None
@@ -170,6 +172,7 @@ class EndedKeys(NamedTuple):
     """The record of a session that ended."""
 
     tenant: str
+    job: str
     keys: tuple[str, ...]
     """Hashes."""
 
@@ -222,7 +225,7 @@ class Agents:
             if self._live.get(session.id) is session:
                 del self._live[session.id]
             if session.split == "eval":
-                self._ended[session.id] = EndedKeys(session.tenant, tuple(session.keys))
+                self._ended[session.id] = EndedKeys(session.tenant, session.job, tuple(session.keys))
 
     def _forget_waiting(self, session: AgentSession) -> None:
         waiting = self._waiting.get(session.job, {})
@@ -296,6 +299,9 @@ class Agents:
             if session.hosted:
                 raise Conflict(f"episode {episode} runs in an environment host, which ends it")
             return session
+        ended = self._ended.get(episode)
+        if ended is not None and (ended.tenant, ended.job) == (tenant, job):
+            raise EpisodeEnded(f"episode {episode} has ended: it counts no more")
         found = await self.standing(tenant, job, episode)
         if found.runs_again:
             raise self._away(episode, found)

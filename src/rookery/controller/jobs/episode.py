@@ -167,10 +167,16 @@ class Episode:
                 raise EpisodeFailed(str(error)) from None
         raise EpisodeFailed(f"its environment host was lost {REPLAY_LIMIT} times")
 
-    def close(self) -> None:
-        """Close the environment; where an agent's process waits for the end to be stored, it is told so."""
+    def end(self, error: str = "") -> None:
+        """Its end is stored, with ``error`` as a failure: answer the agent's process that waits for it, and close the
+        environment."""
         if self._session is not None:
+            self._session.failure = error
             self._session.stored.set()
+        self.close()
+
+    def close(self) -> None:
+        """Close the environment."""
         if self._host is not None:
             self.job.controller.rooms.hosts.close_episode(self._host, self.id)
             self._host = None

@@ -23,7 +23,11 @@ from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import short
 from rookery.protocol import BestConstant
 from rookery.spec import values
+from rookery.spec.job import AGENT
 from rookery.storage.repositories.versions import add_evaluation, evaluations
+
+ATTEMPT_LETTERS = 8
+"""Letters of an attempt in the name of a held-out episode that a program opens."""
 
 
 class EvalResult(msgspec.Struct):
@@ -125,16 +129,24 @@ async def _run(
     name = f"{job.row.id}-e{versions[policy.name]}-{number}"
     if len(job.policies) > 1:
         name += f"-{policy.name}"
+    opened = job.spec.environment.id == AGENT
+    if opened:  # another program may have an earlier attempt, whose end is not that of this one
+        name += f"-{job.controller.ids.new('attempt')[-ATTEMPT_LETTERS:]}"
     episode = Episode(job, name, job.refs(versions), prompt, seed, environment_seed=seed)
     shown = values.decode(prompt)
     try:
         async with slots:
             result = await episode.run()
+        part = result.of(policy.name)
+        if part is None:
+            raise EpisodeFailed(f"the policy {policy.name} has no reply in the episode")
+        episode.end()
     except (EpisodeFailed, GenerationFailed) as error:
+        episode.end(str(error))
         return EvalResult(shown, error=str(error))
     finally:
         episode.close()
-    part = result.of(policy.name)
-    if part is None:
-        return EvalResult(shown, error=f"the policy {policy.name} has no reply in the episode")
+        episode.leave()
+        if opened:  # nobody takes its calls up
+            job.controller.rooms.rollouts.close_episode(job.row.id, name)
     return EvalResult(shown, part.reward, "\n".join(result.replies), result.metrics)

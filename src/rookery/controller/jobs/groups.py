@@ -239,7 +239,7 @@ class Groups:
             extra = {"tenant": row.tenant, "job": row.job, "version": row.version, "episode": row.id}
             log.warning("episode %s failed: %s", row.id, error, extra=extra)
             await progress.store(jobs.finish_episode, row.id, "failed", self._clock.time(), error=str(error))
-            episode.close()
+            episode.end(str(error))
             return None
         self._record_end(group, "")
         part = result.of(self._job.first.name)
@@ -255,7 +255,7 @@ class Groups:
             metrics=result.metrics,
             version=min(part.versions, default=row.version) if part is not None else row.version,
         )
-        episode.close()
+        episode.end()
         return result
 
     def _record_end(self, group: GroupRow, error: str) -> None:

@@ -89,15 +89,17 @@ async def _end(
     durable = await unless(disconnected(request), unless(service.closing.wait(), session.settled()))
     if durable is None:
         raise Unavailable("the service is stopping; try again when it is back")
-    state = "failed" if isinstance(result, str) else "done"
+    state, error = "failed" if session.failure else "done", session.failure
     if not durable:
+        if session.split == "eval":
+            raise EpisodeEnded(f"the end of episode {episode} does not count: its job evaluates again, in others")
         found = await agents.standing(job.tenant, job.id, episode)
         if found.runs_again:
             raise Unavailable(f"the end of episode {episode} was not stored: its job is {found.job_state}; try again")
         if found.state not in ("done", "failed"):
             raise EpisodeEnded(f"episode {episode} was dropped: its job is {found.job_state}")
-        state = found.state
-    return {"episode": episode, "state": state}
+        state, error = found.state, found.error
+    return {"episode": episode, "state": state, "error": error or None}
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
