@@ -27,9 +27,9 @@ from rookery.network import client_tls
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
-RETRIES = 12
-"""Times that a client repeats a call that found no service: with the pauses of OpenAI's client, more than a minute, in
-which a service restarts."""
+RETRIES = 30
+"""Times that a client repeats a call that found no service, or a job that does not run: with pauses of up to 8 seconds,
+more than two minutes, in which a service restarts and an outage passes."""
 
 
 @dataclass

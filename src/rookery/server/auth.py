@@ -58,6 +58,9 @@ MINUTE = 60.0
 KEY_SECONDS = 1.0
 """A key that was valid is not read again for so long; one that was revoked here is not valid at once."""
 
+OPEN_RETRY_SECONDS = 4.0
+"""Time after which a request is repeated, where the tenant has as many open as it may have: each may take long."""
+
 UPLOADS_AT_ONCE = 64
 """Files that workers upload at the same time; further ones wait."""
 
@@ -258,7 +261,7 @@ def _open_request(service: ServiceContext, connection: HTTPConnection, tenant: s
     if service.open_requests[tenant] >= most:
         service.refusals["requests_open"] += 1
         raise TooManyRequests(
-            f"{most} requests of yours are open (a quarter of ROOKERY_CONNECTIONS); end some first", 1.0
+            f"{most} requests of yours are open (a quarter of ROOKERY_CONNECTIONS); end some first", OPEN_RETRY_SECONDS
         )
     service.open_requests[tenant] += 1
     connection.state.open = True

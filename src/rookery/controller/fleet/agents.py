@@ -34,6 +34,10 @@ KEYS_KEPT = 4
 """Keys of one episode that are valid: the first one, which an agent keeps that lives through restarts and pauses, and
 the newest ones."""
 
+AWAY_SECONDS = 8.0
+"""Time after which an agent repeats a call to an episode that does not run now: as long as the longest pause of
+OpenAI's client, which a header of the response replaces."""
+
 ENDED_SECONDS = 3600.0
 """Time for which a late call to an evaluation's episode, which is not stored, learns that it has ended."""
 
@@ -59,6 +63,13 @@ class EpisodeEnded(RookeryError):
     """The agent's episode is over: no call of it counts any more, and repeating it does not help."""
 
     status = 410
+
+
+class EpisodeAway(Unavailable):
+    """The agent's episode does not run now, and continues when its job does. A job that an outage paused is tried again
+    after half a minute: a client that obeys ``Retry-After`` repeats its calls until then."""
+
+    retry_after = AWAY_SECONDS
 
 
 class AgentFailed(RookeryError):
@@ -141,7 +152,7 @@ class AgentSession:
     def refusal(self) -> RookeryError:
         """The error of a call after the end."""
         if self.reason == "closed":
-            return Unavailable(f"episode {self.id} does not run now: its job pauses or restarts; try again later")
+            return EpisodeAway(f"episode {self.id} does not run now: its job pauses or restarts; try again later")
         return EpisodeEnded(f"episode {self.id} has ended ({self.reason}): its key opens nothing any more")
 
     @contextlib.contextmanager
@@ -317,8 +328,8 @@ class Agents:
         return found
 
     @staticmethod
-    def _away(episode: str, found: EpisodeStanding) -> Unavailable:
-        return Unavailable(f"episode {episode} does not run now: its job is {found.job_state}; try again later")
+    def _away(episode: str, found: EpisodeStanding) -> EpisodeAway:
+        return EpisodeAway(f"episode {episode} does not run now: its job is {found.job_state}; try again later")
 
     async def attend(
         self, session: AgentSession, step_timeout: float, return_timeout: float, away: Callable[[], bool]
