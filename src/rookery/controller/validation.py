@@ -267,13 +267,13 @@ class JobValidator:
         services = self._services
         options = spec.environment.options
         if spec.environment.id == "verifiers":
-            for name in ("tokenizer", "policies"):
+            for name in ("tokenizer", "policies", "trained"):
                 if name in options:
                     raise UserError(f"environment.{name}: the service fills it in; leave it out")
             if len(set(spec.base_models)) > 1:
                 raise UserError("environment.id: verifiers renders for one base model; give every policy the same")
             tokenizer = str(model_folder(services.settings.cache, spec.base_models[0]))
-            return {**options, "tokenizer": tokenizer, "policies": list(spec.policies)}
+            return {**options, "tokenizer": tokenizer, "policies": list(spec.policies), "trained": spec.trained}
         if spec.environment.id not in FILE_ENVIRONMENTS:
             return options
         for field, path in (("dataset", "path"), ("eval_dataset", "eval_path")):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from rookery.environments.foreign.process import inherited
-from rookery.environments.foreign.verifiers_process import Refused, check_id, check_taskset
+from rookery.environments.foreign.verifiers import policy_of
+from rookery.environments.foreign.verifiers_process import Refused, check_id, check_taskset, rewards_by_role
+from rookery.errors import UserError
 
 
 class Size(enum.Enum):
@@ -50,6 +53,45 @@ class Fields(BaseModel):
     trust_remote_code: bool = False
     port: int = 1
     subset: str = Field("", alias="dataset_path")
+
+
+@pytest.mark.parametrize(
+    ("agent", "others", "policies", "trained", "plays"),
+    [
+        ("agent", [], ["main"], ["main"], "main"),
+        ("solver", ["judge"], ["judge", "main"], ["main"], "main"),
+        ("solver", ["judge"], ["judge", "solver"], ["solver"], "solver"),
+        ("solver", ["judge"], ["judge", "solver"], ["judge", "solver"], "solver"),
+        ("solver", ["judge"], ["judge", "main"], ["judge", "main"], "main"),
+        ("solver", ["judge"], ["judge", "solver", "main"], ["main"], "solver"),
+        ("solver", ["judge"], ["judge", "main", "more"], ["main", "more"], "main, more could all play it"),
+        (
+            "solver",
+            ["judge"],
+            ["judge", "main"],
+            ["judge"],
+            "no policy that trains is left for it; name a policy",
+        ),
+    ],
+)
+def test_the_trained_role_is_played_by_the_policy_of_its_name_or_the_one_that_trains(
+    agent: str, others: list[str], policies: list[str], trained: list[str], plays: str
+) -> None:
+    if plays in policies:
+        assert policy_of(agent, others, policies, trained) == plays
+    else:
+        with pytest.raises(UserError, match=plays):
+            policy_of(agent, others, policies, trained)
+
+
+def test_each_role_has_the_reward_of_its_traces() -> None:
+    def trace(role: str, **rewards: float | None) -> Any:
+        given = {name: value for name, value in rewards.items() if value is not None}
+        return SimpleNamespace(agent=SimpleNamespace(name=role), rewards=rewards, reward=sum(given.values()))
+
+    traces = [trace("solver", right=1.0), trace("solver", right=0.0), trace("judge", fair=0.25), trace("user", a=None)]
+    assert rewards_by_role(traces) == {"solver": 0.5, "judge": 0.25}
+    assert rewards_by_role([trace("user"), SimpleNamespace(agent=None, rewards={"a": 1.0}, reward=1.0)]) == {}
 
 
 @pytest.mark.parametrize(

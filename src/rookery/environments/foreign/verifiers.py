@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,13 +76,15 @@ class VerifiersOptions(BaseModel):
     numbers or choices, `id` of another environment for its tasks, and for each role `max_turns`, `timeout`, limits of
     tokens, `harness: {id}`."""
     agent: Name | None = None
-    """The role whose replies are trained, where there are several. Each other role is a policy of the job with its
-    name, such as a frozen one."""
+    """The role whose replies are trained, where there are several: the policy of its name, or else the one that trains.
+    Each other role is a policy of the job with its name, such as a frozen one."""
     eval_last: int = Field(0, ge=0, le=INTEGER)
     """Number of tasks at the end that are held out from training."""
     tokenizer: Line | None = None
     """Filled in by the service."""
     policies: list[Name] | None = Field(None, max_length=MOST_POLICIES)
+    """Filled in by the service."""
+    trained: list[Name] = Field(default_factory=list, max_length=MOST_POLICIES)
     """Filled in by the service."""
 
     @field_validator("package")
@@ -92,6 +94,18 @@ class VerifiersOptions(BaseModel):
         if value not in installed.names:
             raise ValueError(f"one of the administrator's: {', '.join(installed.names)}")
         return value
+
+
+def policy_of(agent: str, others: Sequence[str], policies: Sequence[str], trained: Sequence[str]) -> str:
+    """The policy that plays the trained role ``agent``, of the job's ``policies``, of which some are ``trained``; each
+    of the ``others`` is played by the one of its name. Raises :class:`UserError`."""
+    if agent in policies:
+        return agent
+    free = [name for name in trained if name not in others]
+    if len(free) == 1:
+        return free[0]
+    fault = f"{', '.join(free)} could all play it" if free else "no policy that trains is left for it"
+    raise UserError(f"environment.agent: {fault}; name a policy {agent}, as the role that is trained")
 
 
 class Verifiers(Environment):
@@ -114,6 +128,9 @@ class Verifiers(Environment):
                 f" {ready['agent']} is a policy of the job with its name: add policies.{missing[0]}, such as"
                 f" {{{missing[0]}: {{train: false, base: true}}}}"
             )
+        self._policy, self._trained = "", options.trained
+        if options.policies is not None:
+            self._policy = policy_of(ready["agent"], others, options.policies, options.trained)
         tasks: list[dict[str, Any]] = ready["tasks"]
         if options.eval_last >= len(tasks):
             raise UserError(
@@ -124,13 +141,15 @@ class Verifiers(Environment):
         self._process: LibraryProcess | None = None
         self._inbox: asyncio.Queue[dict[str, Any]] | None = None
         self._name, self._call = "", -1
+        self._spoken: set[str] = set()
+        """The policies that were asked."""
 
     def prompts(self, split: Split) -> Iterable[Any]:
         return self._splits[split]
 
     async def reset(self, prompt: Any, seed: int) -> Step:
         process = self._process = await self._processes.join()
-        self._name = self._processes.next_name()
+        self._name, self._spoken = self._processes.next_name(), set()
         self._inbox = process.listen(self._name)
         process.send({"run": self._name, "task": prompt})
         step = await self._next()
@@ -162,7 +181,14 @@ class Verifiers(Environment):
         if "error" in message:
             raise LibraryFailed(message["error"])
         if "ended" in message:
-            return Step(reward=message["reward"], done=True, metrics=message["metrics"])
+            return self._end(message["reward"], message["rewards"], message["metrics"])
         self._call, role = message["call"], message["role"]
-        policy = "" if role in (None, self._process.ready["agent"]) else role
+        policy = self._policy if role in (None, self._process.ready["agent"]) else role
+        self._spoken.add(policy)
         return Step(tokens=message["tokens"], policy=policy)
+
+    def _end(self, reward: float, rewards: Mapping[str, float], metrics: dict[str, float]) -> Step:
+        """The end of an episode with the ``reward`` of the trained role. Another role that trains gets its own, where
+        the environment has ``rewards`` for it."""
+        others = [role for role in rewards if role in self._trained and role in self._spoken and role != self._policy]
+        return Step([], reward, True, metrics, rewards={role: rewards[role] - reward for role in others})

@@ -28,7 +28,7 @@ import tempfile
 import threading
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -322,7 +322,21 @@ class Runs:
                 if value is not None:
                     metrics.setdefault(str(name), []).append(float(value))
         means = {name: sum(values) / len(values) for name, values in metrics.items()}
-        return {"reward": sum(float(trace.reward) for trace in mine) / len(mine), "metrics": means}
+        return {"reward": mean_reward(mine), "rewards": rewards_by_role(ran.traces), "metrics": means}
+
+
+def mean_reward(traces: Collection[Any]) -> float:
+    return sum(float(trace.reward) for trace in traces) / len(traces)
+
+
+def rewards_by_role(traces: Iterable[Any]) -> dict[str, float]:
+    """The mean reward of each role that the environment has rewarded."""
+    rewarded: dict[str, list[Any]] = {}
+    for trace in traces:
+        role = getattr(trace.agent, "name", None)
+        if role and any(one is not None for one in trace.rewards.values()):
+            rewarded.setdefault(role, []).append(trace)
+    return {role: mean_reward(mine) for role, mine in rewarded.items()}
 
 
 def line(error: object) -> str:
