@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rookery.environments import judges
 from rookery.environments.base import Reply
 from rookery.environments.builtins import find
 from rookery.environments.judges import parse_judges, set_judges
@@ -20,6 +21,8 @@ ROW = {"prompt": "Write a haiku about {topic}.", "topic": "rain"}
 class Endpoint(ThreadingHTTPServer):
     answer: Any = "I give 7 of 10: 7"
     seen: list[tuple[str, str | None, Any]]
+    busy: list[int]
+    """Statuses of the next answers, before the first good one."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -29,7 +32,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, self.headers["Authorization"], body))
         answer = json.dumps({"choices": [{"message": {"content": self.server.answer}}]}).encode()
-        self.send_response(200 if self.server.answer is not None else 500)
+        status = self.server.busy.pop(0) if self.server.busy else 200 if self.server.answer is not None else 500
+        self.send_response(status)
+        if status == 429:
+            self.send_header("Retry-After", "0.01")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -41,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     server = Endpoint(("127.0.0.1", 0), Handler)
-    server.seen = []
+    server.seen, server.busy = [], []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("JUDGE_KEY", "secret")
     set_judges(f"strict=http://127.0.0.1:{server.server_port}/v1 large JUDGE_KEY")
@@ -77,6 +83,17 @@ def test_a_judge_that_fails_fails_the_episode(endpoint: Endpoint) -> None:
     endpoint.answer = None
     with pytest.raises(UserError, match=r"judge strict: .* answers 500"):
         judged({"model": "strict"})
+
+
+def test_a_judge_that_is_busy_is_asked_again(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint.busy = [429, 503, 529, 429]
+    monkeypatch.setattr(judges, "FIRST_PAUSE", 0.01)
+    assert judged({"model": "strict"}).reward == 0.7 and len(endpoint.seen) == 5
+    monkeypatch.setattr(judges, "REPEAT_SECONDS", 0.05)
+    endpoint.busy = [503] * 100
+    with pytest.raises(UserError, match=r"judge strict: .* answers 503"):
+        judged({"model": "strict"})
+    assert endpoint.busy
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rookery.environments.models import ModelAnswer, ModelQuestion
-from rookery.environments.outbound import request_json
+from rookery.environments.outbound import ServerBusy, request_json
 from rookery.errors import UserError, short
 from rookery.network import named_services
 
 SECONDS = 60.0
 """Longest wait for a judge's answer."""
+
+REPEAT_SECONDS = 30.0
+"""Time in which a question to a judge that is busy is asked again: half of the default ``step_timeout``, within which
+the owner of the job reads why no answer came."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
+"""Between two attempts, where the judge names no time: twice as long after each."""
+
+SHORTEST_PAUSE = 0.1
 
 
 @dataclass(frozen=True)
@@ -78,12 +90,13 @@ def answer_of(judge: NamedJudge, question: ModelQuestion) -> ModelAnswer:
 
 
 def ask_named(judge: NamedJudge, name: str, arguments: Mapping[str, Any]) -> ModelAnswer:
-    """The answer of a judge to a chat completion with these arguments. Blocks; raises :class:`UserError`."""
+    """The answer of a judge to a chat completion with these arguments; one that is busy is asked again. Blocks; raises
+    :class:`UserError`."""
     key = os.environ.get(judge.variable, "") if judge.variable else ""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = {"temperature": 0, **arguments, "model": judge.model}
     url = f"{judge.url}/chat/completions"
-    answer = request_json(url, f"judge {name}", body, headers, allowed="*", seconds=SECONDS)
+    answer = _repeated(partial(request_json, url, f"judge {name}", body, headers, allowed="*"))
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
@@ -92,3 +105,18 @@ def ask_named(judge: NamedJudge, name: str, arguments: Mapping[str, Any]) -> Mod
     counts = [used.get(name) if isinstance(used, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
     read, written = (count if isinstance(count, int) else 0 for count in counts)
     return ModelAnswer(text if isinstance(text, str) else "", read, written)
+
+
+def _repeated(request: Callable[..., Any]) -> Any:
+    """The answer to ``request(seconds=…)``, within :data:`SECONDS`; it is made again where the judge is busy, for
+    :data:`REPEAT_SECONDS`."""
+    began, pause = time.monotonic(), FIRST_PAUSE
+    while True:
+        try:
+            return request(seconds=max(began + SECONDS - time.monotonic(), 1.0))
+        except ServerBusy as error:
+            wait = max(error.retry_after, SHORTEST_PAUSE) if error.retry_after else pause * random.uniform(0.5, 1.0)
+            if time.monotonic() + wait > began + REPEAT_SECONDS:
+                raise
+            time.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE)

@@ -26,10 +26,22 @@ SECONDS = 20.0
 ANSWER_BYTES = 4 << 20
 """Largest answer, where the caller gives no limit."""
 
+BUSY = frozenset({408, 425, 429, 502, 503, 504, 529})
+"""Statuses of a server that may answer the same request later."""
+
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
 
 _allowed = ""
+
+
+class ServerBusy(UserError):
+    """The server is busy, limits requests, or accepts no connection: the same request may be answered later, such as
+    after ``retry_after`` seconds, where it says so."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 def set_reachable_hosts(allowed: str) -> None:
@@ -53,7 +65,8 @@ def connection(
     redact: Callable[[str], str] = str,
 ) -> socket.socket:
     """A connection to the host of ``url``, which ``name`` gave, without TLS. ``allowed`` replaces the hosts that the
-    administrator allows; ``confidential`` and ``redact`` are as for a request. Blocks; raises :class:`UserError`."""
+    administrator allows; ``confidential`` and ``redact`` are as for a request. Blocks; raises :class:`UserError`,
+    :class:`ServerBusy` for one that is not accepted."""
     if not urlsplit(url).path.isascii():
         raise UserError(
             f"{name}: given {short(repr(url))}, allowed: a path in ASCII, with others written such as %C3%BC"
@@ -62,7 +75,7 @@ def connection(
     try:
         return socket.create_connection((ip, port), seconds)
     except OSError as error:
-        raise UserError(f"{name}: {short(redact(url))} does not answer ({error.strerror or error})") from None
+        raise ServerBusy(f"{name}: {short(redact(url))} does not answer ({error.strerror or error})") from None
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
@@ -115,7 +128,8 @@ def request_json(
 ) -> Any:
     """The JSON that ``url`` answers: POST with ``body``, GET without. ``allowed`` is as for a connection, ``seconds``
     the limit of the whole request, ``limit`` that of the answer in bytes. A ``confidential`` request has a secret. In
-    errors, ``redact`` changes each whole text before it is cut. Blocks; raises :class:`UserError`."""
+    errors, ``redact`` changes each whole text before it is cut. Blocks; raises :class:`UserError`, of which
+    :class:`ServerBusy` may pass."""
     until, shown = time.monotonic() + seconds, short(redact(url))
     given = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
     try:
@@ -147,12 +161,19 @@ def request_json(
         size = f"{limit >> 20} MB" if limit >= 1 << 20 else f"{limit >> 10} kB"
         raise UserError(f"{name}: {shown} answers {response.status} with more than {size}")
     if response.status >= 300:
-        line = one_line(answer.decode("utf-8", "replace"), redact)
-        raise UserError(f"{name}: {shown} answers {response.status}: {line}")
+        line = f"{name}: {shown} answers {response.status}: {one_line(answer.decode('utf-8', 'replace'), redact)}"
+        if response.status in BUSY:
+            raise ServerBusy(line, _seconds(response.getheader("Retry-After", "")))
+        raise UserError(line)
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
         raise UserError(f"{name}: {shown} answers no JSON") from None
+
+
+def _seconds(header: str) -> float:
+    """The seconds of a ``Retry-After``; 0 without any."""
+    return float(header) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", header.strip()) else 0.0
 
 
 def one_line(text: str, redact: Callable[[str], str] = str) -> str:
