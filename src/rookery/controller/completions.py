@@ -27,7 +27,7 @@ from rookery.controller.prompts import (
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.validation import JobValidator, Target, may_name
 from rookery.controller.views import Completion
-from rookery.errors import RookeryError, UserError, short
+from rookery.errors import RookeryError, Unavailable, UserError, short
 from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import jobs, sessions, tenants, versions
 from rookery.tokenization.chat import Chat
@@ -38,6 +38,11 @@ SEED_BITS = 48
 
 ANSWER_TOKENS = 1024
 """Tokens of a chat's answer where the request sets no limit: a small model may never end by itself."""
+
+
+QUESTION_SECONDS = 30.0
+"""Time in which an episode's question to a model without a worker is tried again: half of the default ``step_timeout``,
+within which the owner of the job reads why no answer came."""
 
 
 class Completions:
@@ -168,20 +173,29 @@ class Completions:
         )
 
     async def answer_host(self, asked: protocol.AskModel) -> protocol.ModelReply:
-        """The answer of a model to an episode of a job, as the job's tenant may ask it."""
-        context = self._context
-        reply = protocol.ModelReply(call=asked.call)
-        try:
-            tenant = await context.store.read(jobs.tenant_of, asked.job)
-            messages = [msgspec.structs.asdict(message) for message in asked.messages]
-            answer = await self.judge(
-                tenant, asked.model, messages, schema=asked.schema, max_tokens=asked.max_tokens,
-                temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, job=asked.job,
-            )  # fmt: skip
-            reply.text, reply.prompt_tokens, reply.tokens = answer.text, answer.prompt_tokens, len(answer.tokens)
-        except RookeryError as error:
-            reply.error = short(f"{asked.model}: {error}")
-        return reply
+        """The answer of a model to an episode of a job, as the job's tenant may ask it. Waits for a worker of the
+        model."""
+        clock, reply = self._context.clock, protocol.ModelReply(call=asked.call)
+        until = clock.monotonic() + QUESTION_SECONDS
+        while True:
+            try:
+                answer = await self._answer(asked)
+            except RookeryError as error:
+                if isinstance(error, Unavailable) and clock.monotonic() < until:
+                    await clock.sleep(error.retry_after)
+                    continue
+                reply.error = short(f"{asked.model}: {error}")
+            else:
+                reply.text, reply.prompt_tokens, reply.tokens = answer.text, answer.prompt_tokens, len(answer.tokens)
+            return reply
+
+    async def _answer(self, asked: protocol.AskModel) -> Completion:
+        tenant = await self._context.store.read(jobs.tenant_of, asked.job)
+        messages = [msgspec.structs.asdict(message) for message in asked.messages]
+        return await self.judge(
+            tenant, asked.model, messages, schema=asked.schema, max_tokens=asked.max_tokens,
+            temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, job=asked.job,
+        )  # fmt: skip
 
     async def judge(
         self, tenant: str, model: str, messages: Sequence[Message], *, schema: str, max_tokens: int, temperature: float,

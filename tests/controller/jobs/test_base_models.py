@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support.small_model import save_small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import rookery
+from rookery import protocol
 from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
@@ -172,3 +174,27 @@ def test_two_base_models_learn_in_one_job_on_real_workers(tmp_path: Path) -> Non
             adapter = load_file(job.adapter(policy=name).download(tmp_path / name) / "adapter_model.safetensors")
             assert {weight.shape[1] for key, weight in adapter.items() if "q_proj.lora_A" in key} == {width}
         assert {worker.model for worker in client.workers()} == {str(one), str(two)}
+
+
+async def test_a_question_to_a_model_waits_for_its_worker(service: Service) -> None:
+    job, messages = await submit(service), [protocol.ChatMessage(role="user", content="Is it good?")]
+
+    def asking(model: str) -> asyncio.Task[protocol.ModelReply]:
+        asked = protocol.AskModel(epoch=1, call="c", job=job, model=model, messages=messages, max_tokens=4)
+        return asyncio.create_task(service.controller.completions.answer_host(asked))
+
+    async def answer(asked: asyncio.Task[protocol.ModelReply]) -> protocol.ModelReply:
+        while not asked.done():
+            await service.clock.advance(1.0, steps=1)
+            await asyncio.sleep(0.001)
+        return asked.result()
+
+    late, began = await answer(asking(MODEL)), service.clock.now
+    assert f"no worker serves {MODEL} now" in late.error
+    waiting = asking(MODEL)
+    await service.clock.advance(10.0, steps=10)
+    assert not waiting.done()
+    await service.worker().join()
+    found = await answer(waiting)
+    assert found.text and not found.error and service.clock.now < began + 30
+    assert "no job and no base model" in (await asking("nothing")).error
