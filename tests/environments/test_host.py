@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -27,7 +28,7 @@ from websockets.http11 import Request, Response
 from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.environments.agent import LLM
-from rookery.environments.base import Environment, Step
+from rookery.environments.base import Environment, Reply, Step
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.foreign.pool import calling_tenant
@@ -439,7 +440,8 @@ async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    episodes = Episodes(UserCodeExecutor(), prototype, asks_nobody, lambda reset: LLM("", "", []), asks_nobody)
+    calls = UserCodeExecutor()
+    episodes = Episodes(calls, prototype, asks_nobody, lambda reset: LLM("", "", []), asks_nobody, asks_nobody)
     names = [f"e{number}" for number in range(10_001)]
     turns = [episodes.reset(reset(name)) for name in names]
     await asyncio.sleep(0)
@@ -487,6 +489,71 @@ async def test_an_async_step_is_cancelled_and_closed_when_its_episode_is() -> No
         await controller.send(protocol.CloseEpisode(episode="e1"))
         await asyncio.wait_for(closed.wait(), 20)
         assert "not alive" in (await controller.ask(step("e1"))).error
+
+
+async def test_a_step_that_waits_for_a_thread_is_reported_and_begins_only_in_a_live_episode() -> None:
+    began, entered, release = list[str](), threading.Event(), threading.Event()
+    reports: list[tuple[str, bool]] = []
+
+    class Holding(faulty.Good):
+        def step(self, reply: Reply) -> Step:
+            began.append(reply.text)
+            entered.set()
+            release.wait(20)
+            return Step(done=True)
+
+    async def prototype(name: str, options: dict[str, Any]) -> Environment:
+        return Holding()
+
+    def report(call: str, queued: bool) -> None:
+        reports.append((call, queued))
+
+    calls = UserCodeExecutor(threads_per_job=1)
+    episodes = Episodes(calls, prototype, asks_nobody, lambda reset: LLM("", "", []), asks_nobody, report)
+    for name in "abc":
+        await episodes.reset(reset(name))
+    turns = {name: episodes.step(msgspec.structs.replace(step(name, text=name), call=name)) for name in "abc"}
+    try:
+        assert await asyncio.to_thread(entered.wait, 20)
+        assert reports == [("b", True), ("c", True)]
+        episodes.step(msgspec.structs.replace(step("c", text="c"), call="again"))  # after a reconnection
+        episodes.close("b")
+    finally:
+        release.set()
+    await asyncio.wait(turns.values(), timeout=20)
+    assert turns["b"].cancelled() and turns["c"].result().done and began == ["a", "c"]
+    assert reports[2:] == [("again", True), ("again", False)]
+    await episodes.close_all()
+    calls.close()
+
+
+async def test_a_plain_step_that_returns_an_awaitable_is_cancelled_and_closed_with_its_episode() -> None:
+    begun, closed = threading.Event(), threading.Event()
+
+    class Decorated(faulty.Good):
+        def step(self, reply: Reply) -> Any:
+            return self.endless()
+
+        async def endless(self) -> Step:
+            begun.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        def close(self) -> None:
+            closed.set()
+
+    async def prototype(name: str, options: dict[str, Any]) -> Environment:
+        return Decorated()
+
+    calls = UserCodeExecutor()
+    episodes = Episodes(calls, prototype, asks_nobody, lambda reset: LLM("", "", []), asks_nobody, asks_nobody)
+    await episodes.reset(reset("a"))
+    turn = episodes.step(step("a"))
+    assert await asyncio.to_thread(begun.wait, 20)
+    episodes.close("a")
+    await asyncio.wait([turn], timeout=20)
+    assert turn.cancelled() and await asyncio.to_thread(closed.wait, 20)
+    calls.close()
 
 
 async def test_a_blocking_async_step_does_not_stop_heartbeats() -> None:

@@ -289,6 +289,51 @@ def test_a_plain_agent_that_waits_for_a_thread_is_not_silent(client: Keyed, monk
     assert view.counters.get("episodes_failed", 0) == 0
 
 
+class Slow(rookery.Environment):
+    """Its plain steps take a while, or do not return until ``free`` is set."""
+
+    free: threading.Event | None = None
+
+    def prompts(self, split: str) -> list[dict[str, Any]]:
+        return [{"number": number} for number in range(4)]
+
+    def reset(self, prompt: Any, seed: int) -> list[Any]:
+        return [{"role": "user", "content": QUESTION}]
+
+    def step(self, reply: rookery.Reply) -> rookery.Step:
+        if self.free is not None:
+            self.free.wait()
+        time.sleep(0.3)
+        return rookery.Step(reward=float(len(reply.text)), done=True)
+
+
+def test_a_plain_step_that_waits_for_a_thread_is_not_late(client: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight steps run one after the other: the last one begins long after the limit."""
+    one_thread_per_job(monkeypatch)
+    environment = {"hosted": Slow(), "step_timeout": "1s"}
+    algorithm = {"group_size": 4, "groups_per_step": 2}
+    job = client.train(environment=environment, new=True, **{**JOB, "algorithm": algorithm, "stop": {"steps": 1}})
+    view = ends(job)
+    assert view.state == "completed", view.reason
+    assert view.counters.get("episodes_failed", 0) == 0
+
+
+def test_steps_that_keep_all_threads_and_those_that_wait_for_one_fail(
+    client: Keyed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_thread_per_job(monkeypatch)
+    monkeypatch.setattr(Slow, "free", free := threading.Event())
+    job = client.train(environment={"hosted": Slow(), "step_timeout": "0.5s"}, new=True, **JOB)
+    try:
+        until(lambda: len({row.error for row in episodes(client, job.id, failed=True)}) == 2)
+        late, waits = sorted({row.error for row in episodes(client, job.id, failed=True)}, key=len)
+        assert late == "step was not answered within 0.5 s"
+        assert waits.startswith(("step waited 0.5 s for a thread of its host", "reset waited 0.5 s for a thread"))
+    finally:
+        job.cancel()
+        free.set()
+
+
 def test_agents_that_keep_all_threads_and_those_that_wait_for_one_fail(
     client: Keyed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@
   turn is answered with it.
 * An exception or an invalid result of an environment is the answer of that call, in one line.
 * An episode lives until the controller closes it, including episodes that a host still has after a reconnection. No
-  episode is closed to make room for others, which may be other tenants'.
+  episode is closed to make room for others, which may be other tenants'. Of a closed one no further method begins.
 * Plain methods run in daemon threads, a bounded number per job; a stuck one does not keep the process alive. ``async``
   methods run on a separate event loop, where a blocking one delays other ``async`` methods and nothing else.
 """
@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rookery import protocol
 from rookery.aio import cancel_all
@@ -60,17 +60,46 @@ MESSAGES = 'a list of {"role": …, "content": …}'
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
+CallState = Literal["queued", "running", "awaiting"]
+"""A method waits for a thread, runs in one, or is awaited in the event loop. A running one cannot be cancelled."""
+
+
+@dataclass
+class CallProgress:
+    """The state of the service's last call for one episode, or of one for prompts."""
+
+    call: str
+    report: Callable[[str, bool], None]
+    """Called with the call when its method begins to wait for a thread (true), and when it has one."""
+    queued: bool = False
+    cancellable: bool = False
+
+    def change(self, state: CallState) -> None:
+        """The method of the call is in this state now."""
+        self.cancellable = state != "running"
+        if self.queued != (state == "queued"):
+            self.queued = not self.queued
+            self.report(self.call, self.queued)
+
+    def follow(self, call: str) -> None:
+        """The next call, or the same one again."""
+        self.call = call
+        if self.queued:
+            self.report(call, True)
+
+
 @dataclass
 class _Episode:
     """``turns[0]`` is the reset, ``turns[k + 1]`` the step on reply k; each task keeps its result."""
 
     job: str
     threads: asyncio.Semaphore
+    progress: CallProgress
     environment: Environment | None = None
     turns: list[asyncio.Task[protocol.Observation]] = field(default_factory=list)
     replies: list[list[int]] = field(default_factory=list)
-    cancellable: bool = False
-    """The running method can be cancelled."""
+    closed: bool = False
+    """No further method begins, but for ``close``."""
     working: bool = False
     """Its agent runs."""
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -84,12 +113,14 @@ class Episodes:
         ask: Callable[[str, ModelQuestion], ModelAnswer],
         llm: Callable[[protocol.Reset], LLM],
         started: Callable[[str], None],
+        queued: Callable[[str, bool], None],
     ) -> None:
         """``prototype(name, options)`` returns the environment that episodes are copied from; ``ask(job, question)``
         blocks until a model has answered; ``llm(reset)`` is the model of an agent's episode; ``started(episode)`` is
-        called when its agent runs, and again for a repeated reset."""
+        called when its agent runs, and again for a repeated reset; ``queued`` is as :attr:`CallProgress.report`."""
         self._calls = calls
         self._started = started
+        self._queued = queued
         self._llm = llm
         self._prototype = prototype
         self._ask = ask
@@ -104,9 +135,12 @@ class Episodes:
         """The task of the episode's reset, started or running; the caller fills in ``call``."""
         episode = self._live.get(message.episode)
         if episode is None:
-            episode = self._live[message.episode] = _Episode(message.job, self._calls.thread_limit(message.job))
+            threads, progress = self._calls.thread_limit(message.job), CallProgress(message.call, self._queued)
+            episode = self._live[message.episode] = _Episode(message.job, threads, progress)
             self._play(episode, message.episode, self._begin(episode, message))
-        elif episode.working:
+        elif not episode.replies:
+            episode.progress.follow(message.call)
+        if episode.working:
             self._started(message.episode)
         return episode.turns[0]
 
@@ -119,6 +153,8 @@ class Episodes:
         if message.turn < turn:
             if episode.replies[message.turn] != message.tokens:
                 raise UserError(f"turn {message.turn} was answered for another reply; an environment cannot go back")
+            if message.turn + 1 == turn:
+                episode.progress.follow(message.call)
             return episode.turns[message.turn + 1]
         last = episode.turns[-1]
         if message.turn > turn or not last.done():
@@ -126,13 +162,16 @@ class Episodes:
         if last.cancelled() or last.result().error or last.result().done:
             raise UserError(f"turn {message.turn} came after the episode's end")
         episode.replies.append(message.tokens)
+        episode.progress.follow(message.call)
         self._play(episode, message.episode, self._advance(episode, message))
         return episode.turns[-1]
 
     def close(self, name: str) -> None:
-        """Removes the episode; its environment is closed when its running method has ended."""
+        """Removes the episode; its environment is closed when its running method has ended. One that waits for a thread
+        does not begin."""
         episode = self._live.pop(name, None)
         if episode is not None:
+            episode.closed = True
             self._keep(asyncio.create_task(self._finish(episode, name)))
 
     async def close_all(self) -> None:
@@ -167,14 +206,15 @@ class Episodes:
                 self.failures.report(f"episode {name}", episode.job, error)
                 observed.error = describe_error(error)
             finally:
-                episode.cancellable = False
+                episode.progress.cancellable = False
         return observed
 
     async def _begin(self, episode: _Episode, message: protocol.Reset) -> Step:
         calling_tenant.set(message.tenant)
+        episode.progress.cancellable = True  # the environment may be built now, also for others
         prototype = await self._prototype(message.environment, message.options)
         prompt = values.decode(message.prompt)
-        environment = await self._calls(episode.threads, prototype.for_episode)
+        environment = await self._run(episode, prototype.for_episode)
         environment.prompt, environment.seed = prompt, message.seed
         if isinstance(environment, AsksModels):
             environment.ask = partial(self._ask, message.job)
@@ -233,11 +273,12 @@ class Episodes:
         return _checked_step(step, environment)
 
     async def _run(self, episode: _Episode, method: Callable[..., Any], *arguments: Any) -> Any:
-        episode.cancellable = cancellable(method)
-        return await self._calls(episode.threads, method, *arguments)
+        if episode.closed:
+            raise asyncio.CancelledError
+        return await self._calls(episode.threads, method, *arguments, progress=episode.progress)
 
     async def _finish(self, episode: _Episode, name: str) -> None:
-        if episode.cancellable:
+        if episode.progress.cancellable:
             episode.turns[-1].cancel()
         async with episode.busy:  # a running plain method finishes first: calls never overlap
             if episode.environment is not None:
@@ -261,14 +302,29 @@ class UserCodeExecutor:
             semaphore = self._threads[job] = asyncio.Semaphore(self._limit)
         return semaphore
 
-    async def __call__(self, threads: asyncio.Semaphore, method: Callable[..., Any], *arguments: Any) -> Any:
-        """The method's result, or its exception. Cancelling ends an ``async`` method; a plain one runs to its end, so
-        callers that must not overlap it do not cancel (see :func:`cancellable`)."""
+    async def __call__(
+        self,
+        threads: asyncio.Semaphore,
+        method: Callable[..., Any],
+        *arguments: Any,
+        progress: CallProgress | None = None,
+    ) -> Any:
+        """The method's result, or its exception. Cancelling ends a method that is awaited, and one that waits for a
+        thread; in a thread it runs to its end, so callers that must not overlap it do not cancel then: ``progress`` has
+        the state."""
+        progress = progress or CallProgress("", lambda call, queued: None)
         if cancellable(method):
+            progress.change("awaiting")
             return await self._on_loop(method(*arguments))
+        if threads.locked():
+            progress.change("queued")
         async with threads:
+            progress.change("running")
             result = await _in_thread(method, *arguments)
-        return await self._on_loop(result) if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        progress.change("awaiting")
+        return await self._on_loop(result)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
         async def wait() -> Any:

@@ -38,7 +38,7 @@ from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.datasets import PromptDataset, repeated_note
-from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
+from rookery.environments.episodes import CallProgress, Episodes, UserCodeExecutor, describe_error
 from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.judges import answer_of, named_judge
 from rookery.environments.models import ModelAnswer, ModelQuestion
@@ -61,6 +61,9 @@ MAX_PROTOTYPES = 256
 
 PING_SECONDS, PING_TIMEOUT = 5.0, 10.0
 """A silent service is noticed within their sum, well within jobs' return_timeout."""
+
+Sent = protocol.Prompts | protocol.Observation | protocol.AgentStarted | protocol.CallQueued | protocol.AskModel
+"""Messages to the controller."""
 
 Hosted = Environment | type[Environment] | Builtin
 """An object (episodes are copies of it), a class (built from the job's options), or a built-in."""
@@ -108,7 +111,7 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
-        self._episodes = Episodes(self._calls, self._environment, self._ask, self._llm, self._started)
+        self._episodes = Episodes(self._calls, self._environment, self._ask, self._llm, self._started, self._queued)
         self._questions: dict[str, asyncio.Future[protocol.ModelReply | None]] = {}
         """Unanswered questions. The result None means that the connection ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -180,9 +183,7 @@ class Host:
                 if question is not None and not question.done():
                     question.set_result(message)
 
-    async def _send(
-        self, message: protocol.Prompts | protocol.Observation | protocol.AgentStarted | protocol.AskModel
-    ) -> None:
+    async def _send(self, message: Sent) -> None:
         if (channel := self._channel) is None:
             return  # the controller asks again after the reconnect
         message.epoch = channel.epoch
@@ -191,7 +192,7 @@ class Host:
         if problem := _problem(frame, most):  # it would end the connection, and be asked for again, without end
             if isinstance(message, protocol.AskModel):
                 raise UserError(f"the question to {short(message.model)}: {problem}")
-            assert not isinstance(message, protocol.AgentStarted)
+            assert not isinstance(message, protocol.AgentStarted | protocol.CallQueued)
             message = _refused(message, problem)
         with contextlib.suppress(ConnectionClosed):  # the receiving task sees it too and reconnects
             await channel.send(message)
@@ -239,7 +240,8 @@ class Host:
         try:
             prototype = await self._prototype(message.environment, message.options)
             threads = self._calls.thread_limit(message.job)
-            prompts, answer.size, note = await self._calls(threads, prototype.take, message)
+            progress = CallProgress(message.call, self._queued)
+            prompts, answer.size, note = await self._calls(threads, prototype.take, message, progress=progress)
             if message.constant:
                 given = [values.decode(prompt) for prompt in prompts]
                 answer.constant = await self._calls(threads, prototype.environment.best_constant, given)
@@ -271,6 +273,10 @@ class Host:
     def _started(self, episode: str) -> None:
         """The agent of an episode runs."""
         self._spawn(self._send(protocol.AgentStarted(epoch=0, episode=episode)))
+
+    def _queued(self, call: str, queued: bool) -> None:
+        """The method of a call waits for a thread, or begins."""
+        self._spawn(self._send(protocol.CallQueued(epoch=0, call=call, queued=queued)))
 
     async def _build(self, name: str, options: dict[str, Any]) -> _Prototype:
         offer = self._offers.get(name)

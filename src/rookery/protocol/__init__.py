@@ -46,6 +46,7 @@ from rookery.protocol.envhost import (
     AgentStarted,
     AskModel,
     BestConstant,
+    CallQueued,
     ChatMessage,
     CloseEpisode,
     FromHost,

@@ -15,7 +15,7 @@ import msgspec
 
 from rookery.bounds import Count, Integer, Name
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the protocol. Both ends of a connection must use the same one."""
 
 

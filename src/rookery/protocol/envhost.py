@@ -170,6 +170,14 @@ class AgentStarted(EpochMessage, kw_only=True):
     episode: Name
 
 
+class CallQueued(EpochMessage, kw_only=True):
+    """The method of a call waits for a thread; or, no longer ``queued``, it begins, and its time counts from now. Sent
+    again when a call is that waits."""
+
+    call: Name
+    queued: bool
+
+
 class AskModel(EpochMessage, kw_only=True):
     """Of the service's own host: a question of an episode of ``job`` to a model of its tenant, which
     :class:`ModelReply` answers. A question that is sent again may be answered again."""
@@ -202,5 +210,5 @@ class CloseEpisode(Message, kw_only=True):
     episode: str
 
 
-FromHost = HostHello | HostHeartbeat | Prompts | Observation | AgentStarted | AskModel
+FromHost = HostHello | HostHeartbeat | Prompts | Observation | AgentStarted | CallQueued | AskModel
 ToHost = HostWelcome | HelloRejected | GetPrompts | Reset | StepEpisode | CloseEpisode | ModelReply

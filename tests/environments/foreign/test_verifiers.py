@@ -162,7 +162,7 @@ def test_tokens_that_are_no_ids_fail_the_episode(tokens: list[Any], tmp_path: Pa
             raise AssertionError
 
         message = protocol.Reset(call="", episode="e", job="j", environment="n", options={}, prompt=b"{}", seed=0)
-        return await Episodes(UserCodeExecutor(), prototype, nobody, nobody, nobody).reset(message)
+        return await Episodes(UserCodeExecutor(), prototype, nobody, nobody, nobody, nobody).reset(message)
 
     assert "no token ids" in asyncio.run(reset()).error
 

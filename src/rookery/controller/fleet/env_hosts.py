@@ -87,6 +87,24 @@ class EnvironmentRef:
 
 
 @dataclass(eq=False)
+class HostCall:
+    """An unanswered call."""
+
+    job: str
+    since: float
+    """When it was sent, or its method began (seconds of the loop)."""
+    answer: asyncio.Future[Any]
+    """None: the connection ended."""
+    queued: bool = False
+    """Its method waits for a thread of the host."""
+
+    def deadline(self, timeout: float, active: float) -> float:
+        """When it has taken too long; ``active``: when another call of the job ended last. One that waits for a thread
+        has the time of those that have them."""
+        return max(self.since, active if self.queued else self.since) + timeout
+
+
+@dataclass(eq=False)
 class EnvironmentHost:
     """One host process. While it is not ``connected``, its episodes and calls wait for it to reconnect."""
 
@@ -100,8 +118,10 @@ class EnvironmentHost:
     """When its connection ended."""
     episodes: set[str] = field(default_factory=set)
     """The episodes that may continue there; a host that reconnects is sent a close for any other."""
-    calls: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
-    """Unanswered calls. The result None means that the connection ended."""
+    calls: dict[str, HostCall] = field(default_factory=dict)
+    """Unanswered calls."""
+    active: dict[str, float] = field(default_factory=dict)
+    """By job, when a call began or was answered last (seconds of the loop)."""
 
     def offers(self, owner: str, environment: str) -> bool:
         """Whether it may run an environment of this name now."""
@@ -117,9 +137,9 @@ class EnvironmentHost:
 
     def interrupt(self) -> None:
         """The connection ended: its calls must be sent again."""
-        for future in self.calls.values():
-            if not future.done():
-                future.set_result(None)
+        for call in self.calls.values():
+            if not call.answer.done():
+                call.answer.set_result(None)
 
 
 ModelAnswer = Callable[[protocol.AskModel], Awaitable[protocol.ModelReply]]
@@ -222,9 +242,14 @@ class EnvironmentHosts:
             return
         host.outbox.last_frame = self._clock.monotonic()
         if isinstance(message, protocol.Prompts | protocol.Observation):
-            future = host.calls.get(message.call)
-            if future is not None and not future.done():
-                future.set_result(message)
+            call = host.calls.get(message.call)
+            if call is not None and not call.answer.done():
+                host.active[call.job] = asyncio.get_running_loop().time()
+                call.answer.set_result(message)
+        elif isinstance(message, protocol.CallQueued):
+            if (call := host.calls.get(message.call)) is not None:
+                call.queued, call.since = message.queued, asyncio.get_running_loop().time()
+                host.active[call.job] = max(host.active.get(call.job, 0.0), 0.0 if message.queued else call.since)
         elif isinstance(message, protocol.AgentStarted):
             self.agents.begin(host.owner, message.episode)
         elif isinstance(message, protocol.AskModel) and host.owner == SERVICE:  # which names the jobs of all tenants
@@ -368,6 +393,7 @@ class EnvironmentHosts:
     def close_job(self, job: str) -> None:
         """The job has ended: close the episodes that its hosts still run."""
         for host in self.hosts.values():
+            host.active.pop(job, None)
             for episode in sorted(name for name in host.episodes if name.startswith(f"{job}-")):
                 self.close_episode(host, episode)
 
@@ -389,19 +415,33 @@ class EnvironmentHosts:
         try:
             while True:
                 await self._reconnected(host, environment)
-                future = host.calls[message.call] = asyncio.get_running_loop().create_future()
+                loop = asyncio.get_running_loop()
+                call = host.calls[message.call] = HostCall(environment.job, loop.time(), loop.create_future())
                 host.outbox.post_frame(frame)
-                try:
-                    async with asyncio.timeout(timeout):
-                        answer = await future
-                except TimeoutError:
-                    raise EnvironmentFailed(f"{kind} was not answered within {timeout or 0:g} s") from None
+                answer = await self._answered(host, call, kind, timeout)
                 if isinstance(answer, expected):
                     return answer
                 if answer is not None:
                     raise EnvironmentFailed(f"{kind} was answered with {type(answer).__name__}: the host is faulty")
         finally:
             host.calls.pop(message.call, None)
+
+    @staticmethod
+    async def _answered(host: EnvironmentHost, call: HostCall, kind: str, timeout: float | None) -> Any:
+        """The answer within ``timeout``. Raises :class:`EnvironmentFailed`."""
+        if timeout is None:
+            return await call.answer
+        left = timeout
+        while left > 0 and not (await asyncio.wait([call.answer], timeout=left))[0]:
+            left = call.deadline(timeout, host.active.get(call.job, 0.0)) - asyncio.get_running_loop().time()
+        if call.answer.done():
+            return call.answer.result()
+        if call.queued:
+            raise EnvironmentFailed(
+                f"{kind} waited {timeout:g} s for a thread of its host, while no other call of the job ended; end"
+                " methods that do not return, or make them async"
+            )
+        raise EnvironmentFailed(f"{kind} was not answered within {timeout:g} s")
 
     async def _reconnected(self, host: EnvironmentHost, environment: EnvironmentRef) -> None:
         """Return when ``host`` is connected. Raises :class:`HostLost` when it does not reconnect."""
