@@ -65,6 +65,27 @@ async def test_the_first_key_of_an_agent_stays_valid_however_often_it_is_given_a
     assert keys == [given[0], *given[-KEYS_KEPT + 1 :]]
 
 
+async def test_an_episode_whose_process_goes_before_it_has_the_key_waits_for_another() -> None:
+    clock, storing, stored = ManualClock(), asyncio.Event(), asyncio.Event()
+
+    async def slow(keys: str) -> None:
+        storing.set()
+        await stored.wait()
+
+    agents = Agents(clock, lambda count: bytes(count), nothing_stored)
+    session = session_of(clock)
+    session.save = slow
+    with agents.present(session):
+        gone = asyncio.create_task(agents.open("job", 30.0))
+        await storing.wait()
+        assert session.state == "running" and not agents.waiting("job")
+        await cancel_all(gone)
+        assert session.state == "waiting" and agents.waiting("job") == 1
+        stored.set()
+        opened = await agents.open("job", 0.0)
+        assert opened is not None and session.keys == [hash_key(opened[1])]
+
+
 async def test_an_episode_wakes_only_processes_that_wait_for_its_job() -> None:
     class Counting(ManualClock):
         read = 0

@@ -44,12 +44,13 @@ ENDED_SECONDS = 3600.0
 ENDED_SESSIONS = 20_000
 
 State = Literal["waiting", "running", "ended"]
-Event = Literal["opened", "called", "finished", "failed", "closed"]
+Event = Literal["opened", "returned", "called", "finished", "failed", "closed"]
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
     ("waiting", "opened"): "running",
     ("waiting", "closed"): "ended",
     ("running", "opened"): "running",  # its host is given it again
+    ("running", "returned"): "waiting",  # the process that was to open it is gone
     ("running", "called"): "running",
     ("running", "finished"): "ended",
     ("running", "failed"): "ended",
@@ -225,9 +226,7 @@ class Agents:
         """The session exists within."""
         self._live[session.id] = session
         if session.state == "waiting" and not session.hosted:
-            self._waiting.setdefault(session.job, {})[session.id] = session
-            if (offered := self._offered.get(session.job)) is not None:
-                offered.notify()
+            self._offer(session)
         try:
             yield
         finally:
@@ -237,6 +236,11 @@ class Agents:
                 del self._live[session.id]
             if session.split == "eval":
                 self._ended[session.id] = EndedKeys(session.tenant, session.job, tuple(session.keys))
+
+    def _offer(self, session: AgentSession) -> None:
+        self._waiting.setdefault(session.job, {})[session.id] = session
+        if (offered := self._offered.get(session.job)) is not None:
+            offered.notify()
 
     def _forget_waiting(self, session: AgentSession) -> None:
         waiting = self._waiting.get(session.job, {})
@@ -271,8 +275,7 @@ class Agents:
             while True:
                 changed = offered.next
                 if waiting := self._waiting.get(job):
-                    session = next(iter(waiting.values()))
-                    return session, await self.give(session)
+                    return await self._open(next(iter(waiting.values())))
                 left = deadline - self._clock.monotonic()
                 if left <= 0 or not await wait_event(changed, left):
                     return None
@@ -281,6 +284,17 @@ class Agents:
             self._asked[job] = self._clock.monotonic()
             if not self._asking[job]:
                 del self._asking[job], self._offered[job]
+
+    async def _open(self, session: AgentSession) -> tuple[AgentSession, str]:
+        """The session with its key; it waits again where the process that asked for it has gone meanwhile."""
+        try:
+            return session, await self.give(session)
+        except asyncio.CancelledError:
+            if session.state == "running":
+                session.keys.clear()
+                session.advance("returned")
+                self._offer(session)
+            raise
 
     async def find(self, episode: str, key_hash: str) -> tuple[str, AgentSession | RookeryError]:
         """The tenant of the episode that a key opens, and its running session; instead of that, the error of a call,
