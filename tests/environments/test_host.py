@@ -27,8 +27,8 @@ from websockets.http11 import Request, Response
 
 from rookery import protocol
 from rookery.aio import cancel_all
-from rookery.environments.agent import LLM
-from rookery.environments.base import Environment, Reply, Step
+from rookery.environments.agent import LLM, Agent
+from rookery.environments.base import Environment, Reply, Split, Step
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.foreign.pool import calling_tenant
@@ -131,11 +131,12 @@ def prompts(environment: str = "env", start: int = 0, count: int = 3, **options:
 
 
 @contextlib.asynccontextmanager
-async def hosting(**environments: Hosted) -> AsyncIterator[Controller]:
+async def hosting(first: str = "", /, **environments: Hosted) -> AsyncIterator[Controller]:
+    """``first``: addresses that the host tries before."""
     controller = Controller()
     async with serve(controller.handle, "127.0.0.1", 0) as controller.server:
         port = controller.server.sockets[0].getsockname()[1]
-        host = Host(f"http://127.0.0.1:{port}", "tml-key", environments, instance="me")
+        host = Host(f"{first}http://127.0.0.1:{port}", "tml-key", environments, instance="me")
         running = asyncio.create_task(host.run())
         try:
             await asyncio.wait_for(controller.joined(), 20)
@@ -163,6 +164,20 @@ async def test_an_episode_from_hello_to_reward() -> None:
         await controller.ask(reset("e3", "slow", seconds=0.01, prompts=2))
         assert (await controller.ask(step("e3"))).reward == 1
         assert controller.beats
+
+
+class SaysAddress(Agent):
+    def prompts(self, split: Split) -> list[Any]:
+        return [1]
+
+    async def run(self, task: Any, llm: LLM) -> Any:
+        raise ValueError(llm.base_url)
+
+
+async def test_an_agent_gets_the_address_that_its_host_has_reached() -> None:
+    async with hosting("http://127.0.0.1:1,", env=SaysAddress) as controller:
+        port = controller.server.sockets[0].getsockname()[1]
+        assert f"ValueError: http://127.0.0.1:{port}/agents/e1/v1" in (await controller.ask(reset("e1"))).error
 
 
 class SaysTenant(Environment):

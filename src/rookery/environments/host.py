@@ -105,6 +105,8 @@ class Host:
         host; ``instance`` names this process: one that reconnects under the same name still has its episodes.
         ``ca_file`` is as in :func:`~rookery.network.client_tls`; ``rules`` are the service's, of its own host."""
         self._url, self._token, self._ca_file = url, token, ca_file
+        self._address = url.partition(",")[0]
+        """Of the service or its standbys, the one that was reached last."""
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
         self._prototypes: dict[tuple[str, bytes], asyncio.Task[_Prototype]] = {}
@@ -155,7 +157,7 @@ class Host:
         )
 
     async def _converse(self, channel: Channel[protocol.ToHost]) -> None:
-        self._channel = channel
+        self._channel, self._address = channel, channel.base
         self.connected.set()
         try:
             await channel.run(
@@ -267,7 +269,7 @@ class Host:
 
     def _llm(self, reset: protocol.Reset) -> LLM:
         """The model of an agent's episode."""
-        base_url = f"{self._url.rstrip('/')}/agents/{quote(reset.episode, safe='')}/v1"
+        base_url = f"{self._address.rstrip('/')}/agents/{quote(reset.episode, safe='')}/v1"
         return LLM(base_url, reset.agent_key, reset.policies, self._ca_file)
 
     def _started(self, episode: str) -> None:
