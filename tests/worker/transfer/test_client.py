@@ -22,7 +22,7 @@ from tests.support.peers import eventually
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.transfer import client, peers
-from rookery.worker.transfer.cache import AdapterCache, CacheEvents
+from rookery.worker.transfer.cache import AdapterCache, CacheEvents, locked
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed
 from rookery.worker.transfer.peers import PeerServer, listen
@@ -105,6 +105,33 @@ async def test_broken_transfer_resumes_at_the_last_byte(service: Dialled, tmp_pa
     assert len(ranges) > 1
     assert all(0 < int(asked.removeprefix("bytes=").rstrip("-")) <= 64 << 10 for asked in ranges[1:])
     await here.close()
+
+
+async def test_workers_of_unlike_containers_share_one_folder(service: Dialled, tmp_path: Path) -> None:
+    """Each is process 1 of its container; both pull a version at the same time."""
+    one, two = transfers(service, tmp_path), transfers(service, tmp_path)
+    for cut in (None, 100 << 10):
+        weights = os.urandom(256 << 10)
+        ref = service.ref(service.store({"adapter_model.safetensors": weights}), 1)
+        service.cut = cut
+        assert await asyncio.gather(pulled_weights(one, ref), pulled_weights(two, ref)) == [weights, weights]
+        assert [path.name for path in (tmp_path / "adapters" / ref.hash).glob("*.part")] == []
+    await one.close()
+    await two.close()
+
+
+def test_files_that_are_written_are_no_leftovers_of_other_processes(tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    cache = AdapterCache(root, 1)
+    (folder := root / ("a" * 64)).mkdir()
+    (earlier := folder / "adapter_model.safetensors.1.part").write_bytes(b"of a killed process 1")
+    (part := cache.part_of(folder / "adapter_model.safetensors")).write_bytes(b"half")
+    with locked(part):
+        other = AdapterCache(root, 1)
+        assert other.part_of(folder / "adapter_model.safetensors") != part
+        assert part.read_bytes() == b"half" and not earlier.exists()
+    other.delete_private_leftovers()
+    assert not part.exists()
 
 
 async def test_corrupt_shard_is_fetched_twice_and_refused(service: Dialled, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 Promises:
 
-* A file appears whole, under its name, or not at all: it is written as a private ``.part`` file and renamed.
+* A file appears whole, under its name, or not at all: it is written as a private ``.part`` file and renamed. No other
+  process, of this machine or of another container, writes to the same ``.part`` file.
 * Bytes on disk are hashed again before this process first uses them, and again where it has used many others since.
 * The cache stays below its limit: the least recently used folders are evicted first, retained ones after all others,
   pinned ones never. Eviction creates no file, so it works on a full disk.
 * Half-written and private files of a process that has died are deleted by the next one that begins, or looks
-  (:meth:`AdapterCache.delete_private_leftovers`). A private folder is locked (``flock``) while its process lives:
-  process ids mean nothing to the processes of another container.
+  (:meth:`AdapterCache.delete_private_leftovers`). They are locked (``flock``) while their process uses them: process
+  ids mean nothing to the processes of another container, each of which may be process 1.
 * The folder is readable by its owner only, because it holds the adapters of all tenants. A folder that an earlier
   release created with wider permissions is corrected.
 """
@@ -28,7 +29,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 from cachetools import LRUCache
 
 from rookery import protocol
@@ -65,6 +65,8 @@ class AdapterCache:
         """Raises ``UserError`` if ``root`` belongs to another user and is open to others."""
         self._root = root
         self._capacity_bytes = capacity_bytes
+        self._id = uuid.uuid4().hex
+        """Of this cache among all that share the folder."""
         self._verified: LRUCache[Path, set[str]] = LRUCache(VERIFIED)
         """The names of the hashed files, by folder."""
         self._pins: Counter[str] = Counter()
@@ -83,24 +85,19 @@ class AdapterCache:
                     f"the adapter cache {root} is open to other users and belongs to another one; "
                     "set ROOKERY_CACHE to a folder of your own"
                 ) from None
-        for part in root.glob("*/*.part"):
-            if not psutil.pid_exists(int(part.name.split(".")[-2])):
-                part.unlink(missing_ok=True)
         self.delete_private_leftovers()
         found = root.stat()
         self.identity = f"{found.st_dev:x}.{found.st_ino:x}"
         """Equal in all processes of this machine that share the cache, in containers too."""
 
     def delete_private_leftovers(self) -> None:
-        """Delete the private folders that no living process has locked. Blocks."""
+        """Delete the private folders and half-written files that no living process has locked. Blocks."""
         for private in self._root.glob(".*.*"):
-            with suppress(OSError):  # it is locked, or gone
-                lock = os.open(private, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(private, ignore_errors=True)
-                finally:
-                    os.close(lock)
+            with suppress(OSError), _unlocked(private, os.O_RDONLY | os.O_DIRECTORY):  # else it is locked, or gone
+                shutil.rmtree(private, ignore_errors=True)
+        for part in self._root.glob("*/*.*.part"):
+            with suppress(OSError), _unlocked(part, os.O_RDWR):
+                part.unlink()
 
     def folder(self, digest: str) -> Path:
         """The artifact's folder, which may not exist."""
@@ -143,6 +140,10 @@ class AdapterCache:
             return True
         return False
 
+    def part_of(self, path: Path) -> Path:
+        """The private file for the download of ``path``, :func:`locked` while it is written."""
+        return path.with_name(f"{path.name}.{self._id}.part")
+
     def insert(self, part: Path, path: Path) -> None:
         """Rename ``part``, whose hash is verified, to the shard ``path``."""
         part.rename(path)
@@ -155,20 +156,9 @@ class AdapterCache:
 
     def staging_folder(self) -> Path:
         """A new private folder of this process, which is no artifact, until :meth:`delete_staging`."""
-        while True:
-            folder = self._private_path()
-            folder.mkdir(0o700)
-            with suppress(FileNotFoundError):  # another process has looked before it was locked
-                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    with suppress(OSError):  # a file system without locks: leftovers stay there
-                        fcntl.flock(lock, fcntl.LOCK_SH)
-                    folder.stat()
-                except BaseException:
-                    os.close(lock)
-                    raise
-                self._private[folder] = lock
-                return folder
+        folder, lock = private_folder(self._root)
+        self._private[folder] = lock
+        return folder
 
     def delete_staging(self, folder: Path) -> None:
         """Delete a folder of :meth:`staging_folder`. Blocks."""
@@ -218,15 +208,11 @@ class AdapterCache:
 
     def _delete(self, folder: Path) -> asyncio.Future[None]:
         """Hide the folder at once; the future completes when a thread has freed its bytes."""
-        hidden = self._private_path()
+        hidden = _private_path(self._root)
         with suppress(FileNotFoundError):  # another worker of this machine has deleted it
             folder.rename(hidden)
         self._verified.pop(folder, None)
         return asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, hidden, True)
-
-    def _private_path(self) -> Path:
-        """A new path for something that this process creates or deletes; its name carries the process id."""
-        return self._root / f".{os.getpid()}.{uuid.uuid4().hex}"
 
 
 class CacheEvents:
@@ -304,17 +290,80 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def part_of(path: Path) -> Path:
-    """This process's private file for the download of ``path``; other workers of the machine have their own."""
-    return path.with_name(f"{path.name}.{os.getpid()}.part")
+def private_folder(root: Path) -> tuple[Path, int]:
+    """A new private folder in the cache ``root``, and the descriptor that locks it until it is closed."""
+    while True:
+        folder = _private_path(root)
+        folder.mkdir(0o700)
+        if (lock := _lock(folder, os.O_RDONLY | os.O_DIRECTORY)) is not None:
+            return folder, lock
+
+
+def _private_path(root: Path) -> Path:
+    """A new path for something that this process creates or deletes; its name carries the process id."""
+    return root / f".{os.getpid()}.{uuid.uuid4().hex}"
+
+
+@contextmanager
+def locked(part: Path) -> Iterator[None]:
+    """The private file ``part``, created if it does not exist, is no leftover within this context."""
+    while (lock := _lock(part, os.O_RDWR | os.O_CREAT)) is None:
+        pass
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(path: Path, flags: int) -> int | None:
+    """A descriptor that locks ``path``; None if another process has deleted it before."""
+    try:
+        lock = os.open(path, flags)
+    except FileNotFoundError:
+        if flags & os.O_CREAT:  # its folder does not exist
+            raise
+        return None
+    try:
+        with suppress(OSError):  # a file system without locks: leftovers stay there
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                return lock
+    except BaseException:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+@contextmanager
+def _unlocked(path: Path, flags: int) -> Iterator[None]:
+    """Raises OSError if a process has locked ``path``, or it does not exist; none can lock it within this context."""
+    lock = os.open(path, flags)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Create the file ``path``, and its folder if needed."""
     path.parent.mkdir(exist_ok=True)
-    part = part_of(path)
-    part.write_bytes(content)
-    part.rename(path)
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with locked(part):
+            part.write_bytes(content)
+            part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def link_shard(source: Path, part: Path) -> None:
+    """Make ``part``, which may exist, another name of the file ``source``."""
+    part.unlink(missing_ok=True)
+    os.link(source, part)
 
 
 def _artifacts(root: Path) -> Iterator[Path]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -45,7 +44,8 @@ from rookery.worker.transfer.cache import (
     AdapterCache,
     CacheEvents,
     is_state,
-    part_of,
+    link_shard,
+    locked,
     sha256,
     write_atomically,
 )
@@ -274,24 +274,25 @@ class TransferClient:
                 return False
             self._on_corrupt(f"{path} is damaged on disk and is fetched again")
             path.unlink()
-        part, fetches = part_of(path), SERVICE_FETCHES
+        part, fetches = self._cache.part_of(path), SERVICE_FETCHES
         while fetches:
-            from_peers, arriving, running = False, None, RunningHash()
-            if not is_state(shard.name):
-                from_peers = await self._rebuild(digest, shard, part)
-                arriving = self._published.arrive(digest, shard, part)
-                from_peers |= await self._peers.download(digest, shard, part, running)
-            if size_of(part) != shard.size:
-                await self._download(digest, shard, part, running)
-            if (running.digest(shard.size) or await asyncio.to_thread(sha256, part)) == shard.sha256:
-                self._cache.insert(part, path)
-                if arriving is not None:  # a reader that has not opened the part yet opens the file
-                    arriving.path, arriving.ended = path, True
-                self.receiving[digest] = before + shard.size
-                return True
-            if arriving is not None:
-                arriving.ended = True
-            part.unlink()
+            rebuilt = not is_state(shard.name) and await self._rebuild(digest, shard, part)
+            with locked(part):
+                from_peers, arriving, running = rebuilt, None, RunningHash()
+                if not is_state(shard.name):
+                    arriving = self._published.arrive(digest, shard, part)
+                    from_peers |= await self._peers.download(digest, shard, part, running)
+                if size_of(part) != shard.size:
+                    await self._download(digest, shard, part, running)
+                if (running.digest(shard.size) or await asyncio.to_thread(sha256, part)) == shard.sha256:
+                    self._cache.insert(part, path)
+                    if arriving is not None:  # a reader that has not opened the part yet opens the file
+                        arriving.path, arriving.ended = path, True
+                    self.receiving[digest] = before + shard.size
+                    return True
+                if arriving is not None:
+                    arriving.ended = True
+                part.unlink()
             self._bases.pop(digest, None)
             self._on_corrupt(f"artifact {digest[:12]}: {shard.name} arrived with a wrong hash")
             if from_peers:
@@ -313,7 +314,7 @@ class TransferClient:
                 if known is None or not await self._cache.verify(source / shard.name, known.sha256):
                     return False
                 if known.sha256 == shard.sha256:
-                    os.link(source / shard.name, part)
+                    link_shard(source / shard.name, part)
                     return True
                 folder = self._cache.staging_folder()
                 try:

@@ -54,7 +54,7 @@ from rookery import protocol
 from rookery.errors import UserError, short
 from rookery.network import join_address, service_url
 from rookery.protocol.reads import DIGEST
-from rookery.worker.transfer.cache import COMPLETE, MANIFEST, is_state
+from rookery.worker.transfer.cache import COMPLETE, MANIFEST, is_state, private_folder
 from rookery.worker.transfer.delta import WORTH_SHARE, write_delta
 from rookery.worker.transfer.http import (
     ReadRefused,
@@ -125,8 +125,8 @@ class PeerServer:
         self._responses = 0
         self._deltas: dict[tuple[str, str, str], asyncio.Task[Path | None]] = {}
         """By base, hash and file name, the last used at the end; a result is None where there is none."""
-        self._folder = root / f".{os.getpid()}.{uuid.uuid4().hex}"
-        """Private to this process, as a staging folder of the cache; it has the differences."""
+        self._private: tuple[Path, int] | None = None
+        """A private folder of the cache for the differences, once there is one, and the descriptor that locks it."""
         self._routes = Starlette(
             routes=[Route("/artifacts/{digest}", self._manifest), Route("/artifacts/{digest}/{name}", self._shard)]
         )
@@ -149,7 +149,10 @@ class PeerServer:
         """Waits for running responses; one that is stuck ends with the process."""
         self._server.should_exit = True
         await asyncio.to_thread(self._thread.join, 2 * STOP_SECONDS)
-        await asyncio.to_thread(shutil.rmtree, self._folder, True)
+        if self._private is not None:
+            folder, lock = self._private
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+            os.close(lock)
 
     # --- in the server's thread -------------------------------------------------------------------------------------
 
@@ -205,12 +208,15 @@ class PeerServer:
         return await asyncio.shield(task)
 
     async def _write_delta(self, base: Path, new: Path) -> Path | None:
-        delta = self._folder / uuid.uuid4().hex
+        delta = None
         try:
-            self._folder.mkdir(0o700, exist_ok=True)
+            if self._private is None:
+                self._private = private_folder(self._root)
+            delta = self._private[0] / uuid.uuid4().hex
             return delta if await asyncio.to_thread(write_delta, base, new, delta) else None
         except OSError:  # such as a full disk, or a version that was just evicted
-            delta.unlink(missing_ok=True)
+            if delta is not None:
+                delta.unlink(missing_ok=True)
             return None
 
     async def _find(self, request: Request, name: str) -> Path | ArrivingShard | None:
