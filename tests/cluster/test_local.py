@@ -407,6 +407,8 @@ def test_workers_that_others_started_count(tmp_path: Path) -> None:
     assert [child.name for child in cluster.processes.children] == ["worker-m-rollout-1"]
     cluster.scale("m", 3, [*serving, "local-m-rollout-1"])
     assert len(cluster.processes.children) == 1
+    cluster.scale("m", 4, ["local-m-1", "local-m-rollout-1", "gpu-rollout-1"])
+    assert len(cluster.processes.children) == 2, "a name alone does not make a worker one of the pool"
 
 
 def test_workers_share_the_memory_when_there_are_as_many_as_are_allowed(tmp_path: Path) -> None:
@@ -441,6 +443,104 @@ async def test_ray_is_asked_at_once_for_nodes_of_a_larger_pool(tmp_path: Path) -
     wanted[0] = 1
     actors.resize()
     assert [child.name for child in actors.supervisor.children] == ["spot-1", "rollout-1"]
+
+
+class Ended:
+    """A process that has ended with this code, or has not ended yet."""
+
+    pid = 1
+
+    def __init__(self, code: int | None) -> None:
+        self._code = asyncio.get_running_loop().create_future()
+        if code is not None:
+            self.end(code)
+
+    async def wait(self) -> int:
+        return int(await self._code)
+
+    def end(self, code: int) -> None:
+        if not self._code.done():
+            self._code.set_result(code)
+
+    def terminate(self) -> None:
+        self.end(0)
+
+    kill = terminate
+
+
+class StubbedRay:
+    """The calls of Ray that :class:`~rookery.cluster.ray.RayActors` makes outside of its actors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found = [{"NodeID": "head", "NodeManagerAddress": "1.1.1.1", "Alive": True, "Labels": {}, "Resources": {}}]
+        groups = Mock(placement_group=Mock(return_value=None))
+        monkeypatch.setitem(sys.modules, "ray", Mock(nodes=lambda: self.found))
+        monkeypatch.setitem(sys.modules, "ray.util", Mock())
+        monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
+        monkeypatch.setattr(ray, "draining_nodes", set)
+        monkeypatch.setattr(ray, "scale_to", lambda wanted: None)
+        monkeypatch.setattr(ray, "DRAIN_LOOK_SECONDS", 0.01)
+
+
+async def test_a_worker_that_refuses_on_its_node_ends_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub, refusing, started = StubbedRay(monkeypatch), {"spot-1"}, list[tuple[str, Ended]]()
+    settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_gpus=0)
+    reserved, spot = [Child(f"reserved-{i}", [], {}) for i in (1, 2)], [Child(f"spot-{i}", [], {}) for i in (1, 2)]
+    actors = ray.RayActors(settings, reserved, spot, [], lambda nodes: None)
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        started.append((child.name, Ended(EXIT_REFUSED if child.name in refusing else None)))
+        return started[-1][1]
+
+    actors.supervisor = Supervisor([*reserved, *spot], tmp_path / "logs", 5, spawn)
+    ended = asyncio.create_task(actors.run())
+    await until(lambda: spot[0].state == "refused" and running(*reserved, spot[1]))
+    refusing.clear()
+    stub.found = [*stub.found, stub.found[0] | {"NodeID": "larger"}]
+    await until(lambda: running(*spot))
+    assert sorted(name for name, _ in started) == ["reserved-1", "reserved-2", "spot-1", "spot-1", "spot-2"]
+    assert not ended.done()
+    for name, process in started:
+        if name.startswith("reserved"):
+            process.end(EXIT_REFUSED)
+    assert "code 2" in await asyncio.wait_for(ended, 5), "no trainer is left"
+
+
+async def test_refused_workers_of_the_pool_are_started_again_when_it_is_counted(tmp_path: Path) -> None:
+    cluster, started = elastic_cluster(tmp_path), list[str]()
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        started.append(child.name)
+        return Ended(EXIT_REFUSED if len(started) < 3 else None)
+
+    cluster.processes = Supervisor([], tmp_path / "logs", 5, spawn)
+    await cluster.processes.start()
+    for times in (1, 2, 3):
+        cluster.scale("m", 2, ["local-m-1"])
+        await until(lambda: len(started) == times)  # noqa: B023 (it is awaited here)
+        await until(lambda: cluster.processes.children[0].state == ("refused" if times < 3 else "running"))  # noqa: B023
+    assert [child.name for child in cluster.processes.children] == ["worker-m-rollout-1"]
+    await cluster.stop()
+
+
+async def test_refused_workers_of_a_configured_model_are_started_again_when_a_job_needs_them(tmp_path: Path) -> None:
+    settings, codes = Settings(data=tmp_path, models="one"), [EXIT_REFUSED, None]
+    cluster = ProcessCluster(settings, "http://127.0.0.1:1", "token")
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        return Ended(codes.pop(0))
+
+    [worker] = local_workers(settings, ["one"], "http://127.0.0.1:1", "token")
+    cluster.processes = Supervisor([worker], tmp_path / "logs", 5, spawn)
+    await cluster.processes.start()
+    await until(lambda: worker.state == "refused")
+    cluster.provide("one")
+    await until(lambda: running(worker))
+    cluster.provide("one")
+    assert codes == [] and cluster.processes.children == [worker]
+    await cluster.stop()
 
 
 def test_bounds_of_the_pool_are_checked(tmp_path: Path) -> None:

@@ -59,12 +59,12 @@ class ProcessCluster:
     def provide(self, model: str) -> None:
         """Start workers for ``model`` if there are none, unless the service is configured to start none. Those that
         refused to start are started again."""
-        if model in self._models:
+        elastic = self._elastic.get(model, [])
+        there = [child for child in self.processes.children if child.model == model and child not in elastic]
+        if there and all(child.state == "refused" for child in there):
+            self.processes.retry(there)
+        if there or model in self._models:
             return
-        if provided := self._provided.get(model):
-            if any(child.state != "refused" for child in provided):
-                return
-            self.processes.remove(provided)
         if workers := self._workers([model]):
             log.info("starting a worker for base model %s", model)
             self._provided[model] = workers
@@ -79,10 +79,11 @@ class ProcessCluster:
     def scale(self, model: str, count: int, serving: Iterable[str]) -> None:
         """Start or end rollout workers of ``model``, so that there are ``count``; never fewer than its other workers:
         those of the settings, and of the names ``serving`` those that were not started here. Those that were started
-        last are ended first; they drain."""
+        last are ended first; they drain. Those that refused to start are started again."""
         if model not in self._models and model not in self._provided:
             return
-        others = sum(SCALED not in name for name in serving)
+        started = f"{file_name(model)}{SCALED}"
+        others = sum(not name.removeprefix("local-").startswith(started) for name in serving)
         more = max(0, count - max(self._settings.server.workers, others))
         if self._settings.cluster.cluster == "ray":
             self._written = asyncio.create_task(self._write_scale(self._written, model, more))
@@ -92,7 +93,9 @@ class ProcessCluster:
             log.info("ending %d rollout workers of base model %s", len(elastic) - more, model)
             self.processes.remove(elastic[more:])
             del elastic[more:]
-        elif more > len(elastic):
+            return
+        self.processes.retry(elastic)
+        if more > len(elastic):
             log.info("starting %d rollout workers of base model %s", more - len(elastic), model)
             numbers, models = range(len(elastic) + 1, more + 1), len({*self._models, *self._provided})
             new = elastic_workers(self._settings, model, models, self._url, self._token, numbers)

@@ -9,6 +9,8 @@ Promises:
   preemptible ones (``ray_spot_workers``) on nodes with it. One that has no node waits, and starts when a node joins.
 * Ray's autoscaler is asked for nodes for all wanted workers (:func:`scale_to`), also while they start again: it removes
   no node that a worker is about to return to. The request ends with this process.
+* A worker that refuses to start, such as on a node with too little memory, ends no other one. It is started again when
+  a node joins. This process ends when all reserved workers have refused, or all where none is reserved.
 * A node that Ray drains, because its machine is about to be taken away, has its workers drained by SIGTERM.
 * The process is a separate Ray driver, because Ray ends a driver that has lost the head: the service lives on, starts
   this process again, and the workers return with the head. The actors end with it, their processes with them.
@@ -171,6 +173,10 @@ class RayActors:
         self._hosts = hosts
         self._group: Any = None
         self._spot = len(spot)
+        self._needed = reserved or [*spot, *hosts]
+        """Without one of them the others are of no use."""
+        self._nodes: set[str] = set()
+        """Ids of the nodes at the last look."""
         self._more, self._count = more, count
         self._elastic: list[Child] = []
         """Preemptible workers in addition to the configured ones."""
@@ -184,8 +190,8 @@ class RayActors:
         self.supervisor = Supervisor(children, logs, settings.server.stop_seconds / 2, self._spawn)
 
     async def run(self) -> str:
-        """Keep the processes alive until :attr:`stopped`. Returns why one refused to start, which a restart cannot
-        repair, or an empty text. Raises UserError as ``check`` does."""
+        """Keep the processes alive until :attr:`stopped`. Returns why those that are needed refused to start, which a
+        restart cannot repair, or an empty text. Raises UserError as ``check`` does."""
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -195,10 +201,15 @@ class RayActors:
         await self.supervisor.start()
         try:
             while not await wait_event(self.stopped, DRAIN_LOOK_SECONDS):
-                if refused := next((child for child in self.supervisor.children if child.state == "refused"), None):
-                    return refused.reason
+                if self._needed and all(child.state == "refused" for child in self._needed):
+                    return self._needed[0].reason
                 draining = await asyncio.to_thread(draining_nodes)
-                self._check(addresses(await asyncio.to_thread(ray.nodes)))  # one may have joined
+                found = await asyncio.to_thread(ray.nodes)
+                self._check(addresses(found))  # one may have joined
+                nodes = {node["NodeID"] for node in found if node["Alive"]}
+                if self._nodes and nodes - self._nodes:
+                    self.supervisor.retry(self.supervisor.children)
+                self._nodes = nodes
                 self.resize()
                 await self._scale()
                 for process in [process for process in self._processes if process.node in draining]:

@@ -5,7 +5,7 @@ Promises:
 * A child ends with this process, however this process ends: the child exits when its standard input closes.
 * A child that ends is restarted, with a pause that grows while it keeps failing; the loss of its machine is no failure
   (:data:`NODE_LOST`). A child whose exit code says that a restart cannot help
-  (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted; its last log line is reported.
+  (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted until :meth:`Supervisor.retry`; its last log line is reported.
 * Whoever waits for a child learns that it does not work: one that is not restarted, and one that has ended
   :data:`SAME_ENDS` times in a row in the same way, are reported, the latter after each further end.
 * ``stop`` sends SIGTERM first (a worker drains) and kills a child that has not ended in time, even a stopped one.
@@ -118,6 +118,13 @@ class Supervisor:
         self.children += new
         if self.running:
             self._keepers += [asyncio.create_task(self._keep(child)) for child in new]
+
+    def retry(self, children: Iterable[Child]) -> None:
+        """Start those of these children again that refused to start: the cause may have passed."""
+        refused = [child for child in children if child.state == "refused"] if self.running else []
+        for child in refused:
+            child.state = "starting"
+        self._keepers += [asyncio.create_task(self._keep(child)) for child in refused]
 
     def remove(self, children: Iterable[Child]) -> None:
         """End these children: with SIGTERM, and SIGKILL if they have not ended in time."""
