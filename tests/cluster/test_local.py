@@ -208,7 +208,7 @@ async def test_a_child_that_always_ends_in_the_same_way_is_reported(
 
 async def test_a_worker_that_refuses_is_reported_by_its_model_and_started_again_when_needed(tmp_path: Path) -> None:
     settings = Settings.load({}, data=tmp_path / "data", cache=tmp_path / "cache", models="", workers=1)
-    failures: list[tuple[str, str]] = []
+    failures: list[tuple[str, ...]] = []
     cluster = ProcessCluster(settings, "no://address", "token", lambda *about: failures.append(about))
     await cluster.start()
     for times in (1, 2):
@@ -216,7 +216,7 @@ async def test_a_worker_that_refuses_is_reported_by_its_model_and_started_again_
         await until(lambda: len(failures) == times)  # noqa: B023 (it is awaited here)
         cluster.provide("qwen3-0.6b")
     await cluster.stop()
-    assert failures[0][0] == "qwen3-0.6b" and "--connect" in failures[0][1]
+    assert failures[0][::2] == ("qwen3-0.6b", "local-qwen3-0.6b-1") and "--connect" in failures[0][1]
 
 
 LOST = AsyncMock(return_value=Mock(pid=1, wait=AsyncMock(return_value=NODE_LOST)))

@@ -22,9 +22,14 @@ class ProcessCluster:
     themselves."""
 
     def __init__(
-        self, settings: Settings, url: str, token: str, failed: Callable[[str, str], None] = lambda model, reason: None
+        self,
+        settings: Settings,
+        url: str,
+        token: str,
+        failed: Callable[[str, str, str], None] = lambda model, reason, worker: None,
     ) -> None:
-        """``failed(model, reason)`` is called when a worker of a base model does not work."""
+        """``failed(model, reason, name)`` is called when a worker of a base model does not work; on Ray, where the name
+        is empty, when none of those that were started does."""
         self._settings = settings
         self._url = url
         self._token = token
@@ -39,7 +44,7 @@ class ProcessCluster:
             [],
             settings.data / "logs",
             settings.server.stop_seconds,
-            failed=lambda child, reason: failed(child.model, reason) if child.model else None,
+            failed=lambda child, reason: failed(child.model, reason, child.worker) if child.model else None,
         )
 
     async def start(self) -> None:
@@ -127,7 +132,8 @@ def local_workers(settings: Settings, models: Sequence[str], url: str, token: st
         for number in range(1, settings.server.workers + 1):
             name = f"{file_name(model)}-{number}"
             arguments = ["--connect", url, "--model", model, "--name", f"local-{name}", "--die-with-parent"]
-            child = Child(f"worker-{name}", ["rookery.worker.process", *arguments], environment, model=model)
+            arguments = ["rookery.worker.process", *arguments]
+            child = Child(f"worker-{name}", arguments, environment, model=model, worker=f"local-{name}")
             children.append(child)
     return children
 
@@ -151,7 +157,7 @@ def elastic_workers(
         name = f"{file_name(model)}{SCALED}{number}"
         arguments = ["rookery.worker.process", "--connect", url, "--model", model, "--name", f"local-{name}",
                      "--roles", "rollout", "--die-with-parent"]  # fmt: skip
-        children.append(Child(f"worker-{name}", arguments, environment, model=model))
+        children.append(Child(f"worker-{name}", arguments, environment, model=model, worker=f"local-{name}"))
     return children
 
 

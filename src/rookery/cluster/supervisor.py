@@ -65,6 +65,8 @@ class Child:
     """It ends, and is not restarted."""
     model: str = ""
     """The base model that it serves, of a worker."""
+    worker: str = ""
+    """The name by which the service knows it, of one worker."""
     ends: list[str] = field(default_factory=list)
     """How it ended, the last times in a row in the same way."""
 

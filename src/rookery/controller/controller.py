@@ -326,7 +326,7 @@ class Controller:
                 self._slots.review()
             case WorkerFailed():
                 if event.last:
-                    self.model_failed(worker.hello.model, event.reason)
+                    self.model_failed(worker.hello.model, event.reason, worker.name)
             case WorkerDraining() | WorkerSuspect() | WorkerGone():
                 rooms.weights.on_worker_lost(worker)
                 rollouts.on_worker_changed(worker)  # before others react: it gets no work any more
@@ -472,10 +472,10 @@ class Controller:
             await self.sessions.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
         log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
 
-    def model_failed(self, model: str, reason: str) -> None:
-        """The last worker of a base model does not work. Jobs that have no other one are paused with the reason; like
-        other outages, this one may pass."""
-        if failure := self.context.rooms.fleet.fail(model, reason):
+    def model_failed(self, model: str, reason: str, worker: str = "") -> None:
+        """The ``worker`` of a base model, or without a name all that one process started, does not work. Jobs that have
+        no other one are paused with the reason; like other outages, this one may pass."""
+        if failure := self.context.rooms.fleet.fail(model, reason, worker):
             log.error("%s", failure)
             for runner in list(self.jobs.runners.values()):
                 if model in stored_base_models(runner.row.spec):

@@ -247,7 +247,7 @@ class Service:
         opened.push_async_callback(base_models.close)
 
         cluster: Cluster = ProcessCluster(
-            settings, self.url, worker_token, lambda model, reason: controller.model_failed(model, reason)
+            settings, self.url, worker_token, lambda *failure: controller.model_failed(*failure)
         )
         controller = Controller(
             Store(database, writer, transfers, readers),

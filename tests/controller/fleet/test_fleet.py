@@ -175,6 +175,31 @@ async def test_a_worker_that_does_not_work_reports_why(room: Room) -> None:
     assert room.fleet.fail(MODEL, events[-1].reason) == (f"the worker of {MODEL} does not work: {shown}")
 
 
+@pytest.mark.parametrize(
+    ("state", "failed", "fails"),
+    [
+        ("joining", "another", False),
+        ("serving", "another", False),
+        ("suspect", "another", False),
+        ("draining", "another", True),
+        ("joining", "worker", True),
+        ("suspect", "worker", True),
+    ],
+)
+async def test_a_failed_worker_stops_no_model_that_another_one_trains(
+    room: Room, state: str, failed: str, fails: bool
+) -> None:
+    """The other one is ``worker``, in this state; it cannot stand in for itself."""
+    worker = await room.worker(loading=state == "joining").join()
+    if state == "draining":
+        await worker.say(protocol.Draining(epoch=0))
+    elif state == "suspect":
+        await worker.die()
+    await eventually(lambda: room.states() == {"worker": state})
+    assert bool(room.fleet.fail(MODEL, "it refuses", failed)) == fails
+    assert bool(room.fleet.failures) == fails, "no reason is left for a later absence"
+
+
 async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
     class Stuck:
         """A link whose sends never end."""

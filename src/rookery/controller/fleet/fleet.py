@@ -67,6 +67,8 @@ class Fleet:
         self.epoch = int(clock.time() * 1000)
         self.failures: dict[str, str] = {}
         """Why the last worker of a base model does not work, for tenants, until one is loaded."""
+        self._failed: dict[str, str] = {}
+        """The names of those workers, by base model; empty where all that one process started have failed."""
         self.ignored_frames = 0
         self.bad_frames = 0
         self.losses = 0
@@ -94,19 +96,28 @@ class Fleet:
         """The worker's latest connection."""
         return self._workers.get(name)
 
-    def expects(self, role: str, model: str) -> bool:
-        """Whether a worker has the role or may soon: it loads the model, or may reconnect."""
+    def expects(self, role: str, model: str, *, besides: str = "") -> bool:
+        """Whether a worker, of another name than ``besides``, has the role or may soon: it loads the model, or may
+        reconnect."""
         there = (worker for worker in self._workers.values() if worker.state not in ("draining", "gone"))
-        return any(role in worker.roles and worker.hello.model == model for worker in there)
+        return any(role in worker.roles and worker.hello.model == model and worker.name != besides for worker in there)
 
     def failure(self, model: str) -> str:
-        """Why no worker will serve ``model``; empty while one trains it, or may come."""
-        return self.failures.get(model, "") if not self.serving("train", model) else ""
+        """Why no worker will train ``model``; empty while one trains it, or may come."""
+        return self.failures.get(model, "") if not self._trained(model, self._failed.get(model, "")) else ""
 
-    def fail(self, model: str, reason: str) -> str:
-        """The last worker of ``model`` ended for this ``reason``; :meth:`failure` then."""
-        self.failures[model] = f"the worker of {model} does not work: {without_paths(reason, keep=model)}"
+    def fail(self, model: str, reason: str, worker: str = "") -> str:
+        """The process of this ``worker`` of ``model``, or without a name those of all that were started, ended for this
+        ``reason``; :meth:`failure` then. Where others train the model, the reason is not kept for a later moment in
+        which they are away."""
+        if not self._trained(model, worker):
+            self.failures[model] = f"the worker of {model} does not work: {without_paths(reason, keep=model)}"
+            self._failed[model] = worker
         return self.failure(model)
+
+    def _trained(self, model: str, worker: str) -> bool:
+        """Whether another worker than ``worker`` trains ``model``, or may soon; without a name, whether one does."""
+        return self.expects("train", model, besides=worker) if worker else bool(self.serving("train", model))
 
     def missing(self, role: str, model: str) -> str:
         """Why no worker serves ``model`` for ``role`` now, with the state of each candidate."""
