@@ -159,6 +159,7 @@ def test_a_fleet_of_machines_that_may_vanish_has_no_plan() -> None:
         ({"machines": [{"name": "a"}]}, "rows"),
         ({"memory": {"total": -1, "base": 0, "cache_token": 1, "train_token": 1}}, "memory.total"),
         ({"decode": [[8, 0.1], [1, 0.2]]}, "rows ascend"),
+        ({"decode": [[1, 0.05], [8, 0.04]]}, "more rows takes as long or longer"),
         ({"count": 65}, "count"),
         ({"count": 0}, "count"),
         ({"gpu": "big"}, "gpu"),
@@ -177,6 +178,12 @@ def test_a_wrong_fleet_file_is_refused_in_one_line(tmp_path: Path, change: dict[
     with pytest.raises(UserError, match=r"fleet\.yaml: ") as refusal:
         read_fleet(path)
     assert says in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_more_policies_than_episodes_have_a_plan() -> None:
+    demand = DEMAND.model_copy(update={"group_size": 2, "groups_per_step": 1, "turns": 5, "policies": 5})
+    fleet = FleetSpec(machines=[machine("m")])
+    assert 0 < search(fleet, devices_of(fleet), [demand]).prediction.seconds < math.inf
 
 
 def test_a_machine_whose_context_holds_no_prompt_does_not_generate() -> None:

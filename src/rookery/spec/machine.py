@@ -46,7 +46,7 @@ class Machine(FrozenModel):
     context: int = Field(ge=2)
     """The longest sequence, in tokens."""
     decode: list[tuple[Annotated[int, Field(ge=1)], Positive]] = Field(min_length=1)
-    """(rows, seconds of one decode step with so many rows), ascending; between two points on the line that joins
+    """(rows, seconds of one decode step with so many rows), both ascending; between two points on the line that joins
     them, beyond the last on the last line prolonged."""
     prefill_token: Time
     """Seconds per prompt token."""
@@ -78,6 +78,9 @@ class Machine(FrozenModel):
         rows = [rows for rows, _ in self.decode]
         if rows != sorted(set(rows)):
             raise ValueError("decode: rows ascend")
+        seconds = [seconds for _, seconds in self.decode]
+        if seconds != sorted(seconds):
+            raise ValueError("decode: a step of more rows takes as long or longer; measure again")
         return self
 
     def decode_step(self, rows: int) -> float:

@@ -262,7 +262,8 @@ def _pool(
     total = sum(demand.replies for demand in demands)
     mean = sum(demand.replies * demand.mean_tokens for demand in demands) / total
     prefill = sum(demand.replies * demand.episode_prefill / demand.turns for demand in demands) / total
-    together = round(sum(demand.episodes / demand.policies for demand in demands))  # one reply of an episode at a time
+    replying = round(sum(demand.episodes / demand.policies for demand in demands))  # one reply of an episode at a time
+    together = max(1, replying)
     per_episode = {}
     for i in rolling:
         machine = devices[i].machine
