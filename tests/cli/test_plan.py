@@ -50,9 +50,12 @@ def test_plan_prints_roles_and_writes_a_file_that_the_service_reads(
     assert code(["plan", "--workers", fleet, "--jobs", job, "--jobs", job, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "s predicted" in text and "One more slow" in text and "rookery worker --connect URL --name fast-0" in text
+    assert "--roles" not in text, "the service that has the plan gives the roles"
     plan = read_plan(out)
     assert {worker.name for worker in plan.workers} <= {"slow-0", "slow-1", "fast-0"}
     assert len(plan.jobs) == 2
+    assert code(["plan", "--workers", fleet, "--jobs", job]) == 0
+    assert "--name fast-0 --roles " in capsys.readouterr().out
     assert code(["plan", "--workers", fleet, "--jobs", job, "--simulate", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["step_seconds"] == pytest.approx(report["simulated_seconds"], rel=0.6)

@@ -71,6 +71,25 @@ def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves
     run(play())
 
 
+def test_a_role_moves_to_a_worker_that_was_started_with_it() -> None:
+    """Though another machine would train quicker."""
+    fleet = FleetSpec(machines=[machine("a"), machine("b"), machine("c", train=4.0)])
+    plan = planned(fleet, a_0=["train"], b_0=["rollout"], c_0=["rollout"])
+
+    async def play() -> None:
+        async with following(plan, fleet, ["both", "both", "rollout"], 12) as service:
+            queries = service.site.controller.queries
+            ((tenant, id),) = service.jobs
+            while (await queries.show(tenant, id)).step < 4:  # noqa: ASYNC110
+                await asyncio.sleep(1.0)
+            await service.workers[0].kill()
+            assert (await queries.wait(tenant, id)).state == "completed"
+            shown = {row.name: row.roles for row in queries.workers()}
+            assert "train" in shown["b-0"] and shown["c-0"] in (["rollout"], [])
+
+    run(play())
+
+
 def test_workers_of_the_plan_that_are_not_there_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     fleet = FleetSpec(machines=[machine("a")])
     absent = planned(FleetSpec(machines=[machine("z"), machine("y")]), z_0=["rollout"], y_0=["train"])

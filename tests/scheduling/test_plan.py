@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from rookery.errors import UserError
-from rookery.scheduling.plan.predict import ROLES, Role, devices_of, predict
+from rookery.scheduling.plan.predict import PLAYS, ROLES, Role, devices_of, predict
 from rookery.scheduling.plan.replan import replan
 from rookery.scheduling.plan.search import SHARINGS, WORTH_USING, gains, homogeneous, search
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Link, read_fleet, read_plan
@@ -114,6 +115,21 @@ def test_preemptible_machines_do_not_train() -> None:
     found = search(fleet, devices_of(fleet), TWO)
     assert found.roles[3] in ("train", "both")
     assert set(found.roles[:3]) <= {"rollout", "off"}
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_no_plan_gives_a_machine_a_role_that_it_may_not_have(case: int) -> None:
+    random = Random(case)
+    fleet = drawn(random, 4)
+    may = [frozenset(random.sample(["rollout", "train"], random.choice([1, 2]))) for _ in fleet.machines]
+    may[0] = frozenset(PLAYS["both"])
+    devices = [replace(device, may=roles) for device, roles in zip(devices_of(fleet), may, strict=True)]
+    allowed = [*product(*([role for role in ROLES if {*PLAYS[role]} <= device.may] for device in devices))]
+    optimum = min(predict(fleet, devices, TWO, roles).seconds for roles in allowed)
+    found = search(fleet, devices, TWO, budget=60, seed=case, start=["both"] * 4)
+    assert found.roles in allowed and found.prediction.seconds <= 1.05 * optimum
+    others = {*product(ROLES, repeat=4)} - {*allowed}
+    assert all(math.isinf(predict(fleet, devices, TWO, roles).seconds) for roles in others)
 
 
 def test_sharing_by_speed_helps_on_policy_rollouts() -> None:

@@ -97,9 +97,10 @@ def plan(
         show(f"Simulated with the real controller: {report['simulated_seconds']:.1f} s")
     for name, gain in more.items():
         show(f"One more {name}: {gain:.0%} less time" if gain >= 0.005 else f"One more {name}: no gain")
-    show("\nCommands, each on its machine:")
+    service = f", for rookery serve --plan {out}" if out is not None else ""
+    show(f"\nCommands, each on its machine{service}:")
     for worker in planned.workers:
-        show(f"  {command(worker, fleet)}")
+        show(f"  {command(worker, fleet, followed=out is not None)}")
 
 
 def profile(
@@ -199,10 +200,12 @@ def demands_of(
     return found
 
 
-def command(worker: PlannedWorker, fleet: FleetSpec) -> str:
-    """The command that starts a worker of the plan."""
+def command(worker: PlannedWorker, fleet: FleetSpec, *, followed: bool) -> str:
+    """The command that starts a worker of the plan. Where a service has the plan (``followed``), it gives the worker
+    its roles, and others when machines leave: the worker is started with both."""
     machine = next(machine for machine in fleet.machines if machine.name == worker.machine)
-    words = ["rookery worker --connect URL", f"--name {worker.name}", f"--roles {','.join(worker.roles)}"]
+    words = ["rookery worker --connect URL", f"--name {worker.name}"]
+    words += [] if followed else [f"--roles {','.join(worker.roles)}"]
     words.append(f"--max-rows {worker.max_rows}")
     words += ["--preemptible"] * machine.preemptible + [f"--price {machine.price:g}"]
     words += [f"--site {shlex.quote(machine.site)}"] if machine.site else []

@@ -1,7 +1,8 @@
 """The service follows a plan: each worker that the plan names plays the roles that it has there.
 
 While some of the plan's workers are missing, the roles of those that are there are planned again, and changed where the
-predicted gain over the steps that are left exceeds the cost of moving (:mod:`rookery.scheduling.plan.replan`). A worker
+predicted gain over the steps that are left exceeds the cost of moving (:mod:`rookery.scheduling.plan.replan`); no
+worker gets a role with which it was not started. A worker
 that the plan's fleet does not name keeps the roles with which it was started. So does one that was started without a
 role that the plan gives it, which counts as missing. Policies train where they end first, by the speeds of the fleet's
 machines.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from rookery.aio import Signal
@@ -98,7 +100,7 @@ class PlanFollower:
         if self._planned.keys() <= workers.keys():
             self._apply({name: self._planned.get(name, "off") for name in names})
             return
-        devices = [self._devices[name] for name in names]
+        devices = [replace(self._devices[name], may=frozenset(workers[name].hello.roles)) for name in names]
         roles = [self._roles[name] for name in names]
         call = partial(replan, self._plan.fleet, devices, self._plan.jobs, roles, self._steps_left())
         if (found := await self._threads(call)) is None:

@@ -50,6 +50,17 @@ class Device:
 
     name: str
     machine: FleetMachine
+    may: frozenset[str] = frozenset(PLAYS["both"])
+    """Roles that it may have: those with which its worker was started."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it may train."""
+        return "train" in self.may and not self.machine.preemptible
+
+    def limited(self, role: Role) -> Role:
+        """As much of ``role`` as it may have."""
+        return role_of(self.may.intersection(PLAYS[role]))
 
 
 def devices_of(fleet: FleetSpec) -> list[Device]:
@@ -125,6 +136,8 @@ def predict(
         return impossible("no machine generates" if not rolling else "no machine trains")
     if taken := [devices[i].name for i in training if devices[i].machine.preemptible]:
         return impossible(f"{taken[0]} may vanish, so it cannot train")
+    if fixed := [device.name for device, role in zip(devices, roles, strict=True) if device.limited(role) != role]:
+        return impossible(f"{fixed[0]} was started without a role that it would have")
     trainers = _assign_trainers(devices, demands, training)
     train = _train_seconds(devices, demands, trainers)
     policies = {i: tuple(demands[j].name for j, at in enumerate(trainers) if i in at) for i in training}

@@ -62,12 +62,12 @@ def search(
     start: Sequence[Role] | None = None, halving: bool = True, swaps: bool = True, climb: bool = True,
     balanced: bool = True,
 ) -> Found:  # fmt: skip
-    """The plan with the shortest predicted round within ``budget`` evaluations. ``halving``, ``swaps`` and ``climb``
-    switch off the halving of arms, the exchange of machines between roles and the last climb, to measure what each is
-    worth."""
+    """The plan with the shortest predicted round within ``budget`` evaluations, among those that give each device roles
+    that it may have. ``halving``, ``swaps`` and ``climb`` switch off the halving of arms, the exchange of machines
+    between roles and the last climb, to measure what each is worth."""
     evaluate = _Evaluator(fleet, devices, demands, int(budget * ARMS_SHARE) if climb else budget, balanced)
     if start is not None:
-        evaluate(tuple(start))
+        evaluate([device.limited(role) for device, role in zip(devices, start, strict=True)])
     for roles in homogeneous(devices):
         evaluate(roles)
     arms = _arms(devices, Random(seed), swaps)
@@ -111,6 +111,7 @@ class _Evaluator:
         self, fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], budget: int, balanced: bool
     ) -> None:
         self.devices = devices
+        self._kinds = [_kind(device) for device in devices]
         self.budget = budget
         nothing: Role = "off"
         self.best: tuple[float, int, tuple[Role, ...]] = (math.inf, 0, (nothing,) * len(devices))
@@ -123,8 +124,8 @@ class _Evaluator:
 
     def key(self, roles: Sequence[Role]) -> tuple[tuple[str, Role, int], ...]:
         counts: dict[tuple[str, Role], int] = {}
-        for device, role in zip(self.devices, roles, strict=True):
-            counts[_kind(device), role] = counts.get((_kind(device), role), 0) + 1
+        for kind, role in zip(self._kinds, roles, strict=True):
+            counts[kind, role] = counts.get((kind, role), 0) + 1
         return tuple(sorted((kind, role, count) for (kind, role), count in counts.items()))
 
     def __call__(self, roles: Sequence[Role]) -> float:
@@ -168,7 +169,7 @@ class _Arm:
             del self._population[POPULATION:]
 
     def _child(self) -> tuple[tuple[int, ...], frozenset[int]]:
-        able = [i for i, device in enumerate(self._devices) if not device.machine.preemptible]
+        able = [i for i, device in enumerate(self._devices) if device.trains]
         if len(self._population) < POPULATION // 2 or not self._swaps:
             return tuple(self._random.sample(able, self._size)), frozenset()
         _, chosen, unused = self._random.choice(self._population)
@@ -186,7 +187,7 @@ class _Arm:
 
 
 def _arms(devices: Sequence[Device], random: Random, swaps: bool) -> list[_Arm]:
-    able = sum(not device.machine.preemptible for device in devices)
+    able = sum(device.trains for device in devices)
     sizes = sorted({max(1, round(able ** (i / (SIZES_TRIED - 1)))) for i in range(SIZES_TRIED)} if able > SIZES_TRIED
                    else set(range(1, able + 1)))  # fmt: skip
     return [_Arm(devices, size, sharing, random, swaps) for sharing in SHARINGS for size in sizes]
@@ -221,7 +222,7 @@ def _climb(evaluate: _Evaluator) -> None:
     while evaluate.best[0] < before and not evaluate.spent:
         before = evaluate.best[0]
         for i in range(len(evaluate.devices)):
-            for role in ROLES:
+            for role in dict.fromkeys(map(evaluate.devices[i].limited, ROLES)):
                 roles = evaluate.best[2]
                 evaluate((*roles[:i], role, *roles[i + 1 :]))
 
@@ -231,9 +232,10 @@ def _trimmed(evaluate: _Evaluator) -> Found:
     predictions for each machine, which no budget counts."""
     best, _, roles = evaluate.best
     if math.isinf(best):
-        reserved = any(not device.machine.preemptible for device in evaluate.devices)
-        most: list[Role] = [
-            "rollout" if device.machine.preemptible and reserved else "both" for device in evaluate.devices
+        reserved = any(device.trains for device in evaluate.devices)
+        most = [
+            device.limited("rollout" if device.machine.preemptible and reserved else "both")
+            for device in evaluate.devices
         ]
         return Found(roles, evaluate.predict(most), len(evaluate.known))
     for i in sorted(range(len(roles)), key=lambda i: -evaluate.devices[i].machine.train_token):
@@ -257,14 +259,16 @@ def _roles(
     chosen = set(training)
     trains: Role = "train" if sharing == "apart" else "both"
     others: Role = "off" if sharing == "shared" else "rollout"
-    return tuple("off" if i in unused else trains if i in chosen else others for i in range(len(devices)))
+    roles = ("off" if i in unused else trains if i in chosen else others for i in range(len(devices)))
+    return tuple(device.limited(role) for device, role in zip(devices, roles, strict=True))
 
 
 def _by_training(devices: Sequence[Device]) -> list[int]:
     """Machines that may train, the fastest first."""
-    able = [i for i, device in enumerate(devices) if not device.machine.preemptible]
+    able = [i for i, device in enumerate(devices) if device.trains]
     return sorted(able, key=lambda i: (devices[i].machine.train_token, i))
 
 
 def _kind(device: Device) -> str:
-    return device.machine.name
+    """Devices of one kind are the same to a plan."""
+    return f"{device.machine.name}, {'+'.join(sorted(device.may))}"
