@@ -15,7 +15,7 @@ from tests.scheduling.test_plan import machine
 from tests.support.small_model import save_small_model
 
 from rookery.cli import main
-from rookery.cli.plan import add_entry, demands_of
+from rookery.cli.plan import UNMEASURED, add_entry, demands_of
 from rookery.errors import UserError
 from rookery.scheduling.plan.predict import devices_of, predict
 from rookery.spec.fleet import FleetSpec, read_fleet, read_plan
@@ -55,7 +55,7 @@ def test_plan_prints_roles_and_writes_a_file_that_the_service_reads(
     assert {worker.name for worker in plan.workers} <= {"slow-0", "slow-1", "fast-0"}
     assert len(plan.jobs) == 2
     assert code(["plan", "--workers", fleet, "--jobs", job]) == 0
-    assert "--name fast-0 --roles " in capsys.readouterr().out
+    assert f"--name fast-0 --model {JOB['base_model']} --roles " in capsys.readouterr().out
     assert code(["plan", "--workers", fleet, "--jobs", job, "--simulate", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["step_seconds"] == pytest.approx(report["simulated_seconds"], rel=0.6)
@@ -130,6 +130,46 @@ def test_an_entry_is_added_to_a_fleet_file_and_replaced(tmp_path: Path) -> None:
     fleet = read_fleet(path)
     assert [kind.name for kind in fleet.machines] == ["a", "b"]
     assert fleet.machines[0] == machine("a", 2.0)
+
+
+def test_a_second_measurement_keeps_the_fields_that_were_added_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a wrong file is refused before the measurement."""
+    path = tmp_path / "fleet.yaml"
+    memory = {"total": 10**9, "base": 10**8, "cache_token": 1, "train_token": 1}
+    spot = machine("spot", count=4, preemptible=True, site="cloud", price=0.3, memory=memory, download=1e7)
+    links = [{"between": ["", "cloud"], "bandwidth": 1e7, "latency": 0.02}]
+    fleet = FleetSpec.model_validate({"machines": [machine("desk").model_dump(), spot.model_dump()], "links": links})
+    path.write_text(yaml.safe_dump(fleet.model_dump(mode="json", exclude_none=True)))
+    measured = {field: getattr(machine("spot", 3.0), field) for field in UNMEASURED}
+    runs = list[list[str]]()
+
+    def measure(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        runs.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"name": "spot", **measured}))
+
+    monkeypatch.setattr(subprocess, "run", measure)
+    profile = ["profile", "--name", "spot", "--out", str(path), "--model", "m"]
+    assert code([*profile, "--price", "0.5"]) == 0
+    expected = spot.model_copy(update={**measured, "price": 0.5, "model": "m"})
+    assert read_fleet(path) == fleet.model_copy(update={"machines": [fleet.machines[0], expected]})
+    for refused, says in ((["--site", ""], "no machine is at the site 'cloud'"), (["--model", "n"], "measured with m")):
+        assert code([*profile, *refused]) == 2
+        assert says in capsys.readouterr().err and len(runs) == 1
+
+
+def test_a_plan_is_for_machines_that_were_measured_with_the_base_model_of_its_jobs(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, job = files
+    path, out = tmp_path / "measured.yaml", tmp_path / "plan.yaml"
+    for model, expected in (("qwen3-0.6b", 2), (JOB["base_model"], 0)):
+        path.write_text(json.dumps({"machines": [machine("a", model=model).model_dump(exclude_none=True)]}))
+        assert code(["plan", "--workers", str(path), "--jobs", job, "--out", str(out)]) == expected
+        shown = capsys.readouterr()
+        assert (f"a was measured with {model}" in shown.err) == (expected == 2)
+    assert f"--name a-0 --model {JOB['base_model']} " in shown.out and read_plan(out).model == JOB["base_model"]
 
 
 def test_a_65th_machine_and_a_file_that_is_none_are_refused_before_anything_is_written(

@@ -121,7 +121,21 @@ def test_worker_without_the_roles_of_the_plan_counts_as_missing(
             assert {row.name: set(row.roles) for row in queries.workers()}["a-0"] == {"rollout"}
 
     run(play())
-    assert any("have not the roles of the plan: a-0" in record.message for record in caplog.records)
+    assert any("the base model of the plan: a-0" in record.message for record in caplog.records)
+
+
+def test_worker_of_another_base_model_keeps_its_roles() -> None:
+    fleet = FleetSpec(machines=[machine("a"), machine("b")])
+    plan = planned(fleet, a_0=["train"], b_0=["rollout"]).model_copy(update={"model": "another-model"})
+
+    async def play() -> None:
+        async with following(plan, fleet, ["both", "both"], 3) as service:
+            ((tenant, id),) = service.jobs
+            queries = service.site.controller.queries
+            assert (await queries.wait(tenant, id)).state == "completed"
+            assert [row.roles for row in queries.workers()] == [["rollout", "train"]] * 2
+
+    run(play())
 
 
 def test_a_policy_trains_on_the_quicker_machine_of_the_plan() -> None:

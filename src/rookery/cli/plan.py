@@ -22,7 +22,7 @@ from rookery.errors import RookeryError, UserError, short
 from rookery.scheduling.plan.predict import Device, devices_of, plan_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.spec.files import read_job
-from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, PlannedWorker, parsed, read_fleet
+from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, parsed, read_fleet
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.telemetry.rows import Rows, columns
@@ -32,6 +32,9 @@ UNMEASURED = {
     "train_slice": 1, "optimizer": 0, "adapter_bytes": 0, "state_bytes": 0, "load": 0,
 }  # fmt: skip
 """The fields of an entry that a measurement gives, with values for a check of the others."""
+
+BY_DEFAULT = {"download": 125e6, "upload": 125e6, "latency": 0.001}
+"""The fields of a new entry that are neither measured nor given."""
 
 TYPICAL_ERROR = 0.10
 """Median difference between predicted and simulated seconds of a round (``benchmarks/scale/planning.py``)."""
@@ -65,16 +68,22 @@ def plan(
     devices = devices_of(fleet)
     texts = (reply_tokens, sigma, prompt_tokens, environment)
     specs = [parse_job(read_job(path)) for path in jobs]
-    if len(models := {spec.base_model for spec in specs}) > 1:
-        raise UserError(
-            f"--jobs: the jobs have the base models {' and '.join(sorted(models))}; plan for each by itself"
-        )
     demands = [demand for spec in specs for demand in demands_of(spec, *texts)]
+    model, *others = dict.fromkeys(name for spec in specs for name in spec.base_models)
+    if others:
+        raise UserError(
+            f"--jobs: the jobs have the base models {' and '.join(sorted([model, *others]))}; plan for each by itself"
+        )
+    if unlike := [machine for machine in fleet.machines if machine.model not in ("", model)]:
+        raise UserError(
+            f"{workers}: {unlike[0].name} was measured with {unlike[0].model}, the jobs have the base model {model};"
+            f" measure it with rookery profile --model {shlex.quote(model)}"
+        )
     found = search(fleet, devices, demands, budget=budget, seed=seed)
     if math.isinf(found.prediction.seconds):
         raise UserError(f"{workers}: no plan can run these jobs: {found.prediction.problem}")
     more = {name: max(0.0, gain) for name, gain in gains(fleet, demands, found, budget=budget, seed=seed).items()}
-    planned = plan_of(fleet, devices, demands, found.prediction)
+    planned = plan_of(fleet, devices, demands, found.prediction).model_copy(update={"model": model})
     report = as_json(devices, found, more)
     if simulate:
         from rookery.simulation.planned import simulate_plan
@@ -100,38 +109,42 @@ def plan(
     service = f", for rookery serve --plan {out}" if out is not None else ""
     show(f"\nCommands, each on its machine{service}:")
     for worker in planned.workers:
-        show(f"  {command(worker, fleet, followed=out is not None)}")
+        show(f"  {command(worker, planned, followed=out is not None)}")
 
 
 def profile(
     name: Annotated[str | None, typer.Option(help="The machine's name; by default its host name.")] = None,
     model: Annotated[str, typer.Option(help="The base model.")] = "smollm2-135m-instruct",
-    price: Annotated[float, typer.Option(min=0.001, help="Price of an hour, in any unit.")] = 1.0,
-    site: Annotated[str, typer.Option(help="Where the machine is.")] = "",
-    bandwidth: Annotated[float, typer.Option(min=1, help="Bytes per second between this machine and the service.")] = (
-        125e6
-    ),
-    latency: Annotated[float, typer.Option(min=0, help="Seconds of a transfer before its first byte.")] = 0.001,
-    out: Annotated[Path | None, typer.Option(help="A fleet file: the entry is added, or replaced.")] = None,
+    price: Annotated[float | None, typer.Option(min=0.001, help="Price of an hour, in any unit; by default 1.")] = None,
+    site: Annotated[str | None, typer.Option(help="Where the machine is.")] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(min=1, help="Bytes per second between this machine and the service; by default 125,000,000."),
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(min=0, help="Seconds of a transfer before its first byte; by default 0.001.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A fleet file: the entry is added, or measured again; fields of it that this command does not give"
+            " stay."
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Measure this machine in under two minutes: its entry of a fleet file."""
     named = name or socket.gethostname().split(".")[0]
     if re.fullmatch(GIVEN_NAME, named) is None:
         raise UserError(f"--name: given {short(repr(named))}, allowed: 1 to 100 letters, digits, dot, dash, underscore")
-    given = {
-        "name": named,
-        "price": price,
-        "site": site,
-        "download": bandwidth,
-        "upload": bandwidth,
-        "latency": latency,
-    }
-    parsed(FleetMachine, Path(named), UNMEASURED | given)  # what cannot be used is refused before the measurement
+    options = {"price": price, "site": site, "download": bandwidth, "upload": bandwidth, "latency": latency}
+    given = {"name": named, "model": model} | {field: value for field, value in options.items() if value is not None}
+    # What cannot be used is refused before the measurement.
+    parsed(FleetMachine, Path(named), UNMEASURED | BY_DEFAULT | given)
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out: {out.parent} is not a folder")
-    if out is not None and out.exists():
-        read_fleet(out)
+    if out is not None:
+        merged(out, UNMEASURED | given)
     run = subprocess.run(
         interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False
     )
@@ -139,23 +152,46 @@ def profile(
         raise RookeryError(f"signal {-run.returncode} ended the measurement; memory must be free for the model")
     if run.returncode:
         raise typer.Exit(run.returncode)
-    measured = jsons.loads(run.stdout)
-    entry = parsed(FleetMachine, Path(named), measured | given).model_dump(mode="json", exclude_none=True)
-    if out is not None:
-        add_entry(out, entry)
+    measured = jsons.loads(run.stdout) | given
+    try:
+        if out is not None:
+            found = add_entry(out, measured)
+        else:
+            found = parsed(FleetMachine, Path(named), BY_DEFAULT | measured)
+    except (UserError, OSError):  # the file has changed: two minutes of measurement are not lost
+        show(yaml.safe_dump({"machines": [measured]}, sort_keys=False, default_flow_style=None))
+        raise
+    entry = found.model_dump(mode="json", exclude_none=True)
     if json:
         print_json(entry)
     else:
         show(yaml.safe_dump({"machines": [entry]}, sort_keys=False, default_flow_style=None))
 
 
-def add_entry(path: Path, entry: dict[str, Any]) -> None:
-    """Write the entry into a fleet file, in the place of one with its name. Raises :class:`UserError`."""
-    fleet = read_fleet(path) if path.exists() else None
-    written: dict[str, Any] = {"machines": []} if fleet is None else fleet.model_dump(mode="json", exclude_none=True)
-    written["machines"] = [machine for machine in written["machines"] if machine["name"] != entry["name"]] + [entry]
-    parsed(FleetSpec, path, written)
-    path.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
+def add_entry(path: Path, entry: dict[str, Any]) -> FleetMachine:
+    """Write the entry into a fleet file, over the fields of one with its name; the result. Raises
+    :class:`UserError`."""
+    fleet = merged(path, entry)
+    written = yaml.safe_dump(fleet.model_dump(mode="json", exclude_none=True), sort_keys=False)
+    path.write_text(written, encoding="utf-8")
+    return next(machine for machine in fleet.machines if machine.name == entry["name"])
+
+
+def merged(path: Path, entry: dict[str, Any]) -> FleetSpec:
+    """The fleet file, which may not exist, with the entry over the fields of one with its name, and over
+    :data:`BY_DEFAULT` where there is none. Raises :class:`UserError`."""
+    before: dict[str, Any] = {"machines": []}
+    if path.exists():
+        before = read_fleet(path).model_dump(mode="json", exclude_none=True)
+    for machine in before["machines"]:
+        if machine["model"] and entry.get("model", machine["model"]) != machine["model"]:
+            raise UserError(
+                f"{path}: {machine['name']} was measured with {machine['model']}; give another file for"
+                f" {entry['model']}: a fleet file is for one base model"
+            )
+    machines = {machine["name"]: machine for machine in before["machines"]}
+    machines[entry["name"]] = machines.pop(entry["name"], BY_DEFAULT) | entry
+    return parsed(FleetSpec, path, before | {"machines": list(machines.values())})
 
 
 def demands_of(
@@ -200,11 +236,11 @@ def demands_of(
     return found
 
 
-def command(worker: PlannedWorker, fleet: FleetSpec, *, followed: bool) -> str:
+def command(worker: PlannedWorker, plan: Plan, *, followed: bool) -> str:
     """The command that starts a worker of the plan. Where a service has the plan (``followed``), it gives the worker
     its roles, and others when machines leave: the worker is started with both."""
-    machine = next(machine for machine in fleet.machines if machine.name == worker.machine)
-    words = ["rookery worker --connect URL", f"--name {worker.name}"]
+    machine = next(machine for machine in plan.fleet.machines if machine.name == worker.machine)
+    words = ["rookery worker --connect URL", f"--name {worker.name}", f"--model {shlex.quote(plan.model)}"]
     words += [] if followed else [f"--roles {','.join(worker.roles)}"]
     words.append(f"--max-rows {worker.max_rows}")
     words += ["--preemptible"] * machine.preemptible + [f"--price {machine.price:g}"]

@@ -2,10 +2,9 @@
 
 While some of the plan's workers are missing, the roles of those that are there are planned again, and changed where the
 predicted gain over the steps that are left exceeds the cost of moving (:mod:`rookery.scheduling.plan.replan`); no
-worker gets a role with which it was not started. A worker
-that the plan's fleet does not name keeps the roles with which it was started. So does one that was started without a
-role that the plan gives it, which counts as missing. Policies train where they end first, by the speeds of the fleet's
-machines.
+worker gets a role with which it was not started. A worker that the plan's fleet does not name keeps the roles with
+which it was started. So does one that was started without a role that the plan gives it, or with another base model;
+it counts as missing. Policies train where they end first, by the speeds of the fleet's machines.
 """
 
 from __future__ import annotations
@@ -67,8 +66,9 @@ class PlanFollower:
         self._changed.notify()
 
     def _able(self, worker: Worker) -> bool:
-        """Whether it was started with the roles that it has in the plan."""
-        return {*PLAYS[self._planned.get(worker.name, "off")]} <= {*worker.hello.roles}
+        """Whether it was started with the roles that it has in the plan, and with the plan's base model."""
+        roles = PLAYS[self._planned.get(worker.name, "off")]
+        return {*roles} <= {*worker.hello.roles} and self._plan.model in ("", worker.hello.model)
 
     def on_worker_lost(self) -> None:
         self._changed.notify()
@@ -90,8 +90,8 @@ class PlanFollower:
         missing = [name for name in self._planned if name not in workers]
         if missing and missing != self._missing:
             log.warning(
-                "the plan names workers that are not there, or have not the roles of the plan: %s; start workers of"
-                " these names without --roles, or plan again",
+                "the plan names workers that are not there, or have not the roles or the base model of the plan: %s;"
+                " start workers of these names without --roles, or plan again",
                 short_list(missing),
             )
         self._missing = missing

@@ -35,6 +35,7 @@ def simulate_plan(plan: Plan, *, steps: int = 6, seed: int = 0) -> float:
 
 
 async def _play(plan: Plan, steps: int, seed: int, folder: Path) -> float:
+    plan = plan.model_copy(update={"model": ""})  # simulated workers have another one
     machines = {device.name: device.machine for device in devices_of(plan.fleet)}
     started = [
         Device(worker.name, machines[worker.name].model_copy(update={"rows": worker.max_rows}))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from rookery.bounds import GIVEN_NAME, Name
+from rookery.bounds import GIVEN_NAME, Line, Name
 from rookery.errors import UserError
 from rookery.spec.files import read_mapping
 from rookery.spec.machine import FrozenModel, Machine, Positive, Workload
@@ -35,6 +35,8 @@ class FleetMachine(Machine):
 
     name: str = Field(pattern=GIVEN_NAME, max_length=100)
     """Of the kind; the machines are called NAME-0, NAME-1, …"""
+    model: Line = ""
+    """The base model with which it was measured; empty where the file does not say it."""
     count: int = Field(1, ge=1, le=MAX_MACHINES)
     site: Name = ""
     """Where they are; machines of one site share a network."""
@@ -180,6 +182,8 @@ class Plan(FrozenModel):
     fleet: FleetSpec
     """The machines that were planned for, to plan again when some join or leave."""
     jobs: Annotated[list[JobDemand], Field(min_length=1, max_length=MAX_JOBS)]
+    model: Line = ""
+    """The base model of the jobs; empty: that of each worker."""
 
     @model_validator(mode="after")
     def _machines_there(self) -> Self:
