@@ -29,6 +29,7 @@ from rookery.worker import teams
 from rookery.worker.compute import IDLE, TimeSlice, next_slice
 from rookery.worker.connection import progress
 from rookery.worker.engine.native import kernels
+from rookery.worker.memory import TooSmall
 from rookery.worker.model.convert import prepare
 from rookery.worker.training_ops import TrainingOps
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed
@@ -656,6 +657,7 @@ NO_ROOM = "Error while serializing: I/O error: No space left on device (os error
         (TransferFailed("PUT: the service's disk is full"), "lost"),
         (CorruptDownload("artifact 0123 is corrupt"), "failed"),
         (UserError("the adapter to start from has rank 8, the policy asks for 4"), "failed"),
+        (TooSmall("training states of rank 64 do not fit this worker"), "too small"),
         (SafetensorError("Error while serializing: unknown dtype"), "failed"),
         (RuntimeError("shapes do not match"), "failed"),
     ],

@@ -166,11 +166,12 @@ class SourcesRequest(EpochMessage, kw_only=True):
 class OperationDone(EpochMessage, kw_only=True):
     """Answer to :class:`ForwardBackward`, :class:`OptimStep` or :class:`InitAdapter`. ``error`` is empty on success;
     ``category`` says whether a retry can help: ``stale`` (parent or lease does not match: send again with state),
-    ``failed`` (this operation cannot succeed), ``lost`` (the worker had to drop it; any worker may retry)."""
+    ``failed`` (this operation cannot succeed), ``lost`` (the worker had to drop it; any worker may retry),
+    ``too small`` (the policy never fits this worker's memory; another one may have more)."""
 
     op: Name
     error: ErrorText = ""
-    category: Literal["", "stale", "failed", "lost"] = ""
+    category: Literal["", "stale", "failed", "lost", "too small"] = ""
     metrics: Annotated[dict[Name, float], Meta(max_length=1000)] = msgspec.field(default_factory=dict)
     logprobs: Annotated[bytes, Meta(max_length=MAX_FRAME)] = b""
     """With forward_only, or where requested: float32 little-endian, the groups' loss tokens in order of the batch, then

@@ -51,6 +51,10 @@ class NoRoom(Exception):
     """The part is full of contents that are in use; there will be room later."""
 
 
+class TooSmall(UserError):
+    """It exceeds the memory or a limit of this worker, for ever; another one may have more."""
+
+
 class MemoryUse(NamedTuple):
     """Bytes of one part."""
 
@@ -90,9 +94,9 @@ def total_bytes(settings: Settings, device: torch.device) -> int:
 
 
 def require(part: str, needed: int, budget: int) -> None:
-    """Raises ``UserError`` if ``needed`` bytes never fit the part."""
+    """Raises :class:`TooSmall` if ``needed`` bytes never fit the part."""
     if needed > budget:
-        raise UserError(
+        raise TooSmall(
             f"{part} of {_mb(needed)} do not fit this worker, whose memory budget has {_mb(budget)} for them; "
             "raise ROOKERY_MEMORY_BYTES"
         )

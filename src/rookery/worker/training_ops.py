@@ -10,7 +10,8 @@ Promises:
   to other workers of the machine (:mod:`rookery.worker.transfer.handed`).
 * Where training states fill their share of the memory, operations that need another one wait in order of arrival.
 * An operation that fails is answered with one line; it affects no other policy and never ends the process. If the cause
-  is this worker's own (its disk or memory is full), the answer is ``lost``: another worker may succeed.
+  is this worker's own (its disk or memory is full), the answer is ``lost``: another worker may succeed. If its memory
+  never holds the policy's state, the answer is ``too small``.
 * The end of the connection ends every operation: the controller sends those that it still wants again.
 """
 
@@ -29,7 +30,7 @@ import torch
 from rookery import protocol
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
-from rookery.worker.memory import MemoryQueue
+from rookery.worker.memory import MemoryQueue, TooSmall
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed, errno_of, is_plain, one_line
@@ -52,7 +53,7 @@ class SendResult(Protocol):
         op: str,
         *,
         error: str = "",
-        category: Literal["", "stale", "failed", "lost"] = "",
+        category: Literal["", "stale", "failed", "lost", "too small"] = "",
         metrics: dict[str, float] = ...,
         logprobs: bytes = b"",
         manifest: protocol.Manifest | None = None,
@@ -175,8 +176,7 @@ class TrainingOps:
             await self._send_result(op.op, error=str(error), category="stale")
         except Exception as error:
             self._on_failed(op, one_line(error), traceback=not is_plain(error))
-            category: Literal["lost", "failed"] = "lost" if _is_own_fault(error) else "failed"
-            await self._send_result(op.op, error=one_line(error), category=category)
+            await self._send_result(op.op, error=one_line(error), category=_category(error))
 
     async def _init_adapter(self, op: protocol.InitAdapter) -> None:
         if op.source is None:
@@ -282,8 +282,11 @@ class TrainingOps:
         return await asyncio.wrap_future(self._compute.call(function))
 
 
-def _is_own_fault(error: Exception) -> bool:
-    """Whether the operation failed because of this worker or its connection, so that another worker may succeed."""
+def _category(error: Exception) -> Literal["failed", "lost", "too small"]:
+    """Other than ``failed`` where the cause is this worker or its connection, so that another worker may succeed."""
+    if isinstance(error, TooSmall):
+        return "too small"
     if isinstance(error, TransferFailed):
-        return not isinstance(error, CorruptDownload)
-    return isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or errno_of(error) != 0
+        return "failed" if isinstance(error, CorruptDownload) else "lost"
+    own = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or errno_of(error) != 0
+    return "lost" if own else "failed"

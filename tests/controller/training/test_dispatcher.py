@@ -272,6 +272,35 @@ async def test_operation_that_cannot_succeed_is_not_retried(room: Room) -> None:
     assert room.staged() == 0
 
 
+TOO_SMALL = "training states of rank 8 of 9 MB do not fit this worker"
+
+
+async def test_a_policy_trains_on_a_worker_that_has_room_for_it(room: Room) -> None:
+    """A reserved one that is too small is asked once, however few retries there are."""
+    small = [await room.worker(name) for name in ("a", "b", "c", "d", "e")]
+    for worker in small:
+        refusing(worker, TOO_SMALL, "too small")
+    large = await room.worker("large", kind="preemptible")
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
+    await step(trainer, ref, 1, commit=True)
+    assert [len(worker.operations) for worker in small] == [1] * 5 and len(large.operations) == 3
+    await large.die()
+    waiting = asyncio.create_task(step(trainer, ref, 2, commit=True))
+    with pytest.raises(Unavailable, match="large is suspect"):
+        await waiting
+    assert [len(worker.operations) for worker in small] == [1] * 5
+
+
+async def test_a_policy_that_fits_no_worker_fails(room: Room) -> None:
+    for name in ("a", "b"):
+        refusing(await room.worker(name), TOO_SMALL, "too small")
+    with pytest.raises(TrainingFailed, match=f"worker b: {TOO_SMALL}"):
+        await room.begin(room.trainer())
+    await room.worker("large")
+    assert (await room.begin(room.trainer())).version == 0
+
+
 @pytest.mark.parametrize("sent", [0, 1, 3])
 async def test_results_have_one_log_probability_per_target(room: Room, sent: int) -> None:
     worker, trainer, ref = await room.begun()
@@ -566,6 +595,14 @@ async def test_lost_trainer_of_a_share_costs_its_share_only(tmp_path: Path, deat
     await eventually(lambda: room.staged() == 0)  # threads remove it
     assert len(room.artifacts.hashes()) == 4, "versions only"
     await room.close()
+
+
+@pytest.mark.parametrize("category", ["too small", "failed"])
+async def test_a_helper_that_cannot_compute_its_share_ends_no_job(room: Room, tmp_path: Path, category: Any) -> None:
+    helper = [await room.worker(name) for name in ("a", "b")][1]
+    refusing(helper, TOO_SMALL, category)
+    assert await history(room, room.trainer(trainers=2), 3, 1, 6) == await undivided(tmp_path / "one", 3, 1, 6)
+    assert len(helper.operations) == (1 if category == "too small" else 3)
 
 
 async def test_cancelled_step_leaves_nothing_of_its_shares(room: Room) -> None:

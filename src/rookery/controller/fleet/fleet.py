@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,9 +79,10 @@ class Fleet:
         """The workers that :meth:`have the role <Worker.has_role>` now. The list itself never changes."""
         return self._able.get((role, model), [])
 
-    def trainers(self, model: str) -> Sequence[Worker]:
-        """The workers that get policies to train: the reserved ones, or all where none is reserved."""
-        able = self.serving("train", model)
+    def trainers(self, model: str, besides: Collection[Worker] = ()) -> Sequence[Worker]:
+        """The workers other than ``besides`` that get policies to train: the reserved ones, or all where none is
+        reserved."""
+        able = [worker for worker in self.serving("train", model) if worker not in besides]
         return [worker for worker in able if worker.hello.kind == "reserved"] or able
 
     @property
@@ -99,8 +100,12 @@ class Fleet:
     def expects(self, role: str, model: str, *, besides: str = "") -> bool:
         """Whether a worker, of another name than ``besides``, has the role or may soon: it loads the model, or may
         reconnect."""
+        return any(worker.name != besides for worker in self.expected(role, model))
+
+    def expected(self, role: str, model: str) -> list[Worker]:
+        """The workers that have the role or may soon."""
         there = (worker for worker in self._workers.values() if worker.state not in ("draining", "gone"))
-        return any(role in worker.roles and worker.hello.model == model and worker.name != besides for worker in there)
+        return [worker for worker in there if role in worker.roles and worker.hello.model == model]
 
     def failure(self, model: str) -> str:
         """Why no worker will train ``model``; empty while one trains it, or may come."""

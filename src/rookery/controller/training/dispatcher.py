@@ -1,7 +1,7 @@
 """Sends training operations to workers: assignment of policies, retries, durable uploads.
 
 * A policy trains on one worker at a time; when that is lost, or does not hold the state that an operation names, the
-  next attempt goes to another worker.
+  next attempt goes to another worker. A worker whose memory never holds a policy's state is not asked for it again.
 * An uploaded artifact is durable, and its hash checked against the worker's report, before anybody learns of it.
 * An upload that no version came to name is deleted, however its step ended.
 """
@@ -51,6 +51,10 @@ class TrainingFailed(RookeryError):
 
 class _RetryElsewhere(Exception):
     """The worker is lost, or does not hold the state that the operation names."""
+
+
+class _TooSmall(_RetryElsewhere):
+    """The policy's state never fits the worker's memory."""
 
 
 @dataclass
@@ -171,6 +175,8 @@ class TrainingDispatcher:
         """Which worker trains a policy."""
         self._offloaded: dict[str, Worker] = {}
         """Policies without a worker: which one keeps their state in main memory."""
+        self._too_small: defaultdict[str, dict[Worker, str]] = defaultdict(dict)
+        """By policy, the workers whose memory never holds its state, with their errors."""
         self._serving: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """By base model: set when a worker begins to train it."""
         self._busy: dict[Worker, BusyTime] = {}
@@ -199,13 +205,15 @@ class TrainingDispatcher:
     async def worker_for(self, policy: str, model: str) -> Worker:
         """The worker that trains ``policy``: its present one, else the one that would end first among the reserved
         workers, or among all where none is reserved. Waits for one; raises :class:`Unavailable` after
-        ``worker_wait_seconds``."""
+        ``worker_wait_seconds``, and :class:`TrainingFailed` where all that are there, or may reconnect, are too
+        small."""
         deadline = self._clock.monotonic() + self._settings.server.worker_wait_seconds
         while True:
             held = self._assigned.get(policy)
             if held is not None and held.has_role("train", model):
                 return held
-            offloaded, load = self._offloaded.get(policy), self._load(self._fleet.trainers(model))
+            small = self._too_small.get(policy, {})
+            offloaded, load = self._offloaded.get(policy), self._load(self._fleet.trainers(model, small))
             back = offloaded.name if offloaded is not None else None
             name = assign_trainer(load, self._load_of(policy), back, self._speeds)
             if name is not None:
@@ -214,6 +222,8 @@ class TrainingDispatcher:
                 self._offloaded.pop(policy, None)
                 self._assigned[policy] = worker
                 return worker
+            if small and all(worker in small for worker in self._fleet.expected("train", model)):
+                raise TrainingFailed(next(reversed(small.values())))
             self._serving[model].clear()
             try:
                 async with asyncio.timeout(deadline - self._clock.monotonic()):
@@ -225,7 +235,8 @@ class TrainingDispatcher:
         """``policy`` has nothing uncommitted: move it if its worker has more load than others, or may be given none
         now. Otherwise policies that arrived while one worker was there would crowd it for ever, as after each restart,
         and those whose reserved worker was away for a moment would stay on a preemptible one."""
-        held, load = self._assigned.get(policy), self._load(self._fleet.trainers(model))
+        small = self._too_small.get(policy, {})
+        held, load = self._assigned.get(policy), self._load(self._fleet.trainers(model, small))
         if held is None or not load:
             return
         if held.name not in load or is_overloaded(load, held.name, self._load_of(policy), self._speeds):
@@ -234,7 +245,8 @@ class TrainingDispatcher:
     def helpers(self, policy: str, worker: Worker, model: str, count: int) -> list[Worker]:
         """At most ``count`` training workers for ``policy`` in addition to ``worker``, preemptible ones too: the loss
         of one costs its share of a batch."""
-        others = {other.name: other for other in self._fleet.serving("train", model) if other is not worker}
+        besides = {worker, *self._too_small.get(policy, {})}
+        others = {other.name: other for other in self._fleet.serving("train", model) if other not in besides}
         share = self._load_of(policy) / (count + 1)
         return [others[name] for name in select_helpers(self._load(others.values()), count, share, self._speeds)]
 
@@ -253,6 +265,7 @@ class TrainingDispatcher:
         """:meth:`evict_policy`: it does not train again."""
         self.evict_policy(policy)
         self._training_load.forget(policy)
+        self._too_small.pop(policy, None)
 
     def _load(self, workers: Iterable[Worker]) -> dict[str, float]:
         """The load of the policies that each of ``workers`` trains."""
@@ -286,13 +299,15 @@ class TrainingDispatcher:
     async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
         """``attempt`` on the policy's worker, and on another one when that is lost, up to ``retry_limit`` times more.
         Raises :class:`Unavailable` then, and where the place of the artifacts is away: neither is a fault of the
-        job."""
-        for _ in range(self._settings.training.retry_limit + 1):
+        job. Workers that are too small do not count."""
+        left = self._settings.training.retry_limit + 1
+        while left:
             worker = await self.worker_for(policy, model)
             try:
                 return await attempt(worker)
             except _RetryElsewhere as problem:
                 reason = str(problem)
+                left -= not isinstance(problem, _TooSmall)
                 self._count_retry(worker, policy, reason)
                 self.evict_policy(policy)
                 extra = {"policy": policy, "worker": worker.name}
@@ -329,6 +344,9 @@ class TrainingDispatcher:
                 self._in_flight.pop(worker, None)
         if done.category in ("stale", "lost"):
             raise _RetryElsewhere(f"worker {worker.name}: {done.error}")
+        if done.category == "too small":
+            reason = self._too_small[message.policy][worker] = f"worker {worker.name}: {done.error}"
+            raise _TooSmall(reason)
         if done.error:
             raise TrainingFailed(f"worker {worker.name}: {done.error}")
         if targets is not None and len(done.logprobs) != FLOAT32_BYTES * targets:
@@ -384,10 +402,10 @@ class TrainingDispatcher:
 
     async def export_gradient(self, worker: Worker, message: protocol.ForwardBackward) -> protocol.OperationDone | None:
         """:meth:`uploading` a share's gradient, which :meth:`discard` deletes; None where the worker did not complete
-        it, and others may."""
+        it: the policy's worker computes the share, and reports what no worker can do."""
         try:
             return await self.uploading(worker, message)
-        except _RetryElsewhere as problem:
+        except (_RetryElsewhere, TrainingFailed) as problem:
             self._count_retry(worker, message.policy, str(problem))
             extra = {"policy": message.policy, "worker": worker.name}
             log.warning("a share of %s's batch moves to its worker: %s", message.policy, problem, extra=extra)
@@ -465,4 +483,6 @@ class TrainingDispatcher:
         for held in (self._assigned, self._offloaded):
             for policy in [policy for policy, holder in held.items() if holder is worker]:
                 del held[policy]
+        for small in self._too_small.values():
+            small.pop(worker, None)
         self._busy.pop(worker, None)

@@ -12,6 +12,7 @@ from rookery import protocol
 from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.errors import UserError
 from rookery.scheduling.worker_time import WorkerTime
+from rookery.worker.memory import TooSmall
 from rookery.worker.model.adapter import Adapter, Projections, init_adapter, read_adapter
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.microbatch import Queued, QueuedBatch, check_loss, operation_of
@@ -171,6 +172,6 @@ def initial_adapter(op: protocol.InitAdapter, source: Path | None, model: Projec
 
 
 def check_rank(adapter: Adapter, max_rank: int) -> None:
-    """Raises ``UserError`` for a rank above this worker's limit."""
+    """Raises ``TooSmall`` for a rank above this worker's limit."""
     if adapter.rank > max_rank:
-        raise UserError(f"the adapter's rank {adapter.rank} is above this worker's max_rank {max_rank}")
+        raise TooSmall(f"the adapter's rank {adapter.rank} is above this worker's max_rank {max_rank}")
