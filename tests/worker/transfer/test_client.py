@@ -708,3 +708,48 @@ async def test_retained_artifacts_are_evicted_last_and_evictions_are_reported(se
     evicted = [digest for report in reports if isinstance(report, protocol.AdaptersEvicted) for digest in report.hashes]
     assert evicted == [refs[1].hash, refs[2].hash]
     await here.close()
+
+
+async def test_no_process_evicts_an_artifact_that_another_one_uses(service: Dialled, tmp_path: Path) -> None:
+    """Nor, while there are others, one that another process retains."""
+    one, two = transfers(service, tmp_path), transfers(service, tmp_path, capacity=100 << 10)
+    refs = [service.ref(service.store({"adapter_model.safetensors": os.urandom(64 << 10)}), n) for n in range(3)]
+    used, retained, idle = (ref.hash for ref in refs)
+    other = AdapterCache(tmp_path / "adapters", 100 << 10)
+    one.retain([retained])
+
+    def age() -> None:
+        for number, ref in enumerate(refs):
+            if (folder := tmp_path / "adapters" / ref.hash).exists():
+                os.utime(folder, (number, number))
+
+    async with one.pulled(refs[0]):
+        for ref in refs[1:]:
+            async with one.pulled(ref):
+                pass
+        age()
+        assert await other.evict() == [idle, retained]
+        assert set(one.cached()) == {used}
+        two.evict(used)
+        assert one.cached() == [used], "the process that uses it deletes it"
+        one.evict(used)
+    assert one.cached() == []
+    async with one.pulled(refs[1]), one.pulled(refs[2]):
+        age()
+    assert await other.evict() == [idle]
+    one.retain([])
+    await one.close()
+    await two.close()
+
+
+async def test_an_artifact_that_arrives_slowly_is_not_evicted(service: Dialled, tmp_path: Path) -> None:
+    ref = service.ref(service.store(FILES), 1)
+    one, other = transfers(service, tmp_path), AdapterCache(tmp_path / "adapters", 0)
+    service.cut = 8 << 10
+    one.replicate(ref)
+    await eventually(lambda: (tmp_path / "adapters" / ref.hash / "manifest.json").exists())
+    while one.receiving:
+        os.utime(tmp_path / "adapters" / ref.hash, (0, 0))
+        assert await other.evict() == []
+    assert await pulled_weights(one, ref) == FILES["adapter_model.safetensors"]
+    await one.close()

@@ -5,8 +5,9 @@ Promises:
 * A file appears whole, under its name, or not at all: it is written as a private ``.part`` file and renamed. No other
   process, of this machine or of another container, writes to the same ``.part`` file.
 * Bytes on disk are hashed again before this process first uses them, and again where it has used many others since.
-* The cache stays below its limit: the least recently used folders are evicted first, retained ones after all others,
-  pinned ones never. Eviction creates no file, so it works on a full disk.
+* The cache stays below its limit: the least recently used folders are evicted first, those that a process of the
+  machine retains after all others, those that one has pinned never. Eviction creates no file, so it works on a full
+  disk.
 * Half-written and private files of a process that has died are deleted by the next one that begins, or looks
   (:meth:`AdapterCache.delete_private_leftovers`). They are locked (``flock``) while their process uses them: process
   ids mean nothing to the processes of another container, each of which may be process 1.
@@ -49,6 +50,9 @@ VERIFIED = 1024
 """Artifacts whose hashed files are known: of one that is not, they are hashed again, in milliseconds. The disk may have
 hundreds of thousands."""
 
+RETAINED = "retained"
+"""File in a private folder of a process: the hashes of the artifacts that it retains."""
+
 RECENT_SECONDS = 60.0
 """Folders used this recently, perhaps by another worker of the machine, are not evicted."""
 
@@ -70,12 +74,16 @@ class AdapterCache:
         self._verified: LRUCache[Path, set[str]] = LRUCache(VERIFIED)
         """The names of the hashed files, by folder."""
         self._pins: Counter[str] = Counter()
+        self._locks: dict[str, int] = {}
+        """By hash, the descriptors that lock the folders of pinned artifacts, once these exist: other processes of the
+        machine do not evict them."""
         self._private: dict[Path, int] = {}
         """This process's private folders, and the descriptors that lock them."""
         self._discarded: set[str] = set()
         """Pinned artifacts that are deleted when their last pin ends."""
-        self.retained: frozenset[str] = frozenset()
-        """Hashes of artifacts of which this is the last reserved holder."""
+        self._retained: frozenset[str] = frozenset()
+        self._retainer: Path | None = None
+        """The private folder of the file :data:`RETAINED`, while there are any."""
         root.mkdir(0o700, parents=True, exist_ok=True)
         if root.stat().st_mode & 0o077:
             try:
@@ -113,17 +121,38 @@ class AdapterCache:
 
     @contextmanager
     def pinned(self, digest: str) -> Iterator[None]:
-        """The artifact is not evicted within this context."""
+        """No process of the machine evicts the artifact within this context."""
         self._pins[digest] += 1
         try:
+            self.lock(digest)
             yield
         finally:
             self._pins[digest] -= 1
             if not self._pins[digest]:
                 del self._pins[digest]
+                if (lock := self._locks.pop(digest, None)) is not None:
+                    os.close(lock)
                 if digest in self._discarded:
                     self._discarded.remove(digest)
                     self._delete(self._root / digest)
+
+    def lock(self, digest: str) -> None:
+        """The folder of the artifact, which is pinned, may exist now: keep other processes from its eviction."""
+        if digest not in self._locks and (lock := _lock(self._root / digest, os.O_RDONLY | os.O_DIRECTORY)) is not None:
+            self._locks[digest] = lock
+
+    def retain(self, hashes: Iterable[str]) -> None:
+        """Of these artifacts this worker is the last reserved holder: all processes of the machine evict them last.
+        Replaces the set given before."""
+        self._retained = frozenset(hashes)
+        with suppress(OSError):  # such as a full disk: other processes do not know them
+            if self._retained and self._retainer is None:
+                self._retainer = self.staging_folder()
+            if self._retained and self._retainer is not None:
+                write_atomically(self._retainer / RETAINED, "\n".join(sorted(self._retained)).encode())
+        if not self._retained and self._retainer is not None:
+            self.delete_staging(self._retainer)
+            self._retainer = None
 
     # --- insertion --------------------------------------------------------------------------------------------------
 
@@ -180,7 +209,8 @@ class AdapterCache:
     # --- eviction ---------------------------------------------------------------------------------------------------
 
     def discard(self, digest: str) -> None:
-        """Delete an artifact that nothing will name again, when its last pin ends."""
+        """Delete an artifact that nothing will name again, when its last pin ends; one that another process has pinned
+        is left to that process, which learns of it too."""
         if self._pins[digest]:
             self._discarded.add(digest)
         else:
@@ -196,20 +226,29 @@ class AdapterCache:
         folders = await asyncio.to_thread(_sizes, self._root)
         total = sum(size for _, size, _ in folders)
         capacity, before = 0 if disk_full else self._capacity_bytes, time.time() - RECENT_SECONDS
+        retained = self._retained | await asyncio.to_thread(_retained, self._root)
         deletions: dict[str, asyncio.Future[None]] = {}
-        for folder, size, used in sorted(folders, key=lambda entry: (entry[0].name in self.retained, entry[2])):
+        for folder, size, used in sorted(folders, key=lambda entry: (entry[0].name in retained, entry[2])):
             if total <= capacity:
                 break
-            if used <= before and not self._pins[folder.name]:
-                deletions[folder.name] = self._delete(folder)
+            if used <= before and not self._pins[folder.name] and (deletion := self._delete(folder)) is not None:
+                deletions[folder.name] = deletion
                 total -= size
         await asyncio.gather(*deletions.values())
         return list(deletions)
 
-    def _delete(self, folder: Path) -> asyncio.Future[None]:
-        """Hide the folder at once; the future completes when a thread has freed its bytes."""
+    def _delete(self, folder: Path) -> asyncio.Future[None] | None:
+        """Hide the folder at once; the future completes when a thread has freed its bytes. None where another process
+        has pinned it."""
         hidden = _private_path(self._root)
-        with suppress(FileNotFoundError):  # another worker of this machine has deleted it
+        try:
+            with _unlocked(folder, os.O_RDONLY | os.O_DIRECTORY):
+                folder.rename(hidden)
+        except FileNotFoundError:  # another worker of this machine has deleted it
+            pass
+        except BlockingIOError:
+            return None
+        except OSError:  # a file system without locks
             folder.rename(hidden)
         self._verified.pop(folder, None)
         return asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, hidden, True)
@@ -338,7 +377,8 @@ def _lock(path: Path, flags: int) -> int | None:
 
 @contextmanager
 def _unlocked(path: Path, flags: int) -> Iterator[None]:
-    """Raises OSError if a process has locked ``path``, or it does not exist; none can lock it within this context."""
+    """Raises ``BlockingIOError`` if a process has locked ``path``, and other errors, such as where it does not exist;
+    none can lock it within this context."""
     lock = os.open(path, flags)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -364,6 +404,15 @@ def link_shard(source: Path, part: Path) -> None:
     """Make ``part``, which may exist, another name of the file ``source``."""
     part.unlink(missing_ok=True)
     os.link(source, part)
+
+
+def _retained(root: Path) -> frozenset[str]:
+    """The hashes of the artifacts that processes of the machine retain."""
+    found = list[str]()
+    for path in root.glob(f".*.*/{RETAINED}"):
+        with suppress(FileNotFoundError):  # the process retains none any more
+            found += path.read_text(encoding="utf-8").split()
+    return frozenset(found)
 
 
 def _artifacts(root: Path) -> Iterator[Path]:

@@ -151,6 +151,7 @@ class TransferClient:
 
     async def close(self) -> None:
         await self._orders.cancel()
+        self._cache.retain([])
         for task in self._pulls.values():
             task.cancel()
         await self._http.aclose()
@@ -192,7 +193,7 @@ class TransferClient:
 
     def retain(self, hashes: Iterable[str]) -> None:
         """Evict these artifacts last; replaces the set given before."""
-        self._cache.retained = frozenset(hashes)
+        self._cache.retain(hashes)
 
     def cached(self) -> list[str]:
         """Hashes of the artifacts whose adapter is complete in the cache."""
@@ -224,7 +225,8 @@ class TransferClient:
             self.receiving[digest] = 0
             try:
                 self._handed.adopt(digest)
-                fetched = await self._with_space(lambda: self._fetch(digest, folder, state))
+                with self._cache.pinned(digest):
+                    fetched = await self._with_space(lambda: self._fetch(digest, folder, state))
             finally:
                 self._published.end(digest)
                 del self.receiving[digest]
@@ -245,6 +247,7 @@ class TransferClient:
     async def _fetch(self, digest: str, folder: Path, state: bool) -> list[str]:
         """Complete the artifact on disk; the names of the shards that had to be fetched."""
         manifest = await self._manifest(digest, folder)
+        self._cache.lock(digest)
         needed = [shard for shard in manifest.shards if state or not is_state(shard.name)]
         fetched = [shard.name for shard in needed if await self._fetch_shard(digest, folder, shard)]
         self._cache.mark_complete(folder)
