@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import tempfile
 from functools import partial
 from itertools import pairwise
@@ -26,7 +27,7 @@ from tests.support.room import Room, beat
 from tests.support.virtual import by_number, machine
 
 from rookery import protocol
-from rookery.controller.weights.store import AT_ONCE
+from rookery.controller.weights.store import AT_ONCE, ArtifactReferences
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService
@@ -100,6 +101,23 @@ async def test_reconnected_worker_keeps_its_adapters(room: Room) -> None:
     assert worker.epoch > first
     assert room.states() == {"worker": "serving"}, "at once"
     assert len(held(worker)) == 1, "it was asked once"
+
+
+async def test_nothing_is_kept_about_artifacts_that_are_nowhere(room: Room) -> None:
+    """However many a worker reports and evicts."""
+
+    def known() -> int:
+        return sum(type(one) is ArtifactReferences for one in gc.get_objects())
+
+    before = known()
+    worker = await room.worker().join()
+    for number in range(50):
+        hashes = [f"{number}-{i}" for i in range(20)]
+        await worker.say(protocol.AdaptersCached(epoch=0, hashes=hashes))
+        await eventually(lambda: len(room["worker"].cached) == 20)
+        await worker.say(protocol.AdaptersEvicted(epoch=0, hashes=hashes))
+        await eventually(lambda: not room["worker"].cached)
+    assert known() <= before
 
 
 async def test_newer_version_supersedes_an_older_order(room: Room) -> None:

@@ -292,11 +292,7 @@ class WeightStore:
             if (entry := self._table.get(digest)) is None:
                 continue
             entry.transfers.pop(worker, None)
-            if worker in entry.holders:
-                del entry.holders[worker]
-                self._review(digest)
-            if not entry.holders and not entry.transfers:
-                del self._table[digest]
+            self._remove_holder(worker, digest, entry)
 
     def on_cached(self, worker: Worker, message: protocol.AdaptersCached) -> None:
         if len(worker.cached) + len(message.hashes) > MOST_CACHED or any(len(digest) > 64 for digest in message.hashes):
@@ -322,9 +318,8 @@ class WeightStore:
     def on_evicted(self, worker: Worker, message: protocol.AdaptersEvicted) -> None:
         worker.cached.difference_update(message.hashes)
         for digest in message.hashes:
-            if (entry := self._table.get(digest)) is not None and worker in entry.holders:
-                del entry.holders[worker]
-                self._review(digest)
+            if (entry := self._table.get(digest)) is not None:
+                self._remove_holder(worker, digest, entry)
         self._fleet.refresh(worker)
 
     def on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
@@ -443,6 +438,14 @@ class WeightStore:
             if worker not in entry.holders and worker.state in CONNECTED and worker.state != "draining":
                 entry.holders[worker] = None
                 self._review(digest)
+
+    def _remove_holder(self, worker: Worker, digest: str, entry: ArtifactReferences) -> None:
+        """It is not at ``worker`` any more; nothing is kept about an artifact that is nowhere."""
+        if worker in entry.holders:
+            del entry.holders[worker]
+            self._review(digest)
+        if not entry.holders and not entry.transfers:
+            del self._table[digest]
 
     def _review(self, digest: str) -> None:
         """Have the last reserved holder of a retained artifact keep it, and nobody else."""
