@@ -438,6 +438,18 @@ async def test_abandoned_worker_evicts_the_policy(room: Room) -> None:
     assert forgotten and set(map(repr, forgotten)) == {repr(protocol.EvictArtifacts(policy="p"))}
 
 
+async def test_worker_that_lost_its_role_evicts_the_policy(room: Room) -> None:
+    worker, trainer, ref = await room.begun()
+    await step(trainer, ref, 1, commit=False)
+    other = await room.worker("other")
+    held = room.fleet.get("worker")
+    assert held is not None
+    room.fleet.set_roles(held, frozenset({"rollout"}))
+    await step(trainer, ref, 2, commit=False)
+    assert [type(op).__name__ for op in other.operations] == ["ForwardBackward", "OptimStep"] * 2
+    await eventually(lambda: protocol.EvictArtifacts(policy="p") in worker.other)
+
+
 async def test_a_batch_carries_one_prompt_for_its_group(service: Service) -> None:
     """The trainer's input from a job: prompts once, the behaviour's log-probs, advantages that sum to nothing."""
     worker = await service.worker().join()

@@ -219,6 +219,8 @@ class TrainingDispatcher:
             if name is not None:
                 worker = self._fleet.get(name)
                 assert worker is not None
+                if held is not None and held is not worker:  # a plan took its role: it keeps no state for another time
+                    self.evict_policy(policy)
                 self._offloaded.pop(policy, None)
                 self._assigned[policy] = worker
                 return worker
