@@ -363,6 +363,23 @@ async def test_a_removed_child_ends_without_restart_and_the_others_continue(tmp_
     await processes.stop()
 
 
+async def test_a_removed_child_has_the_time_of_a_drain(tmp_path: Path) -> None:
+    code = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), print("drained", flush=True), sys.exit(0)))
+        print("up", flush=True)
+        sys.stdin.read()
+    """
+    drains = child(tmp_path, "drains", code)
+    processes = Supervisor([drains], tmp_path / "logs", stop_seconds=0.1, remove_seconds=30)
+    await processes.start()
+    await until(lambda: up(tmp_path, "drains") and running(drains))
+    processes.remove([drains])
+    await until(lambda: drains.state == "stopped")
+    assert "drained" in content(tmp_path / "logs" / "drains.log")
+    await processes.stop()
+
+
 async def test_workers_of_a_model_that_was_released_end_and_configured_ones_stay(tmp_path: Path) -> None:
     cluster = ProcessCluster(Settings(data=tmp_path, models="one"), "http://127.0.0.1:1", "token")
     cluster.provide("two")

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from rookery.cluster import ray
-from rookery.cluster.base import SCALED, child_environment, environment_host, file_name, preloaded
+from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import Child, Supervisor
 from rookery.machine import cores
 from rookery.settings import Settings
@@ -44,6 +44,7 @@ class ProcessCluster:
             [],
             settings.data / "logs",
             settings.server.stop_seconds,
+            remove_seconds=DRAINS * settings.worker.drain_seconds,
             failed=lambda child, reason: failed(child.model, reason, child.worker) if child.model else None,
         )
 

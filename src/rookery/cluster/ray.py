@@ -42,7 +42,7 @@ from weakref import WeakSet
 
 from rookery.aio import wait_event
 from rookery.children import die_with_parent, interpreter
-from rookery.cluster.base import SCALED, child_environment, environment_host, file_name, preloaded
+from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
 from rookery.errors import EXIT_REFUSED, UserError, installs
 from rookery.network import DEFAULT_PORTS, is_loopback, join_address, service_url
@@ -187,7 +187,8 @@ class RayActors:
         """The workers that the supervisor holds, except the drained ones."""
         children, logs = [*reserved, *spot, *hosts], settings.data / "logs"
         # The service waits for this process as long as the setting says: its workers get half of that.
-        self.supervisor = Supervisor(children, logs, settings.server.stop_seconds / 2, self._spawn)
+        self.supervisor = Supervisor(children, logs, settings.server.stop_seconds / 2, self._spawn,
+                                     remove_seconds=DRAINS * settings.worker.drain_seconds)  # fmt: skip
 
     async def run(self) -> str:
         """Keep the processes alive until :attr:`stopped`. Returns why those that are needed refused to start, which a

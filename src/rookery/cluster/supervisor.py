@@ -96,8 +96,10 @@ class Supervisor:
         stop_seconds: float,
         spawn: Callable[[Child, Path], Awaitable[Process]] | None = None,
         failed: Callable[[Child, str], None] = lambda child, reason: None,
+        remove_seconds: float = 0.0,
     ) -> None:
-        """Each child's output goes to ``logs/<name>.log``. ``spawn`` starts a child that writes to the given log; None
+        """A child has ``stop_seconds`` to end when all are stopped, and at least ``remove_seconds`` when it is removed.
+        Each child's output goes to ``logs/<name>.log``. ``spawn`` starts a child that writes to the given log; None
         starts a process on this machine. ``failed(child, reason)`` is called for a child that does not work."""
         self._failed = failed
         self._spawn = spawn or spawn_process
@@ -105,6 +107,7 @@ class Supervisor:
         self.running = False
         self._logs = logs
         self._stop_seconds = stop_seconds
+        self._remove_seconds = max(stop_seconds, remove_seconds)
         self._processes: dict[Child, Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -135,11 +138,11 @@ class Supervisor:
             child.removed = True
             if child in self._processes:
                 _signal(self._processes[child].terminate)
-                asyncio.get_running_loop().call_later(self._stop_seconds, self._kill, child)
+                asyncio.get_running_loop().call_later(self._remove_seconds, self._kill, child, self._remove_seconds)
 
-    def _kill(self, child: Child) -> None:
+    def _kill(self, child: Child, seconds: float) -> None:
         if child in self._processes:
-            log.warning("killing %s: it has not ended within %.0f s", child.name, self._stop_seconds)
+            log.warning("killing %s: it has not ended within %.0f s", child.name, seconds)
             _signal(self._processes[child].kill)
 
     async def stop(self) -> None:
@@ -151,7 +154,7 @@ class Supervisor:
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=self._stop_seconds)
         for child in self._processes:
-            self._kill(child)
+            self._kill(child, self._stop_seconds)
         await asyncio.gather(*self._keepers)
 
     async def _keep(self, child: Child) -> None:
