@@ -7,6 +7,7 @@ import socket
 import tarfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -295,6 +296,48 @@ def test_unknown_fields_and_models_are_refused(service: EmbeddedService, visitor
         training.optim_step(types.DimuonParams(learning_rate=0.1)).result(PATIENCE)
     [scored] = logprobs(training.forward([datum(TOKENS)], "cross_entropy").result(PATIENCE))
     assert scored.shape == (11,)
+
+
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("optim_step", {"adam_params": {}, "novelty": 1}, "novelty: is not supported"),
+    ("optim_step", {"adam_params": {"learning_rate": -1}}, "adam_params.learning_rate: "),
+    ("save_weights", {"path": "x" * 5000}, "path: "),
+    ("save_weights", {"path": "a", "user_metadata": {"config": "x" * 5000}}, "user_metadata.config: "),
+    ("save_weights", {"path": "a", "ttl_seconds": 1}, "ttl_seconds: "),
+    ("save_weights_for_sampler", {"kind": "other"}, "kind: "),
+    ("save_weights_external", {}, "path: "),
+    ("load_weights", {"path": "x" * 5000}, "path: "),
+    ("load_weights", {"path": "tinker://x/weights/a", "optimizer": "perhaps"}, "optimizer: "),
+)
+"""Operations that cannot be executed as they were sent: route, fields, and the beginning of the error."""
+
+
+def test_refused_operation_takes_its_turn(service: EmbeddedService, visitor: tinker.ServiceClient) -> None:
+    """Else the model's next operations would wait five minutes for its number."""
+    training = trainer(visitor)
+    long = training.forward_backward([datum(TOKENS * 50)], "cross_entropy")
+    step = training.optim_step(types.AdamParams(learning_rate=0.01))
+    with pytest.raises(tinker.RequestFailedError, match="a datum has 599 tokens; the model's context is 512"):
+        long.result(PATIENCE)
+    with pytest.raises(tinker.RequestFailedError, match="no step was taken"):
+        step.result(PATIENCE)
+    steps(training, 1)
+    headers = {"X-API-Key": service.key}
+    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers, timeout=60) as http:
+
+        def result(number: int, route: str, fields: dict[str, Any]) -> Any:
+            sent = {"model_id": training.model_id, "seq_id": number, **fields}
+            first, again = (http.post(f"/{route}", json=sent).raise_for_status().json() for _ in range(2))
+            assert first == again
+            return http.post("/retrieve_future", json={"request_id": first["request_id"]}).raise_for_status().json()
+
+        for number, (route, fields, told) in enumerate(REFUSED, 5):
+            found = result(number, route, fields)
+            assert found["category"] == "user" and found["error"].startswith(told), (route, found)
+        assert result(5 + len(REFUSED), "save_weights", {"path": "kept"})["path"].endswith("/weights/kept")
+        for wrong in ({"model_id": 5}, {"seq_id": 0}, {"seq_id": "x"}):  # no turn that it could take
+            sent = {"model_id": training.model_id, "seq_id": 99, "adam_params": {}, **wrong}
+            assert http.post("/optim_step", json=sent).status_code == 400
 
 
 def test_every_route_asks_for_a_key(service: EmbeddedService) -> None:

@@ -22,6 +22,7 @@ from rookery.controller.services import Services
 from rookery.controller.sessions.operations import (
     AnyOperation,
     AnyResult,
+    InvalidOperation,
     OperationFailed,
     SaveSampler,
     decode_operation,
@@ -96,10 +97,7 @@ class Futures:
         """The future of ``operation``, durable, and whether the caller must start it. Raises :class:`UserError` if the
         id was used for another operation."""
         services = self._services
-        if operation.size <= INLINE_BYTES:
-            digest, call = _digest(operation)
-        else:
-            digest, call = await services.threads(_digest, operation)
+        digest, call = await self._encoded(operation)
         known = self._open.get(id) or self._kept.get(id)
         if known is None:
             future = Future(id, tenant, digest, seq)
@@ -126,6 +124,15 @@ class Futures:
         if known.digest != digest or known.tenant != tenant:
             raise UserError(f"request {id} was sent before with another content; number your requests from 1 on")
         return known, False
+
+    async def digest(self, operation: AnyOperation) -> str:
+        """The same for an operation and its repetition."""
+        return (await self._encoded(operation))[0]
+
+    async def _encoded(self, operation: AnyOperation) -> tuple[str, bytes]:
+        if operation.size <= INLINE_BYTES:
+            return _digest(operation)
+        return await self._services.threads(_digest, operation)
 
     def reopen(self, row: FutureRow) -> tuple[Future, AnyOperation]:
         """An operation that an earlier process acknowledged and did not finish."""
@@ -210,4 +217,6 @@ def _digest(operation: AnyOperation) -> tuple[str, bytes]:
     call = same = encode(operation)
     if isinstance(operation, SaveSampler):
         same = encode(msgspec.structs.replace(operation, sampler=""))
+    elif isinstance(operation, InvalidOperation) and operation.digest:
+        return operation.digest, call
     return hashlib.sha256(same).hexdigest(), call

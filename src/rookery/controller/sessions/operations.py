@@ -14,7 +14,12 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.quotas import OPERATION_BYTES
+from rookery.errors import UserError
 from rookery.storage.models import CheckpointKind
+
+
+class OperationRefused(UserError):
+    """The operation can be decoded, but its model cannot execute it."""
 
 
 class Operation(msgspec.Struct, omit_defaults=True, kw_only=True, tag=True):
@@ -64,6 +69,9 @@ class InvalidOperation(Operation, tag="Refused"):
     error: str
     gradient: bool = False
     """It was meant to add a gradient."""
+    digest: str = ""
+    """Of the operation that it replaces, so that its repetition is the same request; empty for one that could not be
+    decoded."""
 
     @property
     def adds_gradient(self) -> bool:

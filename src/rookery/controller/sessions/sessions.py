@@ -24,8 +24,10 @@ from rookery.controller.sessions.operations import (
     AnyResult,
     CreateModel,
     ForwardBackwardOperation,
+    InvalidOperation,
     LoadState,
     OperationFailed,
+    OperationRefused,
     Sample,
     SaveSampler,
     SaveState,
@@ -36,7 +38,7 @@ from rookery.controller.sessions.training_run import TrainingRun
 from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.validation import JobValidator
 from rookery.controller.weights.checkpoints import find_checkpoint
-from rookery.errors import NotFound, RookeryError, UserError
+from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError
 from rookery.spec.policy import TARGETS
 from rookery.storage.models import ModelRow, PolicyRow, SamplerRow, SessionRow
 from rookery.storage.repositories import sessions, versions
@@ -311,19 +313,11 @@ class Sessions:
         return run
 
     async def submit(self, tenant: str, id: str, seq: int | None, operation: AnyOperation) -> str:
-        """Queue an operation of a training run at ``seq`` (None: after all that arrived); returns the request's id."""
+        """Queue an operation of a training run at ``seq`` (None: after all that arrived); returns the request's id.
+        Raises :class:`OperationRefused`, and :class:`TooManyRequests` beyond a limit."""
         run = await self.run(tenant, id)
-        if isinstance(operation, ForwardBackwardOperation):
-            chat = await self._context.chat(run.row.base_model)
-            longest = max((shape[0] for shape in operation.shapes), default=0)
-            if longest > chat.context:
-                raise UserError(f"a datum has {longest} tokens; the model's context is {chat.context}")
+        await self._check(run, operation)
         await self._require_open(tenant, run.row.session)
-        if isinstance(operation, ForwardBackwardOperation):
-            self._context.rooms.quotas.check_tokens(tenant)
-        elif isinstance(operation, SaveState | SaveSampler):
-            await self._context.rooms.quotas.check_stored(tenant)
-            await self._context.rooms.quotas.check_metadata(tenant, getattr(operation, "about", ""))
         self._context.rooms.models.provide(run.row.base_model)
         number = run.last_seq + 1 if seq is None else seq
         name, size, quotas = f"{id}/{number}", operation.size, self._context.rooms.quotas
@@ -338,6 +332,32 @@ class Sessions:
         if problem:
             await self.futures.finish(future, OperationFailed(error=problem, category="user"))
         return future.id
+
+    async def _check(self, run: TrainingRun, operation: AnyOperation) -> None:
+        """Raises as :meth:`submit` does."""
+        tenant, quotas = run.row.tenant, self._context.rooms.quotas
+        if isinstance(operation, ForwardBackwardOperation):
+            chat = await self._context.chat(run.row.base_model)
+            longest = max((shape[0] for shape in operation.shapes), default=0)
+            if longest > chat.context:
+                raise OperationRefused(f"a datum has {longest} tokens; the model's context is {chat.context}")
+            quotas.check_tokens(tenant)
+        elif isinstance(operation, SaveState | SaveSampler):
+            await quotas.check_stored(tenant)
+            await quotas.check_metadata(tenant, getattr(operation, "about", ""))
+
+    async def submit_in_turn(self, tenant: str, id: str, seq: int | None, operation: AnyOperation) -> str:
+        """As :meth:`submit`. An operation that is refused for longer than clients repeat it takes its turn with the
+        error as its result: the model's later operations wait for its number."""
+        try:
+            return await self.submit(tenant, id, seq, operation)
+        except (OperationRefused, TooManyRequests) as error:
+            if isinstance(error, TooManyRequests) and error.retry_after <= self.times.seq_gap:
+                raise
+            reason = str(error)
+        digest = await self.futures.digest(operation)
+        refused = InvalidOperation(error=reason, gradient=operation.adds_gradient, digest=digest)
+        return await self.submit(tenant, id, seq, refused)
 
     # --- results ------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Routes of operations: models, gradients, optimizer steps, checkpoints, samples; and their results.
 
-An operation on a model that cannot be decoded takes its turn as an ``InvalidOperation``: its result is the error,
-and the model's later operations run."""
+An operation on a model that cannot be decoded, or that the model cannot execute, takes its turn as an
+``InvalidOperation``: its result is the error, and the model's later operations run. Only an operation whose model and
+number cannot be read is refused at once, and one that its client should repeat."""
 
 from __future__ import annotations
 
@@ -62,9 +63,10 @@ async def create_model(service: Service, owner: Owner, request: Request) -> Resp
 
 @routes.post("/load_weights")
 async def load_weights(service: Service, owner: Owner, request: Request) -> Response:
-    body = await schemas.LoadWeights.read(request)
-    if body.model_id is not None:
-        return await _submit(service, owner.id, body.model_id, body.seq_id, body.operation)
+    given, size = await schemas.read_body(request)
+    if isinstance(given, dict) and given.get("model_id") is not None:
+        return await _submit_body(schemas.LoadWeights, service, owner, given, size)
+    body = await off_loop(service.threads, size, lambda: schemas.LoadWeights.parse(given))
     if body.session_id is None or body.model_seq_id is None:
         raise UserError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
     return _accepted(
@@ -112,8 +114,14 @@ async def forward_backward(service: Service, owner: Owner, request: Request) -> 
 
 
 async def _submit_json(kind: type[schemas.ModelRequest], service: Service, owner: Owner, request: Request) -> Response:
-    body = await kind.read(request)
-    return await _submit(service, owner.id, body.model_id, body.seq_id, body.operation)
+    return await _submit_body(kind, service, owner, *await schemas.read_body(request))
+
+
+async def _submit_body(
+    kind: type[schemas.ModelRequest | schemas.LoadWeights], service: Service, owner: Owner, body: Any, size: int
+) -> Response:
+    turn = await off_loop(service.threads, size, lambda: schemas.Turn.parse(body))
+    return await _submit(service, owner.id, turn.model_id, turn.seq_id, lambda: kind.parse(body).operation(), size=size)
 
 
 @routes.post("/optim_step")
@@ -146,13 +154,13 @@ async def _submit(
     gradient: bool = False,
     size: int = 0,
 ) -> Response:
-    """Queue the operation that ``make`` decodes from ``size`` bytes."""
+    """Queue the operation that ``make`` decodes from ``size`` bytes, or its error."""
     operation: operations.AnyOperation
     try:
         operation = await off_loop(service.threads, size, make)
     except (UserError, ValueError) as error:
         operation = operations.InvalidOperation(error=" ".join(str(error).split()), gradient=gradient)
-    return _accepted(await service.controller.sessions.submit(tenant, model, seq, operation), model)
+    return _accepted(await service.controller.sessions.submit_in_turn(tenant, model, seq, operation), model)
 
 
 def _accepted(request: str, model: str | None = None) -> Response:

@@ -62,17 +62,28 @@ class TinkerRequest(BaseModel):
 
     @classmethod
     async def read(cls, request: Request) -> Self:
-        """The request's body.
-        Raises :class:`UserError` with one line, or :class:`~rookery.server.bodies.BodyRefused`."""
+        """The request's body. Raises as :func:`read_body` and :meth:`parse` do."""
+        data, size = await read_body(request)
+        return await off_loop(request.app.state.context.threads, size, lambda: cls.parse(data))
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Raises :class:`UserError` with one line."""
         try:
-            data, size = await read_json(request), len(await request.body())
-            return await off_loop(request.app.state.context.threads, size, lambda: cls.model_validate(data))
-        except JSONDecodeError as error:
-            raise UserError(f"body: {error.msg}") from None
+            return cls.model_validate(data)
         except ValidationError as error:
             if error.error_count() > MAX_PROBLEMS:
                 raise UserError(f"body: {error.error_count()} fields are wrong") from None
             raise UserError(mistake_of(error, data)) from None
+
+
+async def read_body(request: Request) -> tuple[Any, int]:
+    """The JSON value that a request has, and its bytes. Raises :class:`UserError`, or
+    :class:`~rookery.server.bodies.BodyRefused`."""
+    try:
+        return await read_json(request), len(await request.body())
+    except JSONDecodeError as error:
+        raise UserError(f"body: {error.msg}") from None
 
 
 def mistake_of(error: ValidationError, given: Any) -> str:
@@ -148,11 +159,20 @@ class GetInfo(TinkerRequest):
     model_id: Name
 
 
-class ModelRequest(TinkerRequest):
-    """Base of the operations on a model."""
+class Turn(TinkerRequest):
+    """The model of an operation and its number there. They are read before the other fields, whose mistakes are the
+    operation's result."""
+
+    model_config = ConfigDict(extra="ignore")
 
     model_id: Name
     seq_id: int | None = Field(None, ge=1, lt=2**31)
+
+
+class ModelRequest(Turn):
+    """Base of the operations on a model."""
+
+    model_config = ConfigDict(extra="forbid")
 
     def operation(self) -> AnyOperation:
         """Raises :class:`UserError` or ``ValueError``."""
