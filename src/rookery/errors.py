@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -55,13 +56,19 @@ class LeaseLost(Conflict):
 
 
 class TooManyRequests(RookeryError):
-    """A limit on the rate of requests; ``retry_after`` is the time in seconds after which it allows more."""
+    """A limit of a tenant; ``retry_after`` is the time in seconds after which it allows more: infinite where only its
+    user's action does, such as a deletion."""
 
     status = 429
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+    @property
+    def lasting(self) -> bool:
+        """Whether no repetition of the request helps."""
+        return math.isinf(self.retry_after)
 
 
 class Unavailable(RookeryError):

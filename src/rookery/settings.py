@@ -187,13 +187,13 @@ class LimitSettings(Section):
     bytes; more get status 429. They are kept in memory: after the loss of a worker they are computed again."""
     tenant_adapters: int = Field(2000, ge=1)
     """Adapters that one tenant stores: kept versions, checkpoints, uploads. At the limit new jobs, training runs,
-    checkpoints and uploads get status 429."""
+    checkpoints and uploads are refused."""
     tenant_bytes: int = Field(100 << 30, ge=1 << 20)
     """Bytes of the adapters and datasets that one tenant stores; at the limit as above."""
     tenant_metadata_bytes: int = Field(64 << 20, ge=1 << 10)
     """Bytes of one tenant's rows in the database that a client describes itself: jobs, and the sessions, training runs,
     samplers and checkpoints of the Tinker API with their metadata. A row counts as 512 bytes and its texts. At the
-    limit new ones get status 429."""
+    limit new ones are refused."""
     tenant_tokens_per_day: int = Field(0, ge=0)
     """Tokens sampled and trained on for one tenant in a day of UTC; 0 is no limit. At the limit its jobs pause until
     the next day, and its clients' requests get status 429."""

@@ -3,6 +3,7 @@ wait, and another tenant notices nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -228,11 +229,38 @@ async def test_full_store_refuses_what_would_be_stored(service: Service) -> None
             await service.controller.submit("alice", job_of())
         with pytest.raises(TooManyRequests):
             await service.controller.add_adapter("alice", content(), lambda path: pytest.fail("it was unpacked"))
-        with pytest.raises(TooManyRequests):
+        with pytest.raises(TooManyRequests) as refusal:
             await alice.send(operations.SaveState(kind="weights", name="more"))
+        assert refusal.value.lasting
     assert refused(service) == {"adapters": 3, "bytes": 3}
     await service.controller.limit_tenant("alice", {"bytes": None})
     await service.controller.submit("alice", job_of())
+
+
+async def test_operation_beyond_a_lasting_limit_takes_its_turn(service: Service) -> None:
+    """A repetition, whose answer was lost, is the same operation, also when the limit is another by then."""
+    await join(service)
+    alice = await Client(service).begin()
+    submit, limit = alice.sessions.submit_in_turn, service.controller.limit_tenant
+    save, samples = operations.SaveState(kind="weights", name="a"), operations.SaveSampler(sampler="s")
+    sent: list[tuple[operations.AnyOperation, str, dict[str, float]]] = [
+        (save, r"you store \d+ adapters", {"adapters": 1}),
+        (samples, r"you store \d+ bytes", {"bytes": 1}),
+        (forward([5, 6, 7]), "tokens of today are used up", {"tokens_per_day": 1}),
+    ]
+    for number, (operation, _, limits) in enumerate(sent, 1):
+        service.controller.context.rooms.quotas.add_tokens("alice", 5)
+        await limit("alice", limits)
+        first = await submit("alice", alice.model, number, operation)
+        await limit("alice", dict.fromkeys(limits))
+        assert await submit("alice", alice.model, number, operation) == first
+    kept = await submit("alice", alice.model, len(sent) + 1, save)
+    assert isinstance(await alice.outcome(kept), operations.StateSaved)
+    await limit("alice", {"adapters": 1})
+    assert await submit("alice", alice.model, len(sent) + 1, save) == kept
+    for number, (_, error, _) in enumerate(sent, 1):
+        found = await alice.outcome(f"{alice.model}/{number}")
+        assert isinstance(found, operations.OperationFailed) and re.search(error, found.error), found
 
 
 @pytest.mark.parametrize("settings", [{"tenant_metadata_bytes": 3000}])

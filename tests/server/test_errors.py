@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.support.faces import ScriptedWorker, job, served, write_model
+from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
 from tests.support.waiting import until
 
 from rookery.controller.controller import Controller
@@ -34,6 +34,32 @@ def deep(levels: int) -> Any:
 
 def fails(*arguments: Any, **more: Any) -> Any:
     raise ValueError("an internal secret")
+
+
+def test_only_a_repetition_that_can_help_is_asked_for(tmp_path: Path) -> None:
+    """The SDKs repeat requests that get 409 or 429 for minutes; Tinker's heeds the status alone."""
+    with (
+        served(tmp_path, tenant_metadata_bytes=1024) as service,
+        httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as http,
+    ):
+        keys = f"/api/v1/tenants/{http.post('/api/v1/tenants', json={'name': 'ada'}).json()['id']}/keys"
+        http.post(keys, json={}).raise_for_status()
+        [key] = http.get(keys).json()
+        assert http.delete(f"{keys}/{key['id']}").is_success
+        refused = http.delete(f"{keys}/{key['id']}")
+        assert refused.status_code == 409 and refused.headers["x-should-retry"] == "false"
+        create = {"sdk_version": "0.38.0", "user_metadata": {"note": "x" * 900}}
+        while (full := http.post("/tinker/api/v1/create_session", json=create)).is_success:
+            pass
+        assert full.status_code == 400 and "of the database, allowed: 1024" in full.text
+        row = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+        file = http.post("/v1/files", files={"file": ("a.jsonl", row)}, data={"purpose": "fine-tune"}).json()["id"]
+        tuning = {"model": MODEL, "training_file": file}
+        for path, body in (("/api/v1/jobs", job()), ("/v1/fine_tuning/jobs", tuning)):
+            refused = http.post(path, json=body)
+            assert refused.status_code == 429 and "Retry-After" not in refused.headers, refused.text
+            assert refused.headers["x-should-retry"] == "false"
+        assert refused.json()["error"]["code"] == "insufficient_quota"
 
 
 SMALL, LARGE = b'{"a": 1}', json.dumps({"a": "x" * 500_000}).encode()

@@ -53,11 +53,14 @@ BURST_SECONDS = 5.0
 """A client that was quiet may send the requests of so many seconds at once, as one that opens its page does."""
 
 RETRY_SECONDS = {
-    "requests": 2.0, "request_tokens": 2.0, "queued_bytes": 2.0, "models": 30.0, "waiting_jobs": 60.0, "adapters": 60.0,
-    "bytes": 60.0, "hosts": 30.0, "metadata_bytes": 60.0, "service_share": 1.0,
+    "requests": 2.0, "request_tokens": 2.0, "queued_bytes": 2.0, "models": 30.0, "waiting_jobs": 60.0,
+    "adapters": math.inf, "bytes": math.inf, "hosts": 30.0, "metadata_bytes": math.inf, "service_share": 1.0,
 }  # fmt: skip
 """When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
 stay until somebody deletes them."""
+
+METADATA_SECONDS = 60.0
+"""At the limit of its rows' bytes a tenant's rows are read again after this time: some may be deleted."""
 
 OPERATION_BYTES = 4096
 """Counted for each operation of a client in memory besides its data: the objects around it."""
@@ -248,7 +251,7 @@ class Quotas:
         limit. The sum is kept in memory, and read again at the limit: rows may be deleted."""
         now, most = self._clock.monotonic(), self.limit(tenant, "metadata_bytes")
         known, read = self._metadata.get(tenant, (0, -math.inf))
-        if read == -math.inf or (known >= most and now - read > RETRY_SECONDS["metadata_bytes"]):
+        if read == -math.inf or (known >= most and now - read > METADATA_SECONDS):
             known, read = await self._store.read(tenants.metadata_bytes, tenant), now
         if known >= most:
             raise self._refuse(

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import shortage
-from rookery.server.responses import retry_after
+from rookery.server.responses import retry_headers
 from rookery.settings import Settings
 from rookery.spec import values
 from rookery.storage.store import Writer
@@ -297,7 +297,7 @@ def refused_shortages() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if (short_of := shortage(error)) is None:
             raise
-        raise HTTPException(short_of.status, str(short_of), retry_after(short_of)) from None
+        raise HTTPException(short_of.status, str(short_of), retry_headers(short_of)) from None
 
 
 async def read_json(request: Request, large: Callable[[Any], Any] | None = None) -> Any:

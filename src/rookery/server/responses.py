@@ -24,7 +24,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.aio import Portions
-from rookery.errors import RookeryError, TooManyRequests, Unavailable, UserError, nearest, short, shortage
+from rookery.errors import Conflict, RookeryError, TooManyRequests, Unavailable, UserError, nearest, short, shortage
 from rookery.turns import charged
 
 log = logging.getLogger("rookery.server")
@@ -47,7 +47,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         409: "The state of the object does not permit this now",
         413: "The body is too large",
         422: "The request is refused; problems has one line per reason",
-        429: "Too many requests; Retry-After has the seconds after which more are allowed",
+        429: "Beyond a limit; Retry-After has the seconds after which more is allowed, if waiting helps",
         503: "A resource is not available now; the same request can succeed later",
         507: "The disk of the service is full",
     }.items()
@@ -118,8 +118,11 @@ def path_error(path: str, status: int, line: str, headers: Mapping[str, str] | N
     return response
 
 
-def retry_after(error: Exception) -> dict[str, str]:
-    """The headers of a response to ``error``: ``Retry-After`` where it has one."""
+def retry_headers(error: Exception) -> dict[str, str]:
+    """The headers of a response to ``error`` that tell a client when to repeat its request, or not to: of their own,
+    the SDKs of OpenAI and Tinker repeat each one that gets status 409 or 429."""
+    if isinstance(error, Conflict) or (isinstance(error, TooManyRequests) and error.lasting):
+        return {"x-should-retry": "false"}
     if isinstance(error, TooManyRequests | Unavailable):
         return {"Retry-After": str(ceil(error.retry_after))}
     return {}
@@ -127,7 +130,7 @@ def retry_after(error: Exception) -> dict[str, str]:
 
 def refusal(error: RookeryError) -> Response:
     """The response to an error of the service's own."""
-    return error_response(error.status, str(error), getattr(error, "problems", None), retry_after(error))
+    return error_response(error.status, str(error), getattr(error, "problems", None), retry_headers(error))
 
 
 class UnexpectedErrors:

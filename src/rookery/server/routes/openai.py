@@ -46,7 +46,7 @@ from rookery.server.openai import (
 )
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
-from rookery.server.responses import METHODS, Stream, event_data, first_problem, json_response, problem, retry_after
+from rookery.server.responses import METHODS, Stream, event_data, first_problem, json_response, problem, retry_headers
 from rookery.server.token_face import TokenFormat, TokenRequest
 from rookery.storage.columns import Page
 from rookery.tokenization.chat import Chat
@@ -87,7 +87,7 @@ def _error_body(error: Exception, request: Request) -> tuple[int, dict[str, Any]
         if isinstance(error, Unauthorized):
             code = "invalid_api_key"
         elif isinstance(error, TooManyRequests):
-            code = "rate_limit_exceeded"
+            code = "insufficient_quota" if error.lasting else "rate_limit_exceeded"
         elif isinstance(error, NotFound) and param is None:
             param, code = "model", "model_not_found"
     elif isinstance(error, HTTPException):
@@ -115,7 +115,7 @@ class OpenAIRoute(AuthenticatedRoute):
             except Exception as error:  # every error becomes a response of one format
                 status, body = _error_body(error, request)
                 response = json_response(body, status)
-                response.headers.update(getattr(error, "headers", None) or retry_after(shortage(error) or error))
+                response.headers.update(getattr(error, "headers", None) or retry_headers(shortage(error) or error))
                 if status == Unauthorized.status:
                     response.headers["WWW-Authenticate"] = "Bearer"
                 if status == RookeryError.status:

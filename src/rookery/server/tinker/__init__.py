@@ -5,7 +5,8 @@ It speaks the protocol of SDK 0.38 and needs that package for its protobuf schem
 Here is its HTTP application, mounted under ``/tinker``; ``TINKER_BASE_URL`` is the service's address with that.
 
 Statuses are chosen for the client's reaction: 400 and 404 fail at once, 410 makes it send a sample again or end its
-heartbeat, 5xx makes it try again. 409, which it would repeat for minutes, is never used. An error in an operation on a
+heartbeat, 5xx makes it try again. It repeats 409 and 429 for minutes: 409 is never used, and 429 only where waiting
+helps. An error in an operation on a
 model is reported by the operation's result, because the model's later operations wait for its sequence number.
 """
 
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 
-from rookery.errors import Conflict, UserError
+from rookery.errors import Conflict, TooManyRequests, UserError
 from rookery.server.auth import ServiceContext
-from rookery.server.responses import add_exception_handlers, error_response
+from rookery.server.responses import add_exception_handlers, error_response, refusal
 from rookery.server.routes import openai
 from rookery.server.tinker import calls, sessions
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, schema
@@ -46,7 +47,8 @@ def build(context: ServiceContext) -> FastAPI:
     app.include_router(openai.unknown_paths("/v1"), prefix="/oai/api")
     app.add_api_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
     add_exception_handlers(app)
-    app.add_exception_handler(Conflict, conflict)
+    for kind in (Conflict, TooManyRequests):
+        app.add_exception_handler(kind, unrepeatable)
     return app
 
 
@@ -57,5 +59,7 @@ async def unknown(path: str) -> Response:
     return error_response(404, f"nothing at {path}; this server is tested with SDK {OLDEST} to {SUPPORTED}")
 
 
-async def conflict(request: Request, error: Exception) -> Response:
+async def unrepeatable(request: Request, error: Exception) -> Response:
+    if isinstance(error, TooManyRequests) and not error.lasting:
+        return refusal(error)
     return error_response(UserError.status, str(error))
