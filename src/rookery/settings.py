@@ -184,7 +184,9 @@ class LimitSettings(Section):
     """Tokens of those generations: prompts, and as many tokens as they may sample. One request alone has no limit."""
     tenant_queued_bytes: int = Field(256 << 20, ge=1 << 10)
     """Training data of one tenant's clients (Tinker) that wait, or belong to a step that is not committed yet, in
-    bytes; more get status 429. They are kept in memory: after the loss of a worker they are computed again."""
+    bytes; more get status 429. They are kept in memory: after the loss of a worker they are computed again. Where the
+    batches of several training runs fill this, one of them has room for as much again. A batch that exceeds it alone
+    fails."""
     tenant_adapters: int = Field(2000, ge=1)
     """Adapters that one tenant stores: kept versions, checkpoints, uploads. At the limit new jobs, training runs,
     checkpoints and uploads are refused."""

@@ -3,13 +3,14 @@ wait, and another tenant notices nothing."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.driven import Client, forward, join
+from tests.support.driven import ADAM, Client, forward, join
 from tests.support.peers import HANG, Service, eventually, job_of, settle
 
 from rookery.controller.sessions import operations
@@ -114,6 +115,54 @@ async def test_operations_in_memory_are_bounded(service: Service, waiting: bool)
     assert isinstance(await alice.step(), operations.OptimStepResult)
     await alice.save("all")
     await eventually(lambda: service.controller.context.rooms.quotas.queued["alice"] == 0)
+
+
+PATIENT = {"suspect_seconds": 1e9, "stuck_seconds": 1e9, "session_seq_gap": 30.0}
+
+
+@pytest.mark.parametrize("settings", [{"tenant_queued_bytes": 11 * SIZE // 2, **PATIENT}])
+async def test_batches_that_fill_the_limit_together_run_one_after_another(service: Service) -> None:
+    """Clients send the first part of a batch last, when its others are accepted: the others free nothing before."""
+    await join(service)
+    clients, part = [await Client(service).begin() for _ in range(3)], forward([5, 6, 7])
+    left = {client: [2, 3, 4, 5, 1] for client in clients}
+    for round in itertools.count():
+        for client, numbers in left.items():
+            if not numbers:
+                continue
+            try:
+                await client.sessions.submit("alice", client.model, numbers[0], part)
+            except TooManyRequests as refusal:
+                assert not refusal.lasting
+                continue
+            if not numbers[1:]:
+                step = operations.OptimStepOperation(adam=ADAM)
+                stepped = await client.outcome(await client.sessions.submit("alice", client.model, 6, step))
+                assert isinstance(stepped, operations.OptimStepResult)
+            del numbers[0]
+        if not any(left.values()):
+            break
+        assert round < 20, left
+        assert service.controller.context.rooms.quotas.queued["alice"] < 2 * 11 * SIZE // 2
+        await service.clock.advance(6.0, steps=2)  # longer than a gap in all
+    await eventually(lambda: service.controller.context.rooms.quotas.queued["alice"] == 0)
+
+
+@pytest.mark.parametrize("settings", [{"tenant_queued_bytes": 11 * SIZE // 2}])
+async def test_batch_that_exceeds_the_limit_alone_fails_at_once(service: Service) -> None:
+    await join(service)
+    alice, part, step = await Client(service).begin(), forward([5, 6, 7]), operations.OptimStepOperation(adam=ADAM)
+    submit = alice.sessions.submit_in_turn
+    for number in (2, 3, 4, 5, 6, 7, 1):
+        await submit("alice", alice.model, number, part)
+    for number, first in ((8, 9), (13, 14)):
+        await alice.outcome(await submit("alice", alice.model, number, step))
+        for more in range(first, first + 4):  # the next batch fits
+            await submit("alice", alice.model, more, part)
+    found = [await alice.outcome(f"{alice.model}/{number}") for number in range(1, 14)]
+    failed = [number for number, one in enumerate(found, 1) if isinstance(one, operations.OperationFailed)]
+    assert failed == [1, 7, 8]
+    assert "give it smaller batches" in found[6].error and "no step was taken" in found[7].error
 
 
 @pytest.mark.parametrize("settings", [{"tenant_jobs": 1, "tenant_waiting_jobs": 2}])

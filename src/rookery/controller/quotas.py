@@ -109,6 +109,10 @@ class Quotas:
         """By tenant: tokens that those hold at most."""
         self.queued: Counter[str] = Counter()
         """By tenant: bytes of operations that wait, or belong to a step that is not committed."""
+        self._queued_of: Counter[str] = Counter()
+        """The same by training run."""
+        self._first: dict[str, str] = {}
+        """By tenant beyond its limit: the training run that has room there, until the tenant is below it again."""
         self._metadata: dict[str, tuple[int, float]] = {}
         """By tenant: the bytes of its rows, and when they were read."""
         share, refuse = partial(self.limit, name="service_share"), partial(self._refuse, "service_share")
@@ -207,16 +211,39 @@ class Quotas:
         finally:
             self._hosts[tenant] -= 1
 
-    def check_queued(self, tenant: str, size: int, *, data: bool) -> None:
-        """A client sends an operation of ``size`` bytes. Those without ``data``, such as the step that ends a gradient,
-        may take as much again. Raises :class:`TooManyRequests`."""
-        what = "bytes of operations of yours wait, or belong to a step that is not committed"
-        more = size if data else size - self.limit(tenant, "queued_bytes")
-        self._check("queued_bytes", tenant, self.queued[tenant], more, what)
+    def check_queued(self, tenant: str, run: str, size: int, *, data: bool, frees: bool) -> None:
+        """A client sends an operation of ``size`` bytes to a training run. Raises :class:`TooManyRequests`.
 
-    def count_queued(self, tenant: str, size: int) -> None:
-        """The tenant's operations in memory have ``size`` bytes more."""
+        * The parts of a batch free nothing before its step, and may arrive in any order. Where those of several runs
+          fill the limit, one run has room for as much again: its batch becomes whole, and frees its room.
+        * An operation without ``data``, such as the step that ends a gradient, has room beyond that.
+        * The refusal is lasting where the run alone exceeds the limit, and no operation before this one ``frees`` room.
+        """
+        most, now, own = self.limit(tenant, "queued_bytes"), self.queued[tenant], self._queued_of[run]
+        if not now or now + size <= (most if data else 3 * most):
+            return
+        fits = not own or own + size <= most
+        if data and fits and self._first.get(tenant, run) == run:
+            self._first[tenant] = run
+            return
+        reason = (
+            f"{now} bytes of operations of yours wait, or belong to a step that is not committed, allowed: at most"
+            f" {most:.0f}"
+        )
+        if not data or fits or frees:
+            raise self._refuse("queued_bytes", reason)
+        reason += f"; model {run} has {own} of them since its last step: give it smaller batches"
+        raise self._refuse("queued_bytes", reason, math.inf)
+
+    def count_queued(self, tenant: str, run: str, size: int) -> None:
+        """The operations of a training run in memory have ``size`` bytes more."""
         self.queued[tenant] += size
+        self._queued_of[run] += size
+        if not self._queued_of[run]:
+            del self._queued_of[run]
+        first = self._first.get(tenant)
+        if first not in self._queued_of or self.queued[tenant] <= self.limit(tenant, "queued_bytes"):
+            self._first.pop(tenant, None)
 
     def check_waiting_jobs(self, tenant: str, now: int) -> None:
         """The tenant, ``now`` jobs of which are queued, wants to run another one. Raises :class:`TooManyRequests`."""

@@ -231,6 +231,9 @@ class ReorderBuffer(Generic[Item]):
     def __len__(self) -> int:
         return len(self._held)
 
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._held.values())
+
     def put(self, number: int, item: Item) -> None:
         """Raises ``ValueError`` for a number that is held or was returned already."""
         if number < self.next or number in self._held:

@@ -322,13 +322,18 @@ class Sessions:
         number = run.last_seq + 1 if seq is None else seq
         name, size, quotas = f"{id}/{number}", operation.size, self._context.rooms.quotas
         if self.futures.find(tenant, name) is None:
-            quotas.check_queued(tenant, size, data=isinstance(operation, ForwardBackwardOperation))
-        quotas.count_queued(tenant, size)  # until it is in the queue, which counts it
+            data = isinstance(operation, ForwardBackwardOperation)
+            try:
+                quotas.check_queued(tenant, id, size, data=data, frees=run.frees_room)
+            except TooManyRequests:
+                run.reset_gap()  # it arrived
+                raise
+        quotas.count_queued(tenant, id, size)  # until it is in the queue, which counts it
         try:
             future, created = await self.futures.open(tenant, name, operation, id, number)
             problem = run.enqueue(future, operation) if created else ""
         finally:
-            quotas.count_queued(tenant, -size)
+            quotas.count_queued(tenant, id, -size)
         if problem:
             await self.futures.finish(future, OperationFailed(error=problem, category="user"))
         return future.id

@@ -79,6 +79,8 @@ class TrainingRun:
         """The sequence number of the last optimizer step."""
         self._holder = SlotHolder(row.id, row.tenant, row.session, row.base_model, self._trainer)
         self._task: asyncio.Task[None] | None = None
+        self._present: operations.AnyOperation | None = None
+        """The operation that is executed."""
         self._idle = False
         """The task waits for an operation, or for the client."""
         self._suspended = False
@@ -196,14 +198,21 @@ class TrainingRun:
             self._queue.put(future.seq, (future, operation))
         except ValueError as error:
             return f"model {self.row.id}: {error}"
-        self._context.rooms.quotas.count_queued(self.row.tenant, operation.size)
+        self._context.rooms.quotas.count_queued(self.row.tenant, self.row.id, operation.size)
         self._arrived.set()
         return ""
 
     def _count_bytes(self, queued: int = 0) -> None:
         """The queue has so many bytes more; the trainer's log may have changed."""
         known, self._logged = self._logged, self._trainer.logged_bytes
-        self._context.rooms.quotas.count_queued(self.row.tenant, queued + self._logged - known)
+        self._context.rooms.quotas.count_queued(self.row.tenant, self.row.id, queued + self._logged - known)
+
+    @property
+    def frees_room(self) -> bool:
+        """Whether one of the operations that are executed next frees memory when it ends, as all do but those that add
+        to the gradient."""
+        ready = [] if self._queue.missing is not None else [operation for _, operation in self._queue]
+        return any(found is not None and not found.adds_gradient for found in (self._present, *ready))
 
     def status(self, future: Future) -> QueueStatus:
         """Why an operation of this run has no result yet."""
@@ -219,6 +228,10 @@ class TrainingRun:
         if missing is not None and missing < future.seq:
             return QueueStatus(reason=f"waits for request {missing} of this model, which has not arrived")
         return QueueStatus()
+
+    def reset_gap(self) -> None:
+        """An operation arrived and was refused for now: those behind it wait for as long again."""
+        self._gap_since = None
 
     def expire_gap(self, seconds: float) -> None:
         """Give up the operations that have waited longer than ``seconds`` for a missing sequence number."""
@@ -264,6 +277,7 @@ class TrainingRun:
 
     async def _execute(self, future: Future, operation: operations.AnyOperation) -> None:
         result: operations.AnyResult | None
+        self._present = operation
         try:
             result = await self._dispatch_until_stored(future, operation)
         except TrainingFailed as error:
@@ -272,6 +286,7 @@ class TrainingRun:
             result = failure(future, error)
         if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
+        self._present = None
         self._count_bytes(-operation.size)
         if result is not None:
             trace = operation.adds_gradient or isinstance(operation, operations.OptimStepOperation)
