@@ -150,6 +150,27 @@ def test_checkpoints_and_samplers_keep_their_artifacts(database: Database) -> No
     assert not database.read(sessions.get_sampler, "alice", "sampler").kept
 
 
+def test_sampler_of_a_used_number_has_the_same_weights(database: Database) -> None:
+    first = sampler_row("sampler", digest="a")
+    of_path = replace(first, id="other", path="tinker://one/weights/main", model="one")
+    for row in (first, of_path):
+        assert database.write(sessions.add_sampler, row).id == row.id
+        assert database.write(sessions.add_sampler, replace(row, created=9.0)).created == 0.0
+        model = None if row.model else "one"
+        others: list[dict[str, Any]] = [
+            {"base_model": "b"},
+            {"path": "tinker://x"},
+            {"model": model},
+            {"inflight": True},
+        ]
+        for other in others:
+            with pytest.raises(Conflict, match="was created before, of other weights"):
+                database.write(sessions.add_sampler, replace(row, **other))
+    with pytest.raises(Conflict):
+        database.write(sessions.add_sampler, replace(first, hash="b"))
+    assert database.write(sessions.add_sampler, replace(of_path, hash="b")).hash == "a", "it was overwritten"
+
+
 def test_checkpoint_name_is_taken_until_overwritten(database: Database) -> None:
     with pytest.raises(Conflict, match="exists already"):
         database.write(sessions.save_checkpoint, checkpoint_row("one", content="b"), overwrite=False)

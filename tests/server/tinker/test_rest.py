@@ -292,6 +292,14 @@ def test_unknown_fields_and_models_are_refused(service: EmbeddedService, visitor
     with pytest.raises(tinker.BadRequestError, match=r"rank 999 is not served"):
         visitor.create_lora_training_client(MODEL, rank=999).result(PATIENCE)
     training = trainer(visitor)
+    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers, timeout=60) as http:
+        session, lora = visitor.holder.get_session_id(), {"rank": 4, "seed": 1}
+        created = {"session_id": session, "base_model": MODEL, "lora_config": lora}
+        created["model_seq_id"] = int(training.model_id.rpartition(":")[2])
+        assert http.post("/create_model", json=created).json()["request_id"] == f"{training.model_id}/0"
+        for other in ({"rank": 8}, {"train_attn": False}):
+            reply = http.post("/create_model", json={**created, "lora_config": {**lora, **other}})
+            assert (reply.status_code, "was created before" in reply.text) == (400, True)
     with pytest.raises(tinker.RequestFailedError, match="dimuon"):
         training.optim_step(types.DimuonParams(learning_rate=0.1)).result(PATIENCE)
     [scored] = logprobs(training.forward([datum(TOKENS)], "cross_entropy").result(PATIENCE))

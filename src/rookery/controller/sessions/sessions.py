@@ -283,7 +283,9 @@ class Sessions:
             lora=lora, about=about, created=now, used=now,
         )  # fmt: skip
         try:
-            await context.store.read(sessions.get_model, tenant, id)
+            known, shape = await context.store.read(sessions.get_model, tenant, id)
+            if (known.base_model, shape.rank, [*shape.targets]) != (name, rank, targets):
+                raise UserError(f"model {id} was created before, of another base model, rank or layers")
         except NotFound:
             await context.rooms.quotas.check_metadata(tenant, about)
             new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)

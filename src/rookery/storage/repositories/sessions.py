@@ -161,8 +161,18 @@ def commit_model(
 
 
 def add_sampler(connection: Connection, row: SamplerRow) -> SamplerRow:
-    """The sampler; the one with its id, if there is one."""
-    return get_sampler(connection, row.tenant, row.id) if add_new(connection, row) else row
+    """The sampler; the one with its id, if there is one. Raises :class:`Conflict` if that has other weights."""
+    if not add_new(connection, row):
+        return row
+    found = get_sampler(connection, row.tenant, row.id)
+    if _weights(found) != _weights(row):
+        raise Conflict(f"sampler {row.id} was created before, of other weights; number your samplers from 0 on")
+    return found
+
+
+def _weights(row: SamplerRow) -> tuple[str | bool | None, ...]:
+    """The values that a repetition shares with the first request. A checkpoint may be overwritten meanwhile."""
+    return row.base_model, row.path, row.model, row.inflight, "" if row.path else row.hash
 
 
 def get_sampler(connection: Connection, tenant: str, id: str) -> SamplerRow:
