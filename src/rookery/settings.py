@@ -71,6 +71,10 @@ class ServerSettings(Section):
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
     """Largest body of an uploaded dataset or adapter, which is written to the disk as it arrives. Other bodies have the
     lower limits `json_bytes` and `training_bytes`."""
+    local_tokenizers: bool = True
+    """Tinker clients whose connections come from this machine get the folder of a model's tokenizer, which needs no
+    internet. Set it to false where clients come through a tunnel (`kubectl port-forward`, `ssh -L`) or a proxy without
+    `X-Forwarded-For`: they get the model's hub id, as clients on other machines do."""
     stop_seconds: float = Field(5.0, gt=0)
     """Time that open connections and child processes get to end by themselves when the service stops."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"

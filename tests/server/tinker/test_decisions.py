@@ -18,8 +18,11 @@ from rookery.errors import Conflict, NotFound, UserError
 from rookery.scheduling.queues import ReorderBuffer
 from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.server.tinker import schemas
+from rookery.server.tinker.calls import tokenizer_of
+from rookery.settings import Settings
 from rookery.storage.db import Database
 from rookery.storage.repositories import jobs, sessions, tenants, versions
+from rookery.tokenization.registry import model_folder
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
@@ -194,6 +197,18 @@ def test_rows_are_created_once(database: Database) -> None:
         visit(database, id="five", model="one")
     row, created = database.write(sessions.open_future, future_row("one", call=b"other"))
     assert (row.call, created) == (b"c", False)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "192.168.1.2", ""])
+@pytest.mark.parametrize("local", [True, False])
+def test_clients_elsewhere_get_no_folder_of_the_service(tmp_path: Path, address: str, local: bool) -> None:
+    settings = Settings.load({}, cache=tmp_path, local_tokenizers=local)
+    sees = local and address in ("127.0.0.1", "::1")
+    for name, id in (("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("some/model", "some/model")):
+        assert tokenizer_of(name, address, settings) == (str(model_folder(tmp_path, name)) if sees else id)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    assert tokenizer_of(str(folder), address, settings) == str(model_folder(tmp_path, str(folder)))
 
 
 @pytest.mark.parametrize(

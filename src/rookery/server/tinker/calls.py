@@ -24,6 +24,7 @@ from rookery.server.auth import Owner, Service, ServiceContext
 from rookery.server.bodies import JSON_ITEMS, off_loop
 from rookery.server.responses import compression_of, json_response
 from rookery.server.tinker import protobuf, schemas
+from rookery.settings import Settings
 from rookery.storage.repositories import sessions
 from rookery.tokenization.registry import model_folder, resolve
 
@@ -81,11 +82,8 @@ async def load_weights(service: Service, owner: Owner, request: Request) -> Resp
 async def get_info(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.GetInfo.read(request)
     row, policy = await service.context.store.read(sessions.get_model, owner.id, body.model_id)
-    model = resolve(row.base_model)
-    if model.kind in ("catalogue", "hub") and (request.client is None or request.client.host not in LOCAL):
-        tokenizer = model.sources[0].where
-    else:  # a client on this machine can read the prepared folder
-        tokenizer = str(model_folder(service.context.settings.cache, row.base_model))
+    address = "" if request.client is None else request.client.host
+    tokenizer = tokenizer_of(row.base_model, address, service.context.settings)
     return json_response({
         "type": "get_info",
         "model_data": {"arch": "lora", "model_name": row.requested_model, "tokenizer_id": tokenizer},
@@ -94,6 +92,15 @@ async def get_info(service: Service, owner: Owner, request: Request) -> Response
         "lora_rank": policy.rank,
         "model_name": row.requested_model,
     })  # fmt: skip
+
+
+def tokenizer_of(base_model: str, address: str, settings: Settings) -> str:
+    """The name by which a client at ``address`` loads the tokenizer: the prepared folder, which a client on this
+    machine can read, else the model's hub id, if it has one."""
+    model = resolve(base_model)
+    if model.kind in ("catalogue", "hub") and not (settings.server.local_tokenizers and address in LOCAL):
+        return model.sources[0].where
+    return str(model_folder(settings.cache, base_model))
 
 
 @routes.post("/forward_backward")
