@@ -472,6 +472,21 @@ MATHEMATICS: list[tuple[Any, str, float]] = [
     (r"\frac{1}{6}", r"\boxed{0.1\bar 6}", 1),
     (r"-\frac{4}{3}", r"\boxed{-1.\overline{3}}", 1),
     (r"\frac13", r"\boxed{0.\overline{33}4}", 0),
+    ("R-r", r"\boxed{0}", 0),
+    ("R-r", r"\boxed{r-R}", 0),
+    ("R-r", r"\boxed{-r+R}", 1),
+    (r"\pi(R^2-r^2)", r"\boxed{0}", 0),
+    (r"\pi(R^2-r^2)", r"\boxed{\pi(R-r)(R+r)}", 1),
+    (r"\frac{M}{m}", r"\boxed{1}", 0),
+    (0, r"\boxed{X-x}", 0),
+    ("x+X", r"\boxed{2x}", 0),
+    (r"\Delta-\delta", r"\boxed{0}", 0),
+    (r"\frac{GMm}{r^2}", r"\boxed{\frac{GmM}{r^2}}", 1),
+    (r"\sum_{n=1}^{N} n", r"\boxed{\frac{N(N+1)}{2}}", 1),
+    ("(A,a)", r"\boxed{(a,A)}", 0),
+    ("x^2+C", r"\boxed{x^2+c}", 1),
+    ("C", "The answer is $c$", 1),
+    ("4x", r"\boxed{4X}", 1),
 ]
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -30,7 +31,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rookery.children import add_child_seconds, interpreter
@@ -321,30 +322,61 @@ def prepare_math() -> Callable[..., Any]:
     """The scorer of :class:`~rookery.environments.verifiers.verifiers.Math`: compares a ``reply`` with the ``expected``
     LaTeX, or tells which of the ``answers`` have no expression. math-verify's own limits are off: the pool's limit also
     stops big integers."""
-    from math_verify import parse, verify
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from math_verify import parse, parser, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
 
-    def expressions(latex: str) -> list[Any]:
+    # capital letters as symbols of their own, and as the small ones; ``parse`` has no argument for it
+    readings = [
+        functools.partial(latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=folds))
+        for folds in (False, True)
+    ]
+
+    def expressions(latex: str, *, folds: bool = False) -> list[Any]:
+        if parser.latex2sympy is not readings[folds]:
+            parser.latex2sympy = readings[folds]
+            parser.parse_latex_cached.cache_clear()
         found: list[Any] = parse(latex, parsing_timeout=None)
-        return found if any(not isinstance(one, str) for one in found) else []
+        return found
 
     def score(reply: str = "", expected: str = "", answers: list[str] | None = None) -> bool | list[bool] | None:
         if answers is not None:
-            return [bool(expressions(answer)) for answer in answers]
+            return [_is_read(expressions(answer)) for answer in answers]
         gold = expressions(expected)
-        if not gold:
+        if not _is_read(gold):
             return None
         latex = reply_latex(reply)
         if latex is None:
             return False
         if as_written(expected) or as_written(latex):
             return same_text(expected, latex)
-        given = parse(latex, parsing_timeout=None)
+        given = expressions(latex)
+        if _folds(gold, given):
+            gold, given = (expressions(text, folds=True) for text in (expected, latex))
         return bool(verify(gold, given, **precision(gold[0], expected), timeout_seconds=None))
 
     score("1", "$1$")
     return score
+
+
+def _is_read(found: Sequence[Any]) -> bool:
+    """Whether math-verify found an expression, not only a text."""
+    return any(not isinstance(one, str) for one in found)
+
+
+def _folds(*sides: Sequence[Any]) -> bool:
+    """Whether there are capital letters that may count as small ones: not where an expression has a letter in both
+    forms, as R - r has."""
+    from sympy import Symbol
+
+    capitals = False
+    for found in sides:
+        names = {symbol.name for one in found if hasattr(one, "atoms") for symbol in one.atoms(Symbol)}
+        if len({name.lower() for name in names}) < len(names):
+            return False
+        capitals |= any(name != name.lower() for name in names)
+    return capitals
 
 
 def precision(gold: Any, latex: str) -> dict[str, int]:
