@@ -70,17 +70,25 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
                 "2.5/4": 0.625, "3 of 5 tests pass: 2/4": 0.5, "4/4. No: 1": 0.25, "[[3]]/4": 0.75,
                 "I give 3 of 4: 3": 0.75, "2/4 : 1": 0.25,
                 "3/4. I took off 1 point.": 0.75, "2/4.0": 0.5, "1/4, as 2 + 2 is 4.": 0.25, "3/4\n\n**2**": 0.5,
-                "1/4 (see rule 3)": 0.25, "Form 1/4, content 3/4 (of 9).": 0.75}  # fmt: skip
-    answers = [("3", 0.75, 0.0), ("I say 9.", 1.0, 0.0), ("-2", 0.0, 0.0), ("fine", 0.0, 1.0), ("3/40", 0.0, 1.0)]
+                "1/4 (see rule 3)": 0.25, "Form 1/4, content 3/4 (of 9).": 0.75,
+                "I give this 3 points out of 4": 0.75, "3 (4 is perfect)": 0.75, "Score: 3\nIn 2024 ...": 0.75,
+                "My rating: **3**. It misses 1 point.": 0.75, "The score is 3 because 1+1=2": 0.75,
+                "Score: 3\nConfidence: 90%": 0.75, "A perfect score is 4, this one is 3": 0.75,
+                "1. It is clear.\n2. I give 3": 0.75, "Score: 1\nTotal: 2": 0.5}  # fmt: skip
+    answers = [("3", 0.75, 0.0), ("0", 0.0, 0.0), ("4", 1.0, 0.0)]
     answers += [(said, reward, 0.0) for said, reward in of_scale.items()]
-    for said, reward, unjudged in answers:
+    answers += [(said, 0.0, 1.0) for said in ("fine", "3/40", "I say 9.", "-2", "In 2024", "5/4", "Score: 3 of 5")]
+    cut = [("3/4. It is", 0.75, 0.0), ("3\n\nIt has", 0.75, 0.0), ("Score: 3 (it", 0.75, 0.0)]
+    cut += [(said, 0.0, 1.0) for said in ("From 0 to 4, where 4 is best, this", "Of 3 lines, one", "3", "Score: 1")]
+    every = [(*one, "stop") for one in answers] + [(*one, "length") for one in cut]
+    for said, reward, unjudged, finish in every:
         environment = Jsonl(JsonlOptions.model_validate({"verifier": verifier, "rows": [row]}))
         environment.prompt = row
         asked = environment.step(Reply(text="four", tokens=[1], messages=[], turn=0))
         assert asked.messages == [{"role": "user", "content": "Is it 4, from 0 to 4? { other }"}]
         assert (asked.policy, asked.done, asked.reward) == ("critic", False, 0.0)
-        judged = environment.step(Reply(text=said, tokens=[1], messages=[], turn=1))
-        assert (judged.done, judged.reward, judged.metrics) == (True, reward, {"unjudged": unjudged})
+        judged = environment.step(Reply(text=said, tokens=[1], messages=[], turn=1, finish=finish))
+        assert (judged.done, judged.reward, judged.metrics) == (True, reward, {"unjudged": unjudged}), said
 
 
 @pytest.mark.parametrize(

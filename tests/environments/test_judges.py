@@ -20,6 +20,7 @@ ROW = {"prompt": "Write a haiku about {topic}.", "topic": "rain"}
 
 class Endpoint(ThreadingHTTPServer):
     answer: Any = "I give 7 of 10: 7"
+    finish: str = "stop"
     seen: list[tuple[str, str | None, Any]]
     busy: list[int]
     """Statuses of the next answers, before the first good one."""
@@ -31,7 +32,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, self.headers["Authorization"], body))
-        answer = json.dumps({"choices": [{"message": {"content": self.server.answer}}]}).encode()
+        choice = {"message": {"content": self.server.answer}, "finish_reason": self.server.finish}
+        answer = json.dumps({"choices": [choice]}).encode()
         status = self.server.busy.pop(0) if self.server.busy else 200 if self.server.answer is not None else 500
         self.send_response(status)
         if status == 429:
@@ -75,6 +77,12 @@ def test_a_model_outside_of_the_job_judges(endpoint: Endpoint) -> None:
 
 def test_an_answer_without_a_number_is_unjudged(endpoint: Endpoint) -> None:
     endpoint.answer = "good"
+    step = judged({"model": "strict"})
+    assert step.reward == 0.0 and step.metrics == {"unjudged": 1.0}
+
+
+def test_an_answer_that_was_cut_is_unjudged(endpoint: Endpoint) -> None:
+    endpoint.answer, endpoint.finish = "From 0 to 10, where 10 is best, this", "length"
     step = judged({"model": "strict"})
     assert step.reward == 0.0 and step.metrics == {"unjudged": 1.0}
 

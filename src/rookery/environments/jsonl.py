@@ -223,9 +223,13 @@ class Jsonl(RowFiles, AsksModels):
                 return Step(messages=[question], policy=self._verifier.policy)
             assert self._verifier.model is not None  # the options have one of the two
             answer = ask_judge(self._verifier.model, [*reply.messages, question])
-            reward, metrics = self._verifier.score(answer, self.prompt)
+            reward, metrics = self._verifier.reading(answer.finish).score(answer.text, self.prompt)
             return Step(reward=reward, done=True, metrics=metrics)
-        verifier = self._verifier.asking(self.ask) if isinstance(self._verifier, Grader) else self._verifier
+        verifier: Verifier = self._verifier
+        if isinstance(verifier, Grader):
+            verifier = verifier.asking(self.ask)
+        elif isinstance(verifier, Judge):
+            verifier = verifier.reading(reply.finish)
         reward, metrics = verifier.score(reply.text, self.prompt, reply.raw, reply.special)
         return Step(reward=reward, done=True, metrics=metrics)
 

@@ -65,9 +65,9 @@ def require_judge(name: str) -> NamedJudge:
     return _named[name]
 
 
-def ask_judge(name: str, messages: Sequence[Mapping[str, str]]) -> str:
+def ask_judge(name: str, messages: Sequence[Mapping[str, str]]) -> ModelAnswer:
     """The judge's answer to a conversation. Blocks; raises :class:`UserError`."""
-    return ask_named(require_judge(name), name, {"messages": [dict(message) for message in messages]}).text
+    return ask_named(require_judge(name), name, {"messages": [dict(message) for message in messages]})
 
 
 def named_judge(name: str) -> NamedJudge | None:
@@ -98,13 +98,14 @@ def ask_named(judge: NamedJudge, name: str, arguments: Mapping[str, Any]) -> Mod
     url = f"{judge.url}/chat/completions"
     answer = _repeated(partial(request_json, url, f"judge {name}", body, headers, allowed="*"))
     try:
-        text = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
+        choice = answer["choices"][0]
+        text, finish = choice["message"]["content"], choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, AttributeError):
         raise UserError(f"judge {name}: {short(url)} answers in another form than a chat completion") from None
     used = answer.get("usage")
     counts = [used.get(name) if isinstance(used, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
     read, written = (count if isinstance(count, int) else 0 for count in counts)
-    return ModelAnswer(text if isinstance(text, str) else "", read, written)
+    return ModelAnswer(text if isinstance(text, str) else "", read, written, finish if isinstance(finish, str) else "")
 
 
 def _repeated(request: Callable[..., Any]) -> Any:

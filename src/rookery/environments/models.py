@@ -25,11 +25,13 @@ class ModelQuestion:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """The text of an answer, and how many tokens were read and written, where that is known."""
+    """The text of an answer, how many tokens were read and written, and why it ended, where that is known."""
 
     text: str
     prompt_tokens: int = 0
     tokens: int = 0
+    finish: str = ""
+    """``length`` where the answer was cut."""
 
 
 Ask = Callable[[ModelQuestion], ModelAnswer]

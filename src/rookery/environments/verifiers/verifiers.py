@@ -515,16 +515,25 @@ class Code(AnyVerifier):
 _ENDS_WITH_NUMBER = re.compile(r"[:\n][\s*_(\[]{0,8}[0-9]+(?:[.,][0-9]+)?[\s*_)\].!]{0,8}\Z")
 """The end of an answer whose last number stands before an earlier score: other text after a score explains it."""
 
+_NAMED_SCORE = re.compile(
+    r"(?:\A[\s*_]{0,8}|(?:\A|(?<=[\n.!?]))[\s*_#>-]{0,8}(?:(?:my|the|final|overall|total) ){0,2}"
+    r"(?:score|rating|grade|mark)[\s*_]{0,4}(?P<named>:|=|is\b)[\s*_(\[]{0,8})"
+    r"\d+(?:[.,]\d+)?[*_)\]]{0,4}"
+    r"(?=\s*\n|\s*\((?!\s*(?:out )?of)|\s+(?:because|since)\b|(?(named)[.,;]\s|(?!)))",
+    re.IGNORECASE,
+)
+"""A number that begins the answer, or is named as the score, before text that explains it."""
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Judge(AnyVerifier):
     """Another policy of the job reads the conversation with a question about the reply, and its answer is the reward:
-    its last score as `8/10`, unless a number after a colon or alone on a line ends the answer, else the last number in
-    it, divided by `scale`, at least 0 and at most 1. An answer without a number is 0 and counts in
-    the metric `unjudged`. A frozen policy judges alike for the whole job: `policies: {main: {}, judge: {train: false,
-    base: true}}`."""
+    its last score as `8/10` or as `Score: 8` before an explanation, unless a number after a colon or alone on a line
+    ends the answer, else the last number in it, divided by `scale`. An answer whose number is not from 0 to `scale`, or
+    without one, is 0 and counts in the metric `unjudged`; so does an answer that `max_tokens` ended, unless it has such
+    a score. A frozen policy judges alike for the whole job: `policies: {main: {}, judge: {train: false, base: true}}`.
+    """
 
     name: Literal["judge"] = "judge"
     policy: Name | None = None
@@ -537,6 +546,13 @@ class Judge(AnyVerifier):
     lacks it; a field that no row has is refused. `{ field }` stands for itself."""
     scale: float = Field(10.0, gt=0)
     """The number of a perfect reply."""
+    _cut: bool = PrivateAttr(False)
+
+    def reading(self, finish: str) -> Judge:
+        """The same verifier for an answer that ended for this reason: ``length`` where it was cut."""
+        verifier = self.model_copy()
+        verifier._cut = finish == "length"
+        return verifier
 
     @model_validator(mode="after")
     def _one_judge(self) -> Judge:
@@ -573,18 +589,23 @@ class Judge(AnyVerifier):
         )
 
     def judge(self, text: str | None, row: Row) -> Score:
-        last = None
-        if text is not None:
-            scale = re.escape(f"{self.scale:g}") + r"(?:\.0+)?"
-            scored = rf"(\d)[*_)\]\s]{{0,8}}\(?(?:/|(?:out )?of)[*_\s]{{0,8}}{scale}(?![.,]?\d)"  # 8/10, 8 out of 10
-            *_, rest = re.split(scored, text)
-            text = re.sub(scored, r"\1\n", text)
-            if rest != text and not _ENDS_WITH_NUMBER.search(rest):
-                text = text.removesuffix(rest)
-            last = next(numbers(text, backwards=True), None)
-        if last is None or not last.is_finite():
+        number = self._number(text or "")
+        if number is None or not 0 <= number <= self.scale:
             return 0.0, {"unjudged": 1.0}
-        return min(1.0, max(0.0, float(last / Decimal(self.scale)))), {"unjudged": 0.0}
+        return min(1.0, float(number / Decimal(self.scale))), {"unjudged": 0.0}
+
+    def _number(self, text: str) -> Decimal | None:
+        """The score in an answer; None where there is none, or it is not readable."""
+        scale = re.escape(f"{self.scale:g}") + r"(?:\.0+)?"
+        between = r"(?:\(?(?:/|of)|(?:[A-Za-z]{1,12}[*_\s]{1,4})?\(?out of)"
+        scored = rf"(\d)[*_)\]\s]{{0,8}}{between}[*_\s]{{0,8}}{scale}(?![.,]?\d)"  # 8/10, 8 points out of 10
+        text = re.sub(scored, "\\1\0\n", text.replace("\0", " "))
+        text, found, rest = _NAMED_SCORE.sub("\\g<0>\0\n", text).rpartition("\0")
+        if self._cut and not found:
+            return None
+        if not self._cut and (not found or _ENDS_WITH_NUMBER.search(rest)):
+            text += rest
+        return next(numbers(text.replace("\0", ""), backwards=True), None)
 
 
 class Grader(AnyVerifier):
