@@ -66,9 +66,26 @@ def test_results_of_calls(code: str, result: str, environment: Environment) -> N
     assert step.messages[0]["content"] == f"<result>\n{result}\n</result>"
 
 
-def test_the_last_call_after_the_thinking_counts() -> None:
+THOUGHT = "<think><python>print(1)</python>"
+
+
+@pytest.mark.parametrize(
+    ("text", "raw", "special"),
+    [
+        (f"{THOUGHT}</think> 42", "", ()),
+        (THOUGHT, "", ()),  # cut within it
+        (f"{THOUGHT} 42", f"{THOUGHT}</think> 42", ["</think>"]),
+    ],
+)
+def test_calls_in_thinking_are_not_made(text: str, raw: str, special: Sequence[str], environment: Environment) -> None:
+    episode: Any = environment.for_episode()
+    episode.prompt = ROW
+    step = episode.step(Reply(text, [], [], 0, raw, special))
+    assert step.done and step.reward == float("42" in text)
+
+
+def test_the_last_call_counts() -> None:
     tools = [PythonTool(tool="python")]
-    assert called(tools, "<think><python>1</python></think> 42") is None
     assert called(tools, "<python>1</python> or <python>2</python>") == (tools[0], "2")
     assert called(tools, "no call") is None and called([], "<python>1</python>") is None
     assert as_message("x") == "<result>\nx\n</result>"

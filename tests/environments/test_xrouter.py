@@ -56,6 +56,8 @@ def played(replies: list[str], seed: int = 0, prompt: int = 0, **options: Any) -
         (["call_sure() call_never()", "select_response(call_2)"], 0.0),
         (["call_never()", "call_sure()", "select_response( call_2 )"], 0.6),
         (["call_sure()", "ANSWER"], 0.8),  # its own answer after a call
+        (["<think>call_dear() costs much</think>ANSWER"], 1.0),
+        (["4</think>call_free()", "<think>call_1?</think>select_response(call_1)"], 1.0),
         # endings that are no answer
         (["call_sure()", "call_sure()", "call_sure()"], 0.0),
         (["call_sure()", "select_response(call_1) select_response(call_1)"], 0.0),
@@ -70,6 +72,7 @@ def played(replies: list[str], seed: int = 0, prompt: int = 0, **options: Any) -
         (["call_free() " * 9], 0.0),
         (["select_response(1)"], 0.0),
         ([""], 0.0),
+        (["<think>ANSWER"], 0.0),
         (["the answer is ANSWER or 1"], 0.0),
     ],
 )

@@ -298,6 +298,7 @@ def test_graders_that_run_python_and_models_are_tried_and_train(tmp_path: Path) 
             assert not any(value for value in errors.values()), errors
             assert tried.metadata.type == grader["type"]
         assert run(python(SHORT)).reward == pytest.approx(1 / 3)
+        assert run(python(SHORT), "<think>many words more</think>two words").reward == pytest.approx(1 / 3)
         assert run(LABEL).reward == 1
         tried = run(RUNNING)
         assert set(tried.sub_rewards) == {"short", "judge", "label"}

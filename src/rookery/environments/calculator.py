@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from rookery.bounds import Integer, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
+from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.verifiers import Number
 
 _CALL = re.compile(r"CALC\((.{1,100})\)")
@@ -112,9 +113,10 @@ class Calculator(Environment):
         return [{"role": "user", "content": text}]
 
     def step(self, reply: Reply) -> Step:
+        said = spoken(reply.text, reply.raw, reply.special) or ""
         if reply.turn > 0:
-            return self._judge_answer(reply.text)
-        call = _CALL.search(reply.text)
+            return self._judge_answer(said)
+        call = _CALL.search(said)
         try:
             result = calculate(call[1]) if call else None
         except ValueError:

@@ -25,6 +25,7 @@ from rookery.environments.judges import ask_judge
 from rookery.environments.messages import MessageRefused, conversation, shown
 from rookery.environments.models import AsksModels
 from rookery.environments.tools import Tool, as_message, called
+from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.verifiers import Grader, Judge, Verifier
 from rookery.errors import UserError, short
 from rookery.protocol import BestConstant
@@ -207,7 +208,8 @@ class Jsonl(RowFiles, AsksModels):
         return messages
 
     def step(self, reply: Reply) -> Step:
-        call = called(self._options.tools, reply.text) if self._calls < self._options.calls else None
+        said = spoken(reply.text, reply.raw, reply.special) or ""
+        call = called(self._options.tools, said) if self._calls < self._options.calls else None
         if call is not None and not self._asked:
             self._calls += 1
             result = {"role": self._options.tool_role, "content": as_message(call[0].call(call[1]))}

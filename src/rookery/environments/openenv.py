@@ -24,6 +24,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from rookery.bounds import JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.outbound import check_headers, connection, one_line, request_json
+from rookery.environments.verifiers.parts import spoken
 from rookery.errors import UserError, short
 from rookery.network import service_url
 
@@ -212,7 +213,8 @@ class OpenEnv(Environment):
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def step(self, reply: Reply) -> Step:
-        action = self._action(reply.text)
+        said = spoken(reply.text, reply.raw, reply.special)
+        action = self._action(said) if said is not None else None
         answer = await self._ask({"type": "step", "data": action}) if action is not None else None
         self._steps += 1
         refusal = _refusal(answer) if action is not None else "The reply is no JSON object."

@@ -17,7 +17,6 @@ from rookery.bounds import Line
 from rookery.environments.sandbox.rows import code_of
 from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox
 from rookery.environments.search import SearchIndex, require_search, texts_of
-from rookery.environments.verifiers.parts import THINKING_END
 
 LONGEST_RESULT = 100_000
 """Most characters of a result: it becomes part of the prompt."""
@@ -110,9 +109,8 @@ TOOLS = ("python", "search")
 Tool = Annotated[AnyTool, Discriminator("tool")]
 
 
-def called(tools: Sequence[AnyTool], reply: str) -> tuple[AnyTool, str] | None:
-    """The last call in a reply, after its thinking: the tool and the text of the tag; None without one."""
-    text = reply.rpartition(THINKING_END)[2]
+def called(tools: Sequence[AnyTool], text: str) -> tuple[AnyTool, str] | None:
+    """The last call in a reply without its thinking: the tool and the text of the tag; None without one."""
     found: tuple[int, AnyTool, str] | None = None
     for tool in tools:
         start = text.rfind(f"<{tool.tool}>")

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rookery.bounds import Integer, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
+from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.verifiers import Number
 from rookery.protocol import BestConstant
 
@@ -160,11 +161,14 @@ class XRouter(Environment):
         return [{"role": role, "content": content} for role, content in shown]
 
     def step(self, reply: Reply) -> Step:
-        calls, selected = _CALL.findall(reply.text), _SELECT.findall(reply.text)
-        if len(_TOOL.findall(reply.text)) > len(calls) + len(selected):
+        text = spoken(reply.text, reply.raw, reply.special)
+        if text is None:
+            return self._invalid()
+        calls, selected = _CALL.findall(text), _SELECT.findall(text)
+        if len(_TOOL.findall(text)) > len(calls) + len(selected):
             return self._invalid()  # a tool that does not exist, or a call without its end
         if not calls and not selected:
-            _, metrics = _ANSWER.score(reply.text, {"answer": self.prompt["answer"]})
+            _, metrics = _ANSWER.score(text, {"answer": self.prompt["answer"]})
             return self._answered(bool(metrics["right"]), metrics["right"])
         if selected:
             number = int(selected[0])

@@ -104,13 +104,13 @@ class TestTinyLibraries:
         async def play() -> None:
             episode, first = await start(environment, 5)
             assert re.fullmatch(r"Count\.\n\n\d+\n\nReply with one of: go down, up\.", first)
-            for text in ("supper", "", "up-left", "1"):
+            for text in ("supper", "", "up-left", "1", "<think>up"):
                 refused = await move(episode, text)
                 assert shown(refused) == "Reply with one of: go down, up." and refused.reward == 0.0
             assert (await move(episode, "Not go down, UP!")).reward == 1.0
             assert (await move(episode, "up? No: Go Down")).reward == 0.0
             last = await move(episode, "up")
-            assert last.done and not last.messages and last.metrics == {"invalid": 1.0, "steps": 7.0}
+            assert last.done and not last.messages and last.metrics == {"invalid": 1.0, "steps": 8.0}
             await episode.close()
 
         played(play)
@@ -119,7 +119,7 @@ class TestTinyLibraries:
         async def play() -> None:
             episode, first = await start(made("gymnasium", "Count"), 5)
             assert first.endswith("Reply with one of: 0, 1.")
-            assert [(await move(episode, text)).reward for text in ("I take 1", "11", "-1", "0")] == [
+            assert [(await move(episode, text)).reward for text in ("<think>0</think>I take 1", "11", "-1", "0")] == [
                 1.0,
                 0.0,
                 0.0,

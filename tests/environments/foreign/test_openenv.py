@@ -87,8 +87,10 @@ def test_an_episode_is_a_session(url: str) -> None:
         assert "EXECUTION_ERROR" in failed.messages[0]["content"]
         fenced = await step(episode, 'I take one.\n```json\n{"number": 1}\n```')
         assert not fenced.done
-        last = await step(episode, "1")  # the schema has one required field
-        assert last.done and last.reward == 1.0 and last.metrics == {"invalid": 1.0, "steps": 5.0}
+        thinking = await step(episode, '<think>{"number": 1}')
+        assert "no JSON object" in thinking.messages[0]["content"]
+        last = await step(episode, "<think>2</think>\n1")  # the schema has one required field
+        assert last.done and last.reward == 1.0 and last.metrics == {"invalid": 1.0, "steps": 6.0}
         await episode.close()
 
     played(play)

@@ -25,6 +25,7 @@ from rookery.environments.foreign.process import (
     LibraryProcess,
     parse_installed,
 )
+from rookery.environments.verifiers.parts import spoken
 from rookery.errors import UserError
 
 PROCESS = Path(__file__).with_name("games_process.py")
@@ -190,7 +191,8 @@ class Game(Environment):
         return [{"role": "user", "content": answer["text"]}]
 
     async def step(self, reply: Reply) -> Step:
-        answer = await self._ask({"step": self._name, "text": reply.text})
+        said = spoken(reply.text, reply.raw, reply.special) or ""
+        answer = await self._ask({"step": self._name, "text": said})
         messages = [] if answer["done"] else [{"role": "user", "content": answer["text"]}]
         return Step(messages, answer["reward"], answer["done"], answer["metrics"])
 

@@ -46,23 +46,37 @@ class ReplyPart(BaseModel):
         if self.after is not None:
             _, found, rest = whole.rpartition(self.after)
             part = rest if found else None
-        elif self.skips_thinking and THINKING_END in whole:
-            part = whole.rpartition(THINKING_END)[2]
-        elif self.skips_thinking and whole.lstrip().startswith(THINKING):
-            part = None
-        elif self.tag is None:
-            return text
+        elif self.skips_thinking:
+            part = _after_thinking(whole)
         if self.tag is not None and part is not None:
             part = last_tagged(part, self.tag)
-        if part is not None:
-            for token in special:
-                part = part.replace(token, "")
-        return part
+        return text if part == whole else _without(special, part)
 
     def enclose(self, answer: str) -> str:
         """A reply whose judged part is ``answer``."""
         tagged = answer if self.tag is None else f"<{self.tag}>{answer}</{self.tag}>"
         return tagged if self.after is None else self.after + tagged
+
+
+def spoken(text: str, raw: str = "", special: Sequence[str] = ()) -> str | None:
+    """The text of a reply after its thinking, None where that has no end. A reply with special tokens has them in
+    ``raw`` and ``special``, as :class:`~rookery.environments.base.Reply` does."""
+    whole = raw if special else text
+    part = _after_thinking(whole)
+    return text if part == whole else _without(special, part)
+
+
+def _after_thinking(whole: str) -> str | None:
+    if THINKING_END in whole:
+        return whole.rpartition(THINKING_END)[2]
+    return None if whole.lstrip().startswith(THINKING) else whole
+
+
+def _without(special: Sequence[str], part: str | None) -> str | None:
+    """A part of a reply without its special tokens."""
+    for token in special:
+        part = part and part.replace(token, "")
+    return part
 
 
 def last_tagged(text: str, tag: str) -> str | None:

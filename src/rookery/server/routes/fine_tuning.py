@@ -22,6 +22,7 @@ from rookery.controller.views import JobView
 from rookery.environments.judges import answer_of
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.verifiers.graders import Graded, OneGrader, check_item, grade
+from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.running_graders import GraderTools, ModelSilent
 from rookery.errors import NotFound, RookeryError, Unavailable, UserError
 from rookery.server.auth import Owner, Service, ServiceContext
@@ -406,7 +407,7 @@ def _tried(grader: OneGrader, given: GraderRun, tools: GraderTools) -> dict[str,
     except ValueError as error:
         missing = str(error)
     try:
-        graded = grade(grader, given.model_sample, item, tools)
+        graded = grade(grader, spoken(given.model_sample) or "", item, tools)
     except ModelSilent as error:
         graded, silent = Graded(0.0, error=str(error)), str(error)
     return grader_run(grader, graded, tools, time.perf_counter() - began, missing, silent)
