@@ -243,6 +243,10 @@ def test_stop_tokens_and_context(chats: dict[str, Chat], folders: dict[str, Path
     for family, chat in chats.items():
         assert chat.encode(FAMILIES[family]["eos"])[-1] in chat.stop_tokens
         assert chat.context == 2048
+        for token in FAMILIES[family]["special"]:
+            assert chat.ends(["x", token], []) == [chat.encode(token)[-1]], "a text that no decoded reply shows"
+            assert {*chat.ends([token])} == {*chat.stop_tokens, chat.encode(token)[-1]}
+        assert chat.ends(["x"]) == chat.stop_tokens
     (folders["chatml"] / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
     assert Chat.load(folders["chatml"]).stop_tokens == [0, 1, 2]
 

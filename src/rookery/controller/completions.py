@@ -125,7 +125,7 @@ class Completions:
             max_tokens=min(most, chat.context - len(prepared.prompt)),
             temperature=1.0 if options.temperature is None else options.temperature,
             seed=options.seed if options.seed is not None else self.draw_seed(),
-            stop_tokens=[*chat.stop_tokens, *(token for token in options.stop_tokens if token not in chat.stop_tokens)],
+            stop_tokens=chat.ends(options.stop, [*chat.stop_tokens, *options.stop_tokens]),
             stop=list(options.stop),
             prompt_logprobs=len(prepared.prompt) if score_prompt else 0,
             top_logprobs=logits.top_logprobs if score_prompt and logits is not None else 0,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -141,6 +141,13 @@ class Chat:
     def _written_special(self) -> re.Pattern[str]:
         texts = sorted((token.content for token in self._added.values() if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+    def ends(self, texts: Iterable[str], tokens: Iterable[int] | None = None) -> list[int]:
+        """The token ids that end a reply with these stop texts: ``tokens``, by default the model's, and the special
+        tokens among the texts, which no decoded text shows."""
+        special = {token.content: id for id, token in self._added.items() if token.special}
+        given = self.stop_tokens if tokens is None else tokens
+        return [*dict.fromkeys([*given, *(special[text] for text in texts if text in special)])]
 
     def decode_special(self, tokens: Sequence[int]) -> tuple[str, list[str]]:
         """The text of a reply with its special tokens, and these, each once; ``("", [])`` for a reply without any. The

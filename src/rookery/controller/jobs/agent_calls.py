@@ -298,6 +298,7 @@ class AgentCalls:
         line = tree.line_of(parent, number)
         if policy is not self._job.first:
             line += f".{policy.name}"
+        stops = [*sampling.stop, *(text for text in options.stop if text not in sampling.stop)]
         generate = protocol.Generate(
             request=f"{self._episode}.{number}",
             adapter=None,
@@ -306,8 +307,8 @@ class AgentCalls:
             max_tokens=self._most_tokens(prepared, options),
             temperature=sampling.temperature if options.temperature is None else options.temperature,
             seed=derive_seed(self._seed, number) if seed is None else derive_seed(self._seed, "given", seed),
-            stop_tokens=[*chat.stop_tokens, *(token for token in options.stop_tokens if token not in chat.stop_tokens)],
-            stop=[*sampling.stop, *(text for text in options.stop if text not in sampling.stop)],
+            stop_tokens=chat.ends(stops, [*chat.stop_tokens, *options.stop_tokens]),
+            stop=stops,
             logits=options.logits,
             episode=f"{self._episode}{line}",
         )

@@ -472,7 +472,7 @@ class Episode:
             max_tokens=min(sampling.max_tokens, chat.context - len(sequence)),
             temperature=sampling.temperature,
             seed=derive_seed(self.seed, turn),
-            stop_tokens=chat.stop_tokens,
+            stop_tokens=chat.ends(sampling.stop),
             stop=sampling.stop,
             episode=self.id if first else f"{self.id}.{policy.name}",  # each keeps a cache of its own
         )

@@ -241,7 +241,7 @@ class Samplers:
         if operation.prompt_logprobs or operation.topk:
             scored = len(prompt) - 1 if operation.last is None else operation.last
         base_seed = future.id if operation.seed is None else str(operation.seed)
-        stop_tokens = chat.stop_tokens if operation.stop_tokens is None else operation.stop_tokens
+        stop_tokens = chat.ends(operation.stop, operation.stop_tokens)
         requests = (
             protocol.Generate(
                 request=f"{future.id}:{number}",
