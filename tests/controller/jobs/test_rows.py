@@ -187,6 +187,19 @@ async def test_long_rows_are_cut_and_counted_and_skipped_where_no_tokens_remain(
     assert (row["rows"], row["rows_cut"], row["rows_empty"], row["length_max"]) == (2, 2, 1, 50)
 
 
+async def test_a_pair_that_is_equal_once_it_was_cut_teaches_nothing(service: Service) -> None:
+    await join(service)
+    rows = [{"prompt": "a", "chosen": "b" * 60 + "c", "rejected": "b" * 60 + "d"},
+            {"prompt": "a", "chosen": "b" * 9 + "c", "rejected": "b" * 9 + "d"}]  # fmt: skip
+    job = await submitted(
+        service, algorithm="dpo", stop__steps=1, algorithm__batch_size=2, algorithm__max_length=50,
+        environment={"id": "preferences", "rows": rows},
+    )  # fmt: skip
+    await service.ends(job)
+    [row] = service.database.read(versions.steps, "alice", job)
+    assert (row["rows"], row["rows_cut"], row["rows_empty"]) == (2, 1, 1)
+
+
 async def test_steps_without_a_learned_token_are_named_once_in_the_log(service: Service) -> None:
     await join(service)
     rows = [{"prompt": "a" * 60, "completion": "b"}]

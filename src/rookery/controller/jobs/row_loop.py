@@ -95,14 +95,21 @@ class RowLoop(PolicyLoop):
         return True
 
     def _teaches_nothing(self, batch: RowBatch) -> str:
-        line = f"step {self.step + 1}: none of its {batch.rows} rows has a learned token"
+        line = f"step {self.step + 1}: none of its {batch.rows} rows has {self._taught}"
         if not batch.cut:
-            return f"{line}, so the step teaches nothing: the chat template writes the prompts before them differently"
+            why = "the prompts before them differently"
+            why = f"their replies alike, or {why}" if self.spec.algorithm.name == "dpo" else why
+            return f"{line}, so the step teaches nothing: the chat template writes {why}"
         most = longest(self.spec, self.policy.chat)
         return (
             f"{line} among its first {most} tokens (algorithm.max_length, or the model's context), so the step teaches"
             " nothing; give shorter rows, or a larger max_length"
         )
+
+    @property
+    def _taught(self) -> str:
+        """The part of a row without which it teaches nothing."""
+        return "two replies that differ" if self.spec.algorithm.name == "dpo" else "a learned token"
 
     async def _batch(self, step: int) -> RowBatch:
         coming, self._coming = self._coming, None
@@ -180,7 +187,7 @@ class RowLoop(PolicyLoop):
             rows += len(found)
         self._evaluated.add(head.version)
         if not weight or infinite:
-            why = "their loss is not finite" if infinite else "none of them has a learned token"
+            why = "their loss is not finite" if infinite else f"none of them has {self._taught}"
             text = f"version {head.version}: no held-out loss on {rows} rows: {why}"
             await progress.add_event("evaluation", text)
             return

@@ -36,7 +36,7 @@ class RowBatch:
     cut: int
     """Rows that were longer than ``max_length``."""
     empty: int
-    """Rows without a learned token once they were cut: they teach nothing."""
+    """Rows that teach nothing once they were rendered and cut: without a learned token, or with two equal replies."""
 
 
 def longest(spec: JobSpec, chat: Chat) -> int:
@@ -48,7 +48,8 @@ def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only:
     """The batch of ``rows``, each the JSON of a checked row. Blocks. Raises ``ValueError`` or
     :class:`~rookery.errors.UserError` for a row that the chat template refuses."""
     algorithm, most = spec.algorithm, longest(spec, chat)
-    convert = _pair if algorithm.name == "dpo" else _demonstrated
+    paired = algorithm.name == "dpo"
+    convert = _pair if paired else _demonstrated
     groups: list[protocol.SharedPrefixGroup] = []
     lengths: list[int] = []
     cut = empty = 0
@@ -57,13 +58,14 @@ def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only:
         for sequences in convert(chat, values.decode(row)):
             long |= any(one.length > most for one in sequences)
             kept = [one.cut(most) for one in sequences]
-            if all(any(one.weights) for one in kept):
+            alike = paired and kept[0] == kept[1]
+            if all(any(one.weights) for one in kept) and not alike:
                 made.append(kept)
         cut += long
         empty += not made
         for kept in made:
             lengths += [one.length for one in kept]
-            groups.append(_group(kept, algorithm.name == "dpo"))
+            groups.append(_group(kept, paired))
     weight = float(len(groups))
     if algorithm.name == "sft":
         weight = sum(sum(member.weights) for group in groups for member in group.members)
