@@ -185,11 +185,28 @@ HOSTILE += [part * (20_000 // len(part)) for part in PARTS]
 @pytest.mark.parametrize("reference", ["{{item.answer}}", "", "{{sample.output_text}}", "is {{item.answer}}"])
 def test_empty_reference_that_every_reply_contains_is_refused(operation: str, reference: str) -> None:
     grader = GRADERS.validate_python(string_check(operation=operation, reference=reference))
-    if operation != "eq" and reference in ("{{item.answer}}", ""):
-        with pytest.raises(ValueError, match="every reply contains it"):
+    if reference in ("{{item.answer}}", ""):
+        with pytest.raises(ValueError, match="an empty reply equals" if operation == "eq" else "every reply contains"):
             check_item(grader, {"answer": ""})
     else:
         check_item(grader, {"answer": ""})
+
+
+def test_a_similarity_to_an_empty_text_is_refused() -> None:
+    similar = {**string_check(), "type": "text_similarity", "evaluation_metric": "rouge_l"}
+    del similar["operation"]
+    with pytest.raises(ValueError, match="a text of text_similarity is empty for the row, which an empty reply equals"):
+        check_item(GRADERS.validate_python(similar), {"answer": ""})
+    check_item(GRADERS.validate_python(similar), {"answer": "a"})
+    fields = string_check(input="{{ sample.output_json.middle_name }}")
+    check_item(GRADERS.validate_python(fields), {"answer": ""})  # a field may be empty
+
+
+@pytest.mark.parametrize("operation", ["like", "ilike"])
+@pytest.mark.parametrize(("reply", "value"), [("", 0), (" ", 0), ("Rome", 1)])
+def test_nothing_contains_an_empty_reply(operation: str, reply: str, value: float) -> None:
+    sides = string_check(operation=operation, input="{{item.answer}}", reference="{{sample.output_text}}")
+    assert grade(GRADERS.validate_python(sides), reply, {"answer": "Rome or Milan"}).value == value
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:8]))

@@ -45,7 +45,7 @@ class StringCheck(AnyGraderType):
     input: Template
     reference: Template
     operation: Literal["eq", "ne", "neq", "like", "ilike"]
-    """`like`: the input contains the reference; `ilike` the same without regard to case."""
+    """`like`: the input contains the reference, which is not empty; `ilike` the same without regard to case."""
 
     def templates(self) -> list[str]:
         return [self.input, self.reference]
@@ -57,6 +57,8 @@ class StringCheck(AnyGraderType):
                 return float(given == wanted)
             case "ne" | "neq":
                 return float(given != wanted)
+            case _ if not wanted.strip():  # every text contains it
+                return 0.0
             case "like":
                 return float(wanted in given)
             case _:
@@ -179,10 +181,19 @@ def check_item(grader: OneGrader, item: Mapping[str, Any]) -> None:
                 shown = "item" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
                 raise ValueError(f"the grader names {shown}, which the row does not have")
     for one in single(grader):
-        if isinstance(one, StringCheck) and one.operation in ("like", "ilike"):
-            of_row = all(root == "item" for root, *_ in paths(one.reference))
-            if of_row and not rendered(one.reference, {}, item):
-                raise ValueError("the reference of string_check is empty for the row: every reply contains it")
+        contains = isinstance(one, StringCheck) and one.operation in ("like", "ilike")
+        if contains and _is_empty(one.reference, item):
+            raise ValueError("the reference of string_check is empty for the row: every reply contains it")
+    if isinstance(grader, TextSimilarity) or (isinstance(grader, StringCheck) and grader.operation == "eq"):
+        for side, other in ((grader.input, grader.reference), (grader.reference, grader.input)):
+            replied = paths(other) == [["sample", "output_text"]] and not rendered(other, {}, item)
+            if replied and _is_empty(side, item):
+                raise ValueError(f"a text of {grader.type} is empty for the row, which an empty reply equals")
+
+
+def _is_empty(template: str, item: Mapping[str, Any]) -> bool:
+    """Whether a template that names only the row gives no text for it."""
+    return all(root == "item" for root, *_ in paths(template)) and not rendered(template, {}, item)
 
 
 def check_templates(grader: OneGrader) -> None:
