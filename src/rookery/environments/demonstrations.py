@@ -37,6 +37,9 @@ class PreferencesOptions(FileOptions):
     `dataset`, and at most one of the `eval_` fields. All rows are checked when the job is submitted."""
 
 
+ROW_UNREAD = {**UNREAD, "system": "no model reads it; write it as the first message, of the role system"}
+"""Fields that change the conversation in rows of others; a verifier may compare with ``system``, no training does."""
+
 MOST_TURNS = 128
 """Learned turns of one conversation: each is rendered with all that precedes it, and may become a sequence."""
 
@@ -68,7 +71,7 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
         prompt = _messages(asked, "prompt", "user")
         given = [*prompt, *_messages(reply, "completion", "assistant")]
         learned = len(prompt)
-    _refuse(row, *UNREAD)
+    _refuse(row, *ROW_UNREAD)
     weights = [_weight(message, f"messages.{number}") for number, message in enumerate(given)]
     plain = [_without_weight(message) for message in given]
     for number, message in enumerate(given[:learned]):
@@ -76,10 +79,16 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
             raise ValueError(f"prompt.{number}.weight is {shown(message['weight'])}; only the completion is learned:"
                              " leave the weight out, or give messages")  # fmt: skip
     messages = conversation(plain, before_reply=False)
+    if learned and messages[learned]["role"] == "assistant":
+        conversation(plain[:learned], "prompt")
     weights = [
         weight if message["role"] == "assistant" and number >= learned else 0.0
         for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
     ]
+    for number, (message, weight) in enumerate(zip(messages, weights, strict=True)):
+        if weight and not message["content"].strip():
+            where = "completion" if learned else f"messages.{number}"
+            raise ValueError(f"{where} is an empty reply, which teaches to end at once; write its text, or weight 0")
     if messages[0]["role"] == "assistant":
         raise ValueError("messages.0 is the assistant's: nothing comes before it; begin with a user's or system's")
     if sum(weight > 0 for weight in weights) > MOST_TURNS:
@@ -93,14 +102,14 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
 
 def preference(row: Mapping[str, Any]) -> Preference:
     """Raises ``ValueError`` as :func:`demonstration`."""
-    _refuse(row, *UNREAD)
+    _refuse(row, *ROW_UNREAD)
     if row.get("input") is not None or "preferred_output" in row:
         _refuse(row, "prompt", "chosen", "rejected")
         names = ("input.messages", "preferred_output", "non_preferred_output")
         form = "input, preferred_output and non_preferred_output"
         given = _field(row, "input", form)
         asked = given.get("messages") if isinstance(given, Mapping) else given
-        _refuse(given if isinstance(given, Mapping) else {}, *UNREAD)
+        _refuse(given if isinstance(given, Mapping) else {}, *ROW_UNREAD)
     else:
         names, form = ("prompt", "chosen", "rejected"), "prompt, chosen and rejected"
         asked = _field(row, "prompt", form)
@@ -196,7 +205,7 @@ def _check(convert: Any, row: Any, where: str, form: str) -> None:
 def _refuse(row: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if row.get(name):
-            remedy = UNREAD.get(name, "the row has another form; leave it out")
+            remedy = ROW_UNREAD.get(name, "the row has another form; leave it out")
             raise ValueError(f"{name} is {shown(row[name])}, but {remedy}")
 
 
@@ -226,6 +235,8 @@ def _reply(value: Any, name: str) -> Message:
     messages = conversation(_messages(value, name, "assistant"), name, before_reply=False)
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise ValueError(f"{name} is {shown(value)}; give a text, or one message of the assistant")
+    if not messages[0]["content"].strip():
+        raise ValueError(f"{name} is {shown(value)}; give a reply that is not empty")
     return messages[0]
 
 

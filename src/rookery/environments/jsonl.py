@@ -38,6 +38,8 @@ UNREAD = {
     "images": "models read texts alone here; leave it out",
     "videos": "models read texts alone here; leave it out",
     "audios": "models read texts alone here; leave it out",
+    "functions": "no chat template gets it; describe the tools in a system message",
+    "image": "models read texts alone here; leave it out",
 }
 """Fields that change the prompt in rows of TRL and verl: without them the policy would read another prompt."""
 
