@@ -608,6 +608,9 @@ def test_the_calculator_has_to_be_called_and_its_result_used() -> None:
     assert play(environment, prompt, "CALC(47 *")[0] == 0
     assert play(environment, prompt, "<think>CALC(1 + 1)?</think>CALC(47 * 38)", "<think>1</think>1786")[0] == 1
     assert play(environment, prompt, "<think>CALC(47 * 38)")[0] == 0
+    for call in ("CALC(47 * 38) (done)", "CALC(47 * 38) and CALC(47*38)", "`CALC((47) * (40 - 2))`"):
+        assert play(environment, prompt, call, "1786")[0] == 1, call
+    assert play(environment, prompt, "CALC(" + "(" * 60 + "1" + ")" * 60 + ")")[0] == 0
 
 
 def test_the_calculators_sums_are_distinct_and_held_out() -> None:

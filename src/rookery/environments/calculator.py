@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import copy
 import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any, Literal
@@ -21,7 +20,9 @@ from rookery.environments.base import Environment, Message, Reply, Split, SplitS
 from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.verifiers import Number
 
-_CALL = re.compile(r"CALC\((.{1,100})\)")
+_CALL = "CALC("
+LONGEST_EXPRESSION = 100
+"""Characters of a call's expression."""
 _ANSWER = Number.model_validate({"where": "only"})
 _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -116,9 +117,9 @@ class Calculator(Environment):
         said = spoken(reply.text, reply.raw, reply.special) or ""
         if reply.turn > 0:
             return self._judge_answer(said)
-        call = _CALL.search(said)
+        call = _called(said)
         try:
-            result = calculate(call[1]) if call else None
+            result = calculate(call) if call is not None else None
         except ValueError:
             result = None
         if result is None:
@@ -139,6 +140,17 @@ class Calculator(Environment):
 
     def for_episode(self) -> Environment:
         return copy.copy(self)
+
+
+def _called(text: str) -> str | None:
+    """The expression of the first call, up to the bracket that closes it; None where nothing is called."""
+    _, _, rest = text.partition(_CALL)
+    depth = 1
+    for position, char in enumerate(rest[: LONGEST_EXPRESSION + 1]):
+        depth += (char == "(") - (char == ")")
+        if not depth:
+            return rest[:position]
+    return None
 
 
 def calculate(expression: str) -> int | float:
