@@ -272,6 +272,9 @@ def test_json() -> None:
     assert reward("json", "{'answer': 5}", row) == 0
     assert reward("json", '{"answer": 5, "x": NaN}', row) == 0  # Python reads it, JSON it is not
     assert reward("json", '{"answer": -Infinity}, I mean {"answer": 5}', row) == 1
+    assert reward("json", '{"answer": 1e999}', row) == 0  # as Infinity
+    for twice in ('{"answer": 6, "answer": 5}', '{"answer": 5, "answer": 5}', '{"answer": 5, "x": {"b": 1, "b": 2}}'):
+        assert reward("json", twice, row) == 0
     assert reward("json", '{"answer": 5, "x": 1}', row, only=True) == 0
     fields = {"n": {"from": "answer", "weight": 3, "tolerance": 1}, "city": "city", "ok": {"equals": True}}
     verifier = Json.model_validate({"fields": fields, "valid": 0.5})

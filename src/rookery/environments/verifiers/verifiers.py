@@ -707,7 +707,7 @@ def _no_expression(field: str, shown: str) -> str:
 
 def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
     """The first JSON object in a text; with ``strict`` the text is the object and nothing else."""
-    decoder = json_module.JSONDecoder(parse_constant=no_constant)
+    decoder = json_module.JSONDecoder(object_pairs_hook=_fields, parse_float=_finite, parse_constant=no_constant)
     if strict:
         starts = iter([len(text) - len(text.lstrip())])
     else:
@@ -720,6 +720,22 @@ def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
         if isinstance(value, dict) and not (strict and text[end:].strip()):
             return value
     return None
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for a field that is given twice: readers differ about its value."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a field is given twice")
+    return fields
+
+
+def _finite(digits: str) -> float:
+    """Raises ValueError for a number beyond floats, of which Python makes an infinity."""
+    number = float(digits)
+    if math_module.isinf(number):
+        raise ValueError(f"{digits} is too large")
+    return number
 
 
 def no_constant(name: str) -> NoReturn:
