@@ -15,6 +15,7 @@ from rookery.client import Client
 from rookery.environments.base import Reply, Step
 from rookery.environments.builtins import find
 from rookery.environments.search import SearchIndex, texts_of
+from rookery.environments.tools import SearchTool
 from rookery.errors import UserError
 
 pytest.importorskip("bm25s", reason="needs the search extra")
@@ -49,6 +50,11 @@ def test_a_query_without_known_words_finds_nothing(index: SearchIndex, query: st
 
 def test_more_results_than_texts_are_all_that_fit(index: SearchIndex) -> None:
     assert 0 < len(index.find("the of in was is", 1000)) <= 12
+
+
+def test_each_text_is_cut_before_the_result_is() -> None:
+    tool = SearchTool.model_validate({"tool": "search", "index": str(CORPUS), "results": 20, "result_chars": 30})
+    assert [len(text) for text in tool.call("the of in was is").split("\n\n")] == [10, 10, 6]
 
 
 def test_an_episode_searches_and_answers() -> None:

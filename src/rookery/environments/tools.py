@@ -18,6 +18,9 @@ from rookery.environments.sandbox.rows import code_of
 from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox
 from rookery.environments.search import SearchIndex, require_search, texts_of
 
+FEWEST = 10
+"""Fewest characters of a text that a search found."""
+
 LONGEST_RESULT = 100_000
 """Most characters of a result: it becomes part of the prompt."""
 
@@ -99,7 +102,7 @@ class SearchTool(BaseModel):
 
     def call(self, text: str) -> str:
         """The result of a call. Raises RuntimeError where the search failed."""
-        each = self.result_chars // self.results
+        each = max(FEWEST, self.result_chars // self.results)
         found = [cut(one, each) for one in self._index.find(text, self.results)]
         return cut("\n\n".join(found) or "(nothing found)", self.result_chars)
 
