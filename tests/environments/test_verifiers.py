@@ -490,6 +490,38 @@ MATHEMATICS: list[tuple[Any, str, float]] = [
     ("x^2+C", r"\boxed{x^2+c}", 1),
     ("C", "The answer is $c$", 1),
     ("4x", r"\boxed{4X}", 1),
+    ("7", "Answer: `7`", 1),
+    ("7", 'The answer is "7".', 1),
+    ("7", "“7”", 1),
+    ("7", "answer:7", 1),
+    ("7", "The answer is:7", 1),
+    ("7", "(7).", 1),
+    ("7", "*7*", 1),
+    ("7", "***7***", 1),
+    ("7", "_7_", 1),
+    ("-7", "**Answer:** `-7`", 1),
+    ("7", "<answer>7</answer>", 1),
+    ("7", r"\boxed{`7`}", 1),
+    ("7", r"\text{Answer: }7", 1),
+    ("3/4", "The answer is `3/4`", 1),
+    ("1,234", 'Answer: "1,234"', 1),
+    ("7", "not `7`", 0),
+    ("7", 'The answer is not "7".', 0),
+    ("7", "`7`, or `8`", 0),
+    ("5", "It is 5, as step (7) shows", 1),
+    ("24", "2 *3* 4", 1),
+    ("A", "Option A", 1),
+    ("A", "`A`", 1),
+    ("B", "`A`", 0),
+    ("A", r"\boxed{A.}", 1),
+    ("A", r"\boxed{\text{A.}}", 1),
+    ("x+y", r"\boxed{x+y.}", 1),
+    (r"\emptyset", r"\boxed{\varnothing}", 1),
+    (r"\varnothing", r"\boxed{\{\}}", 1),
+    (r"\varnothing", r"\boxed{0}", 0),
+    ("triangle", r"\boxed{\text{Triangle}}", 1),
+    ("triangle", r"\boxed{integral}", 0),
+    ("north", r"\boxed{thorn}", 0),
 ]
 
 
@@ -514,7 +546,7 @@ def test_answers_that_math_verify_cannot_read_are_refused_with_their_row() -> No
                    "3\N{EN DASH}5", r"\boxed{}", "1/2/3", "x" * 20_000, "10_2", "0x1F"):  # fmt: skip
         with pytest.raises(ValueError, match=r"^answer is "):
             verifier.check({"answer": answer})
-    readable = [{"answer": answer} for answer in (5, 1e308, r"\frac{1}{2}", "A", "x=5", r"\$5")]
+    readable = [{"answer": answer} for answer in (5, 1e308, r"\frac{1}{2}", "A", "x=5", r"\$5", "north")]
     assert verifier.first_unfit(readable) is None and verifier.first_unread(readable) is None
     for answer in ("?", "$$", r"\frac{1}", "((", "\N{PARTY POPPER}", "9^{9^{9^9}}!("):
         assert verifier.first_unfit([{"answer": answer}]) is None

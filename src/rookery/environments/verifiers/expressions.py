@@ -49,16 +49,31 @@ _CONDITION = re.compile(r"\\\{[^{}=:|]*(?::|\||\\mid(?![A-Za-z])|\\vert(?![A-Za-
 """The beginning of a set that is given by a condition."""
 _ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
 _MATHEMATICS = re.compile(r"\$(?!\s)([^$]+)(?<!\s)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_OPENING, _CLOSING = r"*_`\"'“‘«", r"*_`\"'”’»"
+"""Quotes and the emphasis of Markdown."""
 _DENIED = re.compile(
-    r"(?:\bnot|n['’]t)(?: be)?(?: equal)?(?: to)? *(?:\$[^$]*\$|\\\(.*?\\\)|\**-?\d[\d.,/]*)[\s.!*]*\Z", re.IGNORECASE
+    r"(?:\bnot|n['’]t)(?: be)?(?: equal)?(?: to)? *"
+    rf"(?:\$[^$]*\$|\\\(.*?\\\)|[{_OPENING}]*-?\d[\d.,/]*)[\s.!{_CLOSING}]*\Z",
+    re.IGNORECASE,
 )
 """The end of a reply that denies its last expression."""
 _END = 400
 """Characters at a reply's end that decide whether it denies or names its answer."""
 _NAMED = re.compile(
-    r"(?:\A|(?::|\b(?:is|answer|option|choice)\b:?))(?:[*_(\"'\s]|\\\()*([A-Z]{1,12})(?:[*_)\"'\s.]|\\\))*\Z"
+    r"(?:\A|(?::|\b(?i:is|answer|option|choice)\b:?))"
+    rf"(?:[({_OPENING}\s]|\\\()*([A-Z]{{1,12}})(?:[){_CLOSING}\s.]|\\\))*\Z"
 )
 """A reply that ends with a choice or a sequence of letters."""
+_TAGGED = re.compile(r"<(?P<tag>[A-Za-z]\w{0,20})>([^<>]*)</(?P=tag)>", re.ASCII)
+_TITLE = re.compile(r"\\text(?:bf)? ?\{[^{}]*: *\}|(?<=[A-Za-z]{2}:)(?=[-+]?\.?\d)", re.ASCII)
+"""A title in LaTeX, and the place after one that a number follows without a space."""
+_QUOTED = re.compile(
+    rf"((?:\A|[:=\n][*_]{{0,2}}|[A-Za-z,][*_]{{0,2}}(?=\s))\s*)(?:[{_OPENING}]{{1,4}}|(?P<bracket>\())"
+    rf"([-+]?\$?\.?\d[\d.,/]*%?)(?:[{_CLOSING}]{{1,4}}|(?(bracket)\)|(?!)))"
+    r"(?=[\s.!,;*_]*(?:\Z|\n|(?(bracket)(?!)|[A-Za-z])))",
+    re.ASCII,
+)
+"""A number in quotes, emphasis or, at the end, in brackets, which is no operand."""
 _UNCLEAR = re.compile(
     r"\d *_"  # a base: 101_2
     r"|\d *:\d\d(?!\d)|\d\.\d+\.\d"  # a time, a version
@@ -72,8 +87,11 @@ _UNCLEAR = re.compile(
 _POWER_OF_TEN = re.compile(
     r"([-+]?) ?(\d+\.\d+) ?(?:\\times|\\cdot) ?10 ?\^ ?(?=\{?([-+]?\d{1,3}))(?:\{[-+]?\d+\}|\d)", re.ASCII
 )
+_MARKS = (("**", "**"), ("*", "*"), ("`", "`"), ('"', '"'), ("“", "”"))
 _TRAILING = re.compile(r"(?<=\d)(?: ?(?:mm|cm|dm|km|in|ft|yd|mi)\^(?:[23]|\{[23]\}))?\.?\Z", re.ASCII)
 """A unit with a power after a number, which math-verify reads as variables, and a full stop."""
+_STOP = re.compile(r"(?<=[\w)\]}])(?<!\\right)\.(?=\}?\Z)")
+"""The full stop of a sentence, also within a last text."""
 
 _RANGE = re.compile(r"[\d)}] ?[\u2010-\u2013] ?[\d(\\]")
 """A hyphen or an en dash between numbers: a range, and no difference."""
@@ -123,8 +141,15 @@ def reply_latex(text: str) -> str | None:
         last = [one for found in _MATHEMATICS.finditer(end) for one in found.groups() if one][-1:]
         if _DENIED.search(end) or (last and as_written(rf"\boxed{{{last[0]}}}")):
             return clear(last[0]) if last and not _DENIED.search(end) else None
+        text = text[:-_END] + _bared(end)
         return _written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text))
     return clear(boxed)
+
+
+def _bared(text: str) -> str:
+    """A text without titles and what encloses its numbers, where math-verify would not find them."""
+    text = _TITLE.sub(" ", _TAGGED.sub(r" \2 ", text))
+    return _QUOTED.sub(r"\1 \3 ", text)
 
 
 def clear(text: str) -> str | None:
@@ -132,7 +157,7 @@ def clear(text: str) -> str | None:
     content = _unwrapped(text)
     if _RANGE.search(content):
         return None
-    content = _TRAILING.sub("", _written(content))
+    content = _STOP.sub("", _TRAILING.sub("", _written(content)))
     power = _POWER_OF_TEN.fullmatch(content)
     if power is not None:  # exact, where math-verify multiplies floats
         content = power[1] + _digits(Decimal(f"{power[2]}e{power[3]}"))
@@ -184,7 +209,7 @@ def _unwrapped(text: str) -> str:
     boxed = _last_box(text)
     if boxed is not None:
         text = boxed.strip()
-    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**")):
+    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *_MARKS):
         inner = text[len(opening) : -len(closing)]
         enclosed = inner and text.startswith(opening) and text.endswith(closing)
         if enclosed and opening not in inner and not inner.endswith("\\"):
@@ -204,7 +229,7 @@ def _written(text: str) -> str:
         text = _ROOT.sub(r"\\sqrt{\1}", text)
         text = "".join(_fraction(char) for char in text).translate(_SYMBOLS)
     text = _FRACTION.sub(lambda found: rf"\{found[1]}frac{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}", text)
-    text = _REPEATING.sub(_repeated, text.replace("~", " "))
+    text = _REPEATING.sub(_repeated, text.replace("~", " ").replace(r"\varnothing", r"\emptyset"))
     text = _MIXED.sub(_improper, text)
     text = _GROUP.sub(lambda found: found[1].replace(found[2], ""), text)
     return _SCIENTIFIC.sub(lambda found: _digits(Decimal(found[0])), text).strip()

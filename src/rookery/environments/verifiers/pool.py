@@ -342,11 +342,10 @@ def prepare_math() -> Callable[..., Any]:
 
     def score(reply: str = "", expected: str = "", answers: list[str] | None = None) -> bool | list[bool] | None:
         if answers is not None:
-            return [_is_read(expressions(answer)) for answer in answers]
-        gold = expressions(expected)
-        if not _is_read(gold):
+            return [as_written(answer) or _is_read(expressions(answer)) for answer in answers]
+        gold, latex = expressions(expected), reply_latex(reply)
+        if not as_written(expected) and not _is_read(gold):
             return None
-        latex = reply_latex(reply)
         if latex is None:
             return False
         if as_written(expected) or as_written(latex):
