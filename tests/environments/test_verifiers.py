@@ -522,6 +522,20 @@ MATHEMATICS: list[tuple[Any, str, float]] = [
     ("triangle", r"\boxed{\text{Triangle}}", 1),
     ("triangle", r"\boxed{integral}", 0),
     ("north", r"\boxed{thorn}", 0),
+    (r"12.5\%", r"\boxed{12.5}", 1),
+    (r"12.5\%", r"\boxed{0.125}", 1),
+    (r"12.5\%", r"\boxed{12.5 \text{ percent}}", 1),
+    (r"12.5\%", "The answer is 12.5 per cent.", 1),
+    (12.5, r"\boxed{12.5\%}", 1),
+    (r"0.5\%", r"\boxed{0.5}", 1),
+    (r"0.5\%", r"\boxed{0.005}", 1),
+    (0.5, r"\boxed{50\%}", 1),
+    (0.5, r"\boxed{0.5\%}", 0),
+    (r"12.5\%", r"\boxed{0.125\%}", 0),
+    (r"12.5\%", r"\boxed{1250}", 0),
+    (12.5, r"\boxed{0.125}", 0),
+    (12, r"\boxed{12\%}", 1),
+    ("x", r"\boxed{12\%}", 0),
 ]
 
 

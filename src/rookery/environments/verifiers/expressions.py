@@ -30,6 +30,11 @@ _REPEATING = re.compile(
     r"(?<![\w.,^}])(\d{0,12})\.(\d{0,12})\\(?:overline|bar)(?: *\{(\d{1,12})\}| *(\d)(?!\d))(?!\d)", re.ASCII
 )
 """A decimal with digits that repeat."""
+_PER_CENT = re.compile(
+    r"(?<=[\d)}])(?: |\\[,;: ])*"
+    r"(?:\\(?:text|textrm|mathrm|mbox) ?\{ *per ?cent *\}|per ?cent(?![A-Za-z])(?! *point))",
+    re.IGNORECASE,
+)
 _ROOT = re.compile(r"√ ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))")
 _POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _WORDS = re.compile(r"true|false|null|none|nan|undefined", re.IGNORECASE)
@@ -90,7 +95,7 @@ _POWER_OF_TEN = re.compile(
 _MARKS = (("**", "**"), ("*", "*"), ("`", "`"), ('"', '"'), ("“", "”"))
 _TRAILING = re.compile(r"(?<=\d)(?: ?(?:mm|cm|dm|km|in|ft|yd|mi)\^(?:[23]|\{[23]\}))?\.?\Z", re.ASCII)
 """A unit with a power after a number, which math-verify reads as variables, and a full stop."""
-_STOP = re.compile(r"(?<=[\w)\]}])(?<!\\right)\.(?=\}?\Z)")
+_STOP = re.compile(r"(?<=[\w)\]}%])(?<!\\right)\.(?=\}?\Z)")
 """The full stop of a sentence, also within a last text."""
 
 _RANGE = re.compile(r"[\d)}] ?[\u2010-\u2013] ?[\d(\\]")
@@ -230,7 +235,7 @@ def _written(text: str) -> str:
         text = "".join(_fraction(char) for char in text).translate(_SYMBOLS)
     text = _FRACTION.sub(lambda found: rf"\{found[1]}frac{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}", text)
     text = _REPEATING.sub(_repeated, text.replace("~", " ").replace(r"\varnothing", r"\emptyset"))
-    text = _MIXED.sub(_improper, text)
+    text = _MIXED.sub(_improper, _PER_CENT.sub("%", text))
     text = _GROUP.sub(lambda found: found[1].replace(found[2], ""), text)
     return _SCIENTIFIC.sub(lambda found: _digits(Decimal(found[0])), text).strip()
 

@@ -353,7 +353,8 @@ def prepare_math() -> Callable[..., Any]:
         given = expressions(latex)
         if _folds(gold, given):
             gold, given = (expressions(text, folds=True) for text in (expected, latex))
-        return bool(verify(gold, given, **precision(gold[0], expected), timeout_seconds=None))
+        sides = [(gold, given), *_without_per_cent(gold, given)]
+        return any(verify(*both, **precision(both[0][0], expected), timeout_seconds=None) for both in sides)
 
     score("1", "$1$")
     return score
@@ -376,6 +377,24 @@ def _folds(*sides: Sequence[Any]) -> bool:
             return False
         capitals |= any(name != name.lower() for name in names)
     return capitals
+
+
+def _without_per_cent(gold: Sequence[Any], given: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
+    """Both sides without a per cent sign where one of them alone has it: 12.5 is 12.5%, as is 0.125. An answer without
+    the sign that is below 1 is a share, and no number of per cent."""
+    from math_verify.grader import get_pct_val
+
+    if not gold or not given:
+        return []
+    bare, replied = get_pct_val(gold[0]), get_pct_val(given[0])
+    if (bare is None) is (replied is None):
+        return []
+    if bare is not None:
+        return [([bare], [given[0]])]
+    with contextlib.suppress(TypeError, OverflowError, ValueError):  # no number
+        if abs(float(gold[0])) >= 1:
+            return [([gold[0]], [replied])]
+    return []
 
 
 def precision(gold: Any, latex: str) -> dict[str, int]:
