@@ -536,6 +536,22 @@ MATHEMATICS: list[tuple[Any, str, float]] = [
     (12.5, r"\boxed{0.125}", 0),
     (12, r"\boxed{12\%}", 1),
     ("x", r"\boxed{12\%}", 0),
+    (r"5\text{ cm}", r"\boxed{5\text{ m}}", 0),
+    (r"5\text{ cm}", r"\boxed{50\text{ mm}}", 1),
+    (r"5\text{ cm}", r"\boxed{5}", 1),
+    ("5", r"\boxed{5\text{ cm}}", 1),
+    ("2 hours", r"\boxed{2 minutes}", 0),
+    ("2 hours", r"\boxed{120\text{ min}}", 1),
+    ("5 kilometers", r"\boxed{5 km}", 1),
+    ("6 feet", r"\boxed{72\text{ inches}}", 1),
+    ("5 cm", "It is 50 mm.", 1),
+    ("5 cm", "It is 5 mm.", 0),
+    (r"5\text{ kg}", r"\boxed{5\text{ m}}", 0),
+    (r"5\text{ cm}^2", r"\boxed{5\text{ cm}}", 1),
+    (r"2\pi\text{ cm}", r"\boxed{2\pi\text{ m}}", 0),
+    ("3mg", r"\boxed{3}", 0),
+    ("3mg", r"\boxed{mg \cdot 3}", 1),
+    ("2 years", r"\boxed{2\text{ days}}", 0),
 ]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from rookery.environments.verifiers.numbers import spelt_in_ascii
@@ -108,6 +109,31 @@ _SYMBOLS = str.maketrans(
 
 _NUMBER = re.compile(r"\\boxed\{-?(\d+(?:\.\d+)?)\}", re.ASCII)
 
+_MEASURES = {
+    "length": {
+        "mm millimeter millimetre": "1/1000", "cm centimeter centimetre": "1/100", "dm decimeter decimetre": "1/10",
+        "m meter metre": "1", "km kilometer kilometre": "1000", "in inch": "254/10000", "ft foot feet": "3048/10000",
+        "yd yard": "9144/10000", "mi mile": "1609344/1000",
+    },
+    "time": {
+        "s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400", "week": "604800",
+    },
+    "months": {"month": "1", "yr year": "12"},
+    "mass": {"mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000"},
+    "volume": {"ml milliliter millilitre": "1/1000", "l liter litre": "1"},
+}  # fmt: skip
+_UNITS = {
+    name: (measure, Fraction(size))
+    for measure, sizes in _MEASURES.items()
+    for names, size in sizes.items()
+    for name in names.split()
+}
+_UNIT = re.compile(
+    r"(?:(?<=[\d)}])(?: |\\[,;: ])*(?!(?:in|mi|yd|mg|ml)\b)([A-Za-z]{1,11})"
+    r"|\\(?:text|textrm|mathrm|mbox) ?\{ *([A-Za-z]{1,11})\.? *\})[\s.*$]*\Z"
+)
+"""The unit at the end of an answer or of a reply; 3mg may be a product of variables."""
+
 LONGEST_ANSWER = 10_000
 """Characters of an answer: longer ones are no expression that a person wrote."""
 
@@ -193,6 +219,17 @@ def same_text(latex: str, other: str) -> bool:
     """Whether two answers in boxes are written alike. Spaces, capitals of words and the spelling of a relation do not
     count."""
     return _bare(_last_box(latex) or latex) == _bare(_last_box(other) or other)
+
+
+def without_unit(latex: str) -> tuple[str, str, Fraction]:
+    """An answer without its unit, the measure of the unit and its size; "" for an answer without one that is known."""
+    box = _last_box(latex)
+    found = _UNIT.search(latex[-_END:] if box is None else box)
+    name = (found[1] or found[2]) if found is not None else ""
+    unit = _UNITS.get(name) or _UNITS.get(name.removesuffix("es")) or _UNITS.get(name.removesuffix("s"))
+    if unit is None or found is None:
+        return latex, "", Fraction(1)
+    return (latex if box is None else rf"\boxed{{{box[: found.start()]}}}"), *unit
 
 
 def _bare(content: str) -> str:

@@ -35,7 +35,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rookery.children import add_child_seconds, interpreter
-from rookery.environments.verifiers.expressions import as_written, reply_latex, same_text, significant_digits
+from rookery.environments.verifiers.expressions import (
+    as_written,
+    reply_latex,
+    same_text,
+    significant_digits,
+    without_unit,
+)
 from rookery.environments.warm_processes import WarmProcesses
 from rookery.errors import short
 
@@ -324,6 +330,7 @@ def prepare_math() -> Callable[..., Any]:
     stops big integers."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from math_verify import parse, parser, verify
+    from sympy import Expr, Rational
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
 
@@ -350,9 +357,14 @@ def prepare_math() -> Callable[..., Any]:
             return False
         if as_written(expected) or as_written(latex):
             return same_text(expected, latex)
-        given = expressions(latex)
+        (expected, measure, size), (latex, other, other_size) = without_unit(expected), without_unit(latex)
+        if measure and other and measure != other:
+            return False
+        gold, given = expressions(expected), expressions(latex)
         if _folds(gold, given):
             gold, given = (expressions(text, folds=True) for text in (expected, latex))
+        if measure and other and size != other_size and given and isinstance(given[0], Expr):
+            given = [given[0] * Rational(other_size / size)]
         sides = [(gold, given), *_without_per_cent(gold, given)]
         return any(verify(*both, **precision(both[0][0], expected), timeout_seconds=None) for both in sides)
 

@@ -409,9 +409,10 @@ class Math(VerifierOptions):
     plain text, equal to the answer: a number, or one expression in LaTeX. Words, sequences of capital letters (`BCA`),
     several lines, sets with a condition and answers that begin with a relation are compared as they are written; a
     reply without a box may end with such letters or a choice. A capital letter is the small one, unless the answer or
-    the reply has both, as `R - r` has. A per cent sign may be missing: `12.5\%` equals 12.5 and 0.125. Units do not
-    count. Needs the `math` extra. A comparison that takes more than 5 seconds of processor time, or fails, is wrong and
-    counted as `unjudged`. It has the common options only."""
+    the reply has both, as `R - r` has. A per cent sign may be missing: `12.5\%` equals 12.5 and 0.125. A unit may be
+    missing; lengths, times, masses in grams and volumes in litres are compared with their units, others without. Needs
+    the `math` extra. A comparison that takes more than 5 seconds of processor time, or fails, is wrong and counted as
+    `unjudged`. It has the common options only."""
 
     name: Literal["math"] = "math"
     _pool: VerifierPool = PrivateAttr(default_factory=lambda: VerifierPool("math"))
