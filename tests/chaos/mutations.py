@@ -190,7 +190,8 @@ MUTATIONS = [
         "earlier.serves = False", "pass", "holders", half_opens=0.05,
     ),
     _one(
-        "read an evicted artifact from where it was", WeightStore, "on_evicted", "del entry.holders[worker]", "pass",
+        "read an evicted artifact from where it was", WeightStore, "on_evicted",
+        "self._remove_holder(worker, digest, entry)", "pass",
         "holders", evictions=0.5,
     ),
     _one(
