@@ -563,6 +563,38 @@ async def test_disconnecting_client_ends_its_generation(tmp_path: Path) -> None:
             await eventually(lambda: len(worker.generates) == 6)
 
 
+@pytest.mark.parametrize("limit", [{"tenant_requests": 4}, {"tenant_request_tokens": 925}])
+async def test_a_request_beyond_a_limit_has_its_status_also_streamed(tmp_path: Path, limit: dict[str, int]) -> None:
+    """All its choices are admitted or none; alone, a request has no limit."""
+    with served(tmp_path, **limit) as service, Endless(tmp_path, service) as worker:
+        async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
+            await until_served(client)
+            chat: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 200}
+            alone = await client.chat.completions.create(**chat, n=8, stream=True)
+            await until_running(client, 8)
+            await alone.close()
+            await until_running(client, 0)
+            three = await client.chat.completions.create(**chat, n=3, stream=True)
+            await until_running(client, 3)
+            text: dict[str, Any] = {"model": MODEL, "max_tokens": 200}
+            for stream in (False, True):
+                for asked in (
+                    client.chat.completions.create(**chat, n=2, stream=stream),
+                    client.completions.create(**text, prompt=["a", "b"], stream=stream),
+                ):
+                    with pytest.raises(openai.RateLimitError, match="of yours wait or run, allowed") as refused:
+                        await asked
+                    assert int(refused.value.response.headers["Retry-After"]) > 0
+            assert len(worker.generates) == 8 + 3
+            another = asyncio.create_task(client.chat.completions.create(**chat, n=1))
+            await until_running(client, 3 + 1)
+            with pytest.raises(openai.RateLimitError):
+                await client.responses.create(model=MODEL, input="Hello?", stream=True)
+            another.cancel()
+            await three.close()
+            await until_running(client, 0)
+
+
 async def test_base_model_is_waited_for_while_a_worker_may_return(tmp_path: Path) -> None:
     with served(tmp_path) as service:
         async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:

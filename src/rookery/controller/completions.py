@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -100,6 +100,24 @@ class Completions:
         """:func:`check_logits`."""
         check_logits(self._context.rooms.fleet, target, logits)
 
+    def _most_tokens(self, prepared: PreparedPrompt, options: CallOptions) -> int:
+        """The most tokens of the answer to a prompt."""
+        most = self.answer_tokens(prepared.target, options.max_tokens)
+        return min(most, prepared.chat.context - len(prepared.prompt))
+
+    @contextmanager
+    def admitted(
+        self, tenant: str, prompts: Sequence[PreparedPrompt], options: CallOptions, *, job: str = ""
+    ) -> Iterator[None]:
+        """The generations of one request, a prompt for each, wait or run within. Raises :class:`TooManyRequests` where
+        they exceed a limit together, unless a ``job`` asks."""
+        quotas, model = self._context.rooms.quotas, prompts[0].target.model
+        tokens = sum(len(prepared.prompt) + self._most_tokens(prepared, options) for prepared in prompts)
+        if not job:
+            quotas.check_generation(tenant, model, tokens, len(prompts))
+        with quotas.generating(tenant, model, tokens, len(prompts)):
+            yield
+
     async def generate(
         self,
         tenant: str,
@@ -109,20 +127,20 @@ class Completions:
         *,
         job: str = "",
     ) -> SamplingResult:
-        """One completion; ``on_tokens`` is called with it each time that tokens have arrived. A ``job`` that asks waits
-        in its own queue, behind clients, within its own limits. A cancellation ends its generation. Raises
-        :class:`UserError` too where the schema of the options' logits takes too much work at some token."""
+        """One completion, within :meth:`admitted`; ``on_tokens`` is called with it each time that tokens have arrived.
+        A ``job`` that asks waits in its own queue, behind clients, within its own limits. A cancellation ends its
+        generation. Raises :class:`UserError` too where the schema of the options' logits takes too much work at some
+        token."""
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
         ttft, tpot = self._objectives(options.kind, target.model)
-        most = self.answer_tokens(target, options.max_tokens)
         logits, score_prompt = options.logits, options.score_prompt
         generate = protocol.Generate(
             request=name,
             adapter=target.adapter,
             prompt=prepared.prompt,
             shared_prefix=0 if score_prompt else len(prepared.prompt),
-            max_tokens=min(most, chat.context - len(prepared.prompt)),
+            max_tokens=self._most_tokens(prepared, options),
             temperature=1.0 if options.temperature is None else options.temperature,
             seed=options.seed if options.seed is not None else self.draw_seed(),
             stop_tokens=chat.ends(options.stop, [*chat.stop_tokens, *options.stop_tokens]),
@@ -134,12 +152,9 @@ class Completions:
             ttft_ms=0.0 if job else ttft,
             tpot_ms=0.0 if job else tpot,
         )
-        tokens = len(generate.prompt) + generate.max_tokens
-        if not job:
-            context.rooms.quotas.check_generation(tenant, target.model, tokens)
         self._context.rooms.models.provide(target.model)
         async with context.rooms.collector.pin(target.adapter):
-            with self._pinned(target.adapter), context.rooms.quotas.generating(tenant, target.model, tokens):
+            with self._pinned(target.adapter):
                 try:
                     return await context.rooms.rollouts.sample(
                         SamplingRequest(tenant, job or name, target.model, generate, bool(job)), on_tokens
@@ -156,7 +171,8 @@ class Completions:
         options = CallOptions(
             sampling["max_tokens"], sampling["temperature"], sampling.get("seed"), sampling["stop"], kind="sample"
         )
-        result = await self.generate(tenant, prepared, options)
+        with self.admitted(tenant, [prepared], options):
+            result = await self.generate(tenant, prepared, options)
         return self._completion(found, chat, prepared, result)
 
     @staticmethod
@@ -211,7 +227,8 @@ class Completions:
         except UserError:
             logits = None
         options = CallOptions(max_tokens, temperature, seed, kind="judge", logits=logits)
-        result = await self.generate(tenant, prepared, options, job=job)
+        with self.admitted(tenant, [prepared], options, job=job):
+            result = await self.generate(tenant, prepared, options, job=job)
         return self._completion(found, chat, prepared, result)
 
     def _objectives(self, kind: str, model: str) -> tuple[float, float]:

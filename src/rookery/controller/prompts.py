@@ -4,6 +4,7 @@ are sampled from."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -160,6 +161,10 @@ class Sampling(Protocol):
     def answer_tokens(self, target: Target, limit: int | None) -> int: ...
 
     def draw_seed(self) -> int: ...
+
+    def admitted(
+        self, tenant: str, prompts: Sequence[PreparedPrompt], options: CallOptions
+    ) -> AbstractContextManager[None]: ...
 
     async def generate(
         self,

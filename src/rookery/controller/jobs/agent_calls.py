@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -134,6 +135,13 @@ class AgentCalls:
     def draw_seed(self) -> int:
         """For the names of a reply's calls of tools; what is sampled depends on the call's number alone."""
         return derive_seed(self._seed, "call", len(self.tree.turns), len(self._numbers))
+
+    def admitted(
+        self, tenant: str, prompts: Sequence[PreparedPrompt], options: CallOptions
+    ) -> AbstractContextManager[None]:
+        """An episode has no limit but those of :meth:`generate`: its job's other requests wait for it."""
+        del tenant, prompts, options
+        return nullcontext()
 
     def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None:
         """As :func:`~rookery.controller.prompts.check_logits`."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from rookery.aio import Portions, cancel_all, in_portions, unless
+from rookery.aio import Portions, cancel_all, in_portions, unless, wait_event
 from rookery.controller.prompts import CallOptions, PreparedPrompt, PromptTooLong, Sampling, check_letters
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.validation import Target
@@ -275,8 +275,7 @@ async def respond(
     growth = _generate(service, source, owner, choices, call, limit)
     headers = {"x-request-id": form.id}
     if asked.stream:
-        events = _response_events(service, form, choices[0], growth, request)
-        return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
+        return await _streamed(request, growth, _response_events(service, form, choices[0], growth, request), headers)
     if not await unless(disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
     return await _whole(service, form.size(choices[0]), headers, lambda: form.body(choices[0], _usage(choices)))
@@ -385,11 +384,25 @@ async def _respond(
     growth = _generate(service, source, owner, choices, call, limit)
     headers = {"x-request-id": form.id}
     if options.stream:
-        events = _events(form, choices, growth, request)
-        return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
+        return await _streamed(request, growth, _events(form, choices, growth, request), headers)
     if not await unless(disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
     return await _whole(service, form.size(choices), headers, lambda: form.body(choices, _usage(choices)))
+
+
+async def _streamed(
+    request: Request, growth: Growth, events: AsyncGenerator[bytes], headers: Mapping[str, str]
+) -> Response:
+    """The response with the ``events`` of ``growth``. It begins with the generation: an error before that has its
+    status, by which clients decide whether to try again."""
+
+    async def begun() -> bool:
+        await anext(growth)
+        return True
+
+    if not await unless(disconnected(request), begun()):
+        return Response(status_code=CLIENT_GONE)
+    return ClosingStream(growth, events, {**headers, "Cache-Control": "no-store"})
 
 
 async def _whole(
@@ -496,6 +509,10 @@ def _usage(choices: Sequence[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
 
+Growth = AsyncGenerator[tuple[Choice, str, str | None] | None]
+"""Choices with their further text and their finish reason or None, as tokens arrive; None at a heartbeat."""
+
+
 async def _generate(
     service: ServiceContext,
     source: Sampling,
@@ -503,9 +520,10 @@ async def _generate(
     choices: Sequence[Choice],
     call: CallOptions,
     limit: int | None,
-) -> AsyncGenerator[tuple[Choice, str, str | None] | None]:
-    """Samples all choices. Yields (choice, further text, finish reason or None) as tokens arrive, and None after a
-    heartbeat without tokens. Closing it early ends the generation. Raises the first error of any choice."""
+) -> Growth:
+    """Samples all choices, which are admitted together. Yields None once when the first has tokens or a heartbeat has
+    passed, and after each further heartbeat without tokens. Closing it early ends the generation. Raises the first
+    error of any choice."""
     arrived, portions = asyncio.Event(), Portions()
     grown: set[int] = set()
     """Numbers of choices that have ended or have further tokens."""
@@ -522,8 +540,11 @@ async def _generate(
 
         return on_tokens
 
+    admission = ExitStack()
+    admission.enter_context(source.admitted(owner, [choice.prompt for choice in choices], call))
     closing = asyncio.create_task(service.closing.wait())
     closing.add_done_callback(lambda _: arrived.set())
+    heartbeat = service.context.settings.worker.heartbeat_seconds
     try:
         async for choice in in_portions(choices):
             each = call if call.seed is None else replace(call, seed=choice.seed)
@@ -531,6 +552,13 @@ async def _generate(
             task = asyncio.create_task(source.generate(owner, choice.prompt, each, on_tokens))
             task.add_done_callback(partial(grow, choice.index))
             tasks[choice.index] = task
+        asyncio.gather(*tasks.values(), return_exceptions=True).add_done_callback(lambda _: admission.close())
+        await wait_event(arrived, heartbeat)
+        if not closing.done():
+            for task in tasks.values():
+                if task.done():
+                    task.result()
+            yield None
         left = {choice.index: choice for choice in choices}
         while left:
             if closing.done():
@@ -550,16 +578,13 @@ async def _generate(
                 if last or len(choice.text.starts) > known:
                     yield choice, text, choice.finish if last else None
                 await portions.pause()
-            if left:
-                try:
-                    async with asyncio.timeout(service.context.settings.worker.heartbeat_seconds):
-                        await arrived.wait()
-                except TimeoutError:
-                    yield None
+            if left and not await wait_event(arrived, heartbeat):
+                yield None
         for prompt in _prompts(choices):
             source.delivered(prompt)
     finally:
         await cancel_all(*tasks.values(), closing)
+        admission.close()
         for prompt in _prompts(choices):
             source.settled(prompt)
 
@@ -572,64 +597,58 @@ async def _exhaust(growth: AsyncGenerator[Any]) -> bool:
 
 
 async def _events(
-    form: ResponseFormat,
-    choices: Sequence[Choice],
-    growth: AsyncGenerator[tuple[Choice, str, str | None] | None],
-    request: Request,
+    form: ResponseFormat, choices: Sequence[Choice], growth: Growth, request: Request
 ) -> AsyncGenerator[bytes]:
     """The events of a streamed response. An error is its last event. The end of a choice has a separate chunk, as in
     OpenAI's streams: its client closes a call of a tool that an earlier chunk brought."""
-    async with aclosing(growth):
-        try:
-            for choice in choices:
-                first = form.first_chunk(choice)
-                if first is not None:
-                    yield form.chunk([first])
-            async for update in growth:
-                if update is None:
-                    yield b": heartbeat\n\n"
-                    continue
-                choice, text, finish = update
-                ids = form.options.return_token_ids and choice.ids_sent < len(choice.reply.tokens)
-                if text or ids or choice.calls_sent < len(choice.calls):
-                    yield form.chunk([form.delta(choice, text, None)])
-                if finish:
-                    yield form.chunk([form.delta(choice, "", finish)])
-            if form.include_usage:
-                yield form.chunk([], _usage(choices))
-            yield b"data: [DONE]\n\n"
-        except Exception as error:
-            _, body = _error_body(error, request)
-            yield event_data(msgspec.json.encode(body))
+    try:
+        for choice in choices:
+            first = form.first_chunk(choice)
+            if first is not None:
+                yield form.chunk([first])
+        async for update in growth:
+            if update is None:
+                yield b": heartbeat\n\n"
+                continue
+            choice, text, finish = update
+            ids = form.options.return_token_ids and choice.ids_sent < len(choice.reply.tokens)
+            if text or ids or choice.calls_sent < len(choice.calls):
+                yield form.chunk([form.delta(choice, text, None)])
+            if finish:
+                yield form.chunk([form.delta(choice, "", finish)])
+        if form.include_usage:
+            yield form.chunk([], _usage(choices))
+        yield b"data: [DONE]\n\n"
+    except Exception as error:
+        _, body = _error_body(error, request)
+        yield event_data(msgspec.json.encode(body))
 
 
 async def _response_events(
-    service: ServiceContext,
-    form: ResponsesFormat,
-    choice: Choice,
-    growth: AsyncGenerator[tuple[Choice, str, str | None] | None],
-    request: Request,
+    service: ServiceContext, form: ResponsesFormat, choice: Choice, growth: Growth, request: Request
 ) -> AsyncGenerator[bytes]:
     """The events of a streamed response of the Responses API. An error is its last event."""
-    async with aclosing(growth):
-        try:
-            yield form.begin()
-            async for update in growth:
-                events = b": heartbeat\n\n" if update is None else form.grow(choice, update[1])
-                if events:
-                    yield events
-            yield await off_loop(service.threads, form.size(choice), lambda: form.end(choice, _usage([choice])))
-        except Exception as error:
-            _, body = _error_body(error, request)
-            yield form.failed(body)
+    try:
+        yield form.begin()
+        async for update in growth:
+            events = b": heartbeat\n\n" if update is None else form.grow(choice, update[1])
+            if events:
+                yield events
+        yield await off_loop(service.threads, form.size(choice), lambda: form.end(choice, _usage([choice])))
+    except Exception as error:
+        _, body = _error_body(error, request)
+        yield form.failed(body)
 
 
 class ClosingStream(Stream):
-    """A stream whose generator is closed when the response ends, however it ends."""
+    """The events of a generation, which is closed when the response ends, however it ends."""
+
+    def __init__(self, growth: Growth, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._growth, self._events = growth, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert isinstance(self.body_iterator, AsyncGenerator)
-        async with aclosing(self.body_iterator):
+        async with aclosing(self._growth), aclosing(self._events):
             await super().__call__(scope, receive, send)
 
 
