@@ -53,6 +53,9 @@ class ServerSettings(Section):
     """Port on which the service listens; 0 takes a free one."""
     url: str = ""
     """Service used by clients and the command line. Empty is host and port above, if something answers there."""
+    public_url: str = ""
+    """Address that responses name to clients, such as `https://rookery.example.org`: of a download, of an agent's
+    episode. Empty is the one to which their request was sent, with the scheme of a proxy's `X-Forwarded-Proto`."""
     key: str = ""
     """API key used by clients. Empty is the administrator's key in the data folder."""
     tls_cert: str = ""
@@ -459,8 +462,9 @@ class Settings(Section):
                 raise UserError(
                     f"setting ROOKERY_{name.upper()}: it is empty, which means nothing; give a value, or unset it"
                 )
-        if url := values.get("url"):
-            service_url(str(url), "setting ROOKERY_URL")
+        for name in ("url", "public_url"):
+            if url := values.get(name):
+                service_url(str(url), f"setting ROOKERY_{name.upper()}")
         try:
             settings = cls.model_validate(values)
         except ValidationError as error:

@@ -449,6 +449,15 @@ def test_a_program_opens_drives_and_finishes_every_episode(client: Keyed) -> Non
     assert [row["reward/length"] for row in rows] and len(rows) == 2
 
 
+def test_an_episode_has_the_address_that_its_program_used(driver: Driver) -> None:
+    until(lambda: driver.job.show().state == "running")
+    proxied = {"Host": "rookery.example.org", "X-Forwarded-Proto": "https"}
+    path = f"/jobs/{driver.job.id}/episodes"
+    opened = driver.client.http.post(path, json={"wait": 20}, headers=proxied).raise_for_status().json()
+    base = f"https://rookery.example.org/agents/{opened['episode']}"
+    assert (opened["base_url"], opened["token_url"]) == (f"{base}/v1", f"{base}/inference/v1")
+
+
 def test_branches_share_their_prefix_and_each_token_is_trained_on_once(driver: Driver, worker: Recording) -> None:
     with opened(driver) as (episode, llm):
         assert ask(llm, "a?").choices[0].finish_reason == "stop"

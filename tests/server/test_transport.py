@@ -52,6 +52,37 @@ def test_worker_host_and_client_use_tls(secured: EmbeddedService) -> None:
         Client(secured.url, secured.key, settings=Settings.load({})).health()
 
 
+PLACED = "rookery.example.org:8443"
+"""The name and the port by which clients reach a proxy."""
+
+
+@pytest.mark.parametrize(
+    ("headers", "public_url", "address"),
+    [
+        ({}, "", f"http://{PLACED}"),
+        ({"X-Forwarded-For": "10.1.2.3"}, "", f"http://{PLACED}"),
+        ({"X-Forwarded-Proto": "https"}, "", f"https://{PLACED}"),
+        ({"X-Forwarded-Proto": "https, http"}, "", f"https://{PLACED}"),
+        ({"X-Forwarded-Proto": "ftp"}, "", f"http://{PLACED}"),
+        ({"X-Forwarded-Proto": "http"}, "https://example.org/rookery/", "https://example.org/rookery"),
+    ],
+)
+def test_addresses_in_responses_are_those_that_clients_reach(
+    tmp_path: Path, headers: dict[str, str], public_url: str, address: str
+) -> None:
+    """Behind a TLS proxy they were http://: downloads failed, or brought a ticket in clear text."""
+    settings = {"public_url": public_url} if public_url else {}
+    with served(tmp_path, **settings) as service:
+        key = {"Authorization": f"Bearer {service.key}", "X-Rookery-Page": "1"}
+        with httpx.Client(base_url=service.url, headers={**key, "Host": PLACED, **headers}, timeout=60) as http:
+            session = http.post("/tinker/api/v1/create_session", json={}).raise_for_status().json()["session_id"]
+            exported = http.get(f"/tinker/api/v1/sessions/{session}/trace_export").json()["url"]
+            assert exported.startswith(f"{address}/tinker/api/v1/traces/")
+            assert http.get(exported.removeprefix(address)).status_code == 200
+            cookie = http.post("/api/v1/sign-in").raise_for_status().headers["Set-Cookie"]
+            assert ("Secure" in cookie) == (headers.get("X-Forwarded-Proto", "").startswith("https"))
+
+
 def test_connection_without_a_handshake_is_closed(secured: EmbeddedService) -> None:
     url = httpx.URL(secured.url)
     for sent in (b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"):

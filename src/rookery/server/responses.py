@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -25,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.aio import Portions
 from rookery.errors import Conflict, RookeryError, TooManyRequests, Unavailable, UserError, nearest, short, shortage
+from rookery.network import service_url
 from rookery.turns import charged
 
 log = logging.getLogger("rookery.server")
@@ -61,6 +63,31 @@ LINE_SEPARATORS = {character.encode(): b"\\u%04x" % ord(character) for character
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 OPENAI_PATHS = re.compile("(/agents/[^/]+|/tinker/oai/api)?/(inference/)?v1/")
 """Paths whose errors have OpenAI's shape."""
+
+
+def client_scheme(request: Request) -> str:
+    """The scheme by which the client reached the service, or the proxy before it. Anybody may send the header: it
+    decides about the response to its sender alone."""
+    forwarded = request.headers.get("X-Forwarded-Proto", "").partition(",")[0].strip().lower()
+    return forwarded if forwarded in ("http", "https") else request.url.scheme
+
+
+def public_address(request: Request, public_url: str) -> str:
+    """The service's address for the client of a request: the setting ``public_url``, or the one that it used."""
+    if public_url:
+        return service_url(public_url, "setting ROOKERY_PUBLIC_URL")
+    if "X-Forwarded-For" in request.headers and "X-Forwarded-Proto" not in request.headers:
+        _warn_of_proxy()
+    return f"{client_scheme(request)}://{request.url.netloc}"
+
+
+@cache
+def _warn_of_proxy() -> None:
+    """Once."""
+    log.warning(
+        "a proxy sends X-Forwarded-For without X-Forwarded-Proto: if it serves https, addresses in responses have the"
+        " wrong scheme; have it send the header, or set ROOKERY_PUBLIC_URL"
+    )
 
 
 def json_response(content: Any, status: int = 200) -> Response:

@@ -15,7 +15,7 @@ from rookery.errors import Conflict, NotFound, Unavailable, UserError, short
 from rookery.server.auth import AuthenticatedRoute, Service, ServiceContext, authenticate_agent
 from rookery.server.openai import ChatRequest
 from rookery.server.openai_responses import ResponsesRequest
-from rookery.server.responses import ERRORS, json_response
+from rookery.server.responses import ERRORS, json_response, public_address
 from rookery.server.routes.jobs import OfJob
 from rookery.server.routes.openai import ERRORS as OPENAI_ERRORS
 from rookery.server.routes.openai import (
@@ -55,7 +55,7 @@ async def open_episode(service: Service, job: OfJob, request: Request, asked: Ep
             raise Unavailable("the service is stopping; try again when it is back")
         return {"episode": None}
     session, key = opened
-    base = f"{str(request.base_url).rstrip('/')}/agents/{session.id}"
+    base = f"{public_address(request, service.context.settings.server.public_url)}/agents/{session.id}"
     return {
         "episode": session.id, "task": values.decode(session.prompt), "seed": session.seed, "split": session.split,
         "base_url": f"{base}/v1", "token_url": f"{base}/inference/v1", "key": key, "models": list(session.policies),

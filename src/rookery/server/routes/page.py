@@ -12,7 +12,7 @@ from fastapi import APIRouter, Header, Path, Request, Response
 
 from rookery.errors import Forbidden, NotFound, TooManyRequests
 from rookery.server.auth import AuthenticatedRoute, KeyHolder, Owner, Service
-from rookery.server.responses import ERRORS
+from rookery.server.responses import ERRORS, client_scheme
 from rookery.server.schemas import AccountView, SignInLink
 from rookery.server.signin import HEADER
 from rookery.storage.repositories import tenants
@@ -74,7 +74,7 @@ def _file(name: str, known: str) -> Response:
 async def sign_in(service: Service, owner: KeyHolder, request: Request, response: Response) -> None:
     """Sets the cookie of the page: its browser may then use the API without the key, for a week. Needs the
     key itself, not a cookie."""
-    service.signins.set_cookie(response, owner.key, secure=request.url.scheme == "https")
+    service.signins.set_cookie(response, owner.key, secure=client_scheme(request) == "https")
 
 
 @routes.post("/sign-in/links", status_code=201)
@@ -104,7 +104,7 @@ async def use_link(
         service.failed_keys.record(address, link_hash, valid=False)
         service.refusals["keys_failed"] += 1
         raise
-    service.signins.set_cookie(response, key, secure=request.url.scheme == "https")
+    service.signins.set_cookie(response, key, secure=client_scheme(request) == "https")
 
 
 @routes.post("/sign-out", status_code=204)

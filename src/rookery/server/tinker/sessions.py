@@ -16,7 +16,7 @@ from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
 from rookery.server.paging import Limit
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
-from rookery.server.responses import METHODS, Stream, error_response, json_response
+from rookery.server.responses import METHODS, Stream, error_response, json_response, public_address
 from rookery.server.tinker import schemas
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, older_than_supported, supported
 from rookery.storage.columns import Page
@@ -150,8 +150,8 @@ async def trace_export(service: Service, owner: Owner, session: str, request: Re
     key. It is made when it is read, so it is ready at once."""
     await service.controller.sessions.get(owner.id, session)
     ticket = service.controller.tickets.grant(_trace_of(owner.id, session))
-    base = str(request.url).partition("/sessions/")[0]
-    return json_response({"status": "ready", "url": f"{base}/traces/{ticket}/{owner.id}/{session}"})
+    url = f"{_base(service, request)}/traces/{ticket}/{owner.id}/{session}"
+    return json_response({"status": "ready", "url": url})
 
 
 @routes.get("/traces/{ticket}/{tenant}/{session}")
@@ -246,8 +246,14 @@ async def _grant(service: Service, owner: Owner, path: str, request: Request) ->
     """The base address of a checkpoint's files, and when it expires."""
     row, _, _ = await find_checkpoint(service.context, owner.id, path)
     ticket = service.controller.tickets.grant(row.hash)
-    base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{row.hash}"
+    base = f"{_base(service, request)}/external/{ticket}/{row.hash}"
     return base, _time(service.context.clock.time() + TICKET_SECONDS)
+
+
+def _base(service: Service, request: Request) -> str:
+    """The address of these routes, as the client of the request reaches them."""
+    path = request.url.path.partition("/sessions/")[0].partition("/training_runs/")[0]
+    return public_address(request, service.context.settings.server.public_url) + path
 
 
 @routes.get("/external/{ticket}/{digest}/{file}")
