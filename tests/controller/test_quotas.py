@@ -15,7 +15,7 @@ from tests.support.peers import HANG, Service, eventually, job_of, settle
 
 from rookery.controller.sessions import operations
 from rookery.controller.usage import FLUSH_SECONDS
-from rookery.errors import NotFound, TooManyRequests
+from rookery.errors import Conflict, NotFound, TooManyRequests
 from rookery.storage.repositories import jobs, tenants
 
 DAY = 86400.0
@@ -178,6 +178,22 @@ async def test_queued_jobs_are_bounded(service: Service) -> None:
     with pytest.raises(TooManyRequests):
         await service.controller.resume("alice", last.id)
     assert refused(service) == {"waiting_jobs": 2}
+
+
+@pytest.mark.parametrize("settings", [{"tenant_jobs": 1, "tenant_waiting_jobs": 1}])
+async def test_a_repeated_submission_is_no_new_job_to_a_limit(service: Service) -> None:
+    await join(service)
+    await service.controller.add_dataset("alice", content(), lambda path: 1)
+    running, waiting = [(await service.controller.submit("alice", job_of(), key))[0].id for key in ("one", "two")]
+    for limits in ({}, {"metadata_bytes": 1024}, {"bytes": 1}):
+        await service.controller.limit_tenant("alice", limits)
+        for key, id in (("one", running), ("two", waiting)):
+            view, created = await service.controller.submit("alice", job_of(), key)
+            assert (view.id, created) == (id, False)
+        with pytest.raises(TooManyRequests):
+            await service.controller.submit("alice", job_of(), "three")
+    with pytest.raises(Conflict, match="was used for another job"):
+        await service.controller.submit("alice", job_of(seed=7), "two")
 
 
 async def test_running_job_keeps_no_more_versions_than_its_tenant_may_store(service: Service) -> None:

@@ -141,6 +141,22 @@ def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
     assert called.http.get(f"/../api/v1/jobs/{submitted['id']}").status_code == 200
 
 
+def test_a_repeated_key_returns_its_job(called: Called) -> None:
+    """Also when its file is deleted."""
+    file = called.upload(ROWS + b"\n" + ROWS)
+    asked: dict[str, Any] = {"model": MODEL, "training_file": file, "extra_headers": {"Idempotency-Key": "repeated"}}
+    jobs = called.client.fine_tuning.jobs
+    made = jobs.create(**asked)
+    assert jobs.create(**asked).id == made.id
+    until(lambda: jobs.retrieve(made.id).status == "succeeded")
+    called.client.files.delete(file)
+    assert jobs.create(**asked).id == made.id
+    for change in ({"seed": 5}, {"extra_headers": {}}):
+        with pytest.raises(openai.APIStatusError) as refused:
+            jobs.create(**{**asked, **change})
+        assert "no dataset" in refused.value.message
+
+
 def test_a_job_starts_from_the_first_policy_of_a_job_with_several(called: Called) -> None:
     """That which answers by the job's own name, whatever the order of the names."""
     lora = {"rank": 4, "targets": ["q"]}

@@ -82,6 +82,7 @@ from rookery.scheduling import crashes
 from rookery.settings import Settings
 from rookery.spec.fleet import Plan
 from rookery.spec.job import JobSpec, stored_base_models
+from rookery.spec.parsing import SpecError, repeats
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, sessions, tenants
@@ -366,11 +367,20 @@ class Controller:
 
     async def submit(self, tenant: str, data: Any, key: str | None = None) -> tuple[JobView, bool]:
         """Validate a job, make it durable, start it; returns it and True. A repeated ``key`` returns the first job and
-        False."""
-        self.context.rooms.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
-        spec, policies, warnings = await self._validator.check(tenant, data)
+        False, also where a limit is reached since, or something that the job names is deleted."""
+        quotas = self.context.rooms.quotas
+        known = None if key is None else await self.context.store.read(jobs.keyed_job, tenant, key)
+        if known is None:
+            quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
+        try:
+            spec, policies, warnings = await self._validator.check(tenant, data, known=known is not None)
+        except SpecError:
+            if known is None or not await self.context.threads(repeats, known.spec, data):
+                raise
+            return await self._repeated(known), False
         dumped = spec.model_dump(mode="json")
-        await self.context.rooms.quotas.check_metadata(tenant, dumped)
+        if known is None:
+            await quotas.check_metadata(tenant, dumped)
         id, now = self.context.ids.new("job"), self.context.clock.time()
         row, created = await self.context.store.write(
             jobs.submit_job,
@@ -383,12 +393,17 @@ class Controller:
             log.info("job %s submitted", row.name, extra={"tenant": tenant, "job": row.id})
             self.sinks.follow(row)
             self._admit(row)
-        elif row.spec != dumped:
+            return await self.queries.show(tenant, row.id), True
+        if row.spec != dumped:
             raise Conflict(f"the key {key!r} was used for another job ({row.id}); use a new key for a new job")
-        elif row.state == "queued":
+        return await self._repeated(row), False
+
+    async def _repeated(self, row: JobRow) -> JobView:
+        """A job that was submitted before. Its first submission may have ended before the job was launched."""
+        if row.state == "queued":
             async with self._lock(row.id):
-                await self._launch_if_queued(tenant, row.id)
-        return await self.queries.show(tenant, row.id), created
+                await self._launch_if_queued(row.tenant, row.id)
+        return await self.queries.show(row.tenant, row.id)
 
     async def dry_run(self, tenant: str, data: Any) -> DryRun:
         """The job with every default filled in, the warnings about it, three of its prompts as the policy would read

@@ -105,12 +105,13 @@ class JobValidator:
         self._check_environment = check_environment
         self._checkers = checkers
 
-    async def check(self, tenant: str, data: Any) -> tuple[JobSpec, list[PolicyRow], list[str]]:
+    async def check(self, tenant: str, data: Any, *, known: bool = False) -> tuple[JobSpec, list[PolicyRow], list[str]]:
         """The job spec in ``data`` with its model's canonical name, its policies, whose ``job`` is set once it has an
         id, and what the job's owner should know before it runs, a line each. Raises :class:`SpecError`, or
-        :class:`TooManyRequests` where the tenant may store no more."""
+        :class:`TooManyRequests` where the job is not ``known`` and the tenant may store no more."""
         services = self._services
-        await self._quotas.check_stored(tenant)
+        if not known:
+            await self._quotas.check_stored(tenant)
         spec = await self._services.threads(parse_job, data)
         problems = []
         models = {name: name for name in (spec.base_model, *spec.base_models)}

@@ -6,7 +6,7 @@ A line names the field's path, the given value, and what is allowed. All mistake
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -109,3 +109,17 @@ def parse_job(data: Any) -> JobSpec:
     if problems := [f"policies.{name}: {OF_DIGITS}" for name in spec.policies if name.isdigit()]:
         raise SpecError(problems)
     return spec
+
+
+def repeats(stored: Mapping[str, Any], data: Any) -> bool:
+    """Whether ``data`` asks for the stored job, as far as it shows without what the job names. Raises
+    :class:`SpecError`."""
+    return _without_steps(parse_job(data).model_dump(mode="json")) == _without_steps(stored)
+
+
+def _without_steps(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A job without the steps that its epochs take."""
+    if spec["stop"].get("epochs") is None:
+        return dict(spec)
+    policies = {name: {**policy, "stop": None} for name, policy in spec["policies"].items()}
+    return {**spec, "stop": {**spec["stop"], "steps": None}, "policies": policies}

@@ -50,7 +50,7 @@ from rookery.server.fine_tuning import (
 from rookery.server.multipart import Form, Multipart
 from rookery.server.openai import UnsupportedField
 from rookery.server.responses import json_response, uploaded
-from rookery.server.routes.jobs import DATASET_ROWS
+from rookery.server.routes.jobs import DATASET_ROWS, IdempotencyKey
 from rookery.server.routes.openai import ERRORS, OpenAIRoute
 from rookery.spec.fine_tuned import CHECKPOINT_OF
 from rookery.spec.parsing import SpecError
@@ -215,14 +215,14 @@ async def _job(service: ServiceContext, tenant: str, name: str, field: str = "fi
 
 
 @routes.post("/fine_tuning/jobs", response_model=dict[str, Any])
-async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate) -> Response:
-    """Start a fine-tuning job."""
+async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate, key: IdempotencyKey = None) -> Response:
+    """Start a fine-tuning job. A second request with the same ``Idempotency-Key`` returns the existing job."""
     asked = given.method.reinforcement if given.method is not None else None
     if asked is not None:
         await _checked_grader(service, owner.id, asked.grader, "method.reinforcement.grader")
     try:
         start = await _start(service, owner.id, given.model)
-        view, _ = await service.controller.submit(owner.id, await service.threads(job_of, given, start))
+        view, _ = await service.controller.submit(owner.id, await service.threads(job_of, given, start), key)
     except SpecError as error:
         line = error.problems[0]
         param = _param_of(line, given)

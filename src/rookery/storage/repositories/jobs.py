@@ -135,6 +135,11 @@ def submit_job(
     return stored, created
 
 
+def keyed_job(connection: Connection, tenant: str, key: str) -> JobRow | None:
+    """The job that the tenant submitted with this idempotency key."""
+    return find(connection, JobRow, tenant=tenant, idempotency_key=key)
+
+
 def get_job(connection: Connection, tenant: str, job: str) -> JobRow:
     """Raises :class:`NotFound` if this tenant has no such job."""
     return get(connection, JobRow, f"job {job}", id=job, tenant=tenant)
