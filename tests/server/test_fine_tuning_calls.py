@@ -196,6 +196,23 @@ def test_jobs_are_listed_by_metadata_and_by_its_absence(called: Called) -> None:
     assert plain in listed(metadata="null") and team not in listed(metadata="null")
 
 
+def test_lists_continue_behind_what_was_deleted(called: Called) -> None:
+    """As programs do that delete what they list."""
+    row = ROWS.partition(b"\n")[0] + b"\n"
+    newest = [called.upload(row * number) for number in range(2, 7)][-1]
+    assert called.client.files.list(limit=1).data[0].id == newest
+    assert [file.id for file in called.client.files.list(limit=2, order="asc")][-1] == newest
+    for file in called.client.files.list(limit=1):
+        called.client.files.delete(file.id)
+    assert not list(called.client.files.list())
+    jobs = {called.done(suffix=f"deleted-{number}").id for number in range(3)}
+    for job in called.client.fine_tuning.jobs.list(limit=1):
+        if job.id in jobs:
+            called.client.models.delete(job.fine_tuned_model)
+            jobs.remove(job.id)
+    assert not jobs
+
+
 def test_an_unknown_cursor_names_its_argument(called: Called) -> None:
     job = called.done().id
     jobs = called.client.fine_tuning.jobs

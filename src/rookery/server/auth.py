@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 from fastapi import Depends, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
@@ -125,6 +125,13 @@ class Keys:
         self._thread.shutdown()
 
 
+Cursor = tuple[str | float, ...]
+"""Of a row in a list: the values of the columns by which the list is ordered."""
+
+DELETED = 10_000
+"""Deleted files and jobs whose places are known."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServiceContext:
     """The parts of a running service that routes use."""
@@ -146,6 +153,10 @@ class ServiceContext:
     """Bytes of request bodies in memory, by tenant."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop, so that streams end and do not delay it."""
+
+    deleted: LRUCache[tuple[str, str], Cursor] = field(default_factory=lambda: LRUCache(DELETED))
+    """By tenant and id: the places of files and fine-tuning jobs that were deleted in the lists that had them. Their
+    clients continue the lists there."""
 
     uploading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload"))
     """Threads that write what workers upload, each for as long as that takes."""

@@ -25,7 +25,7 @@ from rookery.environments.verifiers.graders import Graded, OneGrader, check_item
 from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.running_graders import GraderTools, ModelSilent
 from rookery.errors import NotFound, RookeryError, Unavailable, UserError
-from rookery.server.auth import Owner, Service, ServiceContext
+from rookery.server.auth import Cursor, Owner, Service, ServiceContext
 from rookery.server.fine_tuning import (
     FILE,
     PURPOSE,
@@ -36,6 +36,7 @@ from rookery.server.fine_tuning import (
     checkpoint,
     dataset_of,
     file_object,
+    fine_tuning_id,
     fine_tuning_job,
     grader_models,
     grader_run,
@@ -62,7 +63,7 @@ from rookery.turns import TENANT
 routes = APIRouter(prefix="/v1", route_class=OpenAIRoute, responses=ERRORS, tags=["fine-tuning"])
 
 FILES_LISTED, EVENTS_LISTED = 10_000, 1_000
-"""Most files and log lines that a list looks at: the newest."""
+"""Most files of one page, and the newest log lines at which a list looks."""
 
 After = Annotated[str, Query(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -115,26 +116,30 @@ def _check_field(name: str, value: str) -> None:
         raise UnsupportedField(f"purpose: {given}; give {PURPOSE}", "purpose")
 
 
-async def _files(service: ServiceContext, tenant: str) -> list[UploadRow]:
-    """The tenant's datasets, newest first."""
+async def _files(service: ServiceContext, tenant: str, after: str, count: int, *, descending: bool) -> list[UploadRow]:
+    """Up to ``count`` of the tenant's datasets, those behind the one with the id ``after``. Raises
+    :class:`UnsupportedField`."""
+    cursor: Cursor = ()
+    if after:
+        try:
+            cursor = _cursor(await _file(service, tenant, after))
+        except MissingObject as error:
+            cursor = service.deleted.get((tenant, after), ())
+            if not cursor:
+                raise UnsupportedField(f"after: {error}", "after") from None
     found: list[UploadRow] = []
-    async for row in _uploads(service, tenant):
-        if row.kind == "dataset":
-            found.append(row)
-        if len(found) >= FILES_LISTED:
+    while (left := count - len(found)) > 0:
+        page = Page(min(left, LONGEST_PAGE), cursor)
+        rows = await service.context.store.read(tenants.datasets, tenant, page, descending=descending)
+        found += rows
+        if len(rows) < page.limit:
             break
-    return found[::-1]
+        cursor = _cursor(rows[-1])
+    return found
 
 
-async def _uploads(service: ServiceContext, tenant: str) -> AsyncIterator[UploadRow]:
-    cursor: tuple[str | float, ...] = ()
-    while True:
-        rows = await service.context.store.read(tenants.uploads, tenant, Page(LONGEST_PAGE, cursor))
-        for row in rows:
-            yield row
-        if len(rows) < LONGEST_PAGE:
-            return
-        cursor = rows[-1].created, rows[-1].hash, rows[-1].kind
+def _cursor(row: UploadRow) -> Cursor:
+    return row.created, row.hash, row.kind
 
 
 @routes.get("/files", response_model=dict[str, Any])
@@ -147,10 +152,11 @@ async def list_files(
     purpose: Annotated[str, Query(max_length=100)] = PURPOSE,
 ) -> Response:
     """The tenant's files; inline rows of jobs are among them."""
-    rows = await _files(service, owner.id) if purpose == PURPOSE else []
-    if order == "asc":
-        rows.reverse()
-    return json_response(page_of([file_object(row) for row in rows], after, limit))
+    rows: list[UploadRow] = []
+    if purpose == PURPOSE:
+        rows = await _files(service, owner.id, after, limit + 1, descending=order == "desc")
+    data = [file_object(row) for row in rows[:limit]]
+    return json_response({"object": "list", "data": data, "has_more": len(rows) > limit})
 
 
 async def _file(service: ServiceContext, tenant: str, file: str) -> UploadRow:
@@ -188,6 +194,7 @@ async def delete_file(service: Service, owner: Owner, file_id: str) -> Response:
     """Delete a file that no job which has not ended uses."""
     row = await _file(service, owner.id, file_id)
     await service.controller.delete_upload(owner.id, row.hash)
+    service.deleted[owner.id, FILE + row.hash] = _cursor(row)
     return json_response({"id": FILE + row.hash, "object": "file", "deleted": True})
 
 
@@ -270,8 +277,8 @@ async def list_fine_tunings(
         if name.startswith("metadata[") and name.endswith("]")
     }
     without = request.query_params.get("metadata") == "null"
-    cursor: tuple[str | float, ...] = ()
-    if after:
+    cursor: Cursor = ()
+    if after and not (cursor := service.deleted.get((owner.id, after), ())):
         last = await _job(service, owner.id, after, "after")
         cursor = (last.created, last.id)
     found: list[dict[str, Any]] = []
@@ -425,7 +432,9 @@ async def delete_model(service: Service, owner: Owner, model: str) -> Response:
         raise UnsupportedField("a checkpoint is not deleted alone; delete its model, or keep it", "model")
     target = await service.controller.completions.find(owner.id, model)
     job = _job_of(target)
-    if not is_fine_tuning((await service.controller.queries.show(owner.id, job)).spec):
+    view = await service.controller.queries.show(owner.id, job)
+    if not is_fine_tuning(view.spec):
         raise MissingObject(f"no fine-tuned model {model[:80]!r}; GET /v1/fine_tuning/jobs lists yours", "model")
     await service.controller.delete_job(owner.id, job)
+    service.deleted[owner.id, fine_tuning_id(job)] = (view.created, view.id)
     return json_response({"id": model, "object": "model", "deleted": True})

@@ -206,10 +206,17 @@ def get_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str)
     return get(connection, UploadRow, f"{kind} {hash}", hash=hash, tenant=tenant, kind=kind)
 
 
+UPLOAD_ORDER = (UploadRow.created, UploadRow.hash, UploadRow.kind)
+
+
 def uploads(connection: Connection, tenant: str, page: Page | None = None) -> list[UploadRow]:
     """Oldest first."""
-    order = (UploadRow.created, UploadRow.hash, UploadRow.kind)
-    return page_of(connection, UploadRow, order, page, tenant=tenant)
+    return page_of(connection, UploadRow, UPLOAD_ORDER, page, tenant=tenant)
+
+
+def datasets(connection: Connection, tenant: str, page: Page, *, descending: bool) -> list[UploadRow]:
+    """Oldest first, or newest first."""
+    return page_of(connection, UploadRow, UPLOAD_ORDER, page, descending=descending, tenant=tenant, kind="dataset")
 
 
 def delete_upload(connection: Connection, tenant: str, hash: str) -> str | None:
