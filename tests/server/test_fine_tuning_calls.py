@@ -185,6 +185,15 @@ def test_fine_tuned_models_are_listed_by_their_names(called: Called) -> None:
     assert name not in [model.id for model in called.client.models.list()]
 
 
+def test_every_response_has_the_tokens_that_a_job_trained_on(called: Called) -> None:
+    asked = {"training_file": called.upload(), "extra_headers": {"Idempotency-Key": "counted"}}
+    done, jobs = called.done(**asked), called.client.fine_tuning.jobs
+    assert done.trained_tokens is not None
+    (listed,) = [job for job in jobs.list() if job.id == done.id]
+    again = jobs.create(model=MODEL, **asked)
+    assert done.to_dict() == listed.to_dict() == again.to_dict()
+
+
 def test_jobs_are_listed_by_metadata_and_by_its_absence(called: Called) -> None:
     team, plain = called.done(metadata={"team": "a"}).id, called.done().id
 

@@ -296,7 +296,7 @@ def model_name(job: JobView | JobRow, tenant: str, step: int | None = None) -> s
     return fine_tuned_name(job.spec["base_model"], tenant, job.name, job.id, step)
 
 
-def fine_tuning_job(view: JobView, trained_tokens: int | None = None) -> dict[str, Any]:
+def fine_tuning_job(view: JobView, trained_tokens: int | None) -> dict[str, Any]:
     spec = view.spec
     environment, algorithm = spec["environment"], spec["algorithm"]
     kind = METHODS.get(algorithm["name"], "reinforcement")

@@ -221,6 +221,13 @@ async def _job(service: ServiceContext, tenant: str, name: str, field: str = "fi
     return view
 
 
+async def _shown(service: ServiceContext, view: JobView) -> dict[str, Any]:
+    """A job as every response shows it."""
+    done = view.state == "completed"
+    tokens = await service.context.store.read(versions.trained_tokens, view.tenant, view.id) if done else None
+    return fine_tuning_job(view, tokens)
+
+
 @routes.post("/fine_tuning/jobs", response_model=dict[str, Any])
 async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate, key: IdempotencyKey = None) -> Response:
     """Start a fine-tuning job. A second request with the same ``Idempotency-Key`` returns the existing job."""
@@ -234,7 +241,7 @@ async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate, k
         line = error.problems[0]
         param = _param_of(line, given)
         raise UnsupportedField(f"{param}: {line}", param) from None
-    return json_response(fine_tuning_job(view))
+    return json_response(await _shown(service, view))
 
 
 async def _start(service: ServiceContext, tenant: str, model: str) -> Start | None:
@@ -281,47 +288,45 @@ async def list_fine_tunings(
     if after and not (cursor := service.deleted.get((owner.id, after), ())):
         last = await _job(service, owner.id, after, "after")
         cursor = (last.created, last.id)
-    found: list[dict[str, Any]] = []
+    found: list[JobView] = []
     while len(found) <= limit:
         views = await service.controller.queries.list(owner.id, Page(LONGEST_PAGE, cursor))
         for view in views:
             metadata = view.spec.get("metadata") or {}
             chosen = not metadata if without else wanted.items() <= metadata.items()
             if is_fine_tuning(view.spec) and chosen:
-                found.append(fine_tuning_job(view))
+                found.append(view)
         if len(views) < LONGEST_PAGE:
             break
         cursor = (views[-1].created, views[-1].id)
-    return json_response({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
+    data = [await _shown(service, view) for view in found[:limit]]
+    return json_response({"object": "list", "data": data, "has_more": len(found) > limit})
 
 
 @routes.get("/fine_tuning/jobs/{tuning}", response_model=dict[str, Any])
 async def show_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
-    view = await _job(service, owner.id, tuning)
-    done = view.state == "completed"
-    tokens = await service.context.store.read(versions.trained_tokens, owner.id, view.id) if done else None
-    return json_response(fine_tuning_job(view, tokens))
+    return json_response(await _shown(service, await _job(service, owner.id, tuning)))
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/cancel", response_model=dict[str, Any])
 async def cancel_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.cancel(owner.id, view.id)
-    return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
+    return json_response(await _shown(service, await _job(service, owner.id, tuning)))
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/pause", response_model=dict[str, Any])
 async def pause_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.pause(owner.id, view.id)
-    return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
+    return json_response(await _shown(service, await _job(service, owner.id, tuning)))
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/resume", response_model=dict[str, Any])
 async def resume_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.resume(owner.id, view.id)
-    return json_response(fine_tuning_job(await _job(service, owner.id, tuning)))
+    return json_response(await _shown(service, await _job(service, owner.id, tuning)))
 
 
 @routes.get("/fine_tuning/jobs/{tuning}/events", response_model=dict[str, Any])
