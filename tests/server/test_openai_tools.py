@@ -329,6 +329,9 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
     assert cut.status in ("incomplete", "completed")
     if cut.status == "incomplete":
         assert cut.incomplete_details and cut.incomplete_details.reason == "max_output_tokens"
+    streamed: Any = [*client.responses.create(model=base, input="?", max_output_tokens=2, stream=True)][-1]
+    for response in (cut, streamed.response):
+        assert [item.status for item in response.output] == [response.status]
 
 
 @pytest.mark.parametrize(

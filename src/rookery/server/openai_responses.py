@@ -372,7 +372,9 @@ class ResponsesFormat:
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": self._logprobs(choice)}
-        return {"id": self._item_at(choice)["item_id"], "type": "message", "role": "assistant", "status": "completed",
+        cut = choice.reply.finish == "length" and choice.calls_before_text == len(choice.calls)  # it is the last item
+        status = "incomplete" if cut else "completed"
+        return {"id": self._item_at(choice)["item_id"], "type": "message", "role": "assistant", "status": status,
                 "content": [part]}  # fmt: skip
 
     def _logprobs(self, choice: Choice) -> msgspec.Raw:
