@@ -288,16 +288,22 @@ class Memory:
 def cache(mode: str, seed: int, seconds: int = 300) -> Memory:
     """The shipped budget with requests in bursts. ``mode``: ``no cut``, ``no freeze`` (the whole budget comes back as
     soon as the use has fallen), or ``cut and freeze``."""
-    budget, run, held, version = slo.CacheBudget(CACHE, HEADROOM), Memory(), 0, 0
+    run, held, version, now = Memory(), 0, 0, 0
+
+    def clock() -> float:
+        return now
+
+    budget = slo.CacheBudget(CACHE, HEADROOM, clock)
     chats = bursts(1.5, seconds, seed)
     for now in range(seconds):
         need = sum(prompt + reply for at, prompt, reply in chats if now - HOLD_SECONDS < at <= now)
         held = min(budget.rollouts, held + GROWTH)
         if mode != "no cut":
+            budget.observe(need)
             budget.cut(need, {"job": version})
         if mode == "no freeze" and budget.frozen and need <= HEADROOM * CACHE:
             run.cuts += budget.cuts
-            budget = slo.CacheBudget(CACHE, HEADROOM)
+            budget = slo.CacheBudget(CACHE, HEADROOM, clock)
         if now % STEP_SECONDS == 0:
             budget.on_version("job", version := version + 1)
         run.moved += max(0, held - budget.rollouts)

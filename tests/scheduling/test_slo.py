@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from rookery.errors import UserError
 from rookery.scheduling import slo
 from rookery.scheduling.costs import FIRST_MARGIN, WINDOW, CostTable
-from rookery.scheduling.slo import AIM, CacheBudget, Demand, admit, deadline, parse_objectives, slack
+from rookery.scheduling.slo import (
+    AIM,
+    PERIOD_SECONDS,
+    CacheBudget,
+    Demand,
+    admit,
+    deadline,
+    parse_objectives,
+    slack,
+)
 
 
 def table() -> CostTable:
@@ -78,7 +87,7 @@ def test_costs_follow_the_slices_and_their_errors_widen_the_margin() -> None:
 
 
 def test_the_cache_of_rollouts_is_cut_once_and_grows_at_the_next_step() -> None:
-    budget = CacheBudget(1000, 0.2)
+    budget = CacheBudget(1000, 0.2, lambda: 0.0)
     assert budget.rollouts == 800 and not budget.cut(200, {"p": 3})
     assert budget.cut(201, {"p": 3}) and budget.rollouts == 400 and budget.frozen
     assert not budget.cut(600, {"p": 3}), "the cut made room"
@@ -87,6 +96,44 @@ def test_the_cache_of_rollouts_is_cut_once_and_grows_at_the_next_step() -> None:
     budget.on_version("p", 4)
     assert not budget.frozen and budget.rollouts == 200, "the cache less headroom and the use since then"
     assert budget.cuts == 1
+
+
+@pytest.mark.parametrize(
+    ("needs", "rollouts", "cuts"),
+    [
+        ([200], 800, 0),
+        ([201, 250, 400, 600], 400, 1),
+        ([201, 700, 700, 650], 300, 1),
+        ([900], 100, 1),
+        ([1100] * 200, 0, 1),
+    ],
+    ids=["headroom", "burst", "more than the half", "at once", "more than the cache, at every step"],
+)
+def test_a_burst_cuts_the_cache_of_rollouts_once_and_lowers_it_to_its_need(
+    needs: list[int], rollouts: int, cuts: int
+) -> None:
+    budget = CacheBudget(1000, 0.2, lambda: 0.0)
+    lowered = [budget.cut(need, {}) for need in needs]
+    assert (budget.rollouts, budget.cuts) == (rollouts, cuts)
+    assert sum(lowered) <= 2, "only a greater need lowers it"
+
+
+@pytest.mark.parametrize("versions", [{}, {"p": 3}], ids=["no rollout runs", "one version"])
+def test_the_cache_of_rollouts_grows_without_a_step(versions: dict[str, int]) -> None:
+    """As for rollouts of the base model, or of a version that stays."""
+    now = 0.0
+    budget = CacheBudget(1000, 0.2, lambda: now)
+    assert budget.cut(700, versions)
+    for now in range(int(PERIOD_SECONDS)):  # noqa: B007
+        budget.observe(0)
+        budget.on_version("p", 3)
+        assert budget.frozen and budget.rollouts == 300
+    now = PERIOD_SECONDS
+    budget.observe(0)
+    assert not budget.frozen and budget.rollouts == 100, "the same burst may come again"
+    now += PERIOD_SECONDS
+    budget.observe(200)
+    assert budget.rollouts == 800, "clients need no more than the headroom"
 
 
 def test_overrides_name_classes_and_models() -> None:

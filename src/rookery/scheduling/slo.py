@@ -11,7 +11,7 @@ margin for its own error. After ROSE (arXiv 2605.06534), which states the two sl
 least slack over all requests and the margin are additions.
 
 :class:`CacheBudget` is the same for memory: one cut when interactive requests cross a headroom, then no growth until
-the next step of a job.
+the next step of a job, or for half a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from rookery.errors import UserError
@@ -128,36 +128,57 @@ class ClientTime:
         self._at = now
 
 
+PERIOD_SECONDS = 30.0
+"""A budget is cut at most once in this time, and follows the clients' use after it: longer than a burst of chats and
+the pauses between them, short for a job that waits."""
+
+
 class CacheBudget:
     """The tokens of the KV cache that rollouts may hold while interactive requests are there. Less than the cache by a
-    headroom; halved when interactive requests need more than the rest, and then frozen until a job's next step."""
+    headroom; halved once when interactive requests need more than the rest, further only to what they need, and then
+    frozen until a job's next step, or for :data:`PERIOD_SECONDS`: rollouts may have no steps, and clients may leave."""
 
-    def __init__(self, tokens: int, headroom: float) -> None:
+    def __init__(self, tokens: int, headroom: float, clock: Callable[[], float]) -> None:
         """``headroom``: the share of ``tokens`` that rollouts leave."""
         self._tokens, self._headroom = tokens, int(headroom * tokens)
+        self._clock = clock
         self.rollouts = tokens - self._headroom
-        self._frozen_at: Mapping[str, int] | None = None
+        self._frozen_at: dict[str, int] | None = None
+        """The newest version of each policy that rollouts ran on at the cut, or that came first after it."""
         self._peak = 0
+        """The most that interactive requests needed since ``_since``."""
+        self._since = clock()
         self.cuts = 0
 
     @property
     def frozen(self) -> bool:
         return self._frozen_at is not None
 
+    def observe(self, interactive: int) -> None:
+        """Interactive requests hold so many tokens now."""
+        self._peak = max(self._peak, interactive)
+        if self._clock() - self._since >= PERIOD_SECONDS:
+            self._renew()
+
     def cut(self, interactive: int, versions: Mapping[str, int]) -> bool:
-        """Interactive requests need so many tokens: whether the budget was cut. ``versions``: the newest version of
+        """Interactive requests need so many tokens: whether the budget was lowered. ``versions``: the newest version of
         each policy that rollouts run on."""
         self._peak = max(self._peak, interactive)
-        if interactive <= self._tokens - self.rollouts:
+        if not self.rollouts or interactive <= self._tokens - self.rollouts:
             return False
-        self.rollouts //= 2
-        self._frozen_at = versions
-        self.cuts += 1
+        self.rollouts = min(max(0, self._tokens - interactive), self.rollouts // (1 if self.frozen else 2))
+        if self._frozen_at is None:
+            self._frozen_at, self._since = dict(versions), self._clock()
+            self.cuts += 1
         return True
 
     def on_version(self, policy: str, version: int) -> None:
-        """A rollout runs on this version. A newer one than at the cut is the next step of its job: the budget follows
-        the use since then."""
-        if self._frozen_at is not None and version > self._frozen_at.get(policy, -1):
-            self.rollouts = max(0, self._tokens - self._headroom - self._peak)
-            self._frozen_at, self._peak = None, 0
+        """A rollout runs on this version. A newer one than at the cut is the next step of its job."""
+        if self._frozen_at is not None and version > self._frozen_at.setdefault(policy, version):
+            self._renew()
+
+    def _renew(self) -> None:
+        """Follow the use since the last time; use within the headroom needs nothing more."""
+        used = self._peak if self._peak > self._headroom else 0
+        self.rollouts = max(0, self._tokens - self._headroom - used)
+        self._frozen_at, self._peak, self._since = None, 0, self._clock()

@@ -11,6 +11,7 @@ from tests.support.tiny import small
 from tests.worker.engine.test_engine import finish, order, text
 
 from rookery import protocol
+from rookery.scheduling.slo import PERIOD_SECONDS
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
@@ -221,6 +222,38 @@ def test_the_frozen_cache_grows_at_the_next_version() -> None:
     assert budget.frozen
     engine.submit(order("r3", adapter=ref(2)))
     assert not budget.frozen
+
+
+@pytest.mark.parametrize("adapter", [None, ref(1)], ids=["base", "one version"])
+def test_rollouts_fill_the_cache_again_after_a_burst_of_chats(adapter: protocol.AdapterRef | None) -> None:
+    clock = Clock()
+    engine = gated(clock)
+    engine = gated(clock, kv_budget_bytes=1000 * engine.store.token_bytes)
+
+    def submit(name: str) -> None:
+        engine.submit(order(name, adapter=adapter, prompt=list(range(1, 91)), shared_prefix=0, max_tokens=60))
+
+    def steps(count: int) -> int:
+        """The most requests that ran at once, with as many waiting as the cache may hold."""
+        most = 0
+        for step in range(count):
+            while engine.active + engine.waiting < 6:
+                submit(f"{clock.now}-{step}-{engine.active + engine.waiting}")
+            engine.step()
+            engine.drain()
+            most = max(most, engine.active)
+        return most
+
+    before = steps(3)
+    for number in range(4):
+        prompt = list(range(number + 1, 150))
+        engine.submit(chat(f"c{number}", prompt=prompt, shared_prefix=len(prompt), max_tokens=2))
+    while any(request.params.interactive for request in (*engine.admission.running, *engine.admission.waiting)):
+        engine.step()
+        engine.drain()
+    assert engine.gate.cache_cuts == 1 and steps(3) < before
+    clock.now += PERIOD_SECONDS
+    assert steps(8) >= before
 
 
 def test_costs_are_measured_before_the_first_request(tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ class Admission:
         """Admits waiting requests as far as there are rows and memory. Returns rollouts that leave this worker, for
         the caller to end."""
         leaving: list[EngineRequest] = []
+        if self._budget is not None:
+            self._budget.observe(self._held(interactive=True))
         while self.waiting:
             request = self.waiting[0]
             free = len(self.running) < self._max_rows

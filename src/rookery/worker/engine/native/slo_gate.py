@@ -29,7 +29,8 @@ from rookery.worker.engine.request import EngineRequest
 
 KV_HEADROOM = 0.2
 """Share of the KV cache that rollouts leave while interactive requests are there. When those need more, the cache of
-rollouts is halved, once until a job's next step, and the rollouts beyond it move to other workers."""
+rollouts is halved, once in half a minute or until a job's next step, and the rollouts beyond it move to other
+workers (:class:`rookery.scheduling.slo.CacheBudget`)."""
 
 LEAST_PREFILL = 16
 """Prompt tokens for which a slice of rollouts is worth its fixed cost."""
@@ -121,7 +122,7 @@ class SloGate:
 
     def cache_budget(self, tokens: int) -> CacheBudget | None:
         """The rollouts' budget in a KV cache of so many tokens; None if the gate is off."""
-        self.budget = CacheBudget(tokens, self._headroom) if self._enabled else None
+        self.budget = CacheBudget(tokens, self._headroom, self._clock) if self._enabled else None
         return self.budget
 
     @property
