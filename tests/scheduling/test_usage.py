@@ -177,6 +177,21 @@ def test_busy_seconds_beyond_the_interval_are_scaled_down() -> None:
     assert shares(meter.heartbeat(4.0, 3.0, 9.0, decoding=True, training=True)) == {"a": (1.0, 3.0)}
 
 
+def test_concurrent_training_is_charged_to_its_tenant() -> None:
+    """Both lanes are busy all the time: half of it is training's. First a trains, then b."""
+    meter: WorkerMeter[str] = WorkerMeter(3600.0, 0.0)
+    meter.heartbeat(0.0, 0.0, 0.0, decoding=False, training=False)
+    charged: Counter[str] = Counter()
+    for beat in range(1, 61):
+        account, at = "a" if beat <= 40 else "b", 2.0 * beat
+        if beat % 5 == 0:  # it claims the seconds of its pass
+            meter.trained(account, 1, 10.0)
+        meter.sampled("c", 1)
+        for name, used in meter.heartbeat(at, at, at, decoding=True, training=True).used.items():
+            charged[name] += used.cost  # type: ignore[assignment]
+    assert charged == pytest.approx({"a": 40.0, "b": 20.0, "c": 60.0}) and meter.pending == pytest.approx(0.0)
+
+
 # --- the counters -----------------------------------------------------------------------------------------------------
 
 

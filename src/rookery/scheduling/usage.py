@@ -7,9 +7,10 @@ trained so far. The difference to the last one is the interval's busy time (scal
 heartbeat makes it longer); the rest is idle. Time of a connection after its last heartbeat is idle.
 
 **Decoding** is charged to the accounts whose tokens arrived, in proportion to the tokens. **Training** is charged to
-the accounts whose operations ended: each claims the seconds that its worker reports for it, and gets no more than there
-are. Busy time without a known account (a long prompt before its first token, an operation under way) is pending; it
-becomes idle when no such work has been under way for :data:`PENDING_SECONDS`: its result never came.
+the accounts whose operations ended: each claims the seconds that its worker reports for it, scaled down as the busy
+time is, and gets no more than there are. Busy time without a known account (a long prompt before its first token, an
+operation under way) is pending; it becomes idle when no such work has been under way for :data:`PENDING_SECONDS`: its
+result never came.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class WorkerMeter(Generic[Account]):
         """The last sign of each sort of work."""
         self._decode_pending = self._train_pending = 0.0
         """Busy seconds without an account."""
+        self._train_reported = 0.0
+        """Seconds of training before they were scaled down to their intervals: claims are seconds like these."""
         self._sampled: Counter[Account] = Counter()
         self._trained: Counter[Account] = Counter()
         self._claims: dict[Account, float] = {}
@@ -138,7 +141,7 @@ class WorkerMeter(Generic[Account]):
             self._train_seen = self._at
         elif self._at - self._train_seen > PENDING_SECONDS:
             interval.idle += self._train_pending * self._price
-            self._train_pending = 0.0
+            self._train_pending = self._train_reported = 0.0
             self._claims.clear()
         return interval
 
@@ -146,7 +149,7 @@ class WorkerMeter(Generic[Account]):
         """The connection ended: pending time is idle."""
         interval = self._advance(at, 0.0, 0.0)
         interval.idle += self.pending
-        self._decode_pending = self._train_pending = 0.0
+        self._decode_pending = self._train_pending = self._train_reported = 0.0
         return interval
 
     def _advance(self, at: float, decode: float, train: float) -> Interval[Account]:
@@ -156,6 +159,7 @@ class WorkerMeter(Generic[Account]):
         self._at += seconds
         self._decode_pending += decode * share
         self._train_pending += train * share
+        self._train_reported += train
         interval = Interval[Account](seconds, seconds * self._price, max(0.0, seconds - busy) * self._price)
         sampled = sum(self._sampled.values())
         for account, tokens in self._sampled.items():
@@ -165,10 +169,13 @@ class WorkerMeter(Generic[Account]):
             self._decode_pending = 0.0
             self._sampled.clear()
         claimed = sum(self._claims.values())
-        share = min(1.0, self._train_pending / claimed) if claimed else 0.0
+        share = min(1.0, self._train_reported / claimed) if claimed else 0.0
+        scale = self._train_pending / self._train_reported if self._train_reported else 0.0
         for account, claim in self._claims.items():
-            interval.of(account).train.add(WorkDone(claim * share, claim * share * self._price))
-        self._train_pending = max(0.0, self._train_pending - claimed * share)
+            part = claim * share * scale
+            interval.of(account).train.add(WorkDone(part, part * self._price))
+        self._train_pending = max(0.0, self._train_pending - claimed * share * scale)
+        self._train_reported = max(0.0, self._train_reported - claimed * share)
         self._claims = {a: c * (1 - share) for a, c in self._claims.items()} if share < 1 else {}
         for account, tokens in self._trained.items():
             interval.of(account).train.tokens += tokens
