@@ -14,6 +14,7 @@ from tests.support.peers import eventually, settle
 from tests.support.room import beat
 from tests.worker.engine.test_engine import finish, make, order
 
+from rookery.controller.rollout.request import InflightRequest
 from rookery.scheduling.queues import PriorityQueues
 
 
@@ -108,6 +109,33 @@ async def test_clients_take_the_rows_that_jobs_of_others_do_not_use(tmp_path: Pa
     assert room.rollouts.waiting() == 3
     worker.generating.set()
     await asyncio.gather(*replies)
+    await room.close()
+
+
+async def test_many_waiting_chats_of_a_tenant_are_refused_at_once(tmp_path: Path) -> None:
+    """All of them wait for the same: with a tenth of them, a choice costs as much."""
+    room = Room(tmp_path)
+    worker = await room.worker(max_rows=4)
+    worker.generating.clear()
+    replies = [room.sample(number) for number in range(4)]
+    await eventually(lambda: len(worker.active) == 4)
+    replies += [
+        room.sample(number, "b", f"chat-{number}", request=f"chat-{number}", interactive=True, episode="")
+        for number in range(100)
+    ]
+    await eventually(lambda: room.rollouts.waiting() == 98)
+    queue, asked = room.rollouts.queues.models["smollm2-135m-instruct"], 0
+
+    def refuse(inflight: InflightRequest) -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    assert queue.take(refuse, refuse) is None and asked == 2, "once for each room"
+    worker.generating.set()
+    for number, reply in enumerate(await asyncio.gather(*replies)):
+        check(reply, number if number < 4 else number - 4)
+    assert [g.request for g in worker.generates[4:]] == [f"chat-{number}" for number in range(100)]
     await room.close()
 
 

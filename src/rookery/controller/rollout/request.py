@@ -116,6 +116,8 @@ class InflightRequest:
     their own."""
     versions: set[int] = field(default_factory=set)
     """The versions under which it was given to workers: any of them may have sampled its tokens."""
+    line: str = ""
+    """Of its tenant's queue, the part in which it waits."""
     expected: float = 0.0
     """Tokens that its result will have, as far as can be known before."""
     charged: float = 0.0

@@ -69,11 +69,12 @@ class RequestQueues:
             self.orders[request.job] = RolloutOrder(_describe)
         known = self._lengths.get(request.tenant, self._lengths.get("", math.inf))
         inflight.expected = min(request.generate.max_tokens, known)
-        self._of(request).put(request.tenant, request.job, inflight, first=first, now=self._clock.monotonic())
+        inflight.line = _line(request)
+        self._of(request).put(request.tenant, inflight.line, inflight, first=first, now=self._clock.monotonic())
 
     def remove(self, inflight: InflightRequest) -> None:
         request = inflight.request
-        self._of(request).remove(request.tenant, request.job, inflight)
+        self._of(request).remove(request.tenant, inflight.line, inflight)
 
     def remaining(self, inflight: InflightRequest, least: int) -> int:
         """Tokens that the request is expected to have still, at least ``least`` as far as its limit allows: by its
@@ -107,6 +108,15 @@ class RequestQueues:
         if settle or due > inflight.charged:
             self._of(inflight.request).counters.charge(inflight.request.tenant, due - inflight.charged)
             inflight.charged = due
+
+
+def _line(request: SamplingRequest) -> str:
+    """Requests of one line are served one after the other: those of a job; and of clients' requests without a job those
+    for one version, since a worker that may not take the first of them may take none."""
+    if request.job != request.id or not request.generate.interactive:
+        return request.job
+    adapter = request.adapter
+    return f"{adapter.policy}@{adapter.version}" if adapter is not None else "@"
 
 
 def _describe(inflight: InflightRequest) -> Description:
