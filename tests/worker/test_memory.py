@@ -259,6 +259,33 @@ async def test_calls_wait_for_memory_in_order_of_arrival() -> None:
     tasks[2].cancel()
 
 
+async def test_clients_go_before_calls_that_came_earlier() -> None:
+    queue, done, room = memory.MemoryQueue(), [], 0
+
+    async def call(name: str) -> None:
+        nonlocal room
+        if not room:
+            raise memory.NoRoom
+        room -= 1
+        done.append(name)
+
+    names = {"a": False, "b": False, "x": True, "y": True}
+    async with asyncio.timeout(30):
+        tasks = {
+            name: asyncio.create_task(queue.run(lambda name=name: call(name), first=first))  # type: ignore[misc]
+            for name, first in names.items()
+        }
+        await asyncio.sleep(0)
+        assert queue.waiting == 4 and queue.waited >= 0
+        tasks["x"].cancel()
+        await asyncio.wait([tasks["x"]])
+        for name in "yab":
+            room = 1
+            queue.notify()
+            await tasks[name]
+    assert done == ["y", "a", "b"] and queue.waiting == 0 == queue.waited
+
+
 async def test_calls_with_room_run_side_by_side() -> None:
     """A group's requests reach the engine together when their adapter is new."""
     queue, started, both = memory.MemoryQueue(), 0, asyncio.Event()

@@ -10,8 +10,8 @@ Promises:
 * Requests that no controller claims within the rejoin period are deleted; soon after a reconnection, those that it has
   not claimed are aborted.
 * A request waits for its own grammar and adapter only, and, where the adapters in use fill their share of the memory,
-  for room in order of arrival. A request that fails (its adapter cannot be pulled, the engine refuses it)
-  ends with a reason of one line and affects no other.
+  for room: clients first, then in order of arrival. A request that fails (its adapter cannot be pulled, the engine
+  refuses it) ends with a reason of one line and affects no other.
 * A request that switches to a newer version runs on until that version is loaded; a failed pull leaves it as it is.
   Every token keeps the version that sampled it, and no chunk has tokens of two.
 """
@@ -38,6 +38,10 @@ from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import Unreachable, is_plain, one_line
 
 log = logging.getLogger("rookery.worker.generation")
+
+FENCE_SECONDS = 120.0
+"""For so long clients' requests go before those that wait for room; then only where rollouts keep their adapter in
+memory anyway. Longer than most replies; clients of ever the same adapters leave room to others after it."""
 
 
 @dataclass(eq=False)
@@ -133,6 +137,11 @@ def _text_parameters(generate: protocol.Generate) -> protocol.Generate:
     )  # fmt: skip
 
 
+def _is_client(generate: protocol.Generate) -> bool:
+    """Whether a client waits for it; the service sends some of theirs to run among rollouts."""
+    return generate.interactive or generate.ttft_ms > 0 or generate.tpot_ms > 0
+
+
 def _version_of(generate: protocol.Generate) -> tuple[str, int, str] | None:
     ref = generate.adapter
     return None if ref is None else (ref.policy, ref.version, ref.hash)
@@ -223,7 +232,9 @@ class GenerationManager:
         try:
             grammar = await self._grammar_of(generate)
             await self._with_adapter(
-                generate.adapter, lambda core, folder: core.submit(generate, folder, arrived, grammar)
+                generate.adapter,
+                lambda core, folder: core.submit(generate, folder, arrived, grammar),
+                client=_is_client(generate),
             )
         except Exception as error:
             if held.pending_switch is not None:
@@ -264,7 +275,10 @@ class GenerationManager:
         ref, key = switch.adapter, held.key
         try:
             await self._with_adapter(
-                ref, lambda core, folder: core.switch(key, ref, folder, recompute=switch.recompute)
+                ref,
+                lambda core, folder: core.switch(key, ref, folder, recompute=switch.recompute),
+                client=_is_client(held.generate),
+                runs=True,
             )
             held.generate = msgspec.structs.replace(held.generate, adapter=ref)
         except Exception as error:  # the request continues with its present version
@@ -274,11 +288,17 @@ class GenerationManager:
         held.pending_switch = None
 
     async def _with_adapter(
-        self, ref: protocol.AdapterRef | None, function: Callable[[WorkerCore, Path | None], bool]
+        self,
+        ref: protocol.AdapterRef | None,
+        function: Callable[[WorkerCore, Path | None], bool],
+        *,
+        client: bool,
+        runs: bool = False,
     ) -> None:
         """Call ``function(core, folder)`` in the compute thread: with None if the adapter is in memory, which it may
         answer with False, else with the adapter's folder once there is room for the adapter. While a request waits for
-        room, later ones wait behind it, even those whose adapter is in memory: they could keep it there for ever."""
+        room, later rollouts wait behind it, even those whose adapter is in memory: they could keep it there for ever.
+        ``client``: of a client's request. ``runs``: the request runs already, with another version."""
 
         async def call(folder: Path | None) -> bool:
             return await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder), touches="engine"))
@@ -286,11 +306,21 @@ class GenerationManager:
         if ref is None:
             await call(None)
             return
-        resident = ref.hash in self._compute.status.adapters and not self._adapter_room.waiting
-        if resident and await call(None):
+        resident = ref.hash in self._compute.status.adapters
+        if resident and (runs or self._passes(ref, client=client)) and await call(None):
             return
         async with self._transfers.pulled(ref) as folder:
-            await self._adapter_room.run(lambda: call(folder))
+            first = client and self._adapter_room.waited < FENCE_SECONDS
+            await self._adapter_room.run(lambda: call(folder), first=first)
+
+    def _passes(self, ref: protocol.AdapterRef, *, client: bool) -> bool:
+        """Whether a request may keep this adapter in memory although others wait for room."""
+        if not client:
+            return not self._adapter_room.waiting
+        if self._adapter_room.waited < FENCE_SECONDS:
+            return True
+        users = [held.generate for held in self.held.values() if held.submitted and not held.finish]
+        return any(one.adapter is not None and one.adapter.hash == ref.hash and not _is_client(one) for one in users)
 
     # --- from the engine --------------------------------------------------------------------------------------------
 

@@ -11,8 +11,12 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
+import itertools
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -102,31 +106,65 @@ def require(part: str, needed: int, budget: int) -> None:
         )
 
 
+@dataclass(order=True)
+class _QueuedCall:
+    """A call that waits; the least is next."""
+
+    later: bool
+    number: int
+    since: float = field(compare=False)
+    changed: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+    """Something was freed, or no other call is before it."""
+
+
 class MemoryQueue:
     """Calls that need memory of one part. While there is room they run side by side; those without wait in order of
-    arrival. Belongs to the I/O thread."""
+    arrival, those that go ``first`` before all others. Belongs to the I/O thread."""
 
     def __init__(self) -> None:
-        self.waiting = 0
-        """Calls without room, and those behind them."""
-        self._turn = asyncio.Lock()
+        self._turns: list[_QueuedCall] = []
+        """Calls without room, and those behind them, the next one first."""
+        self._numbers = itertools.count()
         self._freed = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Calls without room, and those behind them."""
+        return len(self._turns)
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the call that came first of them has waited; 0 without one."""
+        since = min((turn.since for turn in self._turns), default=None)
+        return time.monotonic() - since if since is not None else 0.0
 
     def notify(self) -> None:
         """Something was freed: try the first call again."""
         self._freed.set()
+        self._notify_first()
 
-    async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """``call()``, again until it does not raise :class:`NoRoom`; calls that come meanwhile wait behind it."""
-        if not self.waiting:
+    async def run(self, call: Callable[[], Awaitable[T]], *, first: bool = False) -> T:
+        """``call()``, again until it does not raise :class:`NoRoom`; calls that come meanwhile wait behind it, but for
+        those that go ``first``."""
+        if not self._turns:
             with contextlib.suppress(NoRoom):
                 return await call()
-        self.waiting += 1
+        turn = _QueuedCall(not first, next(self._numbers), time.monotonic())
+        bisect.insort(self._turns, turn)
         try:
-            async with self._turn:
-                return await self.retry(call)
+            while True:
+                turn.changed.clear()
+                if self._turns[0] is turn:
+                    with contextlib.suppress(NoRoom):
+                        return await call()
+                await wait_event(turn.changed, RETRY_SECONDS)
         finally:
-            self.waiting -= 1
+            self._turns.remove(turn)
+            self._notify_first()
+
+    def _notify_first(self) -> None:
+        for turn in self._turns[:1]:
+            turn.changed.set()
 
     async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """The same, out of order: for calls that free what others wait for."""
