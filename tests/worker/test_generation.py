@@ -15,7 +15,7 @@ from tests.support.peers import eventually, settle
 from rookery import protocol
 from rookery.worker import generation
 from rookery.worker.compute import IDLE, ComputeStatus
-from rookery.worker.generation import GenerationManager
+from rookery.worker.generation import TEXT_PARAMETERS, GenerationManager, HeldRequest
 from rookery.worker.memory import NoRoom
 
 
@@ -149,3 +149,20 @@ async def test_clients_keep_an_adapter_from_others_for_a_while_only(monkeypatch:
     assert held.waiting() == 2 and machine.begun == ["chat"]
     free(machine, held, "a1")
     await eventually(lambda: machine.begun == ["chat", "c-rollout"])
+
+
+CIRCUMSTANCES = {
+    "request", "assignment", "adapter", "prefix_tokens", "interactive", "tenant", "weight", "order", "ttft_ms",
+    "tpot_ms", "episode", "group",
+}  # fmt: skip
+
+
+def test_a_held_text_continues_under_other_circumstances() -> None:
+    names = set(protocol.Generate.__struct_fields__) - {"epoch"}
+    assert names == CIRCUMSTANCES | set(TEXT_PARAMETERS), "a new parameter must be one of these"
+    held = HeldRequest(order("r", ref("a")), "r/1.1")
+    for field, value in {"weight": 3.0, "tenant": "b", "order": 5.0, "interactive": True, "group": "g"}.items():
+        assert held.continues(order("r", ref("a"), **{field: value})), field
+    others = {"seed": 2, "prompt": [2], "max_tokens": 9, "stop": ["x"], "logits": protocol.LogitsParams(top_p=0.5)}
+    for field, value in others.items():
+        assert not held.continues(order("r", ref("a"), **{field: value})), field

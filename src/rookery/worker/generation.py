@@ -39,6 +39,12 @@ from rookery.worker.transfer.http import Unreachable, is_plain, one_line
 
 log = logging.getLogger("rookery.worker.generation")
 
+TEXT_PARAMETERS = (
+    "prompt", "shared_prefix", "max_tokens", "temperature", "seed", "stop_tokens", "stop", "in_flight",
+    "prompt_logprobs", "top_logprobs", "logits",
+)  # fmt: skip
+"""The parameters of a request, besides its adapter, that a text must share with one that it continues."""
+
 FENCE_SECONDS = 120.0
 """For so long clients' requests go before those that wait for room; then only where rollouts keep their adapter in
 memory anyway. Longer than most replies; clients of ever the same adapters leave room to others after it."""
@@ -129,12 +135,8 @@ class HeldRequest:
         return chunks
 
 
-def _text_parameters(generate: protocol.Generate) -> protocol.Generate:
-    """The parameters that determine the text, besides the adapter."""
-    return msgspec.structs.replace(
-        generate, assignment="", prefix_tokens=[], adapter=None, interactive=False, tenant="", order=0.0, ttft_ms=0,
-        tpot_ms=0,
-    )  # fmt: skip
+def _text_parameters(generate: protocol.Generate) -> tuple[object, ...]:
+    return tuple(getattr(generate, name) for name in TEXT_PARAMETERS)
 
 
 def _is_client(generate: protocol.Generate) -> bool:
