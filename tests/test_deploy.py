@@ -31,7 +31,7 @@ OPERATIONS = (DEPLOY.parent / "docs/operations.md").read_text(encoding="utf-8")
 MONITORING = {"grafana.json", "alerts.yaml"}
 """Files of deploy/ for other programs than Kubernetes; they are on the page of operations."""
 
-DRAIN = 2 * Settings().worker.drain_seconds
+DRAIN = Settings().worker.drain_seconds
 """The longest time of a drain, without sending."""
 
 

@@ -305,7 +305,8 @@ class WorkerSettings(Section):
     adapter_cache_bytes: int = Field(4 << 30, ge=1 << 20)
     """Pulled adapters that a worker keeps on disk, in bytes."""
     drain_seconds: float = Field(4.0, gt=0)
-    """Time that a draining worker takes for its slice and its uploads. Keep it below `stop_seconds`."""
+    """Longest time that a draining worker takes for the end of its slice and its uploads together. Keep it below
+    `stop_seconds`."""
 
 
 class EngineSettings(Section):

@@ -171,15 +171,16 @@ class ServiceConnection:
         self._generation.collect(chunks)
         self._training.collect(results)
 
-    async def drain(self, reason: str = "", *, refused: bool = False) -> None:
-        """Computation has ended: send remaining tokens and results, then ``Draining``, and close. A ``reason`` is also
-        sent by a worker that is still dialling, if the service answers soon."""
+    async def drain(self, seconds: float, reason: str = "", *, refused: bool = False) -> None:
+        """Computation has ended: send remaining tokens and results, whose uploads may take so many seconds, then
+        ``Draining``, and close. A ``reason`` is also sent by a worker that is still dialling, if the service answers
+        soon."""
         self.collect()
         if reason:
             await wait_event(self._connected, REPORT_SECONDS)
         if self._channel is not None:
             await self._flush()
-            await self._training.drain(self._settings.worker.drain_seconds)
+            await self._training.drain(seconds)
         if self._channel is not None:
             with contextlib.suppress(ConnectionClosed):
                 await self._channel.send(

@@ -93,9 +93,10 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
         await asyncio.wait({ended, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         compute.stop()
         log.info("draining")
+        end = loop.time() + settings.worker.drain_seconds
         await asyncio.wait({ended}, timeout=settings.worker.drain_seconds)
-        failure = compute.failure
-        await connection.drain(one_line(failure) if failure else "", refused=isinstance(failure, UserError))
+        failure, left = compute.failure, max(0.0, end - loop.time())
+        await connection.drain(left, one_line(failure) if failure else "", refused=isinstance(failure, UserError))
         for task in tasks:
             if task.done():
                 task.result()
