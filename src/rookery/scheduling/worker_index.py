@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from sortedcontainers import SortedList
@@ -55,9 +55,11 @@ class WorkerIndex:
             if not self._by_tag[tag]:
                 del self._by_tag[tag]
 
-    def first(self, tags: Iterable[str]) -> list[WorkerLoad]:
-        """Of each of these tags the worker that gets the next request."""
-        return [self._workers[self._by_tag[tag][0][-1]] for tag in tags if tag in self._by_tag]
+    def first(self, tags: Iterable[str], without: Collection[str] = ()) -> list[WorkerLoad]:
+        """Of each of these tags the worker that gets the next request; those of the names ``without`` get none."""
+        ranked = (self._by_tag.get(tag, ()) for tag in tags)
+        names = (next((key[-1] for key in keys if key[-1] not in without), None) for keys in ranked)
+        return [self._workers[name] for name in names if name is not None]
 
     def fullest(self) -> list[WorkerLoad]:
         """The most-pending and the most-executing worker; empty without workers."""

@@ -14,7 +14,7 @@ from tests.support.peers import eventually, settle
 from tests.support.room import beat
 from tests.worker.engine.test_engine import finish, make, order
 
-from rookery.controller.rollout.request import InflightRequest
+from rookery.controller.rollout.request import InflightRequest, SamplingResult
 from rookery.scheduling.queues import PriorityQueues
 
 
@@ -136,6 +136,31 @@ async def test_many_waiting_chats_of_a_tenant_are_refused_at_once(tmp_path: Path
     for number, reply in enumerate(await asyncio.gather(*replies)):
         check(reply, number if number < 4 else number - 4)
     assert [g.request for g in worker.generates[4:]] == [f"chat-{number}" for number in range(100)]
+    await room.close()
+
+
+async def test_a_chat_goes_to_a_worker_where_its_tenant_has_not_its_share(tmp_path: Path) -> None:
+    room = Room(tmp_path, dispatch_ahead=0)
+
+    async def chats(tenant: str, *numbers: int) -> list[asyncio.Task[SamplingResult]]:
+        names = [f"{tenant}-{number}" for number in numbers]
+        made = [room.sample(1, tenant, name, request=name, interactive=True, episode="") for name in names]
+        await settle()
+        return made
+
+    other = await room.worker("b", max_rows=8)
+    other.generating.clear()
+    replies = await chats("c", 0, 1, 2)
+    first = await room.worker("a", max_rows=4)
+    first.generating.clear()
+    replies += [room.sample(number) for number in range(2)]
+    await eventually(lambda: len(first.active) == 2)
+    replies += await chats("b", 0, 1, 2)
+    assert [g.request for g in first.generates if g.interactive] == ["b-0", "b-1"], "its share"
+    assert [g.request for g in other.generates if g.interactive] == ["c-0", "c-1", "c-2", "b-2"]
+    for worker in (first, other):
+        worker.generating.set()
+    await asyncio.gather(*replies)
     await room.close()
 
 

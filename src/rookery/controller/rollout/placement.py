@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rookery import protocol
@@ -49,6 +49,10 @@ they miss (:func:`_missing_tag`)."""
 JOB_SECONDS = 10.0
 """For so long a tenant whose job had a rollout at a worker has its share of the rows there: a job has none while it
 trains."""
+
+
+CHOICES = 4
+"""Workers that are asked for a row for a tenant that has its share of the first ones."""
 
 
 @dataclass(eq=False)
@@ -303,16 +307,23 @@ class WorkerPool:
         rollouts wait for a worker. Beyond their share, a tenant's clients leave others' jobs as many rows as these had
         at once lately; where objectives are not kept, rollouts of tenants without clients there get their share."""
         model, tenant, tags = inflight.request.model, inflight.request.tenant, self._tags_for(inflight)
-        worker, client = self._select(model, interactive, tags), inflight.request.generate.interactive
-        if worker is not None and not client:
+        if inflight.request.generate.interactive:
+            workers = self._in_order(model, interactive, tags)
+            return next((one for one in workers if self._fits_client(self._slots[one.name], tenant, waiting)), None)
+        if (worker := self._select(model, interactive, tags)) is not None:
             return worker
-        if worker is None and not client:
-            worker = self._select(model, False, map(_late_tag, tags))
-        if worker is None:
-            return None
-        slots = self._slots[worker.name]
-        fits = self._fits_client(slots, tenant, waiting) if client else self._fits_late(slots, tenant)
-        return worker if fits else None
+        late = self._in_order(model, False, [*map(_late_tag, tags)])
+        return next((one for one in late if self._fits_late(self._slots[one.name], tenant)), None)
+
+    def _in_order(self, model: str, interactive: bool, tags: Collection[str]) -> Iterator[Worker]:
+        """The workers with room, the best first, of which a tenant may have its share; at most :data:`CHOICES`."""
+        passed: set[str] = set()
+        for _ in range(CHOICES):
+            worker = self._select(model, interactive, tags, passed)
+            if worker is None:
+                return
+            yield worker
+            passed.add(worker.name)
 
     def _fits_client(self, slots: WorkerSlots, tenant: str, waiting: Collection[str]) -> bool:
         """Whether a client's request may begin: within the tenant's share, or in a row that others' jobs leave."""
@@ -411,9 +422,13 @@ class WorkerPool:
         name, slow = slots.worker.name, slots.heartbeats[-1].slowdowns if slots.heartbeats else TAKING_TURNS
         return WorkerRollouts(name, slots.site, max(left, default=0), tokens, slots.train_seconds, slow)
 
-    def _select(self, model: str, interactive: bool, tags: Iterable[str]) -> Worker | None:
+    def _select(
+        self, model: str, interactive: bool, tags: Iterable[str], without: Collection[str] = ()
+    ) -> Worker | None:
         index = (self._interactive if interactive else self._common).get(model)
-        name = select(index.first(tags), 0 if interactive else self._dispatch_ahead) if index is not None else None
+        if index is None:
+            return None
+        name = select(index.first(tags, without), 0 if interactive else self._dispatch_ahead)
         return self._slots[name].worker if name is not None else None
 
     def _tags_for(self, inflight: InflightRequest) -> list[str]:
