@@ -276,7 +276,8 @@ class WorkerSettings(Section):
     """Sampled tokens wait at most this long in a worker before they are sent: the most that a kill can cost."""
     request_timeout_seconds: float = Field(1800.0, gt=0)
     """A request without a new token, or a training operation without an answer, for this long fails or is retried
-    although its worker sends heartbeats: far above the time either spends in a worker's queue."""
+    although its worker sends heartbeats. Time counts only while the worker computes no tokens of requests before it,
+    and ends no operation that came before."""
     site: str = Field("", max_length=200)
     """Where a worker, or the service, runs, such as `frankfurt`: adapters and models cross once to each site and spread
     there among its workers. The names of one deployment only need to agree."""

@@ -495,6 +495,28 @@ async def test_a_worker_that_sends_heartbeats_but_no_tokens_is_named(tmp_path: P
     await room.close()
 
 
+@pytest.mark.parametrize(("waiting", "fails"), [(1, False), (0, True)], ids=["it waits there", "nothing waits there"])
+async def test_a_request_may_wait_for_a_row_of_a_worker_that_computes(
+    tmp_path: Path, waiting: int, fails: bool
+) -> None:
+    room = Room(tmp_path, request_timeout_seconds=60, suspect_seconds=10**6, stuck_seconds=10**6)
+    worker = await room.worker()
+    [known] = room.fleet.all()
+    worker.generating.clear()
+    reply = room.sample(1)
+    for number in range(20):
+        room.rollouts.on_heartbeat(known, beat(active=1, waiting=waiting, generated=100 * number))
+        await room.clock.advance(10)
+    assert reply.done() is fails
+    if fails:
+        with pytest.raises(GenerationFailed, match="sent no tokens"):
+            await reply
+    else:
+        worker.generating.set()
+        check(await reply, 1)
+    await room.close()
+
+
 async def test_a_worker_gets_other_sources_only_of_artifacts_that_its_work_names(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -260,6 +261,27 @@ async def test_error_names_the_worker_that_does_not_answer(tmp_path: Path) -> No
     )
     worker.training.set()
     assert (await step(trainer, ref, 1, commit=True)).manifest is not None, "it answers again"
+    await room.close()
+
+
+async def test_an_operation_waits_for_those_before_it_without_a_deadline(tmp_path: Path) -> None:
+    """The last of six waits twice as long as a worker may take for one."""
+    room = Room(tmp_path, request_timeout_seconds=0.25)
+    worker = await room.worker()
+    trainers = {name: room.trainer(name) for name in "abc"}
+    parents = {name: await room.begin(trainer, name) for name, trainer in trainers.items()}
+    turn, left = asyncio.Lock(), asyncio.Event()
+
+    async def slowly(op: Any) -> None:
+        async with turn:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await left.wait()
+
+    worker.answer = slowly
+    steps = [step(trainers[name], parents[name], 1, commit=False) for name in "abc"]
+    await asyncio.gather(*steps)
+    assert room.training.retries == 0 and len(worker.operations) == 3 + 6
     await room.close()
 
 

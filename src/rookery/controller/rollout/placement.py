@@ -90,6 +90,8 @@ class WorkerSlots:
     """Of its requests, those that it was asked to return …"""
     arriving: int = 0
     """… and those of others that will continue here."""
+    served_at: float = -math.inf
+    """When it last reported new tokens while requests waited in it."""
     trained_before: float = 0.0
     """Its training seconds when it began to train last."""
     trainings: StagePredictor = field(default_factory=StagePredictor)
@@ -206,6 +208,8 @@ class WorkerPool:
         if slots.heartbeats:
             last = slots.heartbeats[-1]
             seconds = beat.decode_seconds - last.decode_seconds
+            if beat.waiting and beat.generated > last.generated:
+                slots.served_at = self._clock.monotonic()
             self._saturation_of(worker).add(last.active, beat.active, beat.generated - last.generated, seconds)
             if slots.training and not beat.training:
                 slots.trainings.record("", beat.train_seconds - slots.trained_before)
@@ -279,6 +283,14 @@ class WorkerPool:
         slots.counters.reach(inflight.assignment.order)
         slots.decoding += 1
         self._reindex(slots)
+
+    def last_activity(self, inflight: InflightRequest) -> float:
+        """When the request's worker last worked for it: sent its tokens, or, while it waits for a row or memory there,
+        computed those of others."""
+        stay = inflight.assignment
+        assert stay is not None
+        waits = inflight.state == "assigned"
+        return max(stay.last_activity, self.slots(stay.worker).served_at) if waits else stay.last_activity
 
     def release(self, inflight: InflightRequest) -> None:
         """The request's stay at its worker, if that is not lost, ends: the one place that drops an assignment."""

@@ -316,7 +316,7 @@ class RolloutScheduler:
                         self._fail(inflight, "expire", Unavailable(self._fleet.missing("rollout", model)))
             limit = self._settings.worker.request_timeout_seconds
             for inflight in [one for requests in self.requests.values() for one in requests.values()]:
-                if (stay := inflight.assignment) is not None and now - stay.last_activity > limit:
+                if (stay := inflight.assignment) is not None and now - self.pool.last_activity(inflight) > limit:
                     error = GenerationFailed(f"worker {stay.worker.name} sent no tokens for {limit:g} s")
                     self._fail(inflight, "expire", error)
                     self._dispatch(inflight.request.model)

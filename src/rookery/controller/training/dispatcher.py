@@ -330,8 +330,7 @@ class TrainingDispatcher:
             self._sent[message.op] = (began, worker, message)
             with self._counted(worker):
                 self._fleet.emit(OperationSent(self._clock.time(), worker, message))
-                async with asyncio.timeout(self._settings.worker.request_timeout_seconds):
-                    done = await future
+                done = await self._answer(in_flight, message.op)
         except asyncio.CancelledError:
             worker.post(protocol.CancelOperation(op=message.op))
             raise
@@ -359,6 +358,19 @@ class TrainingDispatcher:
             self._training_load.add(message.policy, work, self._clock.monotonic())
         self._fleet.emit(OperationSucceeded(self._clock.time(), worker, message, done, self._clock.monotonic() - began))
         return done
+
+    async def _answer(
+        self, in_flight: Mapping[str, asyncio.Future[protocol.OperationDone]], op: str
+    ) -> protocol.OperationDone:
+        """The answer to an operation that was sent last. Raises ``TimeoutError`` when in all of
+        ``request_timeout_seconds`` neither it was answered nor one that was sent before: it may wait for these."""
+        future, before = in_flight[op], in_flight.keys() - {op}
+        while not (await asyncio.wait({future}, timeout=self._settings.worker.request_timeout_seconds))[0]:
+            left = before & in_flight.keys()
+            if left == before:
+                raise TimeoutError
+            before = left
+        return future.result()
 
     def _count_retry(self, worker: Worker, policy: str, reason: str) -> None:
         self.retries += 1
