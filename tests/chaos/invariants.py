@@ -315,9 +315,8 @@ class Requests:
             account = connection.requests.get(chunk.assignment)
             if account is None:
                 continue
-            if chunk.finish == "error":
-                account.failed = True
-            else:
+            account.failed |= bool(chunk.error)
+            if chunk.finish != "error":
                 account.received = max(account.received, chunk.offset + len(chunk.tokens))
                 self._touched.append(account)
             if chunk.finish:

@@ -188,6 +188,8 @@ class ScriptedWorker(Peer):
         self.answer: Callable[[Any], Awaitable[protocol.OperationDone | None]] | None = None
         """Answers an operation instead of the trainer; None from it lets the trainer answer."""
         self.trainer = FakeTrainer()
+        self.refuses = ""
+        """Why it cannot generate; empty if it can."""
         self._work = asyncio.Event()
 
     # --- its connection -----------------------------------------------------------------------------------------------
@@ -220,6 +222,14 @@ class ScriptedWorker(Peer):
         assert self.link is not None
         await self.link.send(protocol.encode(message))
 
+    def _return(self, request: str, assignment: str, at: int, error: str = "") -> None:
+        """It does not generate the request from this token on."""
+        end = protocol.TokenChunk(
+            request=request, assignment=assignment, offset=at, tokens=[], logprobs=[], version=0, finish="abort",
+            error=error,
+        )  # fmt: skip
+        self._tasks.append(asyncio.create_task(self.say(protocol.Output(epoch=0, chunks=[end]))))
+
     async def _read(self) -> None:
         assert self.link is not None
         with contextlib.suppress(ConnectionClosed):
@@ -231,17 +241,16 @@ class ScriptedWorker(Peer):
             case protocol.Generate():
                 self.generates.append(message)
                 self.assignments[message.request] = message.assignment
+                if self.refuses:
+                    self._return(message.request, message.assignment, len(message.prefix_tokens), self.refuses)
+                    return
                 self.active[message.request] = (message, len(message.prefix_tokens))
                 self._work.set()
                 return
             case protocol.Abort():
                 generate, at = self.active.pop(message.request, (None, 0))
                 if message.resume and generate is not None:
-                    end = protocol.TokenChunk(
-                        request=message.request, assignment=message.assignment, offset=at, tokens=[], logprobs=[],
-                        version=0, finish="abort",
-                    )  # fmt: skip
-                    self._tasks.append(asyncio.create_task(self.say(protocol.Output(epoch=0, chunks=[end]))))
+                    self._return(message.request, message.assignment, at)
                 return
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
                 self.operations.append(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -16,7 +17,8 @@ from rookery import protocol
 from rookery.worker import generation
 from rookery.worker.compute import IDLE, ComputeStatus
 from rookery.worker.generation import TEXT_PARAMETERS, GenerationManager, HeldRequest
-from rookery.worker.memory import NoRoom
+from rookery.worker.memory import NoRoom, NotOnThisWorker
+from rookery.worker.transfer.http import CorruptDownload, ReadRefused, Unreachable
 
 
 class Machine:
@@ -149,6 +151,34 @@ async def test_clients_keep_an_adapter_from_others_for_a_while_only(monkeypatch:
     assert held.waiting() == 2 and machine.begun == ["chat"]
     free(machine, held, "a1")
     await eventually(lambda: machine.begun == ["chat", "c-rollout"])
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("problem", "finish", "reason"),
+    [
+        (FULL, "abort", "No space left"),
+        (MemoryError("out of memory"), "abort", "out of memory"),
+        (ReadRefused("507"), "abort", "507"),
+        (NotOnThisWorker("an adapter of rank 64 does not fit"), "abort", "rank 64"),
+        (Unreachable("the service does not answer"), "abort", ""),
+        (CorruptDownload("other bytes"), "error", "other bytes"),
+        (ValueError("a token id is outside the vocabulary"), "error", "vocabulary"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_a_request_that_another_worker_may_run_is_aborted_with_the_reason(
+    problem: Exception, finish: str, reason: str
+) -> None:
+    machine = Machine()
+    held = manager(machine)
+    machine.problem = problem
+    held.generate(order("r", ref("a")))
+    await eventually(lambda: bool(held.held["r"].finish))
+    [chunk] = held.take(0.0)
+    assert chunk.finish == finish and reason in chunk.error and bool(chunk.error) == bool(reason)
 
 
 CIRCUMSTANCES = {

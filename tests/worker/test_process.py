@@ -365,9 +365,13 @@ def test_tokens_carry_their_version_and_a_failing_request_affects_no_other(servi
         stream = link.finished(name)
         assert (len(stream.tokens), len(stream.logprobs), stream.finish) == (40, 40, "length")
         assert {(chunk.version, chunk.policy) for chunk in stream.chunks} == {(version, policy)}
-    for name, reason in [("too long", "context"), ("no adapter", "no safetensors file"), ("damaged", "corrupt")]:
+    for name, finish, reason in [
+        ("too long", "abort", "context"),  # another worker may have a longer one
+        ("no adapter", "error", "no safetensors file"),
+        ("damaged", "error", "corrupt"),
+    ]:
         stream = link.finished(name)
-        assert (stream.finish, stream.tokens) == ("error", [])
+        assert (stream.finish, stream.tokens) == (finish, [])
         assert reason in stream.error
         assert "\n" not in stream.error
     [wanted] = service.until(lambda: link.of(protocol.SourcesRequest))

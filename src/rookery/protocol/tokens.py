@@ -45,6 +45,7 @@ class TokenChunk(Struct, kw_only=True):
     policy: Name = ""
     finish: Literal["", "stop", "length", "abort", "error"] = ""
     error: ErrorText = ""
+    """With ``abort``: why this worker can never generate the request; empty where it may later."""
     prompt_logprobs: Annotated[list[PromptLogprob], Meta(max_length=ENTRIES)] = msgspec.field(default_factory=list)
     """With the last chunk: of the prompt's last tokens, as many as were requested."""
     top_logprobs: TopLogprobs = msgspec.field(default_factory=list)

@@ -11,7 +11,7 @@ Promises:
   not claimed are aborted.
 * A request waits for its own grammar and adapter only, and, where the adapters in use fill their share of the memory,
   for room: clients first, then in order of arrival. A request that fails (its adapter cannot be pulled, the engine
-  refuses it) ends with a reason of one line and affects no other.
+  refuses it) ends with a reason of one line and affects no other; as an aborted one where another worker may run it.
 * A request that switches to a newer version runs on until that version is loaded; a failed pull leaves it as it is.
   Every token keeps the version that sampled it, and no chunk has tokens of two.
 """
@@ -34,6 +34,7 @@ from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
 from rookery.worker.grammars import Grammars
 from rookery.worker.memory import MemoryQueue
+from rookery.worker.training_ops import failure_category
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import Unreachable, is_plain, one_line
 
@@ -245,11 +246,11 @@ class GenerationManager:
                 held.generate = msgspec.structs.replace(held.generate, adapter=ref)
                 await self._submit(held, msgspec.structs.replace(generate, adapter=ref))
                 return
-            # Another worker, or a later attempt, may reach the service: such a request is aborted, not failed.
-            held.finish = "abort" if isinstance(error, Unreachable) else "error"
-            held.error = one_line(error)
+            # Another worker may run it: it is aborted, with the reason unless a later attempt here may run it, too.
+            held.finish = "error" if failure_category(error) == "failed" else "abort"
+            held.error = "" if isinstance(error, Unreachable) else one_line(error)
             self.failed += 1
-            log.warning("request %s failed: %s", held.generate.request, held.error, exc_info=not is_plain(error))
+            log.warning("request %s failed: %s", held.generate.request, one_line(error), exc_info=not is_plain(error))
             self._on_output(True)
             return
         held.submitted = True

@@ -55,7 +55,11 @@ class NoRoom(Exception):
     """The part is full of contents that are in use; there will be room later."""
 
 
-class TooSmall(UserError):
+class NotOnThisWorker(UserError, ValueError):
+    """It can never run on this worker; another one may run it."""
+
+
+class TooSmall(NotOnThisWorker):
     """It exceeds the memory or a limit of this worker, for ever; another one may have more."""
 
 

@@ -30,7 +30,7 @@ import torch
 from rookery import protocol
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
-from rookery.worker.memory import MemoryQueue, TooSmall
+from rookery.worker.memory import MemoryQueue, NotOnThisWorker
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed, errno_of, is_plain, one_line
@@ -176,7 +176,7 @@ class TrainingOps:
             await self._send_result(op.op, error=str(error), category="stale")
         except Exception as error:
             self._on_failed(op, one_line(error), traceback=not is_plain(error))
-            await self._send_result(op.op, error=one_line(error), category=_category(error))
+            await self._send_result(op.op, error=one_line(error), category=failure_category(error))
 
     async def _init_adapter(self, op: protocol.InitAdapter) -> None:
         if op.source is None:
@@ -282,9 +282,10 @@ class TrainingOps:
         return await asyncio.wrap_future(self._compute.call(function))
 
 
-def _category(error: Exception) -> Literal["failed", "lost", "too small"]:
-    """Other than ``failed`` where the cause is this worker or its connection, so that another worker may succeed."""
-    if isinstance(error, TooSmall):
+def failure_category(error: Exception) -> Literal["failed", "lost", "too small"]:
+    """Of an operation or a request. Other than ``failed`` where the cause is this worker or its connection, so that
+    another worker may succeed."""
+    if isinstance(error, NotOnThisWorker):
         return "too small"
     if isinstance(error, TransferFailed):
         return "failed" if isinstance(error, CorruptDownload) else "lost"

@@ -334,6 +334,33 @@ async def test_a_rejected_request_resumes_at_another_worker(tmp_path: Path) -> N
     await room.close()
 
 
+async def test_a_request_goes_to_each_worker_once_that_cannot_generate_it(tmp_path: Path) -> None:
+    """A worker that refuses at once is always the emptiest one."""
+    room = Room(tmp_path)
+    small = [await room.worker(name) for name in "ab"]
+    large = await room.worker("c", max_rows=1)
+    for worker in small:
+        worker.refuses = f"its cache is full on {worker.name}"
+    replies = [room.sample(number) for number in range(4)]
+    for number, reply in enumerate(await asyncio.gather(*replies)):
+        check(reply, number)
+    assert all(len(worker.generates) <= 4 for worker in small) and len(large.generates) == 4
+    assert room.rollouts.requeues["rejected"] == sum(len(worker.generates) for worker in small)
+    large.refuses = "its text is too long"
+    with pytest.raises(GenerationFailed, match="its"):
+        await room.sample(5)
+    large.generating.clear()
+    large.refuses = ""
+    waits = room.sample(6)
+    await eventually(lambda: bool(large.active))
+    await large.die()
+    room.workers.remove(large)
+    await room.clock.advance(60)
+    with pytest.raises(GenerationFailed, match="its cache is full on"):
+        await waits
+    await room.close()
+
+
 async def test_requests_of_a_draining_worker_resume_elsewhere(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker("old", chunk=2)

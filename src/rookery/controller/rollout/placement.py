@@ -320,22 +320,30 @@ class WorkerPool:
         at once lately; where objectives are not kept, rollouts of tenants without clients there get their share."""
         model, tenant, tags = inflight.request.model, inflight.request.tenant, self._tags_for(inflight)
         if inflight.request.generate.interactive:
-            workers = self._in_order(model, interactive, tags)
+            workers = self._in_order(model, interactive, tags, inflight.refused)
             return next((one for one in workers if self._fits_client(self._slots[one.name], tenant, waiting)), None)
-        if (worker := self._select(model, interactive, tags)) is not None:
+        if (worker := self._select(model, interactive, tags, inflight.refused)) is not None:
             return worker
-        late = self._in_order(model, False, [*map(_late_tag, tags)])
+        late = self._in_order(model, False, [*map(_late_tag, tags)], inflight.refused)
         return next((one for one in late if self._fits_late(self._slots[one.name], tenant)), None)
 
-    def _in_order(self, model: str, interactive: bool, tags: Collection[str]) -> Iterator[Worker]:
+    def _in_order(
+        self, model: str, interactive: bool, tags: Collection[str], refused: Collection[str]
+    ) -> Iterator[Worker]:
         """The workers with room, the best first, of which a tenant may have its share; at most :data:`CHOICES`."""
-        passed: set[str] = set()
+        passed = set(refused)
         for _ in range(CHOICES):
             worker = self._select(model, interactive, tags, passed)
             if worker is None:
                 return
             yield worker
             passed.add(worker.name)
+
+    def has_able(self, inflight: InflightRequest) -> bool:
+        """Whether some worker works that has not refused the request."""
+        workers = (slots.worker for slots in self._slots.values() if slots.tags)
+        model, refused = inflight.request.model, inflight.refused
+        return any(one.hello.model == model and one.name not in refused for one in workers)
 
     def _fits_client(self, slots: WorkerSlots, tenant: str, waiting: Collection[str]) -> bool:
         """Whether a client's request may begin: within the tenant's share, or in a row that others' jobs leave."""
@@ -367,7 +375,7 @@ class WorkerPool:
             return None
         assignment.chunk_end = tokens + self._chunk
         index, source = self._common[request.model], assignment.worker
-        first = min(index.first(self._tags_for(inflight)), key=order, default=None)
+        first = min(index.first(self._tags_for(inflight), inflight.refused), key=order, default=None)
         if first is None or first.name == source.name:
             return None
         target = self._slots[first.name]
@@ -406,10 +414,10 @@ class WorkerPool:
         else:
             able = [inflight for inflight in able if inflight.state == "assigned"]
         for number, inflight in enumerate(able):
-            move = balance(index.fullest(), index.first(self._tags_for(inflight)))
+            move = balance(index.fullest(), index.first(self._tags_for(inflight), inflight.refused))
             if move is not None:
                 target = self._slots[move.target].worker
-                accepted = [other for other in able[number:] if target.accepts(other.request.adapter)]
+                accepted = [other for other in able[number:] if other.suits(target)]
                 return Migration(target, accepted[: move.count])
         return None
 
@@ -424,7 +432,7 @@ class WorkerPool:
             return None
         taker = self._slots[others[0].name]
         move = merge(self._tail(slots, queues), self._tail(taker, queues), taker.costs)
-        if move is None or not all(taker.worker.accepts(inflight.request.adapter) for inflight in moved):
+        if move is None or not all(inflight.suits(taker.worker) for inflight in moved):
             return None
         return Migration(taker.worker, moved, "merged")
 

@@ -122,6 +122,8 @@ class InflightRequest:
     """Tokens that its result will have, as far as can be known before."""
     charged: float = 0.0
     """Tokens that its tenant was charged for it; 0 until it is assigned to a worker."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """By worker that cannot generate it, the reason. It returns to none of them."""
     faults: int = 0
     """Times that a worker sent wrong tokens of it."""
     waiting_since: float = 0.0
@@ -159,6 +161,10 @@ class InflightRequest:
         request = self.request
         policy = request.adapter.policy if request.adapter is not None else ""
         return TraceSpan(kind, start, end, worker, request.tenant, request.job, policy, text or request.id)
+
+    def suits(self, worker: Worker) -> bool:
+        """Whether the worker accepts it now, and has not refused it."""
+        return worker.name not in self.refused and worker.accepts(self.request.adapter)
 
     @property
     def policy_version(self) -> tuple[str, int]:

@@ -3,8 +3,9 @@
 * Every request ends exactly once: with its result, with an error, or by its caller's cancellation.
 * Received tokens are never generated again. When a worker is lost, rejects a request, or another worker could begin it
   sooner or continue it faster, the request moves there with the tokens received so far, ahead of requests that never
-  ran. A cancelled request of an episode keeps its tokens and resumes from them when it is submitted again; submitted
-  with another prompt, as after a new reset of its environment, it starts over.
+  ran. A worker that cannot generate it does not get it again; it fails when all workers have refused it.
+* A cancelled request of an episode keeps its tokens and resumes from them when it is submitted again; submitted with
+  another prompt, as after a new reset of its environment, it starts over.
 * Tenants share each base model's workers by the tokens that they are served
   (:mod:`rookery.scheduling.queues`). A worker holds at most its rows and a few more; everything else waits here,
   where it is visible. Interactive requests go first; rollouts go where their objectives leave room.
@@ -310,15 +311,17 @@ class RolloutScheduler:
             for model, queue in self.queues.models.items():
                 served = bool(self._fleet.serving("rollout", model))
                 for inflight in list(queue):
-                    if served:
+                    if served and inflight.refused and not self.pool.has_able(inflight):
+                        self._fail(inflight, "expire", GenerationFailed([*inflight.refused.values()][-1]))
+                    elif served:
                         inflight.waiting_since = now
                     elif now - inflight.waiting_since > wait:
                         self._fail(inflight, "expire", Unavailable(self._fleet.missing("rollout", model)))
             limit = self._settings.worker.request_timeout_seconds
             for inflight in [one for requests in self.requests.values() for one in requests.values()]:
                 if (stay := inflight.assignment) is not None and now - self.pool.last_activity(inflight) > limit:
-                    error = GenerationFailed(f"worker {stay.worker.name} sent no tokens for {limit:g} s")
-                    self._fail(inflight, "expire", error)
+                    reason = f"worker {stay.worker.name} sent no tokens for {limit:g} s"
+                    self._refuse(inflight, reason, "withdraw", "expire")
                     self._dispatch(inflight.request.model)
 
     # --- states -------------------------------------------------------------------------------------------------------
@@ -359,6 +362,15 @@ class RolloutScheduler:
         """Its worker does not continue the request: another one must."""
         self._count_requeue(inflight, reason)
         self.apply(inflight, event)
+
+    def _refuse(self, inflight: InflightRequest, reason: str, leave: Event, end: Event) -> None:
+        """Its worker cannot generate the request, which leaves for another worker; or ends, if all have refused it."""
+        assert inflight.assignment is not None
+        inflight.refused[inflight.assignment.worker.name] = reason
+        if self.pool.has_able(inflight):
+            self._requeue(inflight, leave, "rejected")
+        else:
+            self._fail(inflight, end, GenerationFailed(reason))
 
     def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
         self.requeues[reason] += 1
@@ -500,7 +512,10 @@ class RolloutScheduler:
             self.apply(inflight, "tokens")
             self.queues.on_tokens(inflight)
             self._fleet.emit(TokensReceived(self._clock.time(), worker, inflight.request, tokens))
-        if chunk.finish == "abort":  # the worker's decision: a request that this side aborts has no assignment any more
+        # An abort is the worker's decision: a request that this side aborts has no assignment any more.
+        if chunk.finish == "abort" and chunk.error:
+            self._refuse(inflight, chunk.error, "return", "error")
+        elif chunk.finish == "abort":
             self._requeue(inflight, "return", "divided" if inflight.state == "returning" else "rejected")
         elif chunk.finish:
             result.finish, result.prompt_logprobs = chunk.finish, chunk.prompt_logprobs

@@ -119,8 +119,9 @@ class Engine(Protocol):
 
     def submit(self, generate: protocol.Generate, grammar: ReplyGrammar | None = None) -> None:
         """Queues a request; ``grammar`` is that of its schema, after its ``prefix_tokens``. Raises ``ValueError`` with
-        a one-line reason when it can never run here (its prompt exceeds the context, its adapter is not attached, its
-        name is in use, …); nothing is kept of it then."""
+        a one-line reason when it can never run here (a token id is outside the vocabulary, its name is in use, …),
+        :class:`~rookery.worker.memory.NotOnThisWorker` where another worker may run it (its prompt exceeds the context,
+        …); nothing is kept of it then."""
         ...
 
     def abort(self, request: str) -> None:

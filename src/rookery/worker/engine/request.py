@@ -15,6 +15,7 @@ from rookery import protocol
 from rookery.tokenization.detokenizer import StopSearch
 from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.engine.logits import RequestLogits
+from rookery.worker.memory import TooSmall
 
 Finish = Literal["", "stop", "length", "abort", "error"]
 
@@ -26,12 +27,13 @@ _LONGEST_CHARACTER = 4
 
 
 def validate(generate: protocol.Generate, vocabulary: int, context: int) -> None:
-    """Raises ``ValueError`` with a one-line reason for a request that no engine of this vocabulary and context runs."""
+    """Raises ``ValueError`` with a one-line reason for a request that no engine of this vocabulary runs, and
+    :class:`~rookery.worker.memory.TooSmall` for one that is longer than this ``context``."""
     length = len(generate.prompt) + len(generate.prefix_tokens)
     if not generate.prompt:
         raise ValueError("the prompt is empty")
     if len(generate.prompt) >= context or length > context:
-        raise ValueError(f"the prompt has {length} tokens; this model's context is {context}")
+        raise TooSmall(f"the prompt has {length} tokens; the context is {context} here")
     if not 0 <= generate.shared_prefix <= len(generate.prompt):
         raise ValueError(f"shared_prefix is {generate.shared_prefix}, the prompt has {len(generate.prompt)} tokens")
     if generate.prompt_logprobs and generate.shared_prefix:

@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rookery.errors import UserError
-from rookery.worker.memory import NoRoom, require
+from rookery.worker.memory import NoRoom, NotOnThisWorker, TooSmall, require
 from rookery.worker.model.adapter import PARTS, Adapter, Projections, adapter_numbers
 from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter, padded_rank
 from rookery.worker.model.batch_invariance import chunked_matmul, contraction_chunks, exact_rows, pad_rows
@@ -96,7 +95,7 @@ class LoraManager:
 
     def make_room(self, rank: int) -> None:
         """Drops unused adapters until another one of ``rank`` fits. Raises :class:`~rookery.worker.memory.NoRoom` while
-        those in use leave no room, ``UserError`` if there can never be room for one of this rank."""
+        those in use leave no room, ``TooSmall`` if there can never be room for one of this rank."""
         used = [resident for resident in self.residents.values() if resident.pins]
         size, most = adapter_numbers(self._model, rank, PARTS) * self._dtype.itemsize, self.budget_bytes
         least, crowded = size, False
@@ -111,10 +110,10 @@ class LoraManager:
         self._drop_idle(most - size)
 
     def add(self, key: str, adapter: Adapter) -> None:
-        """Makes ``adapter`` resident. Raises ``UserError`` when its rank is above ``max_rank``, and as
+        """Makes ``adapter`` resident. Raises ``TooSmall`` when its rank is above ``max_rank``, and as
         :meth:`make_room`."""
         if adapter.rank > self.max_rank:
-            raise UserError(f"rank {adapter.rank} is over this worker's max_rank {self.max_rank}")
+            raise TooSmall(f"rank {adapter.rank} is over this worker's max_rank {self.max_rank}")
         if key in self.residents:
             self.residents[key].evict_pending = False
         else:
@@ -124,9 +123,11 @@ class LoraManager:
 
     def add_full(self, key: str, size: int, load: Callable[[], Decoder]) -> None:
         """Makes a full-parameter version of ``size`` bytes resident; ``load`` is called once there is room. Raises as
-        :meth:`make_room`, and ``UserError`` where there are LoRA only."""
+        :meth:`make_room`, and ``NotOnThisWorker`` where there are LoRA only."""
         if self._slots is None:
-            raise UserError("this engine serves LoRA only; full-parameter versions need a family of the native engine")
+            raise NotOnThisWorker(
+                "this engine serves LoRA only; full-parameter versions need a family of the native engine"
+            )
         if key in self.residents:
             self.residents[key].evict_pending = False
             return

@@ -53,7 +53,7 @@ from rookery.worker.engine.native.runner import Runner, WeightSets, best_runner,
 from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.engine.request import EngineRequest, SharedPrefix, validate
 from rookery.worker.engine.sampler import SampledTokens, SamplingKey
-from rookery.worker.memory import MemoryUse
+from rookery.worker.memory import MemoryUse, TooSmall
 from rookery.worker.model.base import ResidentModel
 from rookery.worker.model.lora import LoraManager
 
@@ -289,7 +289,8 @@ class NativeEngine:
         if generate.adapter is not None and generate.adapter.hash not in self.loras:
             raise ValueError(f"adapter {generate.adapter.hash} is not resident")
         if not self.store.fits_alone(generate.shared_prefix, max(longest - generate.shared_prefix, 1)):
-            raise ValueError(f"a text of {longest} tokens does not fit this worker's cache ({self.store.budget} bytes)")
+            size = f"({self.store.budget} bytes)"
+            raise TooSmall(f"a text of {longest} tokens does not fit this worker's cache {size}")
 
     # --- scheduling of slices ---------------------------------------------------------------------------------------
 

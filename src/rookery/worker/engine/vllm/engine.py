@@ -36,7 +36,7 @@ from rookery.tokenization.chat import Chat
 from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.engine.request import EngineRequest, validate
 from rookery.worker.engine.vllm.backend import Backend, LoadedAdapter, SampledPart, SamplingTask, TaskFailed
-from rookery.worker.memory import MemoryUse, NoRoom
+from rookery.worker.memory import MemoryUse, NoRoom, NotOnThisWorker, TooSmall
 from rookery.worker.model.adapter import Projections, read_adapter
 from rookery.worker.model.canary import canary_tokens, mean_difference, read_canary
 from rookery.worker.transfer.http import one_line
@@ -150,10 +150,12 @@ class VllmEngine:
         if ref.hash in self._adapters:
             return
         if not ref.rank:
-            raise UserError(f"{ref.policy}: vLLM serves LoRA versions only; a full-parameter job needs a native worker")
+            raise NotOnThisWorker(
+                f"{ref.policy}: vLLM serves LoRA versions only; a full-parameter job needs a native worker"
+            )
         if ref.rank > self.limits.max_rank:
             limit = f"this engine's limit {self.limits.max_rank}"
-            raise UserError(f"{ref.policy}: rank {ref.rank} is over {limit}; raise ROOKERY_MAX_RANK")
+            raise TooSmall(f"{ref.policy}: rank {ref.rank} is over {limit}; raise ROOKERY_MAX_RANK")
         if len(self._adapters) >= self._backend.max_adapters:
             self._make_room()
         weights = read_adapter(folder, self._projections).weights if self._projections is not None else {}
@@ -177,9 +179,9 @@ class VllmEngine:
             raise ValueError(f"request {generate.request} is already running")
         validate(generate, self._vocabulary, self.limits.max_context)
         if generate.logits is not None:
-            raise ValueError("vLLM workers do not change logits: top_p, schemas and the like need another engine")
+            raise NotOnThisWorker("vLLM workers do not change logits: top_p, schemas and the like need another engine")
         if not self._backend.tempered and generate.temperature not in (0.0, 1.0):
-            raise ValueError(
+            raise NotOnThisWorker(
                 f"temperature is {generate.temperature}; this vLLM server reports log-probabilities at 1 only"
             )
         request = EngineRequest.begin(generate, self._decode)
