@@ -517,6 +517,32 @@ async def test_a_reconnected_host_closes_episodes_that_are_replayed_elsewhere(se
     await eventually(lambda: not first.episodes and not second.episodes)
 
 
+@pytest.mark.parametrize("together", [True, False])
+async def test_an_episode_that_begins_again_in_another_host_is_closed_in_the_first(
+    service: Service, together: bool
+) -> None:
+    """It had no reply when the service ended, so its host is not known."""
+    await service.worker().join()
+    hosts = [
+        await service.host(instance=f"host-{number}", script=lambda message: HANG).join() for number in range(2)
+    ]  # fmt: skip
+    job = await run(service, stop__steps=1)
+    await eventually(lambda: sum(len(host.episodes) for host in hosts) >= 4)
+    assert all(host.episodes for host in hosts)
+    if together:
+        await service.controller.pause("alice", job)
+    await service.crash()
+    await service.start()
+    for host in hosts:
+        await service.reconnect(host).join()
+        if not together:  # the job continues where the first one is
+            await eventually(lambda: len(hosts[0].episodes) >= 4)
+    if together:
+        await service.controller.resume("alice", job)
+    await eventually(lambda: any(host.closed for host in hosts))
+    await eventually(lambda: not hosts[0].episodes.keys() & hosts[1].episodes.keys())
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_episodes_of_a_paused_job_outlive_a_restart(service: Service, wanted: bool) -> None:
     await service.worker().join()

@@ -118,6 +118,8 @@ class EnvironmentHost:
     """When its connection ended."""
     episodes: set[str] = field(default_factory=set)
     """The episodes that may continue there; a host that reconnects is sent a close for any other."""
+    called: set[str] = field(default_factory=set)
+    """Of these, those that this process has called there: no other host continues them."""
     calls: dict[str, HostCall] = field(default_factory=dict)
     """Unanswered calls."""
     active: dict[str, float] = field(default_factory=dict)
@@ -228,7 +230,9 @@ class EnvironmentHosts:
         if not hello.episodes or (owner, hello.instance) in self.hosts:
             return set()
         unfinished = set(await self._unfinished(owner))
-        return {name for name in hello.episodes if name.rsplit("-", 2)[0] in unfinished}  # JOB-GROUP-MEMBER
+        elsewhere = set[str]().union(*(host.called for host in self.hosts.values()))
+        known = {name for name in hello.episodes if name.rsplit("-", 2)[0] in unfinished}  # JOB-GROUP-MEMBER
+        return known - elsewhere
 
     @staticmethod
     def _check(owner: str, hello: Any) -> None:
@@ -379,7 +383,12 @@ class EnvironmentHosts:
     ) -> protocol.Observation:  # fmt: skip
         """The answer of the episode's environment, within its ``step_timeout`` if ``limited``. Raises
         :class:`EnvironmentFailed` or :class:`HostLost`."""
+        if message.episode not in host.called:
+            for other in self.hosts.values():  # it has a copy from before this process
+                if other is not host and message.episode in other.episodes:
+                    self.close_episode(other, message.episode)
         host.episodes.add(message.episode)
+        host.called.add(message.episode)
         answer = await self._call(host, environment, message, protocol.Observation, limited=limited)
         if answer.error:
             raise EnvironmentFailed(answer.error[:LONGEST_ERROR])
@@ -387,6 +396,7 @@ class EnvironmentHosts:
 
     def close_episode(self, host: EnvironmentHost, episode: str) -> None:
         host.episodes.discard(episode)
+        host.called.discard(episode)
         if host.connected:
             host.outbox.post(protocol.CloseEpisode(episode=episode))
 
