@@ -145,9 +145,9 @@ test-integration: $(VENV)/.tests
 # Each attack of one caller alone; then twenty minutes of small jobs, chats, Tinker clients, kills, and a tenant that
 # attacks in every way at once: what grows, what others notice.
 soak: $(VENV)/.tests
-	$(BIN)/python -m benchmarks.scale.callers --save
-	$(BIN)/python -m benchmarks.scale.soak
-	$(BIN)/python -m benchmarks.lib.report
+	@status=0; $(BIN)/python -m benchmarks.scale.callers --save || status=1; \
+	$(BIN)/python -m benchmarks.scale.soak || status=1; \
+	$(BIN)/python -m benchmarks.lib.report; exit $$status
 
 # The same for a minute and a half, with the targets that so short a run can meet.
 soak-short: $(VENV)/.tests
