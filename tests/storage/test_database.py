@@ -45,7 +45,7 @@ from rookery.errors import Conflict, DatabaseAway, DatabaseReadOnly, NotFound, U
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
-from rookery.storage.columns import Base, rows
+from rookery.storage.columns import Base, Page, rows
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, SpanRow, UsageRow
@@ -932,6 +932,24 @@ def test_hours_of_a_tenants_timeline_come_before_those_of_others(database: Datab
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", [0.5, math.nan])
+def test_evaluations_are_read_without_their_answers(database: Database, metric: float) -> None:
+    submit(database)
+    commit(database, database.write(jobs.next_lease, "job-main"), None, [], 0)
+    figures = {"split": "eval", "seed": 2**62 + 1, "constant": {"reply": "a", "reward": metric, "prompts": 1}}
+    database.write(
+        version_rows.add_evaluation, policy="job-main", version=0, prompts=1, mean=0.0, stderr=0.0, created=0.0,
+        results={**figures, "held_out": [{"answer": '"held_out":[', "metrics": {"m": metric}}]},
+    )  # fmt: skip
+    [whole], [brief], [last] = (
+        database.read(version_rows.evaluations, "alice", "job"),
+        database.read(version_rows.evaluations, "alice", "job", Page(5, ("job-main", -1)), answers=False),
+        database.read(version_rows.last_evaluations, "alice", "job"),
+    )
+    assert str(brief.results) == str(last.results) == str(figures) and len(whole.results["held_out"]) == 1
+    assert replace(whole, results={}) == replace(brief, results={}) == replace(last, results={})
 
 
 def test_the_last_evaluation_is_that_of_the_newest_version(database: Database) -> None:

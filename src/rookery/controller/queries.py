@@ -252,7 +252,7 @@ class JobQueries:
                 prompts=row.prompts,
                 mean=row.mean,
                 stderr=row.stderr,
-                **row.results,
+                **{"held_out": [], **row.results},
             )
             for row in rows
         ]
@@ -282,10 +282,12 @@ class JobQueries:
             advice=[] if found else advice_lines(rows, view.spec),
         )
 
-    async def evaluation_rows(self, tenant: str, job: str, page: Page | None = None) -> Sequence[EvaluationRow]:
-        """The evaluations of a job, by policy and version."""
+    async def evaluation_rows(
+        self, tenant: str, job: str, page: Page | None = None, answers: bool = True
+    ) -> Sequence[EvaluationRow]:
+        """The evaluations of a job, by policy and version; ``answers``: with the prompts and answers."""
         await self._store.read(job_rows.get_job, tenant, job)
-        return await self._store.read(version_rows.evaluations, tenant, job, page)
+        return await self._store.read(version_rows.evaluations, tenant, job, page, answers)
 
     async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> tuple[int, protocol.Manifest]:
         """The number and the artifact of a version (the newest for None). Raises :class:`NotFound` where it is not

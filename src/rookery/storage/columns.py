@@ -66,6 +66,26 @@ class JsonText(TypeDecorator[Any]):
         return None if value is None else json.loads(value)
 
 
+class JsonPart(JsonText):
+    """An object of JSON, of which only ``fields`` are read: others, which may be large, are passed over."""
+
+    cache_ok = True
+
+    def __init__(self, fields: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.fields = fields
+        self._decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        if value is None:
+            return None
+        try:
+            found = {name: json.loads(bytes(raw)) for name, raw in self._decode(value).items() if name in self.fields}
+        except msgspec.DecodeError:  # it has a NaN or an infinity
+            found = {name: part for name, part in json.loads(value).items() if name in self.fields}
+        return found
+
+
 class ManifestJson(TypeDecorator[Manifest]):
     """A manifest, as the JSON of its fields."""
 
@@ -164,7 +184,18 @@ def page_of(
 ) -> list[Row]:
     """A page of the rows of ``kind`` for which all of ``where`` hold and whose columns have the values of ``key``, all
     of them for None. ``order`` identifies a row."""
-    query = select(kind).where(*where).filter_by(**key)
+    return paged(connection, kind, select(kind).where(*where).filter_by(**key), order, page, descending)
+
+
+def paged(
+    connection: Connection,
+    kind: type[Row],
+    query: Select[Any],
+    order: Sequence[InstrumentedAttribute[Any]],
+    page: Page | None,
+    descending: bool = False,
+) -> list[Row]:
+    """A page of the rows of ``query``, which selects ``kind``; all of them for None. ``order`` identifies a row."""
     query = query.order_by(*(column.desc() if descending else column for column in order))
     if page is not None:
         query = query.limit(page.limit).offset(page.offset or None)

@@ -218,10 +218,17 @@ async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version:
 
 
 @routes.get("/jobs/{job}/evaluations", tags=["results"])
-async def evaluations(service: Service, job: OfJob, page: Paged) -> Sequence[EvaluationView]:
+async def evaluations(
+    service: Service,
+    job: OfJob,
+    page: Paged,
+    held_out: Annotated[
+        bool, Query(description="With each prompt and its answer; without them, the list is empty")
+    ] = True,
+) -> Sequence[EvaluationView]:
     """A page of the evaluations on held-out prompts, by version."""
     found = await page.read(
-        partial(service.controller.queries.evaluation_rows, job.tenant, job.id),
+        partial(service.controller.queries.evaluation_rows, job.tenant, job.id, answers=held_out),
         lambda row: (row.policy, row.version), str, float,
     )  # fmt: skip
     return await service.controller.queries.evaluation_views(job.tenant, job.id, found)

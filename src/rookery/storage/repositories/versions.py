@@ -19,7 +19,7 @@ from sqlalchemy.orm import aliased
 
 from rookery.errors import Conflict, LeaseLost
 from rookery.protocol import Manifest
-from rookery.storage.columns import Page, add, fetch_all, fetch_one, get, page_of
+from rookery.storage.columns import JsonPart, Page, add, fetch_all, fetch_one, get, page_of, paged
 from rookery.storage.models import (
     CheckpointRow,
     EvaluationRow,
@@ -263,19 +263,30 @@ def add_evaluation(
     return row
 
 
-def evaluations(connection: Connection, tenant: str, job: str, page: Page | None = None) -> list[EvaluationRow]:
-    """By policy and version; empty for a job that is not this tenant's."""
+_EVALUATIONS = EvaluationRow.__table__
+_FIGURES = select(
+    *(column for column in _EVALUATIONS.c if column.name != "results"),
+    type_coerce(_EVALUATIONS.c.results, JsonPart(("split", "seed", "loss", "accuracy", "constant"))).label("results"),
+)
+"""Evaluations without the prompts and answers, of which there may be megabytes in each."""
+
+
+def evaluations(
+    connection: Connection, tenant: str, job: str, page: Page | None = None, answers: bool = True
+) -> list[EvaluationRow]:
+    """By policy and version; empty for a job that is not this tenant's. ``answers``: with the prompts and answers."""
+    query = (select(EvaluationRow) if answers else _FIGURES).where(EvaluationRow.tenant == tenant)
     order = (EvaluationRow.policy, EvaluationRow.version)
-    return page_of(connection, EvaluationRow, order, page, tenant=tenant, job=job)
+    return paged(connection, EvaluationRow, query.where(EvaluationRow.job == job), order, page)
 
 
 def last_evaluations(connection: Connection, tenant: str, job: str, after: int = -1) -> list[EvaluationRow]:
-    """Of each policy the last of :func:`evaluations`, of a version later than ``after``."""
+    """Of each policy the last of :func:`evaluations`, of a version later than ``after``, without the answers."""
     of_job = (EvaluationRow.tenant == tenant, EvaluationRow.job == job)
     newest = select(EvaluationRow.policy, func.max(EvaluationRow.version).label("version"))
     last = newest.where(*of_job, EvaluationRow.version > after).group_by(EvaluationRow.policy).subquery()
     same = (EvaluationRow.policy == last.c.policy) & (EvaluationRow.version == last.c.version)
-    query = select(EvaluationRow).join(last, same).where(*of_job)
+    query = _FIGURES.join(last, same).where(*of_job)
     return fetch_all(connection, EvaluationRow, query.order_by(EvaluationRow.policy))
 
 
