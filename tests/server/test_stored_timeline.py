@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,9 +15,10 @@ from tests.support.faces import ScriptedWorker, job, served
 from tests.support.timelines import check_same, starts_of_run
 
 from rookery.client import Client
-from rookery.controller.stored_spans import HOUR_SPANS, joined_rows
+from rookery.controller.stored_spans import HOUR, HOUR_SPANS, READ_SPANS, StoredSpans, joined_rows
 from rookery.storage.models import SpanRow
-from rookery.telemetry.spans import TraceSpan, packed, unpacked
+from rookery.storage.repositories.spans import SpanHour, span_rows
+from rookery.telemetry.spans import SpanRing, TraceSpan, packed, unpacked
 
 
 def events(path: Path) -> Counter[str]:
@@ -64,3 +67,34 @@ def test_row_of_an_hour_stays_bounded_and_covers_the_same_time(count: int) -> No
 def test_bytes_that_are_no_spans_are_no_spans(stored: bytes) -> None:
     assert unpacked(stored, "ada", "job") == []
     assert unpacked(packed([])[:-1], "ada", "job") == []
+
+
+@pytest.mark.parametrize(("hours", "times", "complete"), [(20, 1, True), (72, 1, True), (20, 40, False)])
+async def test_a_picture_of_many_hours_leaves_none_out_without_a_word(hours: int, times: int, complete: bool) -> None:
+    """Every tenth hour is quiet; each row is so many ``times`` as long as its spans here."""
+
+    def row(hour: int) -> SpanRow:
+        count = HOUR_SPANS if hour % 10 else HOUR_SPANS // 8
+        begin, pause = hour * HOUR, HOUR / count
+        spans = [TraceSpan("decode", begin + n * pause, begin + n * pause + 1, "w", "ada", "job") for n in range(count)]
+        return SpanRow(tenant="ada", job="job", hour=hour, begins=begin, count=count, spans=packed(spans))
+
+    rows = {hour: row(hour) for hour in range(1, hours + 1)}
+
+    class Stored:
+        async def read(self, function: Any, *arguments: Any) -> Any:
+            if function is span_rows:
+                return [rows[hour] for _, _, hour in arguments[0]]
+            return [SpanHour("ada", "job", one.hour, one.begins, times * one.count) for one in [*rows.values()][::-1]]
+
+    async def threads(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    records = SimpleNamespace(spans=SpanRing(begun=(hours + 1) * HOUR))
+    context = SimpleNamespace(records=records, store=Stored(), threads=threads, clock=SimpleNamespace(time=lambda: 0.0))
+    found, since = await StoredSpans(context).between(0.0, (hours + 1) * HOUR, "job", "ada")  # type: ignore[arg-type]
+    kept = [one for one in rows.values() if one.begins >= since]
+    assert (since == 0.0) == complete and len(kept) == (hours if complete else 14)
+    assert len(found) <= READ_SPANS and sum(span.count for span in found) == sum(one.count for one in kept)
+    assert all(any(span.start < one.begins + HOUR and span.end > one.begins for span in found) for one in kept)
+    assert max(span.count for span in found) == 1 or sum(one.count for one in kept) * times > READ_SPANS

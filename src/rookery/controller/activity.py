@@ -26,6 +26,8 @@ class WorkTimeline(msgspec.Struct):
     """Spans of one lane that are at most so many seconds apart are one."""
     oldest: float
     """The end of the oldest span that is kept; earlier times are empty because nothing of them is kept."""
+    complete_from: float
+    """Of earlier times, spans are left out: there are too many."""
     spans: list[TraceSpan]
 
 
@@ -70,24 +72,35 @@ class ActivityQueries:
 
     async def timeline(self, reader: Reader, start: float, end: float, columns: int) -> bytes:
         """A :class:`WorkTimeline` as JSON for a picture that is ``columns`` pixels wide, as ``reader`` sees it."""
-        newest, stored = self._newest(), await self._stored.between(start, end, reader.first, reader.tenant)
+        newest, (stored, complete) = self._newest(), await self._between(reader, start, end)
         oldest = await self._stored.oldest(reader.tenant, reader.jobs)
-        return await self._context.threads(_timeline, stored + newest, reader, start, end, columns, oldest)
+        return await self._context.threads(_timeline, stored + newest, reader, start, end, columns, oldest, complete)
 
     async def trace(self, reader: Reader, start: float, end: float) -> bytes:
         """The same with every span, as a JSON file that Perfetto opens."""
-        newest, stored = self._newest(), await self._stored.between(start, end, reader.first, reader.tenant)
-        return await self._context.threads(_trace, stored + newest, reader, start, end)
+        newest, (stored, complete) = self._newest(), await self._between(reader, start, end)
+        return await self._context.threads(_trace, stored + newest, reader, start, end, complete)
+
+    async def _between(self, reader: Reader, start: float, end: float) -> tuple[list[TraceSpan], float]:
+        return await self._stored.between(start, end, reader.first, reader.tenant)
 
 
 def _timeline(
-    spans: list[TraceSpan], reader: Reader, start: float, end: float, columns: int, stored: float | None
+    spans: list[TraceSpan],
+    reader: Reader,
+    start: float,
+    end: float,
+    columns: int,
+    stored: float | None,
+    complete: float,
 ) -> bytes:
-    oldest = min((span.end for span in spans if span.kind != "connected"), default=end)
+    own = reader.own
+    oldest = min((span.end for span in spans if span.kind != "connected" and (own is None or own(span))), default=end)
     oldest = oldest if stored is None else min(oldest, stored)
     shown, resolution = picture(timeline(spans, reader.own, start, end), (end - start) / columns, MOST_SPANS)
-    return msgspec.json.encode(WorkTimeline(start, end, resolution, oldest, shown))
+    return msgspec.json.encode(WorkTimeline(start, end, resolution, oldest, complete, shown))
 
 
-def _trace(spans: list[TraceSpan], reader: Reader, start: float, end: float) -> bytes:
-    return msgspec.json.encode(chrome_trace(timeline(spans, reader.own, start, end)))
+def _trace(spans: list[TraceSpan], reader: Reader, start: float, end: float, complete: float) -> bytes:
+    about = {"complete_from": complete} if complete > start else None
+    return msgspec.json.encode(chrome_trace(timeline(spans, reader.own, start, end), about))

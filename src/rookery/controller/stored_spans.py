@@ -10,14 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from rookery.controller.context import ControllerContext
 from rookery.errors import RookeryError
 from rookery.storage.models import SpanRow
-from rookery.storage.repositories.spans import hours_between, oldest_span, save_spans, span_rows
+from rookery.storage.repositories.spans import (
+    NEWEST_ROWS,
+    SpanHour,
+    hours_between,
+    oldest_span,
+    save_spans,
+    span_rows,
+)
 from rookery.telemetry.spans import TraceSpan, merged, packed, picture, unpacked
 
 log = logging.getLogger("rookery.controller")
@@ -29,7 +36,10 @@ HOUR_SPANS = 1024
 """Of a job and an hour: one in 3.5 s, some 20 kB. An hour is a picture's width, and shows more than that nowhere."""
 
 READ_SPANS = 1 << 15
-"""Of one picture: half of what the ring holds."""
+"""Of one picture: half of what the ring holds. Of more, neighbours become one."""
+
+MOST_READ = 16 * READ_SPANS
+"""Of which those of one picture are made: three weeks of a busy run, in a second of a thread."""
 
 HOUR = 3600.0
 
@@ -85,21 +95,34 @@ class StoredSpans:
             if span.end > (start := max(span.start, self._saved_at)):
                 yield msgspec.structs.replace(span, start=start)
 
-    async def between(self, start: float, end: float, first: str = "", tenant: str | None = None) -> list[TraceSpan]:
-        """Stored spans between two times that are not in the ring any more, those of the job ``first`` before those of
-        ``tenant``, and these before others: at most :data:`READ_SPANS`, the newest hours."""
-        ring, store = self._context.records.spans, self._context.store
-        chosen, total = list[Key](), 0
-        for hour in await store.read(hours_between, start, end, first, tenant):
-            if hour.begins >= ring.since(hour.tenant) or total + hour.count > READ_SPANS:
+    async def between(
+        self, start: float, end: float, first: str = "", tenant: str | None = None
+    ) -> tuple[list[TraceSpan], float]:
+        """Stored spans between two times that are not in the ring any more, at most :data:`READ_SPANS`; and the time
+        from which on none is left out. Those of the job ``first`` are read before those of ``tenant``, these before
+        others, each the newest hours first, until they are made of :data:`MOST_READ`."""
+        ring, store, threads = self._context.records.spans, self._context.store, self._context.threads
+        chosen, total, cut = list[SpanHour](), 0, None
+        hours = await store.read(hours_between, start, end, first, tenant)
+        for hour in hours:
+            if hour.begins >= ring.since(hour.tenant):
                 continue
+            if total + hour.count > MOST_READ:
+                cut = hour
+                break
             total += hour.count
-            chosen.append(hour.key)
-        if not chosen:
-            return []
-        rows = await store.read(span_rows, chosen)
-        since = {row.tenant: ring.since(row.tenant) for row in rows}
-        return await self._context.threads(_read, rows, since)
+            chosen.append(hour)
+        else:
+            cut = hours[-1] if len(hours) == NEWEST_ROWS else None
+        own = cut is not None and (cut.job == first if first else tenant in (None, cut.tenant))
+        complete = (cut.hour + 1) * HOUR if cut is not None and own else start
+        found = list[TraceSpan]()
+        for part in _parts(chosen):
+            rows = await store.read(span_rows, [hour.key for hour in part])
+            since = {row.tenant: ring.since(row.tenant) for row in rows}
+            count = sum(hour.count for hour in part)
+            found += await threads(_read, rows, since, count if total <= READ_SPANS else count * READ_SPANS // total)
+        return found, complete
 
     async def oldest(self, tenant: str | None, jobs: Sequence[str]) -> float | None:
         """When the first stored span of ``jobs``, of a tenant, or of all tenants began."""
@@ -119,8 +142,22 @@ def joined_rows(new: dict[Key, list[TraceSpan]], found: Sequence[SpanRow]) -> li
     return rows
 
 
-def _read(rows: Sequence[SpanRow], since: dict[str, float]) -> list[TraceSpan]:
-    """The spans of rows that began before the ring's first; what several stand for ends where the ring begins."""
+def _parts(hours: Sequence[SpanHour]) -> Iterator[list[SpanHour]]:
+    """Hours that are read together: of at most :data:`READ_SPANS`."""
+    part, count = list[SpanHour](), 0
+    for hour in hours:
+        if part and count + hour.count > READ_SPANS:
+            yield part
+            part, count = [], 0
+        part.append(hour)
+        count += hour.count
+    if part:
+        yield part
+
+
+def _read(rows: Sequence[SpanRow], since: dict[str, float], most: int) -> list[TraceSpan]:
+    """The spans of rows that began before the ring's first, at most so many: neighbours become one. What several stand
+    for ends where the ring begins."""
     found = []
     for row in rows:
         until = since[row.tenant]
@@ -129,4 +166,4 @@ def _read(rows: Sequence[SpanRow], since: dict[str, float]) -> list[TraceSpan]:
                 found.append(span)
             elif span.start < until and span.count > 1:
                 found.append(msgspec.structs.replace(span, end=until))
-    return found
+    return found if len(found) <= most else picture(found, 0.0, max(1, most))[0]

@@ -86,7 +86,9 @@ class MetricsRow(BaseModel):
     waiting_seconds: float = Field(alias="seconds/waiting")
     train_seconds: float = Field(alias="seconds/train")
     commit_seconds: float | None = Field(
-        None, alias="seconds/commit", description="Absent after a crash before it was measured"
+        None,
+        alias="seconds/commit",
+        description="Absent after a crash before it was measured; with commit_every, its share",
     )
     seed_seconds: float | None = Field(None, alias="seconds/seed", description="Present where remote workers are used")
     trainer_wait_seconds: float | None = Field(None, alias="seconds/trainer_wait")
@@ -117,6 +119,7 @@ class TimelineView(BaseModel):
     end: float
     resolution: float = Field(description="Spans of one lane that are at most so many seconds apart are one")
     oldest: float = Field(description="Nothing of earlier times is kept")
+    complete_from: float = Field(description="Of earlier times, spans are left out: ask for a shorter time")
     spans: list[SpanView]
 
 
@@ -125,7 +128,8 @@ class TraceView(BaseModel):
 
     trace_events: list[dict[str, Any]] = Field(alias="traceEvents")
     display_unit: str = Field(alias="displayTimeUnit")
-    other: dict[str, Any] = Field(alias="otherData", description="start: the Unix time of the events' time 0")
+    other: dict[str, Any] = Field(alias="otherData", description="start: the Unix time of the events' time 0;"
+                                  " complete_from, where spans before that time are left out")  # fmt: skip
 
 
 class UsageLine(BaseModel):

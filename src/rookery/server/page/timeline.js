@@ -36,6 +36,7 @@ export function Timeline({ path = "/api/v1/timeline", trace = "/api/v1/timeline/
     <${Problem} error=${error} />
     <p class="legend small">${Object.entries(KINDS).map(([kind, name]) => html`<span key=${kind}><svg width="12" height="12" aria-hidden="true"><rect class=${`kind ${kind}`} width="12" height="12" rx="2" /></svg> ${kind === "busy" ? "busy for others" : kind}</span>`)}
       ${Object.entries(MARKS).map(([kind, [glyph, , one]]) => html`<span key=${kind}><b class=${`mark-${kind}`} aria-hidden="true">${glyph}</b> ${one}</span>`)}</p>
+    ${shown.complete_from > now.start && html`<p class="notice warn small" role="status">Spans before ${time(shown.complete_from)} are left out, as there are too many: choose a shorter time.</p>`}
     ${lanes.length === 0 ? html`<${Empty}>${shown.oldest > now.end ? `Nothing of this time is kept: what is kept begins at ${time(shown.oldest)}. ` : "Nothing happened in this time. "}${(shown.oldest < now.start || shown.oldest > now.end) && html`<button onClick=${all}>Show all that is kept</button>`}<//>` : html`
       <${Lanes} lanes=${lanes.slice(0, LANES_SHOWN)} view=${now} onView=${go} onAll=${all} onAt=${setAt} />
       <p class="small about" aria-live="polite">${at ? html`${about(at, names)}${at.job && !job && at.job.startsWith("job-") ? html` · <a href=${route(["run", at.job])}>open the run</a>` : ""}` : html`<span class="muted">Point at a span. Drag to zoom, double-click to show all; with the keyboard: arrows, + and −.</span>`}</p>
