@@ -233,8 +233,9 @@ class Job:
         version: int | None = None,
         limit: int = 25,
     ) -> list[Record]:
-        """Episodes that have ended, newest first: prompt, replies, reward, error. ``step``: of the groups that it
-        consumed; ``failed``: only failed ones, or only others; ``text``: part of a text or of an error."""
+        """Episodes that have ended, newest first: prompt, replies, reward, error. ``step``: of the groups
+        consumed by the version that holds it; ``failed``: only failed ones, or only others; ``text``: part of a text or
+        of an error."""
         wanted = {"step": step, "failed": failed, "text": text or None, "group": group, "version": version}
         params: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
         rows: list[Record] = []
@@ -252,7 +253,8 @@ class Job:
         return self._connection.call("GET", f"{self._path}/episodes/{segment('episode', id)}")
 
     def groups(self, step: int | None = None, *, limit: int = 50) -> list[Record]:
-        """The newest training groups, or those that ``step`` consumed: rewards and advantages of their episodes."""
+        """The newest training groups, or those consumed by the version that holds ``step`` (with ``commit_every``, one
+        version may hold several steps): rewards and advantages of their episodes."""
         params = {"limit": limit, **({} if step is None else {"step": step})}
         return list(self._connection.call("GET", f"{self._path}/groups", params=params).groups)
 

@@ -25,7 +25,7 @@ from rookery.spec.job import JobSpec
 from rookery.spec.policy import PolicySpec
 from rookery.storage.models import JobRow, VersionRow
 from rookery.storage.repositories import jobs, tenants
-from rookery.storage.repositories.versions import save_step, steps
+from rookery.storage.repositories.versions import steps
 from rookery.tokenization.chat import Chat
 
 RATE_SECONDS = 30.0
@@ -115,8 +115,7 @@ class Progress:
         return last
 
     async def publish(self, metrics: dict[str, Any], version: int) -> None:
-        """Make a committed step's metrics visible."""
-        await self._context.store.write(save_step, self._row.id, version, metrics)
+        """Show a committed step, whose metrics are stored, to followers."""
         row = {**metrics, "version": version}
         self._show(row)
         self.staleness = row.get("staleness_mean")

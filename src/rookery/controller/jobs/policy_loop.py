@@ -28,7 +28,7 @@ from rookery.controller.jobs.step import (
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.scheduling.job_rules import admission_budget
 from rookery.storage.repositories import jobs
-from rookery.storage.repositories.versions import commit_step
+from rookery.storage.repositories.versions import commit_step, save_step
 
 log = logging.getLogger("rookery.controller.jobs.job")
 
@@ -228,8 +228,8 @@ class PolicyLoop:
             await self._run.commit(self._write(consumed, [step.metrics for step in steps]), manifest)
             self._job.progress.committed += len(steps)
         seconds = self._controller.clock.monotonic() - began
-        for step in steps:
-            step.metrics = {**step.metrics, "seconds/commit": seconds}
+        for step in steps:  # each has its share of the one commit
+            step.metrics = {**step.metrics, "seconds/commit": seconds / len(steps)}
 
     def _write(self, groups: list[str], metrics: list[dict[str, Any]]) -> Callable[..., Awaitable[Any]]:
         """The transaction of a commit."""
@@ -245,11 +245,13 @@ class PolicyLoop:
         job says so; delete versions and texts that are not kept."""
         row, progress, last = self._job.row, self._job.progress, self._uncommitted[-1].metrics
         ref = self._run.publish(row.id, self.spec.algorithm.in_flight, self._controller.rooms.rollouts.switch)
-        for step in self._uncommitted:
-            await asyncio.gather(  # in one transaction
-                self._controller.store.write(jobs.save_train_logprobs, step.logprobs),
-                progress.publish(step.metrics, ref.version),
-            )
+        store, taken = self._controller.store, self._uncommitted
+        await asyncio.gather(  # in one transaction, and before followers read the first of them
+            *(store.write(jobs.save_train_logprobs, step.logprobs) for step in taken),
+            *(store.write(save_step, row.id, ref.version, step.metrics) for step in taken),
+        )
+        for step in taken:
+            await progress.publish(step.metrics, ref.version)
             self._reward = step.metrics.get("reward")
         self._uncommitted.clear()
         self._changed.notify()

@@ -17,7 +17,8 @@ from rookery.storage.repositories.episodes import EpisodeChoice
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS, tags=["results"])
 
-Step = Annotated[int | None, Query(ge=0, lt=2**63, description="Only groups that this step consumed")]
+OF_STEP = "Only groups consumed by the version that holds this step; with commit_every, it may hold several"
+Step = Annotated[int | None, Query(ge=0, lt=2**63, description=OF_STEP)]
 Reward = Annotated[float | None, Query(allow_inf_nan=False)]
 Name = Annotated[str, Path(max_length=200)]
 
