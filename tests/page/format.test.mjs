@@ -48,4 +48,5 @@ test("every value is in exactly one bin of its histogram", () => {
 test("a route survives its address", () => {
   const path = ["run", "a b/ü%", "step", "3"], query = { text: "x&y=#", empty: "" };
   assert.deepEqual(format.parseRoute(format.route(path, query)), { path, query: { text: "x&y=#" } });
+  assert.deepEqual(format.parseRoute("#/run/100%/steps").path, ["run", "100%", "steps"]);
 });

@@ -64,6 +64,10 @@ test("a run like another one has all of its settings, whatever fields a job has"
   assert.equal(name, "x-more");
 });
 
+test("policies that train have the first colors, as in the charts", () => {
+  assert.deepEqual(form.colored({ policies: { solver: {}, judge: { train: false }, critic: { train: true } } }), ["solver", "critic", "judge"]);
+});
+
 test("whole numbers that a browser rounds are named", () => {
   const spec = JSON.parse('{"seed":9007199254740991,"evaluation":{"seed":1152921504606846977},"policies":{"a":{"seed":9223372036854775807,"rank":4}},"lr":0.1,"clip":1e30,"none":null}');
   assert.deepEqual(form.inexact(spec), ["evaluation.seed", "policies.a.seed"]);

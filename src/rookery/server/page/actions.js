@@ -1,5 +1,5 @@
 // What its owner does with a run: pause, resume, cancel, delete, download, begin another from it.
-import { useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { call, jobPath } from "./api.js";
 import { route } from "./format.js";
 import { trained } from "./jobform.js";
@@ -21,10 +21,15 @@ export function Actions({ job, view, reload }) {
     } catch (problem) { setError(problem); }
     setBusy(false);
   };
+  const bar = useRef(null), before = useRef("");
+  useEffect(() => { // the focused button is replaced: the keyboard goes on where the question stands
+    if (asked || before.current) bar.current.querySelector(asked ? "button:last-of-type" : "button")?.focus();
+    before.current = asked;
+  }, [asked]);
   const policies = trained(view.spec), first = policies[0], version = view.policies.find((one) => one.name === first)?.version ?? 0;
   const target = first === Object.keys(view.spec.policies)[0] ? job : `${job}/${first}`; // a job alone means its first policy, trained or not
   const names = view.finished ? ["delete"] : ALLOWED[view.state] ?? [];
-  return html`<div class="bar actions">
+  return html`<div class="bar actions" ref=${bar}>
     ${asked ? html`<span role="alert">${ASKED[asked]}</span><button class="danger" onClick=${() => act(asked)}>Yes, ${asked}</button><button onClick=${() => setAsked("")}>No</button>`
       : html`${names.map((name) => html`<button key=${name} class=${ASKED[name] ? "danger" : ""} disabled=${busy} onClick=${() => act(name)}>${name[0].toUpperCase() + name.slice(1)}</button>`)}
         ${view.step > 0 && html`${policies.map((name) => html`<a key=${name} class="button" href=${jobPath(job, "policies", encodeURIComponent(name), "versions/latest/adapter")} download>Download adapter${policies.length > 1 ? ` of ${name}` : ""}</a>`)}

@@ -10,7 +10,7 @@ export class ApiError extends Error {
 }
 
 /** JSON of the API; raises ApiError. The header tells the service that its own page asks. */
-export async function call(method, path, body, { headers = {}, signal } = {}) {
+export async function call(method, path, body, { headers = {}, signal, onPage } = {}) {
   const options = { method, signal, headers: { "X-Rookery-Page": "1", ...headers }, credentials: "same-origin" };
   if (body !== undefined) {
     options.body = JSON.stringify(body);
@@ -34,39 +34,56 @@ export async function call(method, path, body, { headers = {}, signal } = {}) {
     if (response.status === 401) window.dispatchEvent(new Event("signed-out"));
     throw new ApiError(response.status, data.error?.message ?? data.error ?? String(response.status), data.problems);
   }
+  onPage?.(response.headers.get("X-Next-Page"));
   return data;
 }
 
 export const get = (path, options) => call("GET", path, undefined, options);
 
+/** All rows of a list, page by page. */
+export async function getAll(path, options) {
+  for (let rows = [], next = ""; ;) {
+    rows = rows.concat(await get(next ? `${path}&after=${encodeURIComponent(next)}` : path, { ...options, onPage: (after) => { next = after; } }));
+    if (!next) return rows;
+  }
+}
+
 export const jobPath = (job, ...parts) => ["/api/v1/jobs", encodeURIComponent(job), ...parts].join("/");
 
-/** {data, error, reload} of a path, read again every `every` milliseconds while the page is visible. A null path reads nothing. */
-export function useData(path, every = 0) {
-  const [state, setState] = useState({ path, data: null, error: null });
+const FIRST_PAUSE = 1000, LONGEST_PAUSE = 30000; // ms between attempts
+
+/** Whether the service may answer the same request later. */
+export const temporary = (error) => error.status === 0 || error.status === 429 || error.status >= 500;
+
+/** {data, error, since, reload} of a path, read again every `every` milliseconds while the page is visible, and after an error that may pass; `since` is the time from which there was no answer. A null path reads nothing; `read` is get or getAll. */
+export function useData(path, every = 0, read = get) {
+  const [state, setState] = useState({ path, data: null, error: null, since: null });
   const [turn, setTurn] = useState(0);
   useEffect(() => {
     if (path === null) return undefined;
     const stop = new AbortController();
-    let timer, first = true; // a tab that is opened hidden reads once
-    const read = async () => {
+    let timer, first = true, pause = FIRST_PAUSE; // a tab that is opened hidden reads once
+    const ask = async () => {
+      let again = every;
       if (!document.hidden || first) {
         first = false;
         try {
-          const data = await get(path, { signal: stop.signal });
-          setState({ path, data, error: null });
+          const data = await read(path, { signal: stop.signal });
+          setState({ path, data, error: null, since: null });
+          pause = FIRST_PAUSE;
         } catch (error) {
           if (stop.signal.aborted) return;
-          setState((old) => ({ path, data: old.path === path ? old.data : null, error }));
+          setState((old) => ({ path, data: old.path === path ? old.data : null, error, since: (old.path === path ? old.since : null) ?? Date.now() / 1000 }));
+          if (!every && temporary(error)) [again, pause] = [pause, Math.min(2 * pause, LONGEST_PAUSE)];
         }
-      }
-      if (every && !stop.signal.aborted) timer = setTimeout(read, every);
+      } else if (!every) again = FIRST_PAUSE;
+      if (again && !stop.signal.aborted) timer = setTimeout(ask, again);
     };
-    read();
+    ask();
     return () => { stop.abort(); clearTimeout(timer); };
   }, [path, every, turn]);
-  const fresh = state.path === path ? state : { data: null, error: null };
-  return { data: fresh.data, error: fresh.error, reload: () => setTurn(turn + 1) };
+  const fresh = state.path === path ? state : { data: null, error: null, since: null };
+  return { data: fresh.data, error: fresh.error, since: fresh.since, reload: () => setTurn(turn + 1) };
 }
 
 const PAGE = 2000;
@@ -83,29 +100,41 @@ export async function laterRows(job, known, signal, read = get) {
   }
 }
 
-/** {rows, job, live, error}: the metrics of a job, first what is stored, then as steps are committed. */
+/** {rows, job, live, error, since}: the metrics of a job, first what is stored, then as steps are committed; `since` is the time from which the service did not answer. A hidden page has no stream: a browser opens few connections to one server. */
 export function useMetrics(job) {
-  const [state, setState] = useState({ rows: [], job: null, live: false, loaded: false, error: null });
+  const [state, setState] = useState({ rows: [], job: null, live: false, loaded: false, error: null, since: null });
   const rows = useRef([]);
   useEffect(() => {
     if (!job) return undefined;
     const stop = new AbortController();
-    let source, frame = 0;
+    let source = null, timer, frame = 0, changes = {}, pause = FIRST_PAUSE, attempt = 0, ended = false;
     rows.current = [];
     const show = (more) => {
+      changes = { ...changes, ...more };
       cancelAnimationFrame(frame);
-      frame = requestAnimationFrame(() => setState((old) => ({ ...old, rows: rows.current, ...more, loaded: true })));
+      frame = requestAnimationFrame(() => { const shown = changes; changes = {}; setState((old) => ({ ...old, ...shown, rows: rows.current, loaded: true })); });
     };
-    const start = async () => {
+    const close = () => { attempt += 1; source?.close(); source = null; clearTimeout(timer); };
+    const lost = (error) => {
+      close();
+      setState((old) => ({ ...old, live: false, since: old.since ?? Date.now() / 1000 }));
+      if (error) show({ error });
+      if (!error || temporary(error)) { timer = setTimeout(connect, pause); pause = Math.min(2 * pause, LONGEST_PAUSE); }
+    };
+    const connect = async () => {
+      close();
+      const mine = attempt;
       try {
-        rows.current = await laterRows(job, [], stop.signal);
-        show({ error: null });
+        const found = await laterRows(job, rows.current, stop.signal);
+        if (mine !== attempt) return;
+        rows.current = found;
       } catch (error) {
-        if (!stop.signal.aborted) show({ error });
+        if (mine === attempt && !stop.signal.aborted) lost(error);
         return;
       }
+      show({ error: null });
+      if (document.hidden) return;
       const last = rows.current.length ? rows.current[rows.current.length - 1].step : -1;
-      if (stop.signal.aborted) return;
       source = new EventSource(`${jobPath(job, "metrics/stream")}?after=${last}`);
       source.addEventListener("metrics", (event) => {
         const row = JSON.parse(event.data);
@@ -118,12 +147,19 @@ export function useMetrics(job) {
         show({ live: true });
       });
       const about = (event, live) => setState((old) => ({ ...old, job: JSON.parse(event.data), live }));
+      source.onopen = () => { pause = FIRST_PAUSE; setState((old) => ({ ...old, since: null })); };
       source.addEventListener("job", (event) => about(event, true));
-      source.addEventListener("end", (event) => { source.close(); about(event, false); });
-      source.onerror = () => setState((old) => ({ ...old, live: false }));
+      source.addEventListener("end", (event) => { ended = true; close(); about(event, false); });
+      source.onerror = () => lost(null); // after an answer other than 200 a browser does not try again
     };
-    start();
-    return () => { stop.abort(); source?.close(); cancelAnimationFrame(frame); };
+    const seen = () => {
+      if (ended) return;
+      if (!document.hidden) connect();
+      else { close(); setState((old) => ({ ...old, live: false })); }
+    };
+    document.addEventListener("visibilitychange", seen);
+    connect();
+    return () => { document.removeEventListener("visibilitychange", seen); stop.abort(); close(); cancelAnimationFrame(frame); };
   }, [job]);
   return state;
 }

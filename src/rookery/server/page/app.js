@@ -3,7 +3,7 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { call, get } from "./api.js";
 import { parseRoute } from "./format.js";
-import { Empty, Problem, html } from "./parts.js";
+import { Boundary, Empty, Problem, html, useTitle } from "./parts.js";
 import { Runs } from "./runs.js";
 import { Compare } from "./compare.js";
 import { Run } from "./run.js";
@@ -33,6 +33,7 @@ function SignIn({ onDone, error: before }) {
     event.preventDefault();
     setBusy(true);
     try {
+      if (!/^[\x21-\x7e]+$/.test(key.trim())) throw new Error("a key has letters, digits and dashes only; this text has other characters: copy it again");
       await call("POST", "/api/v1/sign-in", undefined, { headers: { Authorization: `Bearer ${key.trim()}` } });
       onDone();
     } catch (problem) {
@@ -50,6 +51,12 @@ function SignIn({ onDone, error: before }) {
     </form>
     <${Problem} error=${error ?? before} />
   </div></main>`;
+}
+
+/** A view without a title of its own. */
+function Titled({ text, children }) {
+  useTitle(text);
+  return children;
 }
 
 function switchTheme() {
@@ -102,6 +109,7 @@ function App() {
   if (account === null) return html`<${SignIn} onDone=${load} error=${error} />`;
   const name = path[0] ?? "runs", View = VIEWS[name];
   const signOut = async () => { await call("POST", "/api/v1/sign-out"); setAccount(null); };
+  const shown = View && View !== Run ? html`<${Titled} text=${LINKS.find(([to]) => to === name)?.[1] ?? "Compare"}><${View} path=${path} query=${query} account=${account} /><//>` : View && html`<${View} path=${path} query=${query} account=${account} />`;
   const links = LINKS.filter(([, , role]) => !role || role === account.role);
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.querySelector("main").focus(); }}>Skip to the content</a>
@@ -112,7 +120,7 @@ function App() {
         <button onClick=${() => { switchTheme(); setTheme((old) => old + 1); }} aria-label="Switch between dark and light">◐</button>
         <button onClick=${signOut}>Sign out</button></div>
     </header>
-    <main id="main" tabindex="-1">${link && html`<div class="notice warn bar" role="alert"><span>This link signs in with a key, perhaps another one than that of ${account.name}.</span><button onClick=${() => redeem(link)}>Use the link</button><button onClick=${() => setLink("")}>Stay signed in as ${account.name}</button></div>`}<${Problem} error=${error} />${View ? html`<${View} path=${path} query=${query} account=${account} />` : html`<${Empty}>There is no such view. <a href="#/runs">All runs</a><//>`}</main>`;
+    <main id="main" tabindex="-1">${link && html`<div class="notice warn bar" role="alert"><span>This link signs in with a key, perhaps another one than that of ${account.name}.</span><button onClick=${() => redeem(link)}>Use the link</button><button onClick=${() => setLink("")}>Stay signed in as ${account.name}</button></div>`}<${Problem} error=${error} /><${Boundary} at=${location.hash}>${shown ?? html`<${Empty}>There is no such view. <a href="#/runs">All runs</a><//>`}<//></main>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

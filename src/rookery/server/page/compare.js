@@ -16,12 +16,15 @@ export function Compare({ path }) {
     const stop = new AbortController();
     const newest = Object.fromEntries((data?.runs ?? []).map((run) => [run.id, run.step]));
     const known = (id) => (rows[id] ?? []).filter((row) => row.step < newest[id]); // a run that was rolled back has fewer steps
-    Promise.all(ids.map(async (id) => [id, await laterRows(id, known(id), stop.signal)]))
-      .then((found) => { setRows(Object.fromEntries(found)); setProblem(null); }, (one) => { if (!stop.signal.aborted) setProblem(one); });
+    Promise.allSettled(ids.map((id) => laterRows(id, known(id), stop.signal))).then((found) => {
+      if (stop.signal.aborted) return;
+      setRows(Object.fromEntries(found.map((one, at) => [ids[at], one.value ?? rows[ids[at]] ?? []])));
+      setProblem(found.find((one) => one.reason)?.reason ?? null);
+    });
     return () => stop.abort();
   }, [ids.join(), done]);
   const names = Object.fromEntries((data?.runs ?? []).map((run) => [run.id, run.name]));
-  const label = (id) => (ids.filter((one) => names[one] === names[id]).length > 1 ? `${names[id]} (${id.slice(-4)})` : names[id] ?? id);
+  const label = (id) => (names[id] && ids.some((one) => one !== id && names[one] === names[id]) ? `${names[id]} (${id.slice(-4)})` : names[id] ?? id);
   const { steps, charts } = compared(ids.map((id) => rows[id] ?? []), ids.map(label));
   const parted = charts.some((chart) => chart.lines.length > ids.length); // lines have the colours of policies, not of runs
   return html`<div class="bar"><h1>Compare</h1>${ids.map((id, at) => html`<span>${!parted && html`<i class=${`swatch s${at}`}></i>`}<a href=${route(["run", id])}>${label(id)}</a></span>`)}

@@ -1,15 +1,18 @@
 // The episode reader: the conversation turn by turn, what each turn earned, and the strip of its tokens.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
 import { duration, isNumber, number, reward, route } from "./format.js";
-import { ofPolicy, prompts, Reply } from "./groups.js";
+import { REFRESH, ofPolicy, prompts, Reply } from "./groups.js";
+import { colored } from "./jobform.js";
 import { Badge, Empty, Facts, Problem, html, signed } from "./parts.js";
 import { gapStep, stripTokens, surprise, turnsOf } from "./text.js";
 
 export function Episode({ job, view, path }) {
-  const { data, error } = useData(jobPath(job, "episodes", encodeURIComponent(path[3])));
+  const [running, setRunning] = useState(false);
+  const { data, error } = useData(jobPath(job, "episodes", encodeURIComponent(path[3])), running ? REFRESH : 0);
+  useEffect(() => setRunning(data?.state === "open"), [data]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
-  const policies = Object.keys(view.spec.policies);
+  const policies = colored(view.spec);
   return html`
     <div class="bar"><h2>Answer ${data.member + 1} of <a href=${route(["run", job, "group", data.group])}>group ${data.ordinal}</a></h2><${Badge} state=${data.state} />
       <nav class="right" aria-label="Answers of the group">${data.members.map((one) => html` <a class=${`button small ${one.episode === data.episode ? "chosen" : ""}`} aria-current=${one.episode === data.episode ? "true" : undefined} href=${route(["run", job, "episode", one.episode])}>${one.member + 1}: ${isNumber(one.reward) ? number(one.reward, 2) : one.state}</a>`)}</nav></div>
@@ -44,7 +47,7 @@ export function TokenStrip({ trajectory, title, trained, policies = [] }) {
     const first = box.current.querySelector(".token:not(.masked)");
     if (first) box.current.scrollTop = first.offsetTop - box.current.offsetTop - box.current.clientHeight / 2;
   }, [trajectory]);
-  const tokens = stripTokens(trajectory), sampled = tokens.filter((one) => one.sampled);
+  const tokens = useMemo(() => stripTokens(trajectory), [trajectory]), sampled = tokens.filter((one) => one.sampled);
   const gaps = sampled.map((one) => one.gap).filter(isNumber);
   const versions = [...new Set(sampled.map((one) => one.version))];
   const choices = Object.entries(COLORED).filter(([name]) => (name !== "gap" || gaps.length) && (name !== "version" || versions.length > 1) && (name !== "policy" || policies.length > 1));
@@ -58,7 +61,7 @@ export function TokenStrip({ trajectory, title, trained, policies = [] }) {
   const one = at === null ? null : tokens[at];
   const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
   return html`<section class="panel strip"><div class="bar"><h2 class="sub">${title}</h2>
-      <span class="muted small">${sampled.length === 0 ? "read, not trained on" : html`${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(Math.max(...gaps.map(Math.abs)), 4)} nats` : trained ? (policies.length > 1 ? ", those of the trainer are not kept with several policies" : ", the trainer computed no gradient of them") : ", not trained on yet"}`}</span>
+      <span class="muted small">${sampled.length === 0 ? "read, not trained on" : html`${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(gaps.reduce((most, gap) => Math.max(most, Math.abs(gap)), 0), 4)} nats` : trained ? (policies.length > 1 ? ", those of the trainer are not kept with several policies" : ", the trainer computed no gradient of them") : ", not trained on yet"}`}</span>
       <span class="right">${choices.map(([name, label]) => html`<button key=${name} class="small" aria-pressed=${by === name} onClick=${() => setBy(name)}>${label}</button>`)}</span></div>
     <div class="tokens mono" ref=${box} tabindex="0" role="group" aria-label="Tokens; the arrow keys move from one to the next" onKeyDown=${(event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); setAt(Math.max(0, Math.min(tokens.length - 1, (at ?? tokens.length - sampled.length) + by))); } }} onMouseOver=${(event) => { const found = event.target.dataset?.at; if (found !== undefined) setAt(Number(found)); }}>${tokens.map((token, place) => html`${token.worker && html`<span class="mark worker">▸ ${token.worker} </span>`}${token.changed && html`<span class="mark version">▸ version ${token.version} </span>`}<span key=${place} data-at=${place} class=${`token ${shade(token)} ${place === at ? "at" : ""}`}>${token.text}</span>`)}</div>
     <p class="small mono about" aria-live="polite">${one ? html`<b>${JSON.stringify(one.text)}</b> token ${one.id}${one.sampled ? ` · log-probability ${number(one.logprob, 4)} (engine)${isNumber(one.trainer) ? `, ${number(one.trainer, 4)} (trainer), gap ${signed(one.gap, 4)} nats` : ""} · version ${one.version}${one.policy && policies.length > 1 ? ` of ${one.policy}` : ""}` : " · of the prompt, the environment or the template: not trained on"}` : html`<span class="muted">Point at a token for its numbers. ${by === "logprob" ? "The stronger the color, the less likely." : by === "gap" ? "Orange: the trainer finds it likelier; blue: less likely." : by === "policy" ? html`A color for each policy: ${policies.map((name, place) => html` <i class=${`swatch s${place % 6}`}></i>${name}`)}` : "A color for each version."}</span>`}</p></section>`;

@@ -3,6 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { get, jobPath, useData } from "./api.js";
 import { ago, number, route } from "./format.js";
 import { Answer, prompts } from "./groups.js";
+import { colored } from "./jobform.js";
 import { Empty, Problem, html } from "./parts.js";
 import { shorten } from "./text.js";
 
@@ -39,7 +40,7 @@ export function Episodes({ job, view, query }) {
     ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${one.episodes}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
     ${data && !last.next && shown.length === 0 && html`<${Empty}>No episode is like that.<//>`}
     ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>
-      <${Answer} job=${job} one=${one} policies=${Object.keys(view.spec.policies)} /></section>`)}
+      <${Answer} job=${job} one=${one} policies=${colored(view.spec)} /></section>`)}
     ${searching ? html`<p class="muted" role="status">Searching, so far back to ${ago(last.reached)} ago …</p>`
       : last?.next && html`<div class="bar"><button onClick=${() => { setProblem(null); if (shown.length >= goal) setGoal(shown.length + PAGE); }}>${problem ? "Try again" : "Older episodes"}</button></div>`}`;
 }

@@ -89,10 +89,12 @@ export function histogram(values, bins = 12) {
 /** Whether a value lies in a bin of `histogram`. */
 export const inBin = (value, bin, last) => isNumber(value) && (bin.from === bin.to ? value === bin.from : value >= bin.from && (last ? value <= bin.to : value < bin.to));
 
+const decoded = (part) => { try { return decodeURIComponent(part); } catch { return part; } };
+
 /** `#/run/ID/step/4?x=1` as {path: ["run", "ID", "step", "4"], query: {x: "1"}}. */
 export function parseRoute(hash) {
   const [path, query = ""] = hash.replace(/^#\/?/, "").split("?");
-  return { path: path.split("/").filter(Boolean).map(decodeURIComponent), query: Object.fromEntries(new URLSearchParams(query)) };
+  return { path: path.split("/").filter(Boolean).map(decoded), query: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 export function route(path, query = {}) {

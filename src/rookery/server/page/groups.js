@@ -1,17 +1,24 @@
 // The groups of a step, their rewards, and the answers of one prompt side by side.
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
 import { ago, histogram, inBin, isNumber, number, reward, route, steps, time } from "./format.js";
+import { colored } from "./jobform.js";
 import { Badge, Empty, Facts, Pager, Problem, Scroll, html, signed } from "./parts.js";
 import { asText, reach, segments, shorten } from "./text.js";
 
 const PAGE = 50;
+export const REFRESH = 3000; // ms, while a group or an episode runs
 const BAR = 90; // height of the histogram in pixels
+
+/** The text of a message, whose content may be in parts. */
+const content = (value) => (Array.isArray(value) ? value.map((part) => (typeof part?.text === "string" ? part.text : asText(part))).join("") : asText(value));
+
+const sameBin = (a, b) => a !== null && a.from === b.from && a.to === b.to;
 
 export const prompts = (prompt) => {
   if (prompt && typeof prompt === "object") {
     for (const name of ["prompt", "question", "text"]) if (typeof prompt[name] === "string") return prompt[name];
-    if (Array.isArray(prompt.messages)) return prompt.messages.map((one) => one.content).join("\n");
+    if (Array.isArray(prompt.messages)) return prompt.messages.map((one) => content(one?.content ?? one)).join("\n");
   }
   return asText(prompt);
 };
@@ -22,39 +29,43 @@ export function ofPolicy(view) {
   return names.length > 1 ? ` of ${names.find((name) => view.spec.policies[name].train !== false) ?? names[0]}` : "";
 }
 
-/** A bar for each bin; a click on one keeps the episodes in it. */
-export function Histogram({ rewards, bin, onBin, whose = "" }) {
-  const bins = histogram(rewards), most = Math.max(1, ...bins.map((one) => one.count));
+/** A bar for each bin; a click on one keeps the episodes between its bounds, as `bin`. */
+export function Histogram({ bins, rewards, bin, onBin, whose = "" }) {
+  const most = Math.max(1, ...bins.map((one) => one.count));
   if (bins.length === 0) return null;
   return html`<div class="panel histogram"><h2 class="sub">Rewards${whose} <span class="unit muted small">${rewards.length} episodes; a bar filters</span></h2>
     <div class="bars">${bins.map((one, at) => {
       const from = number(one.from, 2), to = number(one.to, 2), name = one.from === one.to ? from : `${from} to ${to}`;
-      return html`<button key=${at} aria-pressed=${bin === at} onClick=${() => onBin(bin === at ? null : at)} aria-label=${`${one.count} episodes with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
+      return html`<button key=${at} aria-pressed=${sameBin(bin, one)} onClick=${() => onBin(sameBin(bin, one) ? null : one)} aria-label=${`${one.count} episodes with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
         <span class="small">${one.count || ""}</span><svg width="100%" height=${BAR * (one.count / most) + 1} aria-hidden="true"><rect width="100%" height="100%" /></svg><span class="small muted">${from}</span></button>`;
     })}</div></div>`;
 }
 
 export function Steps({ job, view, path, rows }) {
   const step = path[2] === "step" ? Number(path[3]) : null;
-  const [offset, setOffset] = useState(0), [bin, setBin] = useState(null), [flat, setFlat] = useState(false);
+  const [place, setPlace] = useState({}), [flat, setFlat] = useState(false);
+  const { offset = 0, bin = null } = place.step === step ? place : {}; // a page and a bar belong to one step
+  const setOffset = (to) => setPlace({ step, offset: to }), setBin = (to) => setPlace({ step, offset, bin: to });
   const wanted = new URLSearchParams({ offset, limit: PAGE });
   if (step !== null) wanted.set("step", step);
   const { data, error } = useData(`${jobPath(job, "groups")}?${wanted}`, step === null ? 5000 : 0);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
   const members = data.groups.flatMap((group) => group.members), rewards = members.map((one) => one.reward).filter(isNumber);
-  const bins = histogram(rewards), inside = (group) => bin === null || !bins[bin] || group.members.some((one) => inBin(one.reward, bins[bin], bin === bins.length - 1));
+  const bins = histogram(rewards), pressed = bins.find((one) => sameBin(bin, one)), inside = (group) => !pressed || group.members.some((one) => inBin(one.reward, pressed, pressed === bins.at(-1)));
   const shown = data.groups.filter((group) => inside(group) && (!flat || !group.zero_variance));
   const row = step === null ? null : rows.find((one) => one.step === step), known = rows.map((one) => one.step);
+  const same = row ? rows.filter((one) => one.version === row.version && one.policy === row.policy).map((one) => one.step) : []; // one version may hold several steps, with the groups of all of them
   const flats = data.groups.filter((group) => group.zero_variance).length;
-  const other = (by, label) => { const to = known[known.indexOf(step) + by]; return to !== undefined && html`<a class="button" href=${route(["run", job, "step", String(to)])}>${label}</a>`; };
+  const other = (by, label) => { const at = known.indexOf(by < 0 ? same[0] : same.at(-1)), to = at < 0 ? undefined : known[at + by]; return to !== undefined && html`<a class="button" href=${route(["run", job, "step", String(to)])}>${label}</a>`; };
   return html`
-    <div class="bar"><h2>${step === null ? "Newest groups" : `Groups of step ${step}`}</h2>
+    <div class="bar"><h2>${step === null ? "Newest groups" : `Groups of ${same.length > 1 ? `steps ${same[0]} to ${same.at(-1)}` : `step ${step}`}`}</h2>
       ${step !== null && html`${other(-1, "← earlier step")}${other(1, "later step →")}`}
       ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance</label>`}
       <span class="muted right">${data.total} ${data.total === 1 ? "group" : "groups"}</span></div>
+    ${same.length > 1 && html`<p class="muted small">Version ${row.version} holds ${same.length} steps (checkpoints.commit_every). Its groups are listed together; the figures are those of step ${step}.</p>`}
     ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${reward(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
     ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
-    <${Histogram} rewards=${rewards} bin=${bin} onBin=${setBin} whose=${ofPolicy(view)} />
+    <${Histogram} bins=${bins} rewards=${rewards} bin=${bin} onBin=${setBin} whose=${ofPolicy(view)} />
     <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards${ofPolicy(view)}</th><th class="number">Mean</th><th>Variance</th><th class="number">Oldest version</th><th>Ended</th></tr></thead>
       <tbody>${shown.map((group) => {
         const values = group.members.map((one) => one.reward).filter(isNumber);
@@ -78,8 +89,9 @@ function Dots({ members }) {
 }
 
 export function Group({ job, view, path }) {
-  const name = path[3];
-  const { data, error } = useData(jobPath(job, "groups", encodeURIComponent(name)));
+  const name = path[3], [running, setRunning] = useState(false);
+  const { data, error } = useData(jobPath(job, "groups", encodeURIComponent(name)), running ? REFRESH : 0);
+  useEffect(() => setRunning(data?.state === "open"), [data]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
   return html`
     <div class="bar"><h2>Group ${data.ordinal}</h2><${Badge} state=${data.state} />
@@ -88,7 +100,7 @@ export function Group({ job, view, path }) {
     ${data.reason && html`<div class="notice warn">${data.reason}</div>`}
     <section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section>
     <h2>${data.members.length} answers${ofPolicy(view) && html` <span class="unit muted small">reward and advantage${ofPolicy(view)}</span>`}</h2>
-    <div class="answers">${data.members.map((one) => html`<${Answer} key=${one.episode} job=${job} one=${one} policies=${Object.keys(view.spec.policies)} />`)}</div>`;
+    <div class="answers">${data.members.map((one) => html`<${Answer} key=${one.episode} job=${job} one=${one} policies=${colored(view.spec)} />`)}</div>`;
 }
 
 export function Answer({ job, one, policies = [] }) {

@@ -81,6 +81,9 @@ export const trained = (spec) => Object.entries(spec.policies).filter(([, policy
 export const inexact = (value, path = "") => (value === null || typeof value !== "object" ? (Number.isInteger(value) && !Number.isSafeInteger(value) && Math.abs(value) <= 2 ** 63 ? [path] : [])
   : Object.entries(value).flatMap(([name, inner]) => inexact(inner, path ? `${path}.${name}` : name)));
 
+/** The names of a job's policies in the order of their colors: those that train have lines in the charts, the others follow. */
+export const colored = (spec) => [...new Set([...trained(spec), ...Object.keys(spec.policies)])];
+
 /** A job with all settings of another. With a `version`, its first trained policy starts from that version, and its other trained ones from their newest. */
 export function likeJob(view, version) {
   const spec = withoutNulls(view.spec), { policies } = spec;

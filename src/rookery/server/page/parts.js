@@ -1,5 +1,6 @@
 // Small pieces that all views share.
-import { h } from "preact";
+import { Component, h } from "preact";
+import { useEffect } from "preact/hooks";
 import htm from "htm";
 import { isNumber, number, sparkPath } from "./format.js";
 
@@ -23,6 +24,18 @@ export function Progress({ done, all }) {
 export const Problem = ({ error }) => error && html`<div class="notice bad" role="alert">${error.message}
   ${error.problems?.length > 1 && html`<ul>${error.problems.map((line) => html`<li>${line}</li>`)}</ul>`}</div>`;
 
+/** The title of the document, by which tabs and the history differ. */
+export const useTitle = (text) => useEffect(() => { document.title = text ? `${text} – Rookery` : "Rookery"; }, [text]);
+
+/** What is inside, or the error that it raised, until `at` changes. */
+export class Boundary extends Component {
+  static getDerivedStateFromError(error) { return { error }; }
+  componentDidUpdate({ at }) { if (at !== this.props.at && this.state.error) this.setState({ error: null }); }
+  render({ children }, { error }) {
+    return error ? html`<div class="notice bad" role="alert">The page cannot show this: ${error.message}. <a href="#/runs">All runs</a></div>` : children;
+  }
+}
+
 export const Empty = ({ children }) => html`<div class="panel empty">${children}</div>`;
 
 export const Facts = ({ facts }) => facts.length > 0 && html`<dl class="facts">${facts
@@ -32,8 +45,8 @@ export const Facts = ({ facts }) => facts.length > 0 && html`<dl class="facts">$
 export const signed = (value, digits = 3) => (isNumber(value) ? `${value > 0 ? "+" : ""}${number(value, digits)}` : "–");
 
 /** The buttons of a list, newest first, that is read page by page; nothing where one page has it all. */
-export const Pager = ({ offset, size, total, onOffset }) => total > size && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => onOffset(Math.max(0, offset - size))}>Newer</button>
-  <span class="muted">${offset + 1} to ${Math.min(offset + size, total)} of ${total}</span><button disabled=${offset + size >= total} onClick=${() => onOffset(offset + size)}>Older</button></div>`;
+export const Pager = ({ offset, size, total, onOffset }) => (total > size || offset > 0) && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => onOffset(Math.max(0, offset - size))}>Newer</button>
+  <span class="muted">${offset < total ? `${offset + 1} to ${Math.min(offset + size, total)}` : "none"} of ${total}</span><button disabled=${offset + size >= total} onClick=${() => onOffset(offset + size)}>Older</button></div>`;
 
 /** A scrolling region that the keyboard reaches. */
 export const Scroll = ({ label, children }) => html`<div class="scroll panel" tabindex="0" role="region" aria-label=${label}>${children}</div>`;

@@ -1,6 +1,6 @@
 // One run: its header, its tabs, and the overview with the charts.
 import { useState } from "preact/hooks";
-import { jobPath, useData, useMetrics } from "./api.js";
+import { getAll, jobPath, useData, useMetrics } from "./api.js";
 import { Actions } from "./actions.js";
 import { Chart } from "./chart.js";
 import { ago, count, duration, isNumber, number, percent, reward, route, steps, time } from "./format.js";
@@ -11,7 +11,7 @@ import { Events } from "./events.js";
 import { Health } from "./health.js";
 import { Group, Steps, ofPolicy } from "./groups.js";
 import { Timeline } from "./timeline.js";
-import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
+import { Badge, Empty, Facts, Problem, Scroll, html, useTitle } from "./parts.js";
 
 const STEPS_SHOWN = 12;
 
@@ -37,7 +37,8 @@ const onRows = (view) => ["sft", "dpo"].includes(view.spec.algorithm?.name);
 export function Run({ path, query, account }) {
   const [, job, tab = ""] = path;
   const stream = useMetrics(job);
-  const { data: view, error, reload } = useData(jobPath(job), stream.live || !stream.job ? 3000 : 15000);
+  const { data: view, error, since, reload } = useData(jobPath(job), stream.live || stream.since || !stream.job ? 3000 : 15000);
+  useTitle(view ? `${view.name}, ${(TABS.find(([name]) => name === tab)?.[1] ?? tab).toLowerCase()} ${path[2] === "step" ? path[3] : ""}`.trim() : "Run");
   if (error && !view) return html`<${Problem} error=${error} />`;
   if (!view) return html`<p class="muted">Loading …</p>`;
   const Inside = INSIDE[tab], tabs = TABS.filter(([name]) => !onRows(view) || !["steps", "episodes"].includes(name));
@@ -45,6 +46,8 @@ export function Run({ path, query, account }) {
     <div class="bar"><h1>${view.name}</h1><${Badge} state=${view.state} />
       ${stream.live && view.state === "running" && html`<span class="good small">● live</span>`}
       <span class="muted small">${view.id}</span></div>
+    ${error ? html`<div class="notice warn" role="status">No answer since ${time(since)}: ${error.message}. The figures below are from before.</div>`
+      : stream.since && html`<div class="notice warn" role="status">The charts have had no connection since ${time(stream.since)}${stream.error ? `: ${stream.error.message}` : ""}. The page tries again.</div>`}
     ${view.reason && view.state !== "completed" && html`<div class=${`notice ${view.state === "failed" ? "bad" : "warn"}`}>${view.state}: ${view.reason}</div>`}
     <${Facts} facts=${[
       account.role === "admin" ? ["tenant", view.tenant] : ["", ""],
@@ -72,7 +75,7 @@ function RunTimeline({ job, view, account }) {
 
 function Overview({ job, view, stream }) {
   const [weight, setWeight] = useState(0), [zoom, setZoom] = useState(null);
-  const { data: evaluations } = useData(`${jobPath(job, "evaluations")}?limit=1000`, view.finished ? 0 : 10000);
+  const { data: evaluations } = useData(`${jobPath(job, "evaluations")}?held_out=false&limit=1000`, view.finished ? 0 : 10000, getAll);
   const rows = stream.rows, steps = rows.map((row) => row.step);
   if (!stream.loaded) return html`<p class="muted">Loading …</p>`;
   if (rows.length === 0) return html`<${Problem} error=${stream.error} /><${Empty}>No step is committed yet. ${view.waits_for && `The run waits for: ${view.waits_for}.`}<//>`;
@@ -81,7 +84,6 @@ function Overview({ job, view, stream }) {
   const draw = (chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} onStep=${open} />`;
   const environment = charts.filter((chart) => chart.environment), several = Object.keys(view.spec.policies).length > 1;
   return html`
-    <${Problem} error=${stream.error} />
     <${Health} job=${job} view=${view} />
     <div class="bar"><label for="smooth">Smoothing</label>
       <input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />

@@ -18,7 +18,8 @@ export function Runs({ query, account }) {
     if (text === (query.text ?? "")) return undefined;
     const timer = setTimeout(() => go({ text }), 300);
     return () => clearTimeout(timer);
-  }, [text]);
+  }, [text, location.hash]);
+  useEffect(() => setText(query.text ?? ""), [query.text]); // a link or the way back changes it, too
   const wanted = new URLSearchParams({ order, descending, offset, limit: PAGE, text: query.text ?? "" });
   if (query.state) wanted.append("state", query.state);
   const { data, error } = useData(`/api/v1/runs?${wanted}`, REFRESH);

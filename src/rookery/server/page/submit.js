@@ -7,7 +7,7 @@ import { Problem, html } from "./parts.js";
 import { reach } from "./text.js";
 
 export function Submit({ query }) {
-  const { data: api } = useData("/openapi.json"), { data: models } = useData("/api/v1/models");
+  const { data: api, error: unread } = useData("/openapi.json"), { data: models } = useData("/api/v1/models");
   const [spec, setSpec] = useState(EXAMPLE), [tried, setTried] = useState(null), [error, setError] = useState(null), [busy, setBusy] = useState(""), [wrong, setWrong] = useState({}); // wrong: the fields that hold no JSON
   useEffect(() => {
     if (!query.from) return;
@@ -21,7 +21,7 @@ export function Submit({ query }) {
     try { done(await call("POST", path, spec)); } catch (problem) { setError(problem); setTried(null); }
     setBusy("");
   };
-  if (!api) return html`<p class="muted">Loading …</p>`;
+  if (!api) return unread ? html`<${Problem} error=${unread} />` : html`<p class="muted">Loading …</p>`;
   const schemas = api.components.schemas, fields = fieldsOf({ schemas }, schemas.JobSpec);
   const change = (path, value) => { setSpec((now) => set(now, path, value)); setTried(null); };
   const mark = (name, message) => setWrong(({ [name]: _, ...others }) => (message ? { ...others, [name]: message } : others));
