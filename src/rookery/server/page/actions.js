@@ -8,7 +8,7 @@ import { Problem, html } from "./parts.js";
 const ALLOWED = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"] };
 const ASKED = { cancel: "End this run for good? Its versions stay.", delete: "Delete this run with its versions and all its results?" };
 
-export function Actions({ job, view, reload }) {
+export function Actions({ job, view, account, reload }) {
   const [error, setError] = useState(null), [busy, setBusy] = useState(false), [asked, setAsked] = useState("");
   const act = async (name) => {
     if (ASKED[name] && asked !== name) { setAsked(name); return; }
@@ -33,7 +33,7 @@ export function Actions({ job, view, reload }) {
     ${asked ? html`<span role="alert">${ASKED[asked]}</span><button class="danger" onClick=${() => act(asked)}>Yes, ${asked}</button><button onClick=${() => setAsked("")}>No</button>`
       : html`${names.map((name) => html`<button key=${name} class=${ASKED[name] ? "danger" : ""} disabled=${busy} onClick=${() => act(name)}>${name[0].toUpperCase() + name.slice(1)}</button>`)}
         ${view.step > 0 && html`${policies.map((name) => html`<a key=${name} class="button" href=${jobPath(job, "policies", encodeURIComponent(name), "versions/latest/adapter")} download>Download adapter${policies.length > 1 ? ` of ${name}` : ""}</a>`)}
-          <a class="button" href=${route(["chat"], { target })}>Chat</a><a class="button" href=${route(["new"], { from: job, version })}>New run from version ${version}</a>`}
+          ${view.tenant === account.name && html`<a class="button" href=${route(["chat"], { target })}>Chat</a>`}<a class="button" href=${route(["new"], { from: job, version })}>New run from version ${version}</a>`}
         <a class="button" href=${route(["new"], { from: job })}>New run like this</a>`}
     </div><${Problem} error=${error} />`;
 }

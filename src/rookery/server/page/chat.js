@@ -19,13 +19,15 @@ async function ask(model, messages, { n, temperature, maxTokens, seed, system },
 export const history = (turns, last) => turns.slice(0, last + 1).flatMap((turn, at) => [{ role: "user", content: turn.user }, ...(at < last ? [{ role: "assistant", content: turn.samples[turn.chosen]?.text ?? "" }] : [])]);
 
 export function Chat({ query, account }) {
-  const { data: models } = useData("/api/v1/models"), { data: runs } = useData("/api/v1/runs?limit=200");
-  const [targets, setTargets] = useState(["", query.target ?? ""]), [sides, setSides] = useState([[], []]);
+  const asked = (query.target ?? "").split(/[/@]/)[0], given = query.target ?? "";
+  const { data: models } = useData("/api/v1/models"), { data: newest } = useData("/api/v1/runs?limit=200"), { data: one } = useData(asked ? `/api/v1/runs?${new URLSearchParams({ id: asked })}` : null);
+  const runs = newest && (one || !asked) ? [...newest.runs, ...(one?.runs ?? []).filter((run) => newest.runs.every((other) => other.id !== run.id))] : null;
+  const [targets, setTargets] = useState(["", given]), [sides, setSides] = useState([[], []]);
   const [options, setOptions] = useState({ n: 1, temperature: 1, maxTokens: 128, seed: "", system: "" }), [text, setText] = useState(""), [busy, setBusy] = useState(null), [error, setError] = useState(null); // busy: what ends the requests
-  const usable = (models ?? []).filter((one) => one.state === "loaded"), mine = (runs?.runs ?? []).filter((run) => run.tenant === account.name && run.step > 0);
+  const usable = (models ?? []).filter((one) => one.state === "loaded"), mine = (runs ?? []).filter((run) => run.tenant === account.name && run.step > 0);
   useEffect(() => {
-    if (!targets[0] && usable.length) setTargets([mine.find((run) => targets[1].startsWith(run.id))?.base_model ?? usable[0].name, targets[1]]);
-  }, [models, runs]);
+    if (!targets[0] && usable.length && runs) setTargets([mine.find((run) => targets[1].startsWith(run.id))?.base_model ?? usable[0].name, targets[1]]);
+  }, [models, newest, one]);
   const show = (side, turns) => setSides((old) => old.map((one, at) => (at === side ? turns : one)));
   /** Samples the replies to messages after the turns that are there; without one, what was there before stays. */
   const play = async (side, before, users, signal) => {

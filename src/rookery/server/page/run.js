@@ -64,7 +64,7 @@ export function Run({ path, query, account }) {
       view.finished ? ["took", duration(view.finished - (view.started || view.created))] : ["began", view.started ? `${ago(view.started)} ago` : ""],
     ]} />
     <${Facts} facts=${policiesOf(view)} />
-    <${Actions} job=${job} view=${view} reload=${reload} />
+    <${Actions} job=${job} view=${view} account=${account} reload=${reload} />
     <nav class="tabs" aria-label="Parts of the run">${tabs.map(([name, label]) => html`<a href=${route(["run", job, ...(name ? [name] : [])])} aria-current=${(tab === name || (name === "steps" && ["step", "group", "episode"].includes(tab))) ? "page" : undefined}>${label}</a>`)}</nav>
     ${Inside ? html`<${Inside} job=${job} view=${view} rows=${stream.rows} path=${path} query=${query} account=${account} />` : html`<${Overview} job=${job} view=${view} stream=${stream} />`}`;
 }

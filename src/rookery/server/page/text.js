@@ -43,13 +43,15 @@ export function stripTokens(trajectory) {
   const { prompt, prompt_texts: before, tokens, texts, mask, logprobs, versions, trainer_logprobs: trainer, workers, replies = [] } = trajectory;
   const moved = new Map(workers.slice(0));
   let version = null;
+  const policies = new Array(tokens.length).fill("");
+  for (const [start, stop, policy] of [...replies].reverse()) policies.fill(policy, start, stop);
   const rest = tokens.map((id, at) => {
     const sampled = mask[at], changed = sampled && version !== null && versions[at] !== version;
     if (sampled) version = versions[at];
     const theirs = sampled && trainer ? trainer[at] : null;
     return {
       id, text: texts?.[at] ?? `⟨${id}⟩`, sampled, logprob: sampled ? logprobs[at] : null, trainer: theirs,
-      gap: isNumber(theirs) ? theirs - logprobs[at] : null, version: sampled ? versions[at] : null, changed, worker: moved.get(at) ?? null, policy: sampled ? replies.find(([start, stop]) => at >= start && at < stop)?.[2] ?? "" : "",
+      gap: isNumber(theirs) ? theirs - logprobs[at] : null, version: sampled ? versions[at] : null, changed, worker: moved.get(at) ?? null, policy: sampled ? policies[at] : "",
     };
   });
   const prefix = prompt.map((id, at) => ({ id, text: before?.[at] ?? `⟨${id}⟩`, sampled: false, logprob: null, trainer: null, gap: null, version: null, changed: false, worker: null, policy: "" }));
