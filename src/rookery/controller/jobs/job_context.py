@@ -118,15 +118,17 @@ class Progress:
         """Show a committed step, whose metrics are stored, to followers."""
         row = {**metrics, "version": version}
         self._show(row)
-        self.staleness = row.get("staleness_mean")
         flat = self._note_signal(row)
         if len(flat) == NO_SIGNAL_STEPS:
             await self.add_event(NO_SIGNAL, self._no_signal(self._policy_of(row)))
         self._on_metrics(self._row.id, row)
 
     def _show(self, row: dict[str, Any]) -> None:
-        """The job's reward is that of its first trained policy."""
-        if self._policy_of(row) == self._spec.trained[0] and row.get("reward") is not None:
+        """The job's reward and staleness are those of its first trained policy."""
+        if self._policy_of(row) != self._spec.trained[0]:
+            return
+        self.staleness = row.get("staleness_mean")
+        if row.get("reward") is not None:
             self.rewards.append(row["reward"])
 
     def _policy_of(self, row: dict[str, Any]) -> str:
