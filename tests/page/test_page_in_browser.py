@@ -574,7 +574,7 @@ def test_run_without_a_policy_called_main_has_downloads_chat_and_a_run_from_it(p
     page.goto(f"{town.service.url}/#/run/{run.id}")
     with page.expect_download() as started:
         page.click("text=Download adapter")
-    assert started.value.suggested_filename == f"{run.id}-solver-latest.tar"
+    assert started.value.suggested_filename == f"{run.id}-solver-2.tar"
     page.click("text=New run from version 2")
     page.wait_for_selector(".yaml >> text=policy: solver")
     assert "judge" in page.locator(".yaml").inner_text()
