@@ -440,6 +440,12 @@ def test_missing_version_is_refused(face: Open, suffix: str) -> None:
         ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"extra_body": {"no_such_thing": 1}}, "no_such_thing"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "grammar": "x"}}},
+            "response_format.json_schema.grammar",
+        ),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -502,6 +508,7 @@ def test_arguments_with_default_values_are_accepted(face: Open) -> None:
     answer = face.chat(
         top_p=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, tools=[], tool_choice="none", user="ada",
         response_format={"type": "text"}, store=False, metadata={"a": "b"}, service_tier="auto", top_logprobs=0,
+        stream_options={"include_obfuscation": False},
         extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0},
     )  # fmt: skip
     assert answer.choices[0].message.content == face.chat().choices[0].message.content

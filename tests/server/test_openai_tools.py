@@ -346,6 +346,7 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "grammar": "x"}}}, "text.format.grammar"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}}}, "text.format"),
         ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format"),
         ({"instructions": "Be brief.", "input": [

@@ -56,6 +56,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
+    "stream_options.continuous_usage_stats": (False,),
 }
 """Unsupported arguments with the values of each that request the default behaviour. Null does so for all."""
 
@@ -69,6 +70,7 @@ IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
     "prompt_cache_options",
+    "stream_options.include_obfuscation",
 }
 """Arguments that do not concern the response."""
 
@@ -116,6 +118,12 @@ LIKELIEST = 20
 """The most tokens that come with each token's log-probability, as in OpenAI's API."""
 
 
+def unknown_of(where: str, options: OpenAIModel | None) -> dict[str, Any]:
+    """The unknown fields of the options that stand at ``where`` in a request, by their paths."""
+    extra = options.model_extra if options is not None else None
+    return {f"{where}.{name}": value for name, value in (extra or {}).items()}
+
+
 class CompletionOptions(OpenAIModel):
     """Fields of both endpoints."""
 
@@ -158,6 +166,11 @@ class CompletionOptions(OpenAIModel):
             if not (token.isascii() and token.isdigit() and int(token) < 2**31):
                 raise ValueError(f"{short(token)!r} is not a token id")
         return value
+
+    @property
+    def unknown(self) -> dict[str, Any]:
+        """The fields of the request, and of the options in it, that these models do not have, by their paths."""
+        return {**(self.model_extra or {}), **unknown_of("stream_options", self.stream_options)}
 
     @property
     def likeliest(self) -> int:
@@ -338,6 +351,12 @@ class ChatRequest(CompletionOptions):
     @classmethod
     def _has_few_parts(cls, value: Any) -> Any:
         return check_parts(value, "content", "tool_calls")
+
+    @property
+    def unknown(self) -> dict[str, Any]:
+        form = self.response_format
+        schema = unknown_of("response_format.json_schema", form.json_schema if form is not None else None)
+        return {**super().unknown, **unknown_of("response_format", form), **schema}
 
     @property
     def likeliest(self) -> int:

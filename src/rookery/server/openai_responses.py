@@ -28,6 +28,7 @@ from rookery.server.openai import (
     SmallObject,
     UnsupportedField,
     refuse_unsupported,
+    unknown_of,
 )
 from rookery.server.responses import event_data, first_problem, named_steps
 from rookery.spec.policy import Temperature
@@ -151,11 +152,10 @@ class ResponsesRequest(OpenAIModel):
         choice: Any = self.tool_choice
         if isinstance(choice, NamedResponseTool):
             choice = {"type": "function", "function": {"name": choice.name}}
-        for name, value in ((self.text.model_extra if self.text is not None else None) or {}).items():
-            if value is not None and (name, value) != ("verbosity", "medium"):
-                raise UnsupportedField(
-                    f"text.{name} is not supported: leave it out", f"text.{name}", "unsupported_parameter"
-                )
+        form = self.text.format if self.text is not None else None
+        for name, value in {**unknown_of("text", self.text), **unknown_of("text.format", form)}.items():
+            if value is not None and (name, value) != ("text.verbosity", "medium"):
+                raise UnsupportedField(f"{name} is not supported: leave it out", name, "unsupported_parameter")
         if self.top_logprobs and not self.logprobs:
             raise UnsupportedField("top_logprobs needs include: ['message.output_text.logprobs']", "top_logprobs")
         plain = {

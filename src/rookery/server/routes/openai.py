@@ -144,7 +144,7 @@ async def complete_chat(
     service: ServiceContext, source: Sampling, owner: str, request: Request, options: ChatRequest
 ) -> Response:
     """A chat of ``source``."""
-    refuse_unsupported(options.model_extra)
+    refuse_unsupported(options.unknown)
     messages, schemas = await service.threads(_read_chat, options)
     target, chat = await source.open(owner, options.model)
     if options.top_logprobs and not options.logprobs:
@@ -225,7 +225,7 @@ def _readers(options: CompletionOptions, chat: Chat) -> Callable[[], CallReader 
 @routes.post("/completions", response_model=dict[str, Any])
 async def completions(service: Service, owner: Owner, request: Request, options: CompletionRequest) -> Response:
     """Continue texts or token ids as they are: no chat template, no added special tokens."""
-    refuse_unsupported(options.model_extra)
+    refuse_unsupported(options.unknown)
     if options.echo and options.stream:
         raise UnsupportedField("echo is not supported in a stream: leave stream out", "echo", "unsupported_parameter")
     if options.max_tokens == 0 and not options.echo:
