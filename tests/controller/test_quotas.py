@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.driven import ADAM, Client, forward, join
-from tests.support.peers import HANG, Service, eventually, job_of, settle
+from tests.support.peers import HANG, MODEL, Service, eventually, job_of, settle
 
 from rookery.controller.sessions import operations
 from rookery.controller.usage import FLUSH_SECONDS
@@ -194,6 +194,34 @@ async def test_a_repeated_submission_is_no_new_job_to_a_limit(service: Service) 
             await service.controller.submit("alice", job_of(), "three")
     with pytest.raises(Conflict, match="was used for another job"):
         await service.controller.submit("alice", job_of(seed=7), "two")
+
+
+@pytest.mark.parametrize("settings", [{"tenant_requests": 2}])
+async def test_repeated_requests_of_a_client_are_no_new_ones_to_a_limit(service: Service) -> None:
+    worker = await join(service)
+    alice = await Client(service).begin()
+    sessions, about = alice.sessions, {"sdk_version": "0.38.0", "name": "", "about": {}}
+    first = await sessions.create("alice", "key", **about)
+    path = await alice.save("kept", kind="sampler_weights")
+    base, saved = await alice.sampler(None, 1), await alice.sampler(path, 2)
+    worker.generating.clear()
+    asked = await alice.sample(base, 0, count=2)
+    lora = {"rank": 4, "train_attn": True, "train_mlp": False}
+    for limits in ({"adapters": 1}, {"bytes": 1}, {"metadata_bytes": 1024}):
+        await service.controller.limit_tenant("alice", limits)
+        made = await sessions.create_run(
+            "alice", alice.session, 0, operations.CreateModel(seed=1), base_model=MODEL, lora=lora, about={}
+        )
+        assert (await alice.outcome(made)).model_id == alice.model
+        assert (await sessions.create("alice", "key", **about)).id == first.id
+        assert await alice.sample(base, 0, count=2) == asked
+        assert (await alice.sampler(None, 1), await alice.sampler(path, 2)) == (base, saved)
+    await sessions.delete_checkpoint("alice", alice.model, "sampler_weights", "kept")
+    assert await alice.sampler(path, 2) == saved
+    for new in (alice.sampler(None, 3), sessions.create("alice", "other", **about), alice.sample(base, 1)):
+        with pytest.raises(TooManyRequests):
+            await new
+    worker.generating.set()
 
 
 async def test_running_job_keeps_no_more_versions_than_its_tenant_may_store(service: Service) -> None:

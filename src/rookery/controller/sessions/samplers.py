@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from math import nan
 
@@ -24,7 +25,7 @@ from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpir
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.store import adapter_ref
-from rookery.errors import RookeryError, UserError
+from rookery.errors import NotFound, RookeryError, UserError
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 from rookery.storage.repositories import versions
 from rookery.storage.repositories.sessions import (
@@ -103,8 +104,14 @@ class Samplers:
         requested_model: str | None,
         path: str | None,
     ) -> SamplerRow:
-        """A sampler of the checkpoint ``path``, or of the base model."""
+        """A sampler of the checkpoint ``path``, or of the base model. A repetition gets the sampler that there is, also
+        where a limit is reached since, or the checkpoint is deleted."""
         context, now = self._context, self._context.clock.time()
+        with suppress(NotFound):
+            known = await context.store.read(get_sampler, tenant, id)
+            of_path = path is not None and known.path == path and base_model in (None, known.base_model)
+            if of_path or (path is None and not known.path and known.model is None and known.base_model == base_model):
+                return known
         await context.rooms.quotas.check_metadata(tenant)
         if path is not None:
             checkpoint, run, policy = await find_checkpoint(context, tenant, path)

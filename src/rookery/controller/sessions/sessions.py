@@ -195,7 +195,8 @@ class Sessions:
             id=self._context.ids.new("session"), tenant=tenant, idempotency_key=key, created=now, seen=now,
             sdk_version=sdk_version, name=name, about=about,
         )  # fmt: skip
-        await self._context.rooms.quotas.check_metadata(tenant, about)
+        if key is None or not await self._context.store.read(sessions.has_session, tenant, key):
+            await self._context.rooms.quotas.check_metadata(tenant, about)
         log.info("session with SDK %s", sdk_version, extra={"tenant": tenant})
         return await self._context.store.write(sessions.add_session, row)
 
@@ -274,8 +275,6 @@ class Sessions:
         rank, limit = lora["rank"], settings.engine.max_rank
         if not 1 <= rank <= limit:
             raise UserError(f"rank {rank} is not served; allowed: 1 to {limit}")
-        context.rooms.quotas.check_model(tenant, name)
-        await context.rooms.quotas.check_stored(tenant)
         id, policy, alpha = f"{session}:train:{number}", context.ids.new("policy"), LORA_ALPHA
         targets = [target for target in TARGETS if lora["train_attn" if target in ATTENTION else "train_mlp"]]
         row = ModelRow(
@@ -287,6 +286,8 @@ class Sessions:
             if (known.base_model, shape.rank, [*shape.targets]) != (name, rank, targets):
                 raise UserError(f"model {id} was created before, of another base model, rank or layers")
         except NotFound:
+            context.rooms.quotas.check_model(tenant, name)
+            await context.rooms.quotas.check_stored(tenant)
             await context.rooms.quotas.check_metadata(tenant, about)
             new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)
             await context.store.write(sessions.add_model, row, new)
@@ -399,9 +400,11 @@ class Sessions:
         """Sample ``operation.count`` texts; returns the request's id."""
         row = await self._context.store.read(sessions.get_sampler, tenant, operation.sampler)
         await self._require_open(tenant, row.session)
-        self._context.rooms.quotas.check_generation(tenant, row.base_model, operation.tokens, operation.count)
+        name = f"{row.id}/{number}"
+        if self.futures.find(tenant, name) is None:
+            self._context.rooms.quotas.check_generation(tenant, row.base_model, operation.tokens, operation.count)
         self._context.rooms.models.provide(row.base_model)
-        future, created = await self.futures.open(tenant, f"{row.id}/{number}", operation, seq=number)
+        future, created = await self.futures.open(tenant, name, operation, seq=number)
         if created:
             self.samplers.start(future, operation, row)
         return future.id

@@ -40,6 +40,11 @@ def add_session(connection: Connection, row: SessionRow) -> SessionRow:
     return add_or_find(connection, row, tenant=row.tenant, idempotency_key=row.idempotency_key)[0]
 
 
+def has_session(connection: Connection, tenant: str, key: str) -> bool:
+    """Whether the tenant made a session with this idempotency key."""
+    return find(connection, SessionRow, tenant=tenant, idempotency_key=key) is not None
+
+
 def get_session(connection: Connection, tenant: str, id: str) -> SessionRow:
     """Raises :class:`NotFound` if this tenant has no such session."""
     return get(connection, SessionRow, f"session {id}", id=id, tenant=tenant)
