@@ -232,7 +232,7 @@ class Quotas:
         )
         if not data or fits or frees:
             raise self._refuse("queued_bytes", reason)
-        reason += f"; model {run} has {own} of them since its last step: give it smaller batches"
+        reason += f"; with this one model {run} has {own + size} since its last step: give it smaller batches"
         raise self._refuse("queued_bytes", reason, math.inf)
 
     def count_queued(self, tenant: str, run: str, size: int) -> None:
