@@ -573,23 +573,25 @@ class Controller:
         """Bring the job into ``state`` at its owner's request."""
         async with self._lock(job):
             row = await self.context.store.read(jobs.get_job, tenant, job)
-            if row.state == state:
+            if row.state == state and not row.resumes:
                 return
             if row.state in FINAL_JOB_STATES:
                 raise Conflict(f"job {job} is {row.state} already")
             runner, waiting = self.jobs.runners.get(job), self.jobs.waiting.pop(job, None)
-            if runner is not None:
-                runner.wanted = state
-                await cancel_all(runner.task)
-                row = await self.context.store.read(jobs.get_job, tenant, job)
-                if row.state in FINAL_JOB_STATES:
-                    return
             try:
+                if runner is not None:
+                    await runner.end(state)
+                    row = await self.context.store.read(jobs.get_job, tenant, job)
+                    if row.state in FINAL_JOB_STATES:
+                        return
                 await self._set_state(row, state, BY_OWNER.format(state=state))
-            except (StorageFull, Unavailable):
-                if runner is not None or waiting is not None:
-                    self._admit(row)  # the command failed: the job continues, or reports itself why it cannot
+            except (StorageFull, Unavailable):  # the command failed: the job continues, or reports why it cannot
+                if row.resumes:
+                    self.retries.restarted(tenant, job)
+                elif row.state != "paused" and (runner is not None or waiting is not None):
+                    self._admit(row)
                 raise
+            self.retries.progress(job)  # it resumes by itself no more
 
     async def _set_state(
         self, row: JobRow, state: JobState, reason: str, error: str = "", resumes: bool = False

@@ -312,6 +312,85 @@ async def test_pause_during_the_start_keeps_the_state_counts_right(service: Serv
     assert service.controller.queries.health().jobs == {"paused": 1}
 
 
+@pytest.mark.parametrize("where", ["counters", "end"])
+async def test_job_that_is_halted_while_its_end_is_stored_keeps_that_end(service: Service, where: str) -> None:
+    reached, go_on, failures = threading.Event(), threading.Event(), [Unavailable("went away")]
+
+    def slow(real: Any, *arguments: Any) -> Any:
+        reached.set()
+        go_on.wait(PATIENCE)
+        return real(*arguments)
+
+    def away(real: Any, job: str, state: str, *others: Any) -> Any:
+        if state == "completed" and failures:
+            raise failures.pop()
+        return real(job, state, *others)
+
+    if where == "counters":
+        service.database.intercept("save_counters", slow)
+    else:
+        service.database.intercept("set_job_state", away)
+    await service.join()
+    job = await run(service, stop__steps=1)
+    runner = service.controller.jobs.runners[job]
+    await eventually(lambda: reached.is_set() or bool(runner.unstored))
+    runner.halt("its tenant's tokens of today are used up")
+    go_on.set()
+    while job in service.controller.jobs.runners:
+        await service.clock.advance(2.0)
+        await service.writer(lambda: None)
+    assert (await service.controller.queries.show("alice", job)).state == "completed"
+
+
+@pytest.mark.parametrize("by", ["halt", "owner"])
+async def test_task_of_a_job_that_ends_before_its_first_step_is_forgotten(service: Service, by: str) -> None:
+    job = await run(service)
+    await service.controller.pause("alice", job)
+    await service.controller.resume("alice", job)
+    runner = service.controller.jobs.runners[job]
+    if by == "halt":
+        runner.halt("its tenant's tokens of today are used up")
+        assert (await service.ends(job, "paused")).reason == "its tenant's tokens of today are used up"
+    else:
+        await runner.end("paused")
+    await eventually(lambda: job not in service.controller.jobs.runners)
+
+
+async def test_pause_of_a_job_that_an_outage_paused_lasts(service: Service) -> None:
+    job = await run(service)
+    await eventually(lambda: bool(service.controller.jobs.running()))
+    service.controller.model_failed(MODEL, "3 times in a row it ended with code 1")
+    assert (await service.ends(job, "paused")).paused_by == "outage"
+    await service.controller.pause("alice", job)
+    view = await service.controller.queries.show("alice", job)
+    assert (view.paused_by, view.reason) == ("owner", "paused by its owner")
+    await service.join()
+    await service.clock.advance(1000.0)
+    assert (await service.controller.queries.show("alice", job)).state == "paused"
+    await service.crash()
+    await service.start()
+    await service.clock.advance(1000.0)
+    assert (await service.controller.queries.show("alice", job)).state == "paused"
+
+
+async def test_pause_that_the_database_does_not_take_leaves_no_job_without_a_task(service: Service) -> None:
+    await service.join()
+    job = await run(service, stop__steps=1000)
+    await service.ends(job, "running")
+    ended, failures = service.controller.jobs.runners[job], [Unavailable("went away")]
+
+    def away(real: Any, *arguments: Any) -> Any:
+        if service.controller.jobs.runners.get(job) is not ended and failures:
+            raise failures.pop()
+        return real(*arguments)
+
+    service.database.intercept("get_job", away)
+    with pytest.raises(Unavailable):
+        await service.controller.pause("alice", job)
+    assert not failures and job in service.controller.jobs.runners
+    await service.controller.cancel("alice", job)
+
+
 async def test_the_token_rate_window_is_trimmed_without_readers(service: Service) -> None:
     job = await run(service)
     await service.ends(job, "running")

@@ -8,8 +8,9 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from rookery.aio import cancel_all
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
@@ -79,6 +80,8 @@ class JobRunner:
         self._folder = folder
         self._halted = ""
         """The reason for its pause by :meth:`halt`."""
+        self._stage: Literal["waits", "works", "ended"] = "waits"
+        """waits: its task has not taken its first step · works · ended: its end may not be stored yet."""
         self._initial = Counter(row.counters)
         """Counters at the start of this run: totals count this process only."""
         self._sinks: Sinks | None = None
@@ -87,14 +90,8 @@ class JobRunner:
         """Run the job and return its new state and the reason; ``begun`` is called when it is assembled. Raises nothing
         but a cancellation. Its counters are stored before the end, so that they are complete when the end is seen."""
         TENANT.set(self.row.tenant)
-        started: asyncio.Task[None] | None = None
         try:
-            await self._record.starts(self.row.id)
-            started = asyncio.create_task(self._end_start())
-            self.job = await self._assemble()
-            await self._record.assembled(self.row.id)
-            await begun()
-            return "completed", await self.job.run()
+            return "completed", await self._work(begun)
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if not self._halted or self.wanted is not None or current is None or current.uncancel():
@@ -115,9 +112,25 @@ class JobRunner:
             log.exception("job %s failed", self.row.id, extra={"tenant": self.row.tenant, "job": self.row.id})
             return "failed", f"{type(cause).__name__}: {cause}"
         finally:
+            await self._store_counters()
+
+    async def _work(self, begun: Callable[[], Awaitable[object]]) -> str:
+        """Run the job; returns why it is completed."""
+        if self._halted or self.wanted is not None:  # before this task's first step
+            raise asyncio.CancelledError
+        started: asyncio.Task[None] | None = None
+        self._stage = "works"
+        try:
+            await self._record.starts(self.row.id)
+            started = asyncio.create_task(self._end_start())
+            self.job = await self._assemble()
+            await self._record.assembled(self.row.id)
+            await begun()
+            return await self.job.run()
+        finally:
+            self._stage = "ended"
             if started is not None:
                 started.cancel()
-            await self._store_counters()
 
     async def _unread_dataset(self, cause: BaseException) -> RookeryError | None:
         """The error of an environment that could not read the job's dataset, whose file lies among the artifacts."""
@@ -130,11 +143,20 @@ class JobRunner:
             return away
         return ArtifactMissing("the job's dataset could not be read", str(cause))
 
+    async def end(self, wanted: JobState) -> None:
+        """End the task: the job's owner asked for the state ``wanted``, which the caller stores."""
+        self.wanted = wanted
+        if self._stage == "waits":  # a task that is cancelled before its first step would not release anything
+            await asyncio.wait([self.task])
+        else:
+            await cancel_all(self.task)
+
     def halt(self, reason: str) -> None:
-        """Pause the job; it resumes by itself."""
-        if not self._halted:
+        """Pause the job; it resumes by itself. Without effect once its work has ended: its end is being stored."""
+        if not self._halted and self._stage != "ended":
             self._halted = reason
-            self.task.cancel()
+            if self._stage == "works":
+                self.task.cancel()
 
     async def _end_start(self) -> None:
         """The job has started once it has run for a while."""

@@ -28,7 +28,8 @@ export function Actions({ job, view, account, reload }) {
   }, [asked]);
   const policies = trained(view.spec), first = policies[0], version = view.policies.find((one) => one.name === first)?.version ?? 0;
   const target = first === Object.keys(view.spec.policies)[0] ? job : `${job}/${first}`; // a job alone means its first policy, trained or not
-  const names = view.finished ? ["delete"] : ALLOWED[view.state] ?? [];
+  const waits = view.paused_by === "outage" ? ["pause"] : []; // it resumes by itself
+  const names = view.finished ? ["delete"] : [...waits, ...(ALLOWED[view.state] ?? [])];
   return html`<div class="bar actions" ref=${bar}>
     ${asked ? html`<span role="alert">${ASKED[asked]}</span><button class="danger" onClick=${() => act(asked)}>Yes, ${asked}</button><button onClick=${() => setAsked("")}>No</button>`
       : html`${names.map((name) => html`<button key=${name} class=${ASKED[name] ? "danger" : ""} disabled=${busy} onClick=${() => act(name)}>${name[0].toUpperCase() + name.slice(1)}</button>`)}
