@@ -6,8 +6,8 @@
 * ``reading`` sees one snapshot for all its queries and never waits for a writer.
 * Within ``batch_transaction`` the calls of one thread share a transaction: one wait for the disk for all of them.
 * A full disk is :class:`~rookery.errors.StorageFull`; a database that answers and is read-only, as a replica,
-  is :class:`~rookery.errors.DatabaseReadOnly`. A row that the tables refuse is the caller's error. Every other
-  failure (a lost server, a denied permission, a database that is another one than at the start) is
+  is :class:`~rookery.errors.DatabaseReadOnly`. A row that the tables or their indexes refuse is the caller's error.
+  Every other failure (a lost server, a denied permission, a database that is another one than at the start) is
   :class:`~rookery.errors.DatabaseAway`. They leave the database as it was, except that a connection lost during the
   commit itself leaves its outcome to be read back.
 * A PostgreSQL database that one service has claimed refuses every other service until that connection ends: with its
@@ -86,13 +86,16 @@ _CLAIM = int.from_bytes(b"rookery\0", "big")
 """The number of the advisory lock that a service holds: one that no other program is likely to use."""
 
 CALLERS_ERRORS = (IntegrityError, DataError)
-"""Errors about the rows of the caller. All others are about the database."""
+"""Errors about the rows of the caller."""
 
 _EPOCH = select(MetaRow.value).where(MetaRow.name == "epoch")
 
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_READ_ONLY = "25006"
 _POSTGRES_LOCK_TIMEOUT = "55P03"
+_POSTGRES_LIMIT_EXCEEDED = "54"
+"""The class of the errors about one statement that exceeds a limit of the server, such as a value that no index
+takes."""
 
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 """By the beginning of an address, before any ``+``: a platform's variable may name another program's driver."""
@@ -367,10 +370,11 @@ class Database:
                 try:
                     yield shared
                     part.commit()
-                except CALLERS_ERRORS:
-                    part.rollback()
+                except (StorageFull, Unavailable):
                     raise
-                except (StorageFull, Unavailable, DBAPIError):  # the database may have rolled everything back
+                except DBAPIError as error:
+                    if _of_caller(error):  # else the database may have rolled everything back
+                        part.rollback()
                     raise
                 except BaseException:
                     part.rollback()
@@ -407,9 +411,7 @@ class Database:
         try:
             with self._plain_errors():
                 yield
-        except CALLERS_ERRORS:
-            raise
-        except (StorageFull, Unavailable, DBAPIError) as error:
+        except (StorageFull, Unavailable) as error:
             self._shared.failure = error
             raise
 
@@ -419,9 +421,9 @@ class Database:
         try:
             with shortages():
                 yield
-        except CALLERS_ERRORS:
-            raise
         except DBAPIError as error:
+            if _of_caller(error):
+                raise
             if isinstance(error.orig, sqlite3.Error):
                 # The other bits say where it happened.
                 code: int | str | None = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
@@ -485,6 +487,12 @@ class Database:
             connection.rollback()
         if found is None or found[0] != self._identity:
             raise self._not_there("another database answers at its address")
+
+
+def _of_caller(error: DBAPIError) -> bool:
+    """Whether the database refused the caller's rows or statement. All other errors are about the database."""
+    limit = str(getattr(error.orig, "sqlstate", None)).startswith(_POSTGRES_LIMIT_EXCEEDED)
+    return limit or isinstance(error, CALLERS_ERRORS)
 
 
 def _reason(error: Exception) -> str:

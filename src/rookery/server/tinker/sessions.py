@@ -40,7 +40,7 @@ FLAGS = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
 """Features that older SDKs use only if the server announces them, and newer ones always. Every other flag keeps its
 default, which leaves its feature off."""
 
-Key = Annotated[str | None, Header(alias="X-Idempotency-Key")]
+Key = Annotated[str | None, Header(alias="X-Idempotency-Key", max_length=200)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 
 ARCHIVE = "adapter.tar"
