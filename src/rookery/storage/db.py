@@ -137,7 +137,9 @@ class Database:
         self._inode: tuple[int, int] | None = None
         """That of the SQLite file which :meth:`create` opened: another one under its name is refused."""
         self._epoch: str | None = None
-        """That of the claim; None without one."""
+        """That of the last claim; None without one."""
+        self._closed = False
+        """:meth:`close` gave up the claim: no memory of the database is left."""
         self._identity: str | None = None
         """That of the database that :meth:`create` opened: a new connection to another one is refused."""
         self._away = False
@@ -254,12 +256,7 @@ class Database:
                     silent = f"{CLAIM_SILENT_SECONDS}s"
                     connection.execute(select(func.set_config("idle_session_timeout", silent, False)))
                 if inspect(connection).has_table(MetaRow.__tablename__):
-                    with self.engine.begin() as other:
-                        other.execute(select(func.set_config("lock_timeout", "0", True)))  # however long they take
-                        self.ended = _last_service(other) if self._waited else ""
-                        self._epoch = _next_epoch(other)
-                        if self._service:
-                            _set_meta(other, "service", f"{self._epoch} {self._service}")
+                    self._begin_epoch()
                 free = True
             except OperationalError as error:
                 if getattr(error.orig, "sqlstate", None) != _POSTGRES_LOCK_TIMEOUT:
@@ -270,10 +267,33 @@ class Database:
                     connection.close()
         if free:
             self._claimed = connection
-            self._waited = False
+            self._waited = self._closed = False
             return
         self._waited = True
         raise self._in_use()
+
+    def _begin_epoch(self) -> None:
+        """The claim is new. Raises :class:`DatabaseInUse` where another service had one since this one's last: this one
+        remembers what was true before."""
+        last = self._epoch
+        try:
+            with self.engine.begin() as connection:
+                connection.execute(select(func.set_config("lock_timeout", "0", True)))  # however long they take
+                found = int(connection.execute(_EPOCH.with_for_update()).scalar() or 0)
+                known = last is None or self._closed or found <= int(last)
+                own = bool(self._service) and _last_service(connection) == self._service  # its commit had no answer
+                if not (known or own):
+                    raise DatabaseInUse(
+                        f"database {self._shown_url()} had another service since (epoch {found}, not {last}); start"
+                        " this one again"
+                    )
+                self.ended = _last_service(connection) if self._waited else ""
+                self._epoch = _next_epoch(connection)
+                if self._service:
+                    _set_meta(connection, "service", f"{self._epoch} {self._service}")
+        except BaseException:
+            self._epoch = last
+            raise
 
     def _claim_file(self) -> None:
         path = _file(self.engine.url)
@@ -315,6 +335,7 @@ class Database:
 
     def close(self) -> None:
         self._give_up_claim()
+        self._closed = True
         self.engine.dispose()
 
     @contextmanager
