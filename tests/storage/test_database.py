@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event, select, text, update
+from sqlalchemy.exc import OperationalError
 from tests.support.draws import examples
 from tests.support.faces import served
 from tests.support.storing import (
@@ -45,10 +46,10 @@ from rookery.errors import Conflict, DatabaseAway, DatabaseReadOnly, NotFound, U
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
-from rookery.storage.columns import Base, Page, rows
+from rookery.storage.columns import Base, Page, add, rows
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database, DatabaseInUse
-from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, SpanRow, UsageRow
+from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, SessionRow, SpanRow, StepRow, UsageRow
 from rookery.storage.repositories import episodes, jobs, runs, secrets, sessions, spans, tenants
 from rookery.storage.repositories import versions as version_rows
 from rookery.storage.repositories.episodes import EpisodeChoice, FoundEpisodes
@@ -1022,6 +1023,46 @@ def test_a_step_that_is_not_committed_has_no_episodes(database: Database) -> Non
     assert database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(step=1)).episodes == []
 
 
+def test_usage_of_a_job_that_was_deleted_is_its_tenants_alone(database: Database) -> None:
+    used = {"reserved": {}}
+    database.write(tenants.save_usage, {("alice", "deleted"): used, ("alice", ""): used}, {}, (0, {}))
+    with database.reading() as connection:
+        assert [row.job for row in rows(connection, UsageRow)] == [""]
+
+
+# --- values that a database refuses -----------------------------------------------------------------------------------
+
+
+def test_statement_that_the_database_refuses_fails_alone_and_is_no_outage(database: Database) -> None:
+    def session(key: str) -> SessionRow:
+        return SessionRow(
+            id=key[:9], tenant="alice", idempotency_key=key, created=0.0, seen=0.0, sdk_version="", name="", about={}
+        )
+
+    words = random.Random(0).choices("0123456789abcdefghijklmnopqrstuvwxyz", k=9000)
+    refuses = database.engine.dialect.name == "postgresql"  # its indexes take no value of 3 kB that does not compress
+    with database.batch_transaction():
+        database.write(tenants.add_event, "bob", None, 0.0, "text", "before")
+        with pytest.raises(OperationalError) if refuses else nullcontext():
+            database.write(sessions.add_session, session("".join(words)))
+        database.write(tenants.add_event, "bob", None, 0.0, "text", "after")
+    assert [event.text for event in database.read(tenants.events, "bob", None, 9)] == ["before", "after"]
+    with pytest.raises(OperationalError) if refuses else nullcontext():
+        database.write(sessions.add_session, session("".join(words[::-1])))
+
+
+def test_figures_of_jobs_are_read_from_json_that_databases_refuse(database: Database) -> None:
+    submit(database)
+    with database.writing() as connection:
+        connection.execute(update(JobRow).values(spec={"base_model": "tiny", "stop": ["\0", "\ud800", math.nan]}))
+        for step, tokens in enumerate((3, 4, None)):
+            metrics = {"step": step, "tokens": tokens, "grad_norm": math.inf, "reward/x": math.nan, "note": "\0"}
+            add(connection, StepRow(job="job", step=step, tenant="alice", version=0, reward=None, metrics=metrics))
+    assert database.read(version_rows.trained_tokens, "alice", "job") == 7
+    assert database.read(version_rows.trained_tokens, "bob", "job") == 0
+    assert database.read(jobs.base_models, "alice") == {"job": "tiny"}
+
+
 # --- one service ------------------------------------------------------------------------------------------------------
 
 
@@ -1054,6 +1095,38 @@ def test_a_claimed_database_is_refused_to_others_until_its_claim_ends(postgres: 
         other.claim()
     for database in (one, other, elsewhere):
         database.close()
+
+
+def test_a_service_that_finds_its_claim_free_after_another_one_had_it_does_not_take_it(postgres: str) -> None:
+    url = new_database(postgres)
+    cut = text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database ="
+               " (SELECT oid FROM pg_database WHERE datname = current_database())")  # fmt: skip
+    with ExitStack() as opened:
+        one, other = (opened.enter_context(closing(Database(url))) for _ in range(2))
+        one.claim()
+        one.create()
+        one.used_place("/shared", "first")
+        with connected(url) as connection:
+            connection.execute(cut)
+        one.claim()  # its own
+        with connected(url) as connection:
+            connection.execute(cut)
+            epoch = connection.execute(text("SELECT value FROM meta WHERE name = 'epoch'")).scalar_one()
+            for name, value in {"epoch": f"{int(epoch) + 1}", "service": f"{int(epoch) + 1} first"}.items():
+                connection.execute(text(f"UPDATE meta SET value = '{value}' WHERE name = '{name}'"))
+            connection.commit()
+        one.claim()  # its own, of which it had no answer
+        with connected(url) as connection:
+            connection.execute(cut)
+        other.claim()
+        other.create()
+        other.used_place("/shared", "second")
+        other.close()
+        for _ in range(2):
+            with pytest.raises(DatabaseInUse, match=r"had another service since .* start this one again"):
+                one.claim()
+        with pytest.raises(Unavailable, match="another service since"):
+            one.write(tenants.create_tenant, "alice", "Alice", 0.0)
 
 
 def test_a_second_service_on_the_same_postgresql_is_refused(postgres: str, tmp_path: Path) -> None:

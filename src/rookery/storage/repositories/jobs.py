@@ -21,19 +21,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlalchemy import (
-    JSON,
     ColumnElement,
     Connection,
     Update,
     bindparam,
     case,
-    cast,
     delete,
     exists,
     func,
     insert,
     select,
-    type_coerce,
     update,
 )
 
@@ -174,11 +171,9 @@ def list_jobs(connection: Connection, tenant: str, page: Page | None = None) -> 
 
 
 def base_models(connection: Connection, tenant: str) -> dict[str, str]:
-    """The base model of each of the tenant's jobs, without reading their specifications whole."""
-    spec = cast(JobRow.spec, JSON) if connection.dialect.name == "postgresql" else JobRow.spec
-    model = type_coerce(spec, JSON)["base_model"].as_string()
-    found = connection.execute(select(JobRow.id, model).where(JobRow.tenant == tenant))
-    return {row[0]: row[1] for row in found}
+    """The base model of each of the tenant's jobs."""
+    found = connection.execute(select(JobRow.id, JobRow.spec).where(JobRow.tenant == tenant))
+    return {row[0]: row[1]["base_model"] for row in found}
 
 
 def all_unfinished_jobs(connection: Connection) -> list[JobRow]:

@@ -248,10 +248,12 @@ def events(
 def save_usage(
     connection: Connection, usage: Mapping[tuple[str, str], Any], fleet: Any, tokens: tuple[int, Mapping[str, int]]
 ) -> None:
-    """Replace the counters of each (tenant, job), the fleet's, and the day's tokens by tenant."""
+    """Replace the counters of each (tenant, job), the fleet's, and the day's tokens by tenant. Those of a job that was
+    deleted are not stored."""
     for (tenant, job), used in usage.items():
         connection.execute(delete(UsageRow).filter_by(tenant=tenant, job=job))
-        add(connection, UsageRow(tenant=tenant, job=job, used=used))
+        if job == TENANT_TOTAL or find(connection, JobRow, id=job) is not None:
+            add(connection, UsageRow(tenant=tenant, job=job, used=used))
     connection.execute(delete(MetaRow).where(MetaRow.name.in_([_FLEET, _TOKENS])))
     add(connection, MetaRow(name=_FLEET, value=json.dumps(fleet)), MetaRow(name=_TOKENS, value=json.dumps(tokens)))
 

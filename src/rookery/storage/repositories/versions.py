@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import JSON, Connection, bindparam, cast, delete, func, select, type_coerce, update
+from sqlalchemy import Connection, bindparam, delete, func, select, type_coerce, update
 from sqlalchemy.orm import aliased
 
 from rookery.errors import Conflict, LeaseLost
@@ -137,9 +137,8 @@ def steps(
 
 def trained_tokens(connection: Connection, tenant: str, job: str) -> int:
     """The tokens of all committed steps."""
-    metrics = cast(StepRow.metrics, JSON) if connection.dialect.name == "postgresql" else StepRow.metrics
-    tokens = func.sum(type_coerce(metrics, JSON)["tokens"].as_float())
-    return int(connection.execute(select(tokens).filter_by(tenant=tenant, job=job)).scalar() or 0)
+    found = connection.execute(select(StepRow.metrics).filter_by(tenant=tenant, job=job)).scalars()
+    return sum(int(metrics.get("tokens") or 0) for metrics in found)
 
 
 def last_step(connection: Connection, tenant: str, job: str) -> int:
