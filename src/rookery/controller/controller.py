@@ -86,7 +86,6 @@ from rookery.spec.parsing import SpecError, repeats
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, sessions, tenants
-from rookery.storage.repositories.versions import unnamed
 from rookery.storage.store import Store, Writer, every
 from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
@@ -99,6 +98,9 @@ START_CRASHES = (
     "the service ended {} times in a row while it started this job alone: make the job smaller, or resume it"
 )
 """The reason for the pause of a job that is not taken up again."""
+
+DELETION_SECONDS = 60.0
+"""How often deletions that were interrupted are tried again."""
 
 SHOWN_JOBS = 3
 """Jobs that an error names of many."""
@@ -243,8 +245,7 @@ class Controller:
                 context.rooms.rollouts.expect_resumptions()
                 self._admit(row)
         await self.sinks.start()
-        for tenant in await store.read(tenants.half_deleted):
-            self._tasks.append(asyncio.create_task(self._clear_tenant(tenant)))
+        self._tasks.append(asyncio.create_task(restarting(self._watch_deletions, context.clock)))
 
     async def _hold_suspects(self) -> list[str]:
         """If the service did not end in order, hold the jobs that may have ended it. Returns the one that was shown to
@@ -434,8 +435,7 @@ class Controller:
             if runner is not None and (await context.store.read(jobs.get_job, tenant, job)).state in FINAL_JOB_STATES:
                 await asyncio.wait([runner.task])
             await context.rooms.usage.save()  # else the next one would store the job's row again
-            for digest in await context.store.write(jobs.delete_job, tenant, job):
-                await context.rooms.collector.delete_unnamed(unnamed, digest)
+            await context.rooms.collector.delete_unnamed(jobs.delete_job, tenant, job)
         await asyncio.to_thread(shutil.rmtree, self._jobs_folder / job, ignore_errors=True)
         log.info("job %s is deleted by its owner", job, extra={"tenant": tenant, "job": job})
 
@@ -454,37 +454,55 @@ class Controller:
 
     async def delete_tenant(self, tenant: str, force: bool) -> None:
         """Delete a tenant with its keys, jobs, uploads and checkpoints; its clients are finished. ``force`` cancels
-        jobs that have not ended. Raises :class:`Conflict`, :class:`NotFound`."""
+        jobs that have not ended. An outage may interrupt it: the service goes on by itself, and so does a repetition.
+        Raises :class:`Conflict`, :class:`NotFound`."""
         store = self.context.store
-        await store.read(tenants.get_tenant, tenant)
-        unfinished = await store.read(jobs.unfinished_job_ids, tenant)
-        if unfinished and not force:
-            shown = ", ".join(sorted(unfinished)[:SHOWN_JOBS])
-            raise Conflict(
-                f"tenant {tenant} has {len(unfinished)} jobs that have not ended ({shown}); delete it with force"
-                " (rookery tenants delete --force), which cancels them"
-            )
-        await store.write(tenants.delete_tenant, tenant, self.context.clock.time())
+        if tenant not in await store.read(tenants.half_deleted):
+            await store.read(tenants.get_tenant, tenant)
+            unfinished = await store.read(jobs.unfinished_job_ids, tenant)
+            if unfinished and not force:
+                shown = ", ".join(sorted(unfinished)[:SHOWN_JOBS])
+                raise Conflict(
+                    f"tenant {tenant} has {len(unfinished)} jobs that have not ended ({shown}); delete it with force"
+                    " (rookery tenants delete --force), which cancels them"
+                )
+            await store.write(tenants.delete_tenant, tenant, self.context.clock.time())
         await self._clear_tenant(tenant)
+
+    async def _watch_deletions(self) -> None:
+        """Go on with deletions that an outage or the end of the service interrupted; until cancelled."""
+        while True:
+            await self.context.rooms.collector.delete_left()
+            half = set[str]()
+            with suppress(RookeryError):  # it is read again
+                half = await self.context.store.read(tenants.half_deleted)
+            for tenant in half:
+                try:
+                    await self._clear_tenant(tenant)
+                except RookeryError as error:
+                    log.warning("tenant %s is deleted later: %s", tenant, error, extra={"tenant": tenant})
+            await self.context.clock.sleep(DELETION_SECONDS)
 
     async def _clear_tenant(self, tenant: str) -> None:
         """Delete what a deleted tenant stored."""
         store = self.context.store
-        async for session in every(
-            partial(store.read, sessions.list_sessions, tenant), lambda row: (row.created, row.id)
-        ):
-            if session.finished is None:
-                await self.sessions.finish(tenant, session.id, "deleted")
-        async for row in every(partial(store.read, jobs.list_jobs, tenant), lambda row: (row.created, row.id)):
-            if row.finished is None:
-                await self.cancel(tenant, row.id)
-            await self.delete_job(tenant, row.id)
-        async for upload in every(
-            partial(store.read, tenants.uploads, tenant), lambda row: (row.created, row.hash, row.kind)
-        ):
-            await self.delete_upload(tenant, upload.hash)
-        for saved in await store.read(sessions.list_checkpoints, tenant):  # a tenant may have a few thousand
-            await self.sessions.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
+        async with self._lock(f"deletion of {tenant}"):
+            for job in await store.read(jobs.unfinished_job_ids, tenant):  # before anything that may fail: they cost
+                with suppress(Conflict):  # it has just ended
+                    await self.cancel(tenant, job)
+            async for session in every(
+                partial(store.read, sessions.list_sessions, tenant), lambda row: (row.created, row.id)
+            ):
+                if session.finished is None:
+                    await self.sessions.finish(tenant, session.id, "deleted")
+            async for row in every(partial(store.read, jobs.list_jobs, tenant), lambda row: (row.created, row.id)):
+                await self.delete_job(tenant, row.id)
+            async for upload in every(
+                partial(store.read, tenants.uploads, tenant), lambda row: (row.created, row.hash, row.kind)
+            ):
+                await self.delete_upload(tenant, upload.hash)
+            for saved in await store.read(sessions.list_checkpoints, tenant):  # a tenant may have a few thousand
+                await self.sessions.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
         log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
 
     def model_failed(self, model: str, reason: str, worker: str = "") -> None:

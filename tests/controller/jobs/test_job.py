@@ -875,6 +875,36 @@ async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
     assert len(versions) == (0 if where == "publish" else 1)
 
 
+# --- the end of a tenant ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["repetition", "service"])
+async def test_deletion_of_a_tenant_that_an_outage_interrupts_is_completed(service: Service, by: str) -> None:
+    await service.join()
+    older = await run(service, stop__steps=1000)
+    await service.ends(await run(service, stop__steps=1))
+    failures = [Unavailable("went away")]
+
+    def away(real: Any, *arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*arguments)
+
+    service.database.intercept("delete_job", away)
+    with pytest.raises(Unavailable):
+        await service.controller.delete_tenant("alice", True)
+    assert older not in service.controller.jobs.runners, "it costs nothing any more"
+    assert service.database.read(tenants.half_deleted) == {"alice"}
+    if by == "repetition":
+        await service.controller.delete_tenant("alice", True)
+    else:
+        await service.clock.advance(61.0)
+        await eventually(lambda: not service.database.read(tenants.half_deleted))
+    await eventually(lambda: not service.artifacts.hashes())
+    with pytest.raises(NotFound, match="is deleted"):
+        await service.controller.delete_tenant("alice", True)
+
+
 # --- in and out -------------------------------------------------------------------------------------------------------
 
 

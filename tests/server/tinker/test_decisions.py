@@ -155,6 +155,9 @@ def test_checkpoints_and_samplers_keep_their_artifacts(database: Database) -> No
 
 def test_sampler_of_a_used_number_has_the_same_weights(database: Database) -> None:
     first = sampler_row("sampler", digest="a")
+    with pytest.raises(NotFound, match="were deleted meanwhile"):
+        database.write(sessions.add_sampler, first)
+    database.write(tenants.add_upload, "alice", "adapter", "a", 1, 0.0)
     of_path = replace(first, id="other", path="tinker://one/weights/main", model="one")
     for row in (first, of_path):
         assert database.write(sessions.add_sampler, row).id == row.id

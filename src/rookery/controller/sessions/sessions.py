@@ -41,7 +41,7 @@ from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError
 from rookery.spec.policy import TARGETS
 from rookery.storage.models import ModelRow, PolicyRow, SamplerRow, SessionRow
-from rookery.storage.repositories import sessions, versions
+from rookery.storage.repositories import sessions
 
 log = logging.getLogger("rookery.controller.sessions.sessions")
 
@@ -162,8 +162,7 @@ class Sessions:
         await self._forget_idle()
         for id in await store.read(sessions.over_models, now - times.result):
             if id not in self.runs:
-                for digest in await store.write(sessions.end_model, id):
-                    await context.rooms.collector.delete_unnamed(versions.unnamed, digest)
+                await context.rooms.collector.delete_unnamed(sessions.end_model, id)
 
     async def _forget_idle(self) -> None:
         """Remove from memory the idle runs of finished sessions, and the sessions of clients that are away."""

@@ -8,13 +8,16 @@ or upload) and nothing in memory pins it:
   artifact, so retention of one job must not delete the upload of another.
 
 Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is pinned then is deleted when its last pin
-ends. An upload that no version came to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service
-:meth:`ArtifactCollector.collect_all` deletes what a crash left behind, once nothing has named it for
-:data:`ORPHAN_KEEP_SECONDS`: the database may be an older copy for a moment.
+ends, and one whose place does not answer then by :meth:`ArtifactCollector.delete_left`. An upload that no version came
+to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service :meth:`ArtifactCollector.collect_all`
+deletes what a crash left behind, once nothing has named it for :data:`ORPHAN_KEEP_SECONDS`: the database may be an
+older copy for a moment.
 
-No transaction can come to name an artifact that is being deleted. The rows disappear in the writer thread, between
-other database calls; an upload is pinned before it is stored (:meth:`ArtifactCollector.commit`), and neither happens
-during a deletion. A service that lost its database to another one deletes nothing: its transactions are refused.
+No transaction can come to name an artifact that is being deleted. Its bytes are deleted in the thread of transfers,
+which may wait for a network, after a transaction has found that no row names it. A row can come to name an artifact
+only where another row does, or after an upload, which is pinned before it is stored (:meth:`ArtifactCollector.commit`),
+and not during a deletion. A service that lost its database to another one deletes nothing: its transactions are
+refused.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rookery import protocol
 from rookery.controller.weights.store import WeightStore
-from rookery.errors import StorageFull, Unavailable
+from rookery.errors import ArtifactsAway, DatabaseAway, StorageFull, Unavailable
 from rookery.storage.artifacts import Artifacts, Staging
 from rookery.storage.repositories import versions
 from rookery.storage.store import Store
@@ -46,11 +49,13 @@ class ArtifactCollector:
         """Readers and uploads by the hash of the artifact that they need."""
         self.deferred: set[str] = set()
         """Artifacts that nothing names any more and that are pinned: the end of the last pin deletes them."""
+        self.left: set[str] = set()
+        """Artifacts that nothing named, and whose deletion has not succeeded yet."""
         self._store = store
         self._artifacts = artifacts
         self._references = references
         self._lock = threading.Lock()
-        """Guards ``pins`` and ``deferred``: the event loop and threads change them."""
+        """Guards ``pins``, ``deferred`` and ``left``: the event loop and threads change them."""
         self._deletion = threading.RLock()
         """Held from the check whether an artifact may be deleted to its deletion, which may wait for a network."""
 
@@ -86,8 +91,9 @@ class ArtifactCollector:
             raise
 
     def named(self, digest: str) -> None:
-        """A version names the artifact now: end its pin."""
-        self._release(digest)
+        """A version or an upload names the artifact now: end its pin."""
+        if self._release(digest):
+            self._leave([digest])  # perhaps it failed to
 
     def drop(self, policy: str, digest: str) -> None:
         """Runs in :meth:`Store.transfer`: end the pin of an artifact that was uploaded for ``policy`` and, as far as
@@ -95,8 +101,7 @@ class ArtifactCollector:
         try:
             with self._deletion:
                 self._release(digest)
-                if not self._store.database.write(versions.names, policy, digest):
-                    self._delete(digest)
+                self._delete(digest, lambda: self._store.database.write(versions.names, policy, digest))
         except (StorageFull, Unavailable, OSError) as error:  # the error that ended the step is the one to report
             log.warning("artifact %s of %s stays until the next start: %s", digest, policy, error,
                         extra={"policy": policy})  # fmt: skip
@@ -114,16 +119,41 @@ class ArtifactCollector:
 
     # --- deletion -----------------------------------------------------------------------------------------------------
 
-    async def delete_unnamed(self, function: Callable[..., str | None], *arguments: Any) -> None:
-        """Run a repository function that deletes a row and returns the hash of an artifact that nothing names any more,
-        or None; delete that artifact, here and at every worker."""
+    async def delete_unnamed(self, function: Callable[..., str | list[str] | None], *arguments: Any) -> None:
+        """Run a repository function that deletes rows and returns the hash of an artifact that nothing may name any
+        more, several, or None; delete these artifacts, here and at every worker. Where that is not possible now,
+        :meth:`delete_left` tries again: the rows are gone."""
 
-        def both() -> str | None:
-            digest = self._store.database.write(function, *arguments)
-            return digest if digest is not None and self._delete(digest) else None
+        def forget() -> list[str]:
+            found = self._store.database.write(function, *arguments)
+            hashes = [found] if isinstance(found, str) else found or []
+            self._leave(hashes)
+            return hashes
 
-        if (deleted := await self._store.run(both)) is not None:
-            self._references.unpublish([deleted])
+        for digest in await self._store.run(forget):
+            try:
+                await self._delete_everywhere(digest)
+            except (StorageFull, Unavailable, OSError) as error:
+                log.warning("artifact %s is deleted later: %s", digest, error)
+
+    async def delete_left(self) -> None:
+        """Try the deletions again that have not succeeded, until the place or the database does not answer."""
+        with self._lock:
+            left = sorted(self.left)
+        for digest in left:
+            try:
+                await self._delete_everywhere(digest)
+            except (ArtifactsAway, DatabaseAway):
+                return
+            except (StorageFull, Unavailable, OSError):  # it was reported
+                continue
+
+    async def _delete_everywhere(self, digest: str) -> None:
+        if await self._store.transfer(self._delete_if_unnamed, digest):
+            self._references.unpublish([digest])
+
+    def _delete_if_unnamed(self, digest: str) -> bool:
+        return self._delete(digest, lambda: self._store.database.write(versions.unnamed, digest) is None)
 
     async def collect_all(self, now: float, keep: float) -> None:
         """Delete half-written uploads and every artifact that nothing has named for ``keep`` seconds before ``now``.
@@ -133,12 +163,22 @@ class ArtifactCollector:
         for digest in await self._store.transfer(self._artifacts.prune, live, now, keep):
             log.info("deleted artifact %s, which no commit names", digest)
 
-    def _delete(self, digest: str) -> bool:
-        """Whether the artifact was deleted: not while it is pinned."""
+    def _delete(self, digest: str, named: Callable[[], bool]) -> bool:
+        """Whether the artifact was deleted: not while it is pinned or ``named()``. Its pins are looked at first: the
+        pin of an upload ends after something names it."""
         with self._deletion:
             with self._lock:
-                if digest in self.pins:
+                if pinned := digest in self.pins:
                     self.deferred.add(digest)
-                    return False
-            self._artifacts.delete(digest)
-            return True
+            deleted = not pinned and not named()
+            if deleted:
+                self._leave([digest])  # until it is
+                self._artifacts.delete(digest)
+            with self._lock:
+                self.left.discard(digest)
+            return deleted
+
+    def _leave(self, hashes: Iterable[str]) -> None:
+        """Nothing may name these any more."""
+        with self._lock:
+            self.left.update(hashes)

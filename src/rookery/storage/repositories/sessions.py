@@ -26,7 +26,7 @@ from rookery.storage.models import (
     SessionRow,
     VersionRow,
 )
-from rookery.storage.repositories.versions import add_version, unnamed
+from rookery.storage.repositories.versions import add_version, is_live, unnamed
 
 _FINISH_FUTURE = update(FutureRow).where(FutureRow.id == bindparam("future"), FutureRow.outcome.is_(None))
 _EMPTY_CALL = update(FutureRow).where(FutureRow.id == bindparam("future"), FutureRow.model.is_(None))
@@ -166,8 +166,12 @@ def commit_model(
 
 
 def add_sampler(connection: Connection, row: SamplerRow) -> SamplerRow:
-    """The sampler; the one with its id, if there is one. Raises :class:`Conflict` if that has other weights."""
+    """The sampler; the one with its id, if there is one. Raises :class:`Conflict` if that has other weights,
+    :class:`NotFound` where its weights were deleted meanwhile."""
+    live = not row.hash or is_live(connection, row.hash)
     if not add_new(connection, row):
+        if not live:
+            raise NotFound(f"the weights of sampler {row.id} were deleted meanwhile")
         return row
     found = get_sampler(connection, row.tenant, row.id)
     if _weights(found) != _weights(row):
@@ -196,7 +200,10 @@ def idle_samplers(connection: Connection, before: float) -> list[SamplerRow]:
 
 
 def keep_sampler(connection: Connection, id: str) -> None:
-    """Its artifact exists, and stays."""
+    """Its artifact exists, and stays. Raises :class:`NotFound` where it was deleted meanwhile."""
+    digest = connection.execute(select(SamplerRow.hash).where(SamplerRow.id == id)).scalar()
+    if not digest or not is_live(connection, digest):
+        raise NotFound(f"the weights of sampler {id} were deleted meanwhile")
     connection.execute(update(SamplerRow).where(SamplerRow.id == id).values(kept=True))
 
 
