@@ -143,6 +143,30 @@ async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service)
     assert isinstance(await visitor.step(), operations.OptimStepResult), "the model itself goes on"
 
 
+async def test_idle_time_of_samplers_is_that_in_which_their_clients_could_use_them(service: Service) -> None:
+    visitor = await Client(service).begin()
+    path = await visitor.save("named", kind="sampler_weights")
+    await visitor.sampler(path)
+    [digest] = service.artifacts.hashes()
+    await visitor.sessions.delete_checkpoint("alice", visitor.model, "sampler_weights", "named")
+    await visitor.gradient()
+    await visitor.step()
+    service.clock.now += 9 * HOUR
+    await visitor.sessions.sweep()
+    service.clock.ahead = 11 * HOUR  # the machine slept, or its clock was set
+    await visitor.sessions.sweep()
+    assert digest in service.artifacts.hashes()
+    await service.crash()
+    service.clock.now += 20 * HOUR
+    await service.start()
+    await join(service)
+    await visitor.sessions.sweep()
+    assert digest in service.artifacts.hashes()
+    service.clock.now += 10 * HOUR + 1
+    await visitor.sessions.sweep()
+    assert digest not in service.artifacts.hashes()
+
+
 @pytest.mark.parametrize("optimizer", [False, True])
 async def test_checkpoint_stays_while_it_is_loaded(
     service: Service, optimizer: bool, monkeypatch: pytest.MonkeyPatch

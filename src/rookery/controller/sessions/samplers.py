@@ -45,6 +45,10 @@ CANCELLED = "cancelled by its client"
 USED_SECONDS = 60.0
 """A sampler's use is stored this often: far below the time after which an idle one is deleted."""
 
+CLOCK_JUMP_SECONDS = 60.0
+"""The clock of the stored times was set where it and the monotonic one differ by so much: a clock that is corrected
+little by little stays below for days."""
+
 
 def sampler_row(
     id: str,
@@ -84,7 +88,9 @@ class Samplers:
         self._idle_seconds = idle_seconds
         self._futures = futures
         self._used: dict[str, float] = {}
-        """When each sampler's use was last stored."""
+        """Monotonic time at which each sampler's use was last stored."""
+        self._steady = (context.clock.time(), context.clock.monotonic())
+        """Since when, on both clocks, this process runs and the clock of the stored times goes as fast as time."""
         self._running: dict[str, _RunningSample] = {}
         self._requests: dict[asyncio.Task[SamplingResult], SamplingRequest] = {}
         """The requests that the rollout scheduler has."""
@@ -181,8 +187,15 @@ class Samplers:
             resumed.set()
 
     async def retire(self) -> None:
-        """Delete the weights of samplers without a name that were idle for ``idle_seconds``."""
+        """Delete the weights of samplers without a name that were idle for ``idle_seconds`` in which a client could use
+        them: not those in which the service did not run, or the machine slept."""
         context, sampling = self._context, {sample.row.id for sample in self._running.values()}
+        time, monotonic = context.clock.time(), context.clock.monotonic()
+        passed = monotonic - self._steady[1]
+        if abs(time - self._steady[0] - passed) > CLOCK_JUMP_SECONDS:
+            self._steady, passed = (time, monotonic), 0.0
+        if passed < self._idle_seconds:
+            return
         for row in await context.store.read(idle_samplers, context.clock.time() - self._idle_seconds):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
@@ -311,7 +324,7 @@ class Samplers:
 
     async def _touch(self, row: SamplerRow) -> None:
         """Record that the sampler's weights are used. Raises :class:`FutureExpired` if they were deleted."""
-        store, now = self._context.store, self._context.clock.time()
+        store, now = self._context.store, self._context.clock.monotonic()
         if row.id in self._used and now - self._used[row.id] < USED_SECONDS:
             return
         if not (await store.read(get_sampler, row.tenant, row.id)).kept:
@@ -321,7 +334,7 @@ class Samplers:
                 )
             await store.write(keep_sampler, row.id)
         self._used[row.id] = now
-        await store.write(used_sampler, row.id, now)
+        await store.write(used_sampler, row.id, self._context.clock.time())
 
 
 def derive_seed(text: str) -> int:
