@@ -6,12 +6,14 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 from tests.server.test_api import end_of
 from tests.support.faces import ScriptedWorker, job, served
 from tests.support.waiting import until
@@ -19,6 +21,9 @@ from tests.support.waiting import until
 from rookery.controller.job_sinks import parse_sinks
 from rookery.controller.sink_run import METRICS_AT_ONCE, batches, metric_name, params
 from rookery.errors import UserError
+from rookery.storage.data_dir import DATABASE_FILE
+from rookery.storage.db import Database
+from rookery.storage.models import JobRow
 
 
 class Stub(ThreadingHTTPServer):
@@ -181,6 +186,8 @@ def test_a_dead_sink_changes_nothing_and_a_restarted_service_continues_the_run(t
             assert float(re.findall(r"^rookery_sink_failures_total (\S+)", figures, re.MULTILINE)[0]) >= 1
         assert stub.run_of(id) is None and "Bearer very-secret" in stub.keys
         stub.broken = False
+        with closing(Database(f"sqlite:///{tmp_path}/data/{DATABASE_FILE}")) as database, database.writing() as rows:
+            rows.execute(update(JobRow).values(finished=JobRow.finished - 86400.0))  # it is stopped for a day
         with served(tmp_path, sinks=named):
             run = until(lambda: stub.run_of(id))
         assert sorted(step for key, step, *_ in run["metrics"] if key == "reward") == [1, 2]

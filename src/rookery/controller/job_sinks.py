@@ -65,7 +65,8 @@ LINES_OF_SINK = 5
 """Most different lines about a failing sink in the job's log, until the service restarts."""
 
 GIVE_UP_SECONDS = 900.0
-"""Time after the end of a job at which a sink that fails is given up."""
+"""Time after the first failure since the end of a job, and since the start of the service, at which a sink is given
+up."""
 
 ROWS = 100
 """Steps of one read of the database."""
@@ -215,9 +216,10 @@ class JobSinks:
         """By tenant; its tasks hold it."""
 
     async def start(self) -> None:
-        """Write to the sinks of jobs that have not ended, and of those that ended just before the last stop."""
+        """Write to the sinks of jobs that have not ended, and to those that did not get all of a job before the last
+        stop."""
         since = self._services.clock.time() - GIVE_UP_SECONDS
-        for row in await self._services.store.read(jobs.unfinished_or_ended_since, since):
+        for row in await self._services.store.read(jobs.jobs_with_open_sinks, since):
             self.follow(row)
 
     def follow(self, row: JobRow) -> None:
@@ -239,6 +241,9 @@ class JobSinks:
         del self._tasks[key]
 
     async def _follow_in_turn(self, room: asyncio.Semaphore, row: JobRow, number: int, spec: SinkSpec) -> None:
+        store = self._services.store
+        with suppress(RookeryError):  # without it, only a sink of a job that ended just before a stop is known
+            await store.write(jobs.open_sink, row.id, number)
         if room.locked():
             line = (
                 f"sinks.{number}: waits: {SINKS_OF_TENANT} other sinks of yours are written; the metrics are sent later"
@@ -246,18 +251,22 @@ class JobSinks:
             await self._add_event(row, line)
         async with room:
             await self._follow(row, number, spec)
+        with suppress(RookeryError):  # it is written once more
+            await store.write(jobs.close_sink, row.id, number)
 
     async def _follow(self, row: JobRow, number: int, spec: SinkSpec) -> None:
         TENANT.set(row.tenant)
         clock, signal = self._services.clock, self._signal(row.id)
         sending, pause = _Sending(self._services, self._senders, row, number, spec), FIRST_PAUSE
         reported: set[str] = set()
+        failing: float | None = None
+        """Since when it fails after the end of the job."""
         while True:
             change = signal.next
             try:
                 if await sending.catch_up():
                     return
-                pause = FIRST_PAUSE
+                pause, failing = FIRST_PAUSE, None
                 await sending.beat_until(change)
             except NotFound:  # the job is deleted
                 return
@@ -268,7 +277,9 @@ class JobSinks:
                     reported.add(line)
                     log.warning("job %s: %s", row.id, line, extra={"tenant": row.tenant, "job": row.id})
                     await self._add_event(row, f"{line}; the job goes on, and the metrics are sent later")
-                if sending.ended is not None and clock.time() - sending.ended > GIVE_UP_SECONDS:
+                if sending.ended is not None and failing is None:
+                    failing = clock.monotonic()
+                if failing is not None and clock.monotonic() - failing > GIVE_UP_SECONDS:
                     await self._add_event(row, f"{line}; given up, the metrics stay in the service")
                     return
                 await clock.sleep(pause)

@@ -46,6 +46,7 @@ from rookery.storage.models import (
     GroupState,
     JobRow,
     JobState,
+    MetaRow,
     PolicyRow,
     SpanRow,
     StepRow,
@@ -181,11 +182,32 @@ def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
     return rows(connection, JobRow, JobRow.finished.is_(None), order_by=(JobRow.created, JobRow.id))
 
 
-def unfinished_or_ended_since(connection: Connection, time: float) -> list[JobRow]:
-    """The jobs that have not ended, or ended later than ``time``."""
-    return rows(
-        connection, JobRow, JobRow.finished.is_(None) | (JobRow.finished > time), order_by=(JobRow.created, JobRow.id)
-    )
+_SINK = "sink/"
+"""Begins the names of open sinks in the table ``meta``."""
+
+
+def open_sink(connection: Connection, job: str, number: int) -> None:
+    """A sink of the job is written, until :func:`close_sink`."""
+    mark = _sink_mark(job, number)
+    if find(connection, JobRow, id=job) is not None and find(connection, MetaRow, name=mark) is None:
+        add(connection, MetaRow(name=mark, value=""))
+
+
+def close_sink(connection: Connection, job: str, number: int) -> None:
+    """A sink of the job, which has ended, has all of it, or was given up."""
+    connection.execute(delete(MetaRow).where(MetaRow.name == _sink_mark(job, number)))
+
+
+def jobs_with_open_sinks(connection: Connection, since: float) -> list[JobRow]:
+    """The jobs that have not ended, ended later than ``since``, or have an open sink."""
+    marks = connection.execute(select(MetaRow.name).where(MetaRow.name.startswith(_SINK))).scalars()
+    marked = JobRow.id.in_({mark.split("/")[1] for mark in marks})
+    which = JobRow.finished.is_(None) | (JobRow.finished > since) | marked
+    return rows(connection, JobRow, which, order_by=(JobRow.created, JobRow.id))
+
+
+def _sink_mark(job: str, number: int | str) -> str:
+    return f"{_SINK}{job}/{number}"
 
 
 def unfinished_job_ids(connection: Connection, tenant: str) -> set[str]:
@@ -468,6 +490,7 @@ def delete_job(connection: Connection, tenant: str, job: str) -> list[str]:
     for kind in (EpisodeRow, GroupRow, EvaluationRow, StepRow, EventRow, UsageRow, PolicyRow):
         connection.execute(delete(kind).where(kind.__table__.c.job == job))
     connection.execute(delete(SpanRow).where(SpanRow.tenant == tenant, SpanRow.job == job))
+    connection.execute(delete(MetaRow).where(MetaRow.name.startswith(_sink_mark(job, ""), autoescape=True)))
     connection.execute(delete(JobRow).where(JobRow.id == job))
     return hashes
 
