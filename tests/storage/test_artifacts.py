@@ -140,6 +140,16 @@ def test_deleting_and_sweeping(tmp_path: Path) -> None:
         artifacts.open(kept.hash)
 
 
+def test_orphan_whose_mark_was_lost_in_a_power_cut_is_marked_again(tmp_path: Path) -> None:
+    artifacts, day = Artifacts(tmp_path), 86400.0
+    with artifacts.begin() as staging:
+        staging.write("x", [b"1"])
+        digest = staging.commit().hash
+    assert artifacts.prune(set(), 0.0, day) == []
+    (tmp_path / ".orphans" / digest).write_bytes(b"")
+    assert [artifacts.prune(set(), number * day, day) for number in (2, 3)] == [[], [digest]]
+
+
 def test_the_same_content_from_many_threads_is_one_artifact(tmp_path: Path) -> None:
     artifacts = Artifacts(tmp_path)
     hashes: list[str] = []

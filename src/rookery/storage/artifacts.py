@@ -26,7 +26,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -369,10 +369,10 @@ class Artifacts:
         return old
 
     def _orphan_marks(self) -> dict[str, float]:
-        """The time at which each orphan was first found, by its hash."""
+        """The time at which each orphan was first found, by its hash; none where it cannot be read."""
         with understood(self.check):
             paths = list(self._orphans.iterdir()) if self._orphans.is_dir() else []
-            return {path.name: seconds_of(path.read_bytes()) for path in paths if _HASH.fullmatch(path.name)}
+            return times_of({path.name: path.read_bytes() for path in paths if _HASH.fullmatch(path.name)})
 
     def _mark_orphan(self, hash: str, now: float) -> None:
         with understood(self.check):
@@ -600,12 +600,13 @@ def _write_durably(path: Path, content: str) -> None:
     os.replace(part, path)
 
 
-def seconds_of(content: bytes) -> float:
-    """A time that was written before; a text that is none, as after a power cut, is later than any."""
-    try:
-        return float(content)
-    except ValueError:
-        return float("inf")
+def times_of(marks: Mapping[str, bytes]) -> dict[str, float]:
+    """The times that were written before; none of a text that is no time, as after a power cut."""
+    found = {}
+    for name, content in marks.items():
+        with suppress(ValueError):
+            found[name] = float(content)
+    return found
 
 
 def _sync_folder(folder: Path) -> None:

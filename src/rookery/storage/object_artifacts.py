@@ -36,7 +36,7 @@ from rookery.storage.artifacts import (
     check_hash,
     check_size,
     decode_manifest,
-    seconds_of,
+    times_of,
 )
 from rookery.storage.place import HOLDER, OWNER, Owner, admit, away, first_line, understood
 
@@ -250,8 +250,7 @@ class ObjectArtifacts(Artifacts):
         with self._errors(""):
             paths = [found["path"] for part in obstore.list(self._store, ORPHANS) for found in part]
             names = {path.rpartition("/")[2]: path for path in paths}
-            marks = {name: bytes(obstore.get(self._store, path).bytes()) for name, path in names.items()}
-            return {name: seconds_of(content) for name, content in marks.items()}
+            return times_of({name: bytes(obstore.get(self._store, path).bytes()) for name, path in names.items()})
 
     def _mark_orphan(self, hash: str, now: float) -> None:
         with self._errors(hash):
