@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.faces import ScriptedWorker, job, served
@@ -126,6 +128,22 @@ def test_a_backup_holds_every_row_and_moves_to_another_kind_of_database(postgres
     for name in ("rookery.db", "admin.key", "worker.token"):
         assert (tmp_path / "two" / name).stat().st_mode & 0o077 == 0
     assert (tmp_path / "two").stat().st_mode & 0o077 == 0
+
+
+def test_job_that_is_deleted_during_a_backup_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(tmp_path / "data")
+    for name in ("one", "two"):
+        (tmp_path / "data/jobs" / name / "tensorboard").mkdir(parents=True)
+    real = shutil.copytree
+
+    def late(source: Path, target: Path, *others: Any) -> Any:
+        if Path(source).name == "one":
+            shutil.rmtree(source)
+        return real(source, target, *others)
+
+    monkeypatch.setattr("rookery.storage.backup.shutil.copytree", late)
+    back_up(tmp_path / "data", "", tmp_path / "backup")
+    assert [folder.name for folder in (tmp_path / "backup/jobs").iterdir()] == ["two"]
 
 
 def test_restoring_over_something_is_refused_in_one_line(postgres: str, tmp_path: Path) -> None:

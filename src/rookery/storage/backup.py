@@ -72,7 +72,7 @@ def back_up(data: Path, url: str, target: Path, place: Place = DATA_FOLDER) -> i
             for pinned in pins.iterdir():
                 if pinned.name not in named:
                     shutil.rmtree(pinned)
-            shutil.copytree(data / "jobs", partial / "jobs")
+            _copy_jobs(data / "jobs", partial / "jobs")
             for secret in (ADMIN_KEY_FILE, WORKER_TOKEN_FILE):
                 shutil.copy2(data / secret, partial / secret)
             os.sync()
@@ -115,6 +115,18 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             raise
     return len(named)
+
+
+def _copy_jobs(source: Path, target: Path) -> None:
+    """Copy the folders of jobs but for those that are deleted meanwhile."""
+    target.mkdir(mode=0o700)
+    for folder in filter(Path.is_dir, source.iterdir()):
+        try:
+            shutil.copytree(folder, target / folder.name)
+        except (FileNotFoundError, shutil.Error):
+            if folder.exists():
+                raise
+            shutil.rmtree(target / folder.name, ignore_errors=True)
 
 
 def _readable(data: Path, url: str) -> str:
