@@ -75,6 +75,8 @@ class Progress:
         self._on_metrics = on_metrics
         self._row = row
         self._spec = spec
+        self.unstored = False
+        """A transaction failed: the counters may count work that is not stored."""
         self.committed = 0
         """The number of the last committed optimizer step, of any policy."""
         self.committing = asyncio.Lock()
@@ -89,7 +91,11 @@ class Progress:
 
     async def store(self, function: Callable[..., Any], *values: Any, **named: Any) -> None:
         """Write to the database, with the job's counters in the same transaction."""
-        await self._context.store.write(function, *values, **named, counters=dict(self.counters))
+        try:
+            await self._context.store.write(function, *values, **named, counters=dict(self.counters))
+        except Exception:
+            self.unstored = True
+            raise
 
     async def add_event(self, kind: str, text: str) -> None:
         """Add a line to the job's log."""

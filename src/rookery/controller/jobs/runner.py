@@ -42,6 +42,9 @@ START_SECONDS = 60.0
 """A job is starting until it has trained a step or has run for this long: by then its prompts are rendered and its
 first episodes run, which is where a job that kills the service does so."""
 
+SINKS_SECONDS = 30.0
+"""How long the end of a job's task waits for the operator's sinks, which may have to reach a server."""
+
 COUNTED = (
     "episodes", "episodes_failed", "evaluation_failures", "groups_dropped_stale", "groups_failed",
     "zero_variance_groups", "trajectory_splits", "steps_skipped",
@@ -240,11 +243,16 @@ class JobRunner:
         self._record.started(self.row.id)
         self._context.rooms.usage.close(self.row.id)
         if self._sinks is not None and self._sinks.active:
-            await asyncio.to_thread(self._sinks.close)
+            try:
+                async with asyncio.timeout(SINKS_SECONDS):
+                    await asyncio.to_thread(self._sinks.close)
+            except TimeoutError:  # the thread goes on
+                extra = {"tenant": self.row.tenant, "job": self.row.id}
+                log.warning("the sinks of job %s are not closed after %g s", self.row.id, SINKS_SECONDS, extra=extra)
 
     async def _store_counters(self) -> None:
         try:
-            if self.job is not None:
+            if self.job is not None and not self.job.progress.unstored:
                 counters = dict(self.job.progress.counters)
                 await asyncio.shield(
                     self._context.store.write(jobs.save_counters, self.row.id, counters, self.job.rng())
