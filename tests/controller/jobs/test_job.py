@@ -722,8 +722,9 @@ async def test_retention_keeps_the_last_and_the_best(service: Service) -> None:
     assert here == {version.hash for version in versions if version.kept}
     forgotten = {h for message in worker.other if isinstance(message, protocol.EvictArtifacts) for h in message.hashes}
     assert forgotten == {version.hash for version in versions if not version.kept}
-    assert (await service.controller.queries.adapter("alice", job, "main", 2)).hash == versions[2].hash
-    assert (await service.controller.queries.adapter("alice", job, "main", None)).hash == versions[7].hash
+    for wanted, number in ((2, 2), (None, 7)):
+        found, manifest = await service.controller.queries.adapter("alice", job, "main", wanted)
+        assert (found, manifest.hash) == (number, versions[number].hash)
     with pytest.raises(NotFound, match=r"version 3 .* is not kept any more"):
         await service.controller.queries.adapter("alice", job, "main", 3)
 
