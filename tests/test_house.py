@@ -78,7 +78,7 @@ CONTROLLER_FLOORS = [
     {"offload", "usage", "validation"},
     {"context", "prompts"},
     {"jobs", "sessions", "completions"},
-    {"episodes", "stored_spans"},
+    {"deletions", "episodes", "stored_spans"},
     {"activity"},
     {"queries"},
     {"controller"},

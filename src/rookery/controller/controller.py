@@ -26,6 +26,7 @@ from rookery.aio import cancel_all, restarting
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.completions import ANSWER_TOKENS, Completions
 from rookery.controller.context import ControllerContext, Rooms
+from rookery.controller.deletions import Deletions
 from rookery.controller.episode_views import DryRun
 from rookery.controller.fleet.agents import Agents
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
@@ -85,8 +86,8 @@ from rookery.spec.job import JobSpec, stored_base_models
 from rookery.spec.parsing import SpecError, repeats
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
-from rookery.storage.repositories import jobs, sessions, tenants
-from rookery.storage.store import Store, Writer, every
+from rookery.storage.repositories import jobs, tenants
+from rookery.storage.store import Store, Writer
 from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
 from rookery.tokenization.chat import Chat
@@ -98,12 +99,6 @@ START_CRASHES = (
     "the service ended {} times in a row while it started this job alone: make the job smaller, or resume it"
 )
 """The reason for the pause of a job that is not taken up again."""
-
-DELETION_SECONDS = 60.0
-"""How often deletions that were interrupted are tried again."""
-
-SHOWN_JOBS = 3
-"""Jobs that an error names of many."""
 
 
 class Controller:
@@ -207,6 +202,7 @@ class Controller:
         self.completions = Completions(self.context, self._validator, self.jobs.pinned, answer_tokens)
         self._slots = TrainerSlots(fleet, settings, clock, quotas.weights, session_times.slot_wait)
         self.sessions = Sessions(self.context, self._validator, self._slots, session_times)
+        self._deletions = Deletions(self.context, self.sessions, self)
         self.plan = PlanFollower(plan, fleet, clock, threads, self.jobs.steps_left) if plan is not None else None
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
@@ -245,7 +241,7 @@ class Controller:
                 context.rooms.rollouts.expect_resumptions()
                 self._admit(row)
         await self.sinks.start()
-        self._tasks.append(asyncio.create_task(restarting(self._watch_deletions, context.clock)))
+        self._tasks.append(asyncio.create_task(restarting(self._deletions.watch, context.clock)))
 
     async def _hold_suspects(self) -> list[str]:
         """If the service did not end in order, hold the jobs that may have ended it. Returns the one that was shown to
@@ -454,56 +450,8 @@ class Controller:
 
     async def delete_tenant(self, tenant: str, force: bool) -> None:
         """Delete a tenant with its keys, jobs, uploads and checkpoints; its clients are finished. ``force`` cancels
-        jobs that have not ended. An outage may interrupt it: the service goes on by itself, and so does a repetition.
-        Raises :class:`Conflict`, :class:`NotFound`."""
-        store = self.context.store
-        if tenant not in await store.read(tenants.half_deleted):
-            await store.read(tenants.get_tenant, tenant)
-            unfinished = await store.read(jobs.unfinished_job_ids, tenant)
-            if unfinished and not force:
-                shown = ", ".join(sorted(unfinished)[:SHOWN_JOBS])
-                raise Conflict(
-                    f"tenant {tenant} has {len(unfinished)} jobs that have not ended ({shown}); delete it with force"
-                    " (rookery tenants delete --force), which cancels them"
-                )
-            await store.write(tenants.delete_tenant, tenant, self.context.clock.time())
-        await self._clear_tenant(tenant)
-
-    async def _watch_deletions(self) -> None:
-        """Go on with deletions that an outage or the end of the service interrupted; until cancelled."""
-        while True:
-            await self.context.rooms.collector.delete_left()
-            half = set[str]()
-            with suppress(RookeryError):  # it is read again
-                half = await self.context.store.read(tenants.half_deleted)
-            for tenant in half:
-                try:
-                    await self._clear_tenant(tenant)
-                except RookeryError as error:
-                    log.warning("tenant %s is deleted later: %s", tenant, error, extra={"tenant": tenant})
-            await self.context.clock.sleep(DELETION_SECONDS)
-
-    async def _clear_tenant(self, tenant: str) -> None:
-        """Delete what a deleted tenant stored."""
-        store = self.context.store
-        async with self._lock(f"deletion of {tenant}"):
-            for job in await store.read(jobs.unfinished_job_ids, tenant):  # before anything that may fail: they cost
-                with suppress(Conflict):  # it has just ended
-                    await self.cancel(tenant, job)
-            async for session in every(
-                partial(store.read, sessions.list_sessions, tenant), lambda row: (row.created, row.id)
-            ):
-                if session.finished is None:
-                    await self.sessions.finish(tenant, session.id, "deleted")
-            async for row in every(partial(store.read, jobs.list_jobs, tenant), lambda row: (row.created, row.id)):
-                await self.delete_job(tenant, row.id)
-            async for upload in every(
-                partial(store.read, tenants.uploads, tenant), lambda row: (row.created, row.hash, row.kind)
-            ):
-                await self.delete_upload(tenant, upload.hash)
-            for saved in await store.read(sessions.list_checkpoints, tenant):  # a tenant may have a few thousand
-                await self.sessions.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
-        log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
+        jobs that have not ended. Raises :class:`Conflict`, :class:`NotFound`."""
+        await self._deletions.delete_tenant(tenant, force)
 
     def model_failed(self, model: str, reason: str, worker: str = "") -> None:
         """The ``worker`` of a base model, or without a name all that one process started, does not work. Jobs that have
