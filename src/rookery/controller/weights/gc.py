@@ -122,7 +122,8 @@ class ArtifactCollector:
     async def delete_unnamed(self, function: Callable[..., str | list[str] | None], *arguments: Any) -> None:
         """Run a repository function that deletes rows and returns the hash of an artifact that nothing may name any
         more, several, or None; delete these artifacts, here and at every worker. Where that is not possible now,
-        :meth:`delete_left` tries again: the rows are gone."""
+        :meth:`delete_left` tries again: the rows are gone. The first error is raised all the same, as the work that
+        meets it waits for the end of the outage."""
 
         def forget() -> list[str]:
             found = self._store.database.write(function, *arguments)
@@ -130,11 +131,15 @@ class ArtifactCollector:
             self._leave(hashes)
             return hashes
 
+        failed: Exception | None = None
         for digest in await self._store.run(forget):
             try:
                 await self._delete_everywhere(digest)
             except (StorageFull, Unavailable, OSError) as error:
                 log.warning("artifact %s is deleted later: %s", digest, error)
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     async def delete_left(self) -> None:
         """Try the deletions again that have not succeeded, until the place or the database does not answer."""
