@@ -154,7 +154,7 @@ async def test_many_requests_at_once_do_not_all_begin() -> None:
 
 async def test_a_request_waits_for_a_while_and_is_refused_with_the_reason() -> None:
     times, clock = made(working="b")
-    await request(times, "a", BURST + 0.25 * LONGEST_WAIT + 1)
+    await request(times, "a", BURST + 0.25 * BESIDE_JOBS * (LONGEST_WAIT + LONGEST_WORK_WAIT) / 2)
     with pytest.raises(TooManyRequests, match=r"0\.1 s of the service's time") as refused:
         await times.begin("a")
     assert refused.value.retry_after > LONGEST_WAIT

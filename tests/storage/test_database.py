@@ -640,7 +640,10 @@ _EMPTY: dict[str, Any] = {
     "list_models": [],
     "list_checkpoints": [],
     "steps": [],
+    "keyed_job": None,
+    "has_session": False,
     "uploads": [],
+    "datasets": [],
     "kept_versions": [],
     "base_models": {},
     "episodes_page": FoundEpisodes([], None),
@@ -668,7 +671,7 @@ _NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups set_secret".split(
 
 
 def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
-    submit(database)
+    submit(database, key="one")
     database.write(tenants.add_key, "hash", "alice", "", 0.0)
     database.write(jobs.add_groups, "job", [new_group(0), new_group(1)])
     group = make_ready(database, new_group(0))
@@ -720,6 +723,9 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
         "episode": failed,
         "step": 1,
         "chosen": EpisodeChoice(),
+        "key": "one",
+        "page": Page(10),
+        "descending": True,
     }
     scoped = {
         name: (function, inspect.signature(function))

@@ -69,7 +69,7 @@ def visit(database: Database, tenant: str = "alice", id: str = "one", model: str
     database.write(
 sessions.add_session,
         SessionRow(
-            id=id, tenant=tenant, idempotency_key=None, created=0.0, seen=0.0, finished=None, status="",
+            id=id, tenant=tenant, idempotency_key=id, created=0.0, seen=0.0, finished=None, status="",
             sdk_version="0.38.0", name="", about={},
         )
     )  # fmt: skip

@@ -95,7 +95,9 @@ def _timeline(
     complete: float,
 ) -> bytes:
     own = reader.own
-    oldest = min((span.end for span in spans if span.kind != "connected" and (own is None or own(span))), default=end)
+    ended = [span for span in spans if span.kind != "connected"]
+    mine = ended if own is None else [span for span in ended if own(span)] or ended
+    oldest = min((span.end for span in mine), default=end)
     oldest = oldest if stored is None else min(oldest, stored)
     shown, resolution = picture(timeline(spans, reader.own, start, end), (end - start) / columns, MOST_SPANS)
     return msgspec.json.encode(WorkTimeline(start, end, resolution, oldest, complete, shown))

@@ -170,7 +170,7 @@ async def test_one_that_was_killed_is_started_again_and_one_that_is_refused_coun
 
 
 async def test_episodes_that_begin_together_share_one_start(echoes: Echoes) -> None:
-    environment = echoes.make()
+    environment, before = echoes.make(), threading.active_count()
     assert environment.process is not None
     environment.process.kill()
     until(lambda: not echoes.pool.running())
@@ -178,7 +178,7 @@ async def test_episodes_that_begin_together_share_one_start(echoes: Echoes) -> N
     assert len(set(map(id, joined))) == 1 and joined[0].episodes == 30
     for process in joined:
         environment.leave(process)
-    assert threading.active_count() < 100
+    assert threading.active_count() < before + 30, "no thread waits for each"
 
 
 async def test_a_tenant_whose_episodes_overlap_gives_places_to_those_that_wait(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class JobRegistry:
     def steps_left(self) -> int:
         """The most optimizer steps that a running job has still to do; one that ends by other conditions counts as
         :data:`STEPS_UNKNOWN`, and so does a service without jobs."""
-        left = (job.steps_left() for job in self.running() if job.recovered)
+        left = (job.steps_left() for job in self.running())
         return max((STEPS_UNKNOWN if steps is None else steps for steps in left), default=STEPS_UNKNOWN)
 
     def tenants(self) -> set[str]:
