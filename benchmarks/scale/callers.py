@@ -30,14 +30,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import psutil
@@ -286,13 +286,13 @@ ATTACKS: dict[str, tuple[str, dict[Callable[[Attacker], None], int]]] = {
 """By name: what it is, and each action with the threads that repeat it."""
 
 
-def insist(attacker: Attacker, action: Callable[[Attacker], None]) -> None:
-    """Repeat an action, whatever it gets."""
+def insist(attacker: Attacker, action: Callable[[], None], name: str = "") -> None:
+    """Repeat an action, whatever it gets; its errors are counted under its ``name``."""
     while not attacker.stop.is_set():
         try:
-            action(attacker)
+            action()
         except Exception as error:
-            attacker.answers[type(error).__name__] += 1
+            attacker.answers[f"{name}: {type(error).__name__}" if name else type(error).__name__] += 1
             attacker.stop.wait(0.1)
 
 
@@ -344,10 +344,18 @@ def attack(name: str, url: str, key: str, niceness: int) -> None:
         large_body(body)
     print("ready", flush=True)
     sys.stdin.readline()
+    actions = ATTACKS[name][1].items()
+    insist_until_told(
+        attacker, [(partial(action, attacker), "") for action, threads in actions for _ in range(threads)], niceness
+    )
+
+
+def insist_until_told(attacker: Attacker, actions: Iterable[tuple[Callable[[], None], str]], niceness: int) -> NoReturn:
+    """Repeat each of these actions, with the name for its errors, in a thread of its own and at a low priority, until
+    the end of standard input; then print how often the attacker got what, and exit."""
     lower_priority(niceness)
-    for action, threads in ATTACKS[name][1].items():
-        for _ in range(threads):
-            threading.Thread(target=insist, args=(attacker, action), daemon=True).start()
+    for action, name in actions:
+        threading.Thread(target=insist, args=(attacker, action, name), daemon=True).start()
     sys.stdin.read()
     attacker.stop.set()
     print(json.dumps(attacker.answers), flush=True)

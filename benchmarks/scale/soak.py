@@ -43,13 +43,12 @@ from typing import Any, NoReturn
 import psutil
 import tinker
 from benchmarks.lib.harness import ROOT, Result, command
-from benchmarks.scale.callers import ATTACKS, Attacker
+from benchmarks.scale.callers import ATTACKS, Attacker, insist_until_told
 from tests.chaos.driver import Deployment, wait_until
 from tests.support.tinkered import MODEL, RANK, datum, place_model
 from websockets.sync.client import connect
 
 import rookery
-from rookery.children import lower_priority
 from rookery.errors import Unavailable
 
 LONG = 1000
@@ -194,8 +193,8 @@ def small_job(seed: int) -> dict[str, Any]:
 # --- the hostile tenant -----------------------------------------------------------------------------------------------
 
 
-def attacks(hostile: Attacker) -> list[Callable[[], None]]:
-    """Each is repeated without a pause in a thread of its own."""
+def attacks(hostile: Attacker) -> list[tuple[Callable[[], None], str]]:
+    """All that a caller may try, each with the name for its errors: first what ``callers.py`` measures alone."""
     logging.getLogger("websockets").setLevel(logging.CRITICAL)  # it prints each connection that the service cuts
     http, answers, held = hostile.http, hostile.answers, list[socket.socket]()
 
@@ -248,46 +247,17 @@ def attacks(hostile: Attacker) -> list[Callable[[], None]]:
         send("dataset", "/api/v1/datasets", rows, **{"Content-Type": "application/jsonl"})
         hostile.stop.wait(20)
 
-    named = [partial(insist_once, hostile, action) for _, actions in ATTACKS.values() for action in actions]
-    return [
-        *named,
-        half_requests,
-        million_keys,
-        huge_prompt,
-        huge_jobs,
-        many_jobs,
-        hub_names,
-        wrong_keys,
-        big_frames,
-        datasets,
-    ]
-
-
-def insist_once(hostile: Attacker, action: Callable[[Attacker], None]) -> None:
-    """One of the attacks that ``callers.py`` measures alone."""
-    action(hostile)
-
-
-def insist(hostile: Attacker, attack: Callable[[], None]) -> None:
-    """Repeat an attack, whatever it gets."""
-    while not hostile.stop.is_set():
-        try:
-            attack()
-        except Exception as error:
-            hostile.answers[f"{getattr(attack, '__name__', 'caller')}: {type(error).__name__}"] += 1
-            hostile.stop.wait(0.1)
+    alone = [partial(action, hostile) for _, actions in ATTACKS.values() for action in actions]
+    more = [
+        half_requests, million_keys, huge_prompt, huge_jobs, many_jobs, hub_names, wrong_keys, big_frames, datasets
+    ]  # fmt: skip
+    return [*((action, "caller") for action in alone), *((action, action.__name__) for action in more)]
 
 
 def attack(url: str, key: str) -> NoReturn:
-    """The hostile tenant's process, until the end of its standard input. Prints how often it got what."""
+    """The hostile tenant's process."""
     hostile = Attacker(url, key, threading.Event())
-    lower_priority(NICENESS)
-    for action in attacks(hostile):
-        threading.Thread(target=insist, args=(hostile, action), daemon=True).start()
-    sys.stdin.read()
-    hostile.stop.set()
-    print(json.dumps(hostile.answers), flush=True)
-    os._exit(0)  # some of its threads still wait for answers
+    insist_until_told(hostile, attacks(hostile), NICENESS)
 
 
 @contextmanager

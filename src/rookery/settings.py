@@ -298,8 +298,8 @@ class WorkerSettings(Section):
     it, or with an empty name, the C library's is used; tcmalloc is about 10% faster."""
     memory_bytes: int = Field(0, ge=0)
     """Memory of one worker in bytes, on a GPU the device's: base model, KV caches, adapters, training states and
-    activations together. What is full evicts or waits. 0 takes `memory_share`, or nine tenths of
-    a GPU's free memory: give a number where others compute on it, too."""
+    activations together. What is full evicts or waits. 0 takes `memory_share`, or nine tenths of a
+    GPU's free memory: give a number where others compute on it, too."""
     memory_share: float = Field(0.6, gt=0, le=1)
     """Share of the free memory of the machine, or of its container, that the workers of a service, or a worker started
     by hand, use at most: the rest is for the service, environments and other programs."""

@@ -239,40 +239,37 @@ def test_budget_that_the_base_model_fills_is_refused() -> None:
         assert budget.base + sum(shares) == pytest.approx(4 << 30, abs=4)
 
 
-async def test_calls_wait_for_memory_in_order_of_arrival() -> None:
-    queue, done, room = memory.MemoryQueue(), [], 0
+class LimitedCalls:
+    """Calls of which as many succeed as there is ``room``; they are ``done`` then."""
 
-    async def call(name: str) -> None:
-        nonlocal room
-        if not room:
+    def __init__(self) -> None:
+        self.room, self.done = 0, list[str]()
+
+    async def __call__(self, name: str) -> None:
+        if not self.room:
             raise memory.NoRoom
-        room -= 1
-        done.append(name)
+        self.room -= 1
+        self.done.append(name)
 
-    tasks = [asyncio.create_task(queue.run(lambda name=name: call(name))) for name in "abc"]  # type: ignore[misc]
+
+async def test_calls_wait_for_memory_in_order_of_arrival() -> None:
+    queue, calls = memory.MemoryQueue(), LimitedCalls()
+    tasks = [asyncio.create_task(queue.run(lambda name=name: calls(name))) for name in "abc"]  # type: ignore[misc]
     await asyncio.sleep(0)
-    assert queue.waiting == 3 and not done
-    room = 2
+    assert queue.waiting == 3 and not calls.done
+    calls.room = 2
     queue.notify()
     await asyncio.gather(*tasks[:2])
-    assert done == ["a", "b"] and queue.waiting == 1
+    assert calls.done == ["a", "b"] and queue.waiting == 1
     tasks[2].cancel()
 
 
 async def test_clients_go_before_calls_that_came_earlier() -> None:
-    queue, done, room = memory.MemoryQueue(), [], 0
-
-    async def call(name: str) -> None:
-        nonlocal room
-        if not room:
-            raise memory.NoRoom
-        room -= 1
-        done.append(name)
-
+    queue, calls = memory.MemoryQueue(), LimitedCalls()
     names = {"a": False, "b": False, "x": True, "y": True}
     async with asyncio.timeout(30):
         tasks = {
-            name: asyncio.create_task(queue.run(lambda name=name: call(name), first=first))  # type: ignore[misc]
+            name: asyncio.create_task(queue.run(lambda name=name: calls(name), first=first))  # type: ignore[misc]
             for name, first in names.items()
         }
         await asyncio.sleep(0)
@@ -280,10 +277,10 @@ async def test_clients_go_before_calls_that_came_earlier() -> None:
         tasks["x"].cancel()
         await asyncio.wait([tasks["x"]])
         for name in "yab":
-            room = 1
+            calls.room = 1
             queue.notify()
             await tasks[name]
-    assert done == ["y", "a", "b"] and queue.waiting == 0 == queue.waited
+    assert calls.done == ["y", "a", "b"] and queue.waiting == 0 == queue.waited
 
 
 async def test_calls_with_room_run_side_by_side() -> None:

@@ -27,7 +27,7 @@ from rookery.cli import (
     trace,
 )
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
-from rookery.cli.output import flush_output, prepare_streams, show
+from rookery.cli.output import OutputLost, flush_output, prepare_streams, show
 from rookery.errors import NO_ROOM, RookeryError, TooManyRequests
 from rookery.telemetry.rows import printable
 
@@ -106,8 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
-            line = f"the output cannot be written ({error.strerror}); give it another place"
-            print(f"rookery: {line}", file=sys.stderr)
+            print(f"rookery: {OutputLost(error)}", file=sys.stderr)
             sys.exit(FAILED)
         if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.filename is not None):
             where, reason = error.filename or "a file", (error.strerror or str(error)).lower()

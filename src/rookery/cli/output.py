@@ -69,6 +69,9 @@ def prepare_streams() -> None:
 class OutputLost(RookeryError):
     """Standard output takes no more."""
 
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the output cannot be written ({error.strerror}); give it another place")
+
 
 @contextmanager
 def writing() -> Iterator[None]:
@@ -80,7 +83,7 @@ def writing() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
         if isinstance(error, BrokenPipeError):
             sys.exit(READER_GONE)
-        raise OutputLost(f"the output cannot be written ({error.strerror}); give it another place") from None
+        raise OutputLost(error) from None
 
 
 def flush_output() -> None:

@@ -274,7 +274,7 @@ class Job:
 
     def versions(self, policy: str | None = None) -> list[Record]:
         """The versions of a policy, by default of the job's first that trains, oldest first."""
-        return list(self._connection.rows(f"{self._path}/policies/{segment('policy', self._named(policy))}/versions"))
+        return list(self._connection.rows(f"{self._policy_path(self._named(policy))}/versions"))
 
     def evaluations(self) -> list[Record]:
         """Evaluations on held-out prompts, by version."""
@@ -284,8 +284,11 @@ class Job:
         """The PEFT folder of a version, the newest by default, of a policy, by default of the job's first that trains;
         ``download`` fetches it."""
         number, policy = "latest" if version is None else str(version), self._named(policy)
-        path = f"{self._path}/policies/{segment('policy', policy)}/versions/{number}/adapter"
+        path = f"{self._policy_path(policy)}/versions/{number}/adapter"
         return AdapterFolder(self._connection, path, self, policy)
+
+    def _policy_path(self, policy: str) -> str:
+        return f"{self._path}/policies/{segment('policy', policy)}"
 
     def _named(self, policy: str | None) -> str:
         """The policy of this name, by default the job's first that trains."""

@@ -21,8 +21,8 @@ SCALED = "-rollout-"
 """Precedes the number in the names of workers that are started and ended by the load."""
 
 DRAINS = 2.5
-"""Times ``drain_seconds`` that a worker has when it is not wanted any more: its drain takes up to twice that, and then
-it ends."""
+"""Times ``drain_seconds`` that a worker has when it is not wanted any more: for its drain, which takes up to that, and
+then for its end on a busy machine."""
 
 _PRIVATE = {"key", "database"}
 """Settings that children do not need and that may contain secrets."""

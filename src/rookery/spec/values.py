@@ -162,10 +162,12 @@ def _number(value: int) -> str:
     return f"a number of {value.bit_length() * 0.30103:.0f} digits" if value.bit_length() > 200 else str(value)
 
 
-def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """``object_pairs_hook`` that raises ``ValueError`` for a field that is given twice: readers differ about its
+    value."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError
+        raise ValueError("a field is given twice")
     return fields
 
 
@@ -223,7 +225,9 @@ def _constant_or_mistake(name: str) -> Any:
     return _Mistake(f"given {name}, allowed: {_FINITE}")
 
 
-_strict = json.JSONDecoder(object_pairs_hook=_fields, parse_int=_integer, parse_float=_float, parse_constant=_constant)
+_strict = json.JSONDecoder(
+    object_pairs_hook=unique_fields, parse_int=_integer, parse_float=_float, parse_constant=_constant
+)
 _written = json.JSONDecoder(parse_float=_float_as_written)
 _tolerant = json.JSONDecoder(
     object_pairs_hook=_fields_or_mistake, parse_int=_integer_or_mistake, parse_float=_float_or_mistake,

@@ -42,7 +42,7 @@ from rookery.environments.verifiers.running_graders import GraderTools, PythonGr
 from rookery.environments.verifiers.texts import decimal_of, described, folded, spaced, text_or_number, visible
 from rookery.errors import UserError, installs
 from rookery.protocol import BestConstant
-from rookery.spec.values import Rounded
+from rookery.spec.values import Rounded, unique_fields
 
 log = logging.getLogger("rookery.environments")
 
@@ -709,7 +709,7 @@ def _no_expression(field: str, shown: str) -> str:
 
 def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
     """The first JSON object in a text; with ``strict`` the text is the object and nothing else."""
-    decoder = json_module.JSONDecoder(object_pairs_hook=_fields, parse_float=_finite, parse_constant=no_constant)
+    decoder = json_module.JSONDecoder(object_pairs_hook=unique_fields, parse_float=_finite, parse_constant=no_constant)
     if strict:
         starts = iter([len(text) - len(text.lstrip())])
     else:
@@ -722,14 +722,6 @@ def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
         if isinstance(value, dict) and not (strict and text[end:].strip()):
             return value
     return None
-
-
-def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a field that is given twice: readers differ about its value."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a field is given twice")
-    return fields
 
 
 def _finite(digits: str) -> float:

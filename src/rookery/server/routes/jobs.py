@@ -87,6 +87,7 @@ async def _named_job(
 
 
 OfJob = Annotated[JobRow, Depends(_named_job)]
+
 VERSION = "X-Version"
 """The header with the number of the version whose adapter is sent."""
 

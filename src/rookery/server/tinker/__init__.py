@@ -6,8 +6,8 @@ Here is its HTTP application, mounted under ``/tinker``; ``TINKER_BASE_URL`` is 
 
 Statuses are chosen for the client's reaction: 400 and 404 fail at once, 410 makes it send a sample again or end its
 heartbeat, 5xx makes it try again. It repeats 409 and 429 for minutes: 409 is never used, and 429 only where waiting
-helps. An error in an operation on a
-model is reported by the operation's result, because the model's later operations wait for its sequence number.
+helps. An error in an operation on a model is reported by the operation's result, because the model's later operations
+wait for its sequence number.
 """
 
 from __future__ import annotations
