@@ -694,7 +694,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     database.write(tenants.add_event, "alice", "job", 0.0, "state", "text")
     database.write(secrets.set_secret, "alice", "main", "very-secret", 0.0)
     database.write(tenants.save_usage, {("alice", "job"): {"reserved": {}}}, {}, (0, {}))
-    visit(database)
+    visit(database, key="one")
     database.write(sessions.open_future, future_row("one/0", "alice", None))
     database.write(sessions.finish_future, "one/0", b"text", 1.0)
     named: dict[str, Any] = {

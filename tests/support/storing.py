@@ -64,12 +64,14 @@ def submit(database: Database, tenant: str = "alice", job: str = "job", key: str
     return database.write(jobs.submit_job, row, [policy])
 
 
-def visit(database: Database, tenant: str = "alice", id: str = "one", model: str = "one") -> None:
+def visit(
+    database: Database, tenant: str = "alice", id: str = "one", model: str = "one", key: str | None = None
+) -> None:
     """A client's session with everything that can belong to one."""
     database.write(
 sessions.add_session,
         SessionRow(
-            id=id, tenant=tenant, idempotency_key=id, created=0.0, seen=0.0, finished=None, status="",
+            id=id, tenant=tenant, idempotency_key=key, created=0.0, seen=0.0, finished=None, status="",
             sdk_version="0.38.0", name="", about={},
         )
     )  # fmt: skip
