@@ -12,7 +12,7 @@ from rookery.aio import cancel_all
 from rookery.children import interpreter
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.tokenization.chat import Chat
-from rookery.tokenization.registry import PREPARED, model_folder
+from rookery.tokenization.registry import is_prepared, model_folder
 
 log = logging.getLogger("rookery.server")
 
@@ -47,7 +47,7 @@ class BaseModels:
 
     async def _load(self, model: str) -> Chat:
         folder = model_folder(self._cache, model)
-        if not (folder / PREPARED).is_file():
+        if not await asyncio.to_thread(is_prepared, folder):
             async with self._preparing:
                 await self._prepare(model)
         return await asyncio.to_thread(Chat.load, folder)

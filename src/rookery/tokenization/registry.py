@@ -36,6 +36,10 @@ NOT_NATIVE = "not_native"
 PREPARED = "rookery.json"
 """Marker file of a prepared model's folder, written last."""
 
+FORMAT, PRESENT_FORMAT = "format", 2
+"""Key in ``PREPARED``, and the number of the format in which models are prepared. Format 1 has no number; it rounded
+all weights to bfloat16, also those that a family of transformers keeps in float32."""
+
 CONFIG, WEIGHTS = "rookery_config.json", "rookery_weights.safetensors"
 """A prepared model's ``config.json`` and its weights. transformers would read files with the published names, find none
 of its weights among the fused ones, and draw random ones."""
@@ -223,6 +227,17 @@ def model_folder(cache: Path, name: str) -> Path:
     return cache / "prepared" / f"{readable}-{hashlib.sha256(f'{model.kind}:{where}'.encode()).hexdigest()[:12]}"
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether ``folder`` holds a prepared model in the present format. Raises :class:`UserError` for a damaged one."""
+    try:
+        mark = json.loads((folder / PREPARED).read_text(encoding="utf-8"))
+        return not mark.get(NOT_NATIVE) or mark.get(FORMAT, 1) >= PRESENT_FORMAT
+    except FileNotFoundError:
+        return False
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"base_model: {folder.name}: its {PREPARED} is damaged, delete its folder ({error})") from None
+
+
 def config_path(folder: Path) -> Path:
     """The configuration of a model's folder, prepared or published."""
     return folder / (CONFIG if (folder / CONFIG).is_file() else PUBLISHED_CONFIG)
@@ -344,7 +359,7 @@ def status(cache: Path, name: str) -> Status:
     try:
         model = resolve(name)
         folder = model_folder(cache, name)
-        if (folder / PREPARED).is_file():
+        if is_prepared(folder):
             if reason := refusal(folder):
                 return Status(name, "refused", reason, folder, note=model.note)
             inspected = inspect(folder)

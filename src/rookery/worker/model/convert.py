@@ -9,7 +9,9 @@ Promises:
   published layout.
 * A prepared folder is immutable; its ``rookery.json`` carries the SHA-256 of the weights.
 * A model that cannot be served is refused with a ``UserError`` from its config, before anything large is read.
-* Of a family that the native decoder does not compute, the weights keep their published names.
+* Of a family that the native decoder does not compute, the weights keep their published names, and float32 where the
+  family computes in float32 or the publisher stores the other weights in 16 bits: the bias of a router of experts is
+  often larger than the differences that it makes, so that a rounded one chooses other experts.
 * Nothing is written outside the cache, unless the hub's own cache exists or is configured: a worker may have no home.
 * A hub that fails in the middle counts as a missing source, and the next one is tried. Complete files are kept until
   the model is prepared. If no source has the model, the error is ``Unavailable``, and a retry may succeed.
@@ -26,13 +28,16 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -70,13 +75,34 @@ def prepare(name: str, cache: Path) -> Path:
     """The prepared folder of ``name`` (catalogue name, local folder or hub id), created if missing. Raises
     ``UserError``, or ``Unavailable`` if the hub did not answer and a retry may succeed."""
     folder = registry.model_folder(cache, name)
-    if (folder / registry.PREPARED).is_file():
+    if registry.is_prepared(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(folder.name + ".lock")):
-        if not (folder / registry.PREPARED).is_file():
+        if not registry.is_prepared(folder) and not _renumber(folder):
             _prepare(registry.resolve(name), folder, cache / _HUB / folder.name)
     return folder
+
+
+def _renumber(folder: Path) -> bool:
+    """Whether ``folder`` is of an earlier format, and would have the same weights in the present one: then it gets that
+    format's number, for a download may be large."""
+    mark, config, weights = (folder / name for name in (registry.PREPARED, CONFIG, WEIGHTS))
+    if not mark.is_file():
+        return False
+    from rookery.worker.model.transformers_model import check_transformers  # seconds of import
+
+    _, exact = check_transformers(json.loads(config.read_text(encoding="utf-8")))
+    with safe_open(weights, framework="pt") as file:
+        rounded = next(filter(exact.search, file.keys()), "")
+    if rounded:
+        log.info("%s is prepared again: %s was rounded to bfloat16", folder.name, rounded)
+        return False
+    part = folder / f".{registry.PREPARED}"
+    about = json.loads(mark.read_text(encoding="utf-8")) | {registry.FORMAT: registry.PRESENT_FORMAT}
+    part.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    part.replace(mark)
+    return True
 
 
 def _prepare(model: registry.Model, folder: Path, fetched: Path) -> None:
@@ -88,7 +114,7 @@ def _prepare(model: registry.Model, folder: Path, fetched: Path) -> None:
         try:
             log.info("preparing %s from %s %s", model.name, source.kind, source.where)
             _write(model, source, _read(source, target, fetched), target)
-            if folder.exists():  # without its marker: an incomplete folder
+            if folder.exists():  # incomplete, or of an earlier format
                 shutil.rmtree(folder)
             target.rename(folder)
             shutil.rmtree(fetched, ignore_errors=True)
@@ -192,18 +218,34 @@ def read_full_version(folder: Path, base: Decoder) -> Decoder:
     return Decoder(base.config, {k: w.to(base.device, base.dtype) for k, w in weights.items()}, pack=base.pack)
 
 
+def round_weights(weights: Mapping[str, Tensor], exact: re.Pattern[str] | None) -> dict[str, Tensor]:
+    """Published weights in the types in which they are stored: bfloat16, except for integers. Of a model for
+    transformers, float32 weights stay so if their names match ``exact``, or if most weights have 16 bits."""
+    sizes: Counter[int] = Counter()
+    for weight in weights.values():
+        sizes[weight.itemsize if weight.is_floating_point() else 0] += weight.numel()
+    mixed = exact is not None and sizes[2] > sizes[4]
+
+    def keeps(name: str, weight: Tensor) -> bool:
+        full = weight.dtype == torch.float32 and exact is not None and (mixed or exact.search(name) is not None)
+        return full or not weight.is_floating_point()
+
+    return {name: x if keeps(name, x) else x.to(torch.bfloat16) for name, x in weights.items()}
+
+
 def _write(model: registry.Model, source: registry.Source, published: _Published, target: Path) -> None:
     raw = {key: value for key, value in published.config.items() if not key.startswith("_")}  # of this machine
     projections: Projections
+    exact = None
     try:
         projections, reason = DecoderConfig.from_hf(raw), ""
     except UserError as error:
         from rookery.worker.model.transformers_model import check_transformers  # seconds of import, too
 
-        projections = check_transformers(raw)
+        projections, exact = check_transformers(raw)
         known = registry.inspect_config(raw, model.name)
         reason = known.not_native or f"the native decoder does not compute it: {error}"
-    weights = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in published.weights.items()}
+    weights = round_weights(published.weights, exact)
     if isinstance(projections, DecoderConfig):
         weights = fuse(projections, weights)
     save_file(weights, target / WEIGHTS, metadata={"format": "pt"} if reason else None)  # for transformers
@@ -221,6 +263,7 @@ def _write(model: registry.Model, source: registry.Source, published: _Published
         "revision": published.revision,
         "model_type": raw["model_type"],
         registry.NOT_NATIVE: reason,
+        registry.FORMAT: registry.PRESENT_FORMAT,
     }
     (target / registry.PREPARED).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
 

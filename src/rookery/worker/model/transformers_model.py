@@ -59,6 +59,9 @@ _DENSE_BESIDE_EXPERTS = ("aria_text", "hy_v3", "qwen2_moe", "qwen3_5_moe", "qwen
 """Families with experts of which PEFT adapts the dense and shared MLPs, too. Of others it takes the names of these
 modules for the experts', and leaves them out of an adapter that it reads."""
 
+_NOTHING = "(?!)"
+"""Matches no text."""
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """The model's own attention: q [n, heads, queries, d], k and v [n, kv_heads, keys, d], mask [n or 1, 1, queries, keys],
 True where a query attends (None: everywhere) → [n, queries, heads, d]."""
@@ -145,12 +148,15 @@ def _linear_modules(model: PreTrainedModel) -> tuple[list[nn.Module], dict[tuple
     )
 
 
-def check_transformers(raw: Mapping[str, Any]) -> LinearProjections:
-    """The projections of a model with this ``config.json``. Raises ``UserError`` if it cannot be a
-    :class:`TransformersModel`."""
+def check_transformers(raw: Mapping[str, Any]) -> tuple[LinearProjections, re.Pattern[str]]:
+    """The projections of a model with this ``config.json``, and a pattern that names of weights match which it computes
+    with in float32 beside others in bfloat16. Raises ``UserError`` if it cannot be a :class:`TransformersModel`."""
     with torch.device("meta"):
-        _, linear, prefix = _linear_modules(AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)))
-    return _projections(linear, prefix)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    _, linear, prefix = _linear_modules(model)
+    kept = sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    exact = "|".join(name.replace("*", ".*") for name in kept) or _NOTHING
+    return _projections(linear, prefix), re.compile(exact)
 
 
 def _projections(linear: Mapping[tuple[int, str], nn.Linear], prefix: str) -> LinearProjections:
