@@ -235,6 +235,32 @@ async def test_failed_step_is_not_taken_later(service: Service, crash: bool) -> 
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("missing", [False, True])
+async def test_step_that_is_not_executed_drops_its_gradient(service: Service, missing: bool, crash: bool) -> None:
+    """It was refused as a request, or a number before it never arrived: the next step is taken on what follows it."""
+    ends = []
+    for fails in (False, True):
+        visitor = await Client(service).begin()
+        if fails:
+            await visitor.gradient(7, 8, 9)
+            visitor._seq += missing
+            step = operations.OptimStepOperation(adam=ADAM)
+            refused = operations.InvalidOperation(error="learning_rate: below 0", step=True)
+            request = await visitor.send(step if missing else refused)
+            began, gap = service.clock.now, service.rules.sessions.seq_gap
+            await pass_until(service, lambda began=began, gap=gap: not missing or service.clock.now > began + 2 * gap)
+            assert isinstance(await visitor.outcome(request), operations.OperationFailed)
+            if crash:
+                await service.crash()
+                await service.start()
+                await join(service)
+        await visitor.gradient(10, 11, 12)
+        assert isinstance(await visitor.step(), operations.OptimStepResult)
+        ends.append(await content(visitor, "end"))
+    assert ends[0] == ends[1]
+
+
 async def without_room(worker: ScriptedWorker, op: Any) -> protocol.OperationDone | None:
     """The disk of the service is full when a step is uploaded."""
     staging = worker.tickets.staging(op.commit) if isinstance(op, protocol.OptimStep) else None

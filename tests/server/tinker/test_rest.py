@@ -330,6 +330,11 @@ def test_refused_operation_takes_its_turn(service: EmbeddedService, visitor: tin
     with pytest.raises(tinker.RequestFailedError, match="no step was taken"):
         step.result(PATIENCE)
     steps(training, 1)
+    training.forward_backward([datum(TOKENS)], "cross_entropy").result(PATIENCE)
+    with pytest.raises(tinker.RequestFailedError, match=r"adam_params\.learning_rate: "):
+        training.optim_step(types.AdamParams(learning_rate=-1e-20)).result(PATIENCE)
+    left = training.optim_step(types.AdamParams(learning_rate=0.01)).result(PATIENCE)
+    assert left.metrics is not None and left.metrics["grad_norm"] == 0, "a refused step drops the gradient"
     headers = {"X-API-Key": service.key}
     with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers, timeout=60) as http:
 
@@ -339,10 +344,10 @@ def test_refused_operation_takes_its_turn(service: EmbeddedService, visitor: tin
             assert first == again
             return http.post("/retrieve_future", json={"request_id": first["request_id"]}).raise_for_status().json()
 
-        for number, (route, fields, told) in enumerate(REFUSED, 5):
+        for number, (route, fields, told) in enumerate(REFUSED, 8):
             found = result(number, route, fields)
             assert found["category"] == "user" and found["error"].startswith(told), (route, found)
-        assert result(5 + len(REFUSED), "save_weights", {"path": "kept"})["path"].endswith("/weights/kept")
+        assert result(8 + len(REFUSED), "save_weights", {"path": "kept"})["path"].endswith("/weights/kept")
         for wrong in ({"model_id": 5}, {"seq_id": 0}, {"seq_id": "x"}):  # no turn that it could take
             sent = {"model_id": training.model_id, "seq_id": 99, "adam_params": {}, **wrong}
             assert http.post("/optim_step", json=sent).status_code == 400

@@ -31,6 +31,11 @@ class Operation(msgspec.Struct, omit_defaults=True, kw_only=True, tag=True):
         return False
 
     @property
+    def is_step(self) -> bool:
+        """Whether it takes a step on the training run's gradient if it succeeds, and drops it if it fails."""
+        return False
+
+    @property
     def size(self) -> int:
         """Bytes of memory while it waits."""
         return OPERATION_BYTES
@@ -69,6 +74,8 @@ class InvalidOperation(Operation, tag="Refused"):
     error: str
     gradient: bool = False
     """It was meant to add a gradient."""
+    step: bool = False
+    """It was meant to take a step."""
     digest: str = ""
     """Of the operation that it replaces, so that its repetition is the same request; empty for one that could not be
     decoded."""
@@ -77,9 +84,22 @@ class InvalidOperation(Operation, tag="Refused"):
     def adds_gradient(self) -> bool:
         return self.gradient
 
+    @property
+    def is_step(self) -> bool:
+        return self.step
+
+    @classmethod
+    def instead_of(cls, operation: Operation, error: str, digest: str = "") -> InvalidOperation:
+        """``operation`` will not be executed; its result is ``error``."""
+        return cls(error=error, gradient=operation.adds_gradient, step=operation.is_step, digest=digest)
+
 
 class OptimStepOperation(Operation, tag="Step"):
     adam: protocol.Adam
+
+    @property
+    def is_step(self) -> bool:
+        return True
 
 
 class SaveState(Operation):

@@ -363,7 +363,7 @@ class Sessions:
                 raise
             reason = str(error)
         digest = await self.futures.digest(operation)
-        refused = InvalidOperation(error=reason, gradient=operation.adds_gradient, digest=digest)
+        refused = InvalidOperation.instead_of(operation, reason, digest)
         return await self.submit(tenant, id, seq, refused)
 
     # --- results ------------------------------------------------------------------------------------------------------

@@ -246,10 +246,7 @@ class TrainingRun:
 
     def _give_up(self, error: str) -> int:
         flushed = self._queue.flush()
-        given_up = [
-            (future, operations.InvalidOperation(error=error, gradient=operation.adds_gradient))
-            for future, operation in flushed
-        ]
+        given_up = [(future, operations.InvalidOperation.instead_of(operation, error)) for future, operation in flushed]
         self._policy_run.reject(error)
         self._given_up.extend(given_up)
         freed = sum(operation.size for _, operation in flushed) - sum(instead.size for _, instead in given_up)
@@ -289,7 +286,7 @@ class TrainingRun:
         self._present = None
         self._count_bytes(-operation.size)
         if result is not None:
-            trace = operation.adds_gradient or isinstance(operation, operations.OptimStepOperation)
+            trace = operation.adds_gradient or operation.is_step
             await self._futures.finish(future, result, trace=trace)
 
     async def _dispatch_until_stored(
@@ -370,7 +367,7 @@ class TrainingRun:
         """Update the gradient's state, now or in a replay."""
         if operation.adds_gradient:
             self._policy_run.reject(result.error)
-        elif isinstance(operation, operations.OptimStepOperation):
+        elif operation.is_step:
             self._policy_run.drop_gradient()
 
     async def _create(self, future: Future, operation: operations.CreateModel) -> None:

@@ -128,7 +128,8 @@ async def _submit_body(
     kind: type[schemas.ModelRequest | schemas.LoadWeights], service: Service, owner: Owner, body: Any, size: int
 ) -> Response:
     turn = await off_loop(service.threads, size, lambda: schemas.Turn.parse(body))
-    return await _submit(service, owner.id, turn.model_id, turn.seq_id, lambda: kind.parse(body).operation(), size=size)
+    make, step = (lambda: kind.parse(body).operation()), kind is schemas.OptimStepRequest
+    return await _submit(service, owner.id, turn.model_id, turn.seq_id, make, step=step, size=size)
 
 
 @routes.post("/optim_step")
@@ -159,14 +160,16 @@ async def _submit(
     make: Callable[[], operations.AnyOperation],
     *,
     gradient: bool = False,
+    step: bool = False,
     size: int = 0,
 ) -> Response:
-    """Queue the operation that ``make`` decodes from ``size`` bytes, or its error."""
+    """Queue the operation that ``make`` decodes from ``size`` bytes, or its error in the place of one that adds a
+    ``gradient`` or takes a ``step``."""
     operation: operations.AnyOperation
     try:
         operation = await off_loop(service.threads, size, make)
     except (UserError, ValueError) as error:
-        operation = operations.InvalidOperation(error=" ".join(str(error).split()), gradient=gradient)
+        operation = operations.InvalidOperation(error=" ".join(str(error).split()), gradient=gradient, step=step)
     return _accepted(await service.controller.sessions.submit_in_turn(tenant, model, seq, operation), model)
 
 
