@@ -58,6 +58,9 @@ SETTINGS = 64 << 10
 FLOAT32 = 3.4e38
 """Numbers below it are finite in float32, in which adapters are scaled."""
 
+FLOAT32_LEAST = 1.2e-38
+"""Numbers from it on are not 0 in float32, on any device."""
+
 INTEGER = 2**63 - 1
 """The largest integer of the database and of the protocol."""
 

@@ -32,6 +32,8 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(algorithm__group_sise=4), "algorithm.group_sise: unknown field; did you mean group_size?"),
     (main(rnk=3), "policies.main.rnk: unknown field; did you mean rank?"),
     (main(optimizer={"x": 3}), "policies.main.optimizer.x: unknown field; allowed: lr, schedule, beta1, beta2, eps,"),
+    (main(optimizer={"eps": 1e-50}), "policies.main.optimizer.eps: given 1e-50, allowed: greater than or equal to"),
+    (main(optimizer={"weight_decay": 1e39}), "policies.main.optimizer.weight_decay: given 1e+39, allowed: less than"),
     (
         main(optimizer={"schedule": {"nam": 1}}),
         "policies.main.optimizer.schedule.nam: unknown field; did you mean name?",

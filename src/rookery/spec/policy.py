@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from rookery.bounds import FLOAT32, INTEGER, STOP_TEXTS, Line, Name, SmallJson, StopText
+from rookery.bounds import FLOAT32, FLOAT32_LEAST, INTEGER, STOP_TEXTS, Line, Name, SmallJson, StopText
 from rookery.errors import short
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -245,9 +245,9 @@ class OptimizerSpec(StrictModel):
     """Decay of the first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
     """Decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, ge=FLOAT32_LEAST, lt=FLOAT32)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, lt=FLOAT32)
     """Decoupled decay, scaled by the learning rate."""
     grad_clip: float = Field(1.0, ge=0)
     """Global gradient norm; 0 turns clipping off."""

@@ -541,6 +541,26 @@ def test_nan_skips_one_policy_and_changes_no_other(tmp_path: Path) -> None:
         assert finish(at)["opt"].metrics["skipped"] == 0
 
 
+@pytest.mark.parametrize("changes", [{"eps": 0.0}, {"eps": 1e-50}, {"lr": 1e39}, {"lr": 1e30, "weight_decay": 1e30}])
+def test_step_whose_result_is_not_finite_changes_nothing(tmp_path: Path, changes: dict[str, float]) -> None:
+    """B is 0 at first, and so is the gradient of A: without eps its update is 0 / 0."""
+    config = DecoderConfig.from_hf(LLAMA.to_dict())
+    (tmp_path / "p").mkdir()
+    AdapterExport(init_adapter(config, 4, 8.0, list(PARTS), 1)).write(tmp_path / "p")
+    bad, plain = (trainer(decoder(), {"p": tmp_path / "p"}) for _ in range(2))
+    batch = protocol.TrainingBatch(groups=units(0))
+    bad.forward_backward(forward_backward(), batch)
+    bad.optim_step(optim(adam=msgspec.structs.replace(ADAM, **changes)))
+    before = masters(bad)
+    assert finish(bad)["opt"].metrics["skipped"] == 1
+    assert torch.equal(masters(bad), before) and bad.held["p"].state.step == 0
+    for at in (bad, plain):
+        at.forward_backward(forward_backward(), batch)
+        at.optim_step(optim(adam=msgspec.structs.replace(ADAM, eps=1e-37)))  # small, and yet enough
+        assert finish(at)["opt"].metrics["skipped"] == 0
+    assert torch.equal(masters(bad), masters(plain)) and bool(masters(bad).isfinite().all())
+
+
 def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Exported, loaded elsewhere, and trained on: the same next step; and the export is a snapshot."""
     first = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})

@@ -15,7 +15,20 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rookery import protocol
-from rookery.bounds import CHUNKS, ENTRIES, INTEGER, Integer, Line, Metadata, Name, SmallJson, StopText, Token
+from rookery.bounds import (
+    CHUNKS,
+    ENTRIES,
+    FLOAT32,
+    FLOAT32_LEAST,
+    INTEGER,
+    Integer,
+    Line,
+    Metadata,
+    Name,
+    SmallJson,
+    StopText,
+    Token,
+)
 from rookery.controller.sessions.operations import (
     AnyOperation,
     LoadState,
@@ -180,11 +193,11 @@ class ModelRequest(Turn):
 
 
 class AdamParams(TinkerRequest):
-    learning_rate: float = Field(0.0001, ge=0, allow_inf_nan=False)
+    learning_rate: float = Field(0.0001, ge=0, lt=FLOAT32, allow_inf_nan=False)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    eps: float = Field(1e-12, ge=FLOAT32_LEAST, lt=FLOAT32, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, lt=FLOAT32, allow_inf_nan=False)
     grad_clip_norm: float = Field(0.0, ge=0)
 
 

@@ -4,7 +4,7 @@ Promises:
 
 * Weights, gradient and moments are float32 whatever the base model's dtype; the copies that multiply the base model's
   activations are computed from the weights after every step.
-* A step with a gradient that is not finite changes nothing. No function here reads another policy's state.
+* A step with a gradient or a result that is not finite changes nothing. No function here reads another policy's state.
 * ``export`` is a snapshot: training may continue before it is written. A state loaded from the written files takes the
   same next step, bit for bit.
 """
@@ -12,7 +12,7 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rookery import protocol
+from rookery.bounds import FLOAT32, FLOAT32_LEAST
 from rookery.errors import UserError
 from rookery.tokenization.registry import UNNAMED, BaseReference
 from rookery.worker.device import finish
@@ -36,6 +37,58 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 CLIP_EPS = 1e-6
 """Added to the norm before the division by it, as ``torch.nn.utils.clip_grad_norm_`` does."""
+
+CHECKED_NUMBERS = 1 << 20
+"""Weights of which a step is computed at once to see whether its result is finite."""
+
+Vectors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Weights, their gradient and moments, of one shape."""
+
+
+def apply_adamw(adam: protocol.Adam, step: int, vectors: Vectors) -> None:
+    """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) in place, after ``step`` others."""
+    weight, gradient, *moments = vectors
+    optimizer = torch.optim.AdamW(
+        [weight], lr=adam.lr, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay, fused=True
+    )
+    optimizer.state[weight] = {
+        "step": torch.tensor(float(step), device=weight.device),
+        **dict(zip(MOMENTS, moments, strict=True)),
+    }
+    weight.grad = gradient
+    optimizer.step()
+    weight.grad = None
+
+
+def is_finite_step(adam: protocol.Adam, step: int, parameters: Iterable[Vectors], factor: float = 1.0) -> bool:
+    """Whether weights and moments are finite after :func:`apply_adamw` on ``factor`` times the gradient. Nothing
+    changes."""
+    return all(
+        _is_bounded(adam, step, vectors, factor) or _is_finite(adam, step, vectors, factor) for vectors in parameters
+    )
+
+
+def _is_bounded(adam: protocol.Adam, step: int, vectors: Vectors, factor: float) -> bool:
+    """Whether the largest numbers show that all numbers of a step are finite: of nearly every step they do."""
+    if not vectors[0].numel():
+        return True
+    weight, gradient, first, second = (float(torch.linalg.vector_norm(v.flatten(), math.inf)) for v in vectors)
+    first, gradient = max(first, factor * gradient), factor * gradient
+    rate, decay = adam.lr / (1 - adam.beta1 ** (step + 1)), adam.lr * adam.weight_decay
+    if adam.eps < FLOAT32_LEAST or not all(map(math.isfinite, (weight, gradient, first, second))):
+        return False
+    move = max(first, 1.0) * max(rate, 1.0) / min(adam.eps, 1.0)
+    return max(gradient**2, second, adam.eps, adam.weight_decay, (1 + decay) * max(weight, 1.0) + move) < FLOAT32 / 16
+
+
+def _is_finite(adam: protocol.Adam, step: int, vectors: Vectors, factor: float) -> bool:
+    """:func:`_is_bounded` by a step on copies, a piece at a time."""
+    for pieces in zip(*(vector.flatten().split(CHECKED_NUMBERS) for vector in vectors), strict=True):
+        weight, gradient, first, second = (piece.clone() for piece in pieces)
+        apply_adamw(adam, step, (weight, gradient.mul_(factor), first, second))
+        if not all(bool(vector.isfinite().all()) for vector in (weight, first, second)):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -228,39 +281,24 @@ class PolicyState:
         return self._named(self.gradient)
 
     def adamw(self, adam: protocol.Adam, scale: float = 1.0) -> dict[str, float]:
-        """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) on ``scale`` times the accumulated gradient, which
-        is then cleared. ``grad_norm`` is the norm of the scaled gradient before clipping; ``skipped`` is 1 if it, or a
-        loss, was not finite."""
+        """One step of AdamW on ``scale`` times the accumulated gradient, which is then cleared. ``grad_norm`` is the
+        norm of the scaled gradient before clipping; ``skipped`` is 1 if it, a loss, or the step's result was not
+        finite."""
         self.gradient.mul_(scale)
         norm = float(torch.linalg.vector_norm(self.gradient))
         skipped = self.nonfinite_loss or not math.isfinite(norm)
+        vectors = self.masters, self.gradient, self.exp_avg, self.exp_avg_sq
         if not skipped:
             if adam.clip > 0:
                 self.gradient.mul_(min(1.0, adam.clip / (norm + CLIP_EPS)))
-            self._apply(adam)
+            skipped = not is_finite_step(adam, self.step, [vectors])
+        if not skipped:
+            apply_adamw(adam, self.step, vectors)
             self.step += 1
             self._refresh()
         self.zero_grad()
         finish(self.masters.device)
         return {"grad_norm": norm, "lr": adam.lr, "skipped": float(skipped)}
-
-    def _apply(self, adam: protocol.Adam) -> None:
-        optimizer = torch.optim.AdamW(
-            [self.masters],
-            lr=adam.lr,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            fused=True,
-        )
-        optimizer.state[self.masters] = {
-            "step": torch.tensor(float(self.step), device=self.masters.device),
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-        }
-        self.masters.grad = self.gradient
-        optimizer.step()
-        self.masters.grad = None
 
     def _refresh(self) -> None:
         """Compute copies of the weights."""

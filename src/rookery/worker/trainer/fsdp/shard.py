@@ -4,8 +4,8 @@ Promises:
 
 * Gradients are sums over all processes and all passes since :meth:`PolicyShard.zero_grad`; sequences are divided among
   the processes, and one without a sequence computes a pass without loss.
-* A step is AdamW on the summed gradient, clipped by its norm over all processes. A loss or gradient that is not finite
-  in one process skips the step in all.
+* A step is AdamW on the summed gradient, clipped by its norm over all processes. A loss, gradient or result that is not
+  finite in one process skips the step in all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rookery.worker.trainer.fsdp.module import (
     whole,
 )
 from rookery.worker.trainer.microbatch import agreement
-from rookery.worker.trainer.optim import CLIP_EPS, MOMENTS, AdapterExport
+from rookery.worker.trainer.optim import CLIP_EPS, MOMENTS, AdapterExport, Vectors, is_finite_step
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,11 @@ class PolicyShard:
         skipped = bool(sums[1]) or not math.isfinite(norm)
         if not skipped:
             factor = scale * (min(1.0, adam.clip / (norm + CLIP_EPS)) if adam.clip > 0 else 1.0)
+            overflows = not is_finite_step(adam, self._step, self._shards(), factor)
+            anywhere = torch.tensor(float(overflows), device=self._device)
+            dist.all_reduce(anywhere)
+            skipped = bool(anywhere)
+        if not skipped:
             for gradient in gradients:
                 gradient.mul_(factor)
             self._optimizer.param_groups[0].update(
@@ -204,6 +209,12 @@ class PolicyShard:
             self._step += 1
         self.zero_grad()
         return {"grad_norm": norm, "lr": adam.lr, "skipped": float(skipped)}
+
+    def _shards(self) -> Iterator[Vectors]:
+        """This process's shards of each parameter, its gradient and moments."""
+        for parameter in self._parameters.values():
+            first, second = (local(self._optimizer.state[parameter][name]) for name in MOMENTS)
+            yield local(parameter.detach()), local(parameter.grad), first, second
 
     @contextmanager
     def _as_reference(self, loaded: bool) -> Iterator[None]:
