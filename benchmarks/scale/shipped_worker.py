@@ -93,7 +93,9 @@ class FakeCore:
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
         return False
 
-    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
+    def load(
+        self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path, *, optimizer: bool = True
+    ) -> None:
         files = {name: (folder / name).read_bytes() for name in (ADAPTER, CONFIG)}
         self._worker.trainer.load(policy, lease, parent.hash, files)
 

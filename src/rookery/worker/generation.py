@@ -32,9 +32,9 @@ from rookery import protocol
 from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
+from rookery.worker.failures import failure_category
 from rookery.worker.grammars import Grammars
 from rookery.worker.memory import MemoryQueue
-from rookery.worker.training_ops import failure_category
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import Unreachable, is_plain, one_line
 

@@ -25,15 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-import torch
-
 from rookery import protocol
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
-from rookery.worker.memory import MemoryQueue, NotOnThisWorker
+from rookery.worker.failures import failure_category
+from rookery.worker.memory import MemoryQueue
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import CorruptDownload, TransferFailed, errno_of, is_plain, one_line
+from rookery.worker.transfer.http import is_plain, one_line
 
 log = logging.getLogger("rookery.worker.training_ops")
 
@@ -239,7 +238,11 @@ class TrainingOps:
         if not await load(lambda: self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent))):
             steps_here = isinstance(op, protocol.OptimStep) or not op.commit
             async with self._transfers.pulled(op.parent, state=steps_here) as folder:
-                await load(lambda: self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder)))
+
+                def load_parent(core: WorkerCore) -> None:
+                    core.trainer.load(op.policy, op.lease, op.parent, folder, optimizer=steps_here)
+
+                await load(lambda: self._call(load_parent))
 
     async def _ensure_reference(self, policy: str, reference: protocol.AdapterRef) -> None:
         """Have the trainer keep the version that the policy's KL penalties compare with."""
@@ -280,14 +283,3 @@ class TrainingOps:
 
     async def _call(self, function: Callable[[WorkerCore], T]) -> T:
         return await asyncio.wrap_future(self._compute.call(function))
-
-
-def failure_category(error: Exception) -> Literal["failed", "lost", "too small"]:
-    """Of an operation or a request. Other than ``failed`` where the cause is this worker or its connection, so that
-    another worker may succeed."""
-    if isinstance(error, NotOnThisWorker):
-        return "too small"
-    if isinstance(error, TransferFailed):
-        return "failed" if isinstance(error, CorruptDownload) else "lost"
-    own = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or errno_of(error) != 0
-    return "lost" if own else "failed"

@@ -93,6 +93,22 @@ def test_state_that_is_no_version_is_not_kept(tmp_path: Path) -> None:
     at.offload("nobody")
 
 
+def test_state_without_the_optimizers_state_is_not_kept_and_takes_no_step(tmp_path: Path) -> None:
+    """A helper's copy of a policy has zero moments: it answers for nothing but gradients for other workers."""
+    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
+    at.load("p", 1, ref("p"), tmp_path / "p", optimizer=False)
+    batch = protocol.TrainingBatch(groups=units(0))
+    at.forward_backward(forward_backward(op="share", commit="ticket"), batch)
+    at.forward_backward(forward_backward(op="other", operations=1), batch)
+    at.optim_step(optim(operations=2))
+    done = finish(at)
+    assert done["share"].export is not None and not done["share"].error
+    assert [done[op].category for op in ("other", "opt")] == ["stale", "stale"]
+    at.load("p", 1, ref("p"), tmp_path / "p", optimizer=False)
+    at.offload("p")
+    assert not at.restore("p", 2, ref("p")) and not at.held
+
+
 def test_full_memory_evicts_offloaded_and_idle_states_and_waits_for_busy_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

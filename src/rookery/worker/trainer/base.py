@@ -11,8 +11,8 @@ Rules for every implementation:
 * An operation runs only on the state that it names: (policy, lease, parent version, steps since, operations in the
   gradient). Otherwise its result has category ``stale``: so no step is taken on a gradient that misses an operation, or
   contains a part of one.
-* An error of one policy's operation is the result of that operation. A loss or gradient that is not finite skips that
-  policy's step and changes no other policy.
+* An error of one policy's operation is the result of that operation. A loss, a gradient or a step's result that is not
+  finite skips that policy's step and changes no other policy.
 * All methods belong to one thread.
 """
 
@@ -44,7 +44,7 @@ class TrainerResult:
 
     op: str
     error: str = ""
-    category: Literal["", "stale", "failed", "lost"] = ""
+    category: Literal["", "stale", "failed", "lost", "too small"] = ""
     metrics: dict[str, float] = field(default_factory=dict)
     logprobs: bytes = b""
     export: Export | None = None
@@ -90,10 +90,13 @@ class Trainer(Protocol):
         """Whether an operation that names this state can be queued now; queued optimizer steps count as taken."""
         ...
 
-    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
-        """Hold ``policy`` in the state of the version in ``folder``, without a gradient. Raises ``UserError`` for files
-        that do not fit the base model or exceed the trainer's limits, ``NoRoom`` while the states in use leave no
-        memory for one more."""
+    def load(
+        self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path, *, optimizer: bool = True
+    ) -> None:
+        """Hold ``policy`` in the state of the version in ``folder``, without a gradient. If ``optimizer`` is False, the
+        folder may lack the optimizer's state: the state computes gradients for other workers, takes no step and is not
+        offloaded. Raises ``UserError`` for files that do not fit the base model or exceed the trainer's limits,
+        ``NoRoom`` while the states in use leave no memory for one more."""
         ...
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
@@ -110,8 +113,8 @@ class Trainer(Protocol):
         ...
 
     def offload(self, policy: str) -> None:
-        """:meth:`evict`, but keep the state for :meth:`restore` if it is a committed version: steps since then are
-        lost, and so is a gradient."""
+        """:meth:`evict`, but keep the state for :meth:`restore` if it is a committed version with its optimizer's
+        state: steps since then are lost, and so is a gradient."""
         ...
 
     def evict(self, policy: str) -> None:

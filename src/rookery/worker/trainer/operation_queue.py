@@ -2,11 +2,14 @@
 that to one of the trainers behind the queue.
 
 Promises: tenants share the slices by the tokens that were trained for them (:mod:`rookery.scheduling.queues`), within a
-tenant the policies take turns, within a policy operations run in order of arrival; whichever trainer computes them.
+tenant the policies take turns, within a policy operations run in order of arrival; whichever trainer computes them. An
+operation that fails for want of memory or disk, or on wrong files, gets that result: its policy's state is deleted, and
+others compute on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal, Protocol
@@ -14,8 +17,12 @@ from typing import Literal, Protocol
 from rookery import protocol
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.worker_time import WorkerTime
+from rookery.worker.failures import SURVIVED, failure_category
 from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.microbatch import Queued, QueuedBatch, operation_of
+from rookery.worker.transfer.http import one_line
+
+log = logging.getLogger("rookery.worker.trainer")
 
 OPTIMIZER_TOKENS = 64
 """An optimizer step in trained tokens, by its time."""
@@ -30,6 +37,10 @@ class QueuedTrainer(Protocol):
 
     def optimise(self, op: protocol.OptimStep) -> None:
         """Take an optimizer step, which has left the queue."""
+        ...
+
+    def evict(self, policy: str) -> None:
+        """As :meth:`rookery.worker.trainer.base.Trainer.evict`."""
         ...
 
 
@@ -112,11 +123,29 @@ class OperationQueue:
         if isinstance(first, protocol.OptimStep):
             self.charge(first.tenant, OPTIMIZER_TOKENS)
             self.remove(first)
-            trainer.optimise(first)
+            try:
+                trainer.optimise(first)
+            except SURVIVED as error:
+                self._fail(first, trainer, error)
         else:
             batches = [queued for queued in heads if isinstance(queued, QueuedBatch)]
-            trainer.compute([batch for batch in batches if self._trainers[batch.op.policy] is trainer])
+            batches = [batch for batch in batches if self._trainers[batch.op.policy] is trainer]
+            try:
+                trainer.compute(batches)
+            except SURVIVED as error:
+                for batch in batches:  # the gradient of each that has begun may contain a part of it
+                    if batch.state is not None and batch in self.of(batch.op.policy):
+                        self.remove(batch)
+                        self._fail(batch.op, trainer, error)
         return True
+
+    def _fail(
+        self, op: protocol.ForwardBackward | protocol.OptimStep, trainer: QueuedTrainer, error: Exception
+    ) -> None:
+        """``op``, which has left the queue, ended with ``error``: the state of its policy is unknown."""
+        log.warning("the state of policy %s is deleted after an error", op.policy, exc_info=error)
+        self.finish(op.op, one_line(error), failure_category(error))
+        trainer.evict(op.policy)
 
     def _heads(self) -> Iterator[Queued]:
         """The first operation of every policy, alternating between tenants, that of the next tenant first."""
@@ -142,7 +171,7 @@ class OperationQueue:
     def add(self, result: TrainerResult) -> None:
         self._results.append(result)
 
-    def finish(self, op: str, error: str, category: Literal["stale", "failed", "lost"]) -> None:
+    def finish(self, op: str, error: str, category: Literal["stale", "failed", "lost", "too small"]) -> None:
         """The result of an operation that did not succeed."""
         self.add(TrainerResult(op, error, category))
 

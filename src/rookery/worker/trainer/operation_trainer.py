@@ -34,6 +34,9 @@ class OperationTrainer:
 
     # --- of subclasses ----------------------------------------------------------------------------------------------
 
+    def evict(self, policy: str) -> None:
+        raise NotImplementedError
+
     def _held_by(self, policy: str) -> HeldPolicy[Any] | None:
         raise NotImplementedError
 

@@ -82,12 +82,14 @@ class PackedTrainer(OperationTrainer):
     def _held_by(self, policy: str) -> HeldPolicy[PolicyState] | None:
         return self.held.get(policy)
 
-    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
+    def load(
+        self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path, *, optimizer: bool = True
+    ) -> None:
         weights = folder / WEIGHTS_FILE  # float32, as every version
         self._make_room(policy, parent.rank, weights.stat().st_size // 4 if weights.exists() else 0)
         export = AdapterExport.read(folder, self._backbone.model.projections)
         check_rank(export.adapter, self._max_rank)
-        self._hold(policy, lease, parent, export)
+        self._hold(policy, lease, parent, export, optimizer=optimizer)
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
         export = self.states.offloaded.pop(parent.hash, None)
@@ -103,10 +105,12 @@ class PackedTrainer(OperationTrainer):
     def _make_room(self, policy: str, rank: int, numbers: int) -> None:
         self.states.hold(policy, PolicyState.bytes_for(numbers, self._backbone.model.dtype), numbers, rank)
 
-    def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef, export: AdapterExport) -> None:
+    def _hold(
+        self, policy: str, lease: int, parent: protocol.AdapterRef, export: AdapterExport, *, optimizer: bool = True
+    ) -> None:
         base = self._backbone.model
         state = PolicyState(export, base.projections, base.dtype, base.device)
-        self.held[policy] = HeldPolicy(lease, state, {parent.hash: 0})
+        self.held[policy] = HeldPolicy(lease, state, {parent.hash: 0}, optimizer=optimizer)
 
     def load_reference(self, policy: str, reference: protocol.AdapterRef, folder: Path) -> None:
         held, base = self.held.get(policy), self._backbone.model
@@ -176,8 +180,8 @@ class PackedTrainer(OperationTrainer):
             ready = [batch for batch in ready if all(batch is not item.queued for item in items)]
         for batch in ready:
             if not batch.groups:
-                self.queue.remove(batch)
                 self._complete(batch)
+                self.queue.remove(batch)
 
     def _complete(self, batch: QueuedBatch) -> None:
         """All groups of ``batch`` are computed: add the gradients of other workers, or export this one's."""

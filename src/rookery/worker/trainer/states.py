@@ -77,6 +77,8 @@ class HeldPolicy(Generic[S]):
     lease: int
     state: S
     versions: dict[str, int]
+    optimizer: bool = True
+    """It has the optimizer's state. One without only computes gradients for other workers."""
     steps: int = 0
     exported_steps: int | None = None
     operations: int = 0
@@ -96,10 +98,18 @@ class HeldPolicy(Generic[S]):
         base = self.versions.get(parent_hash)
         return self.lease == lease and base is not None and base + steps == self.steps
 
+    def serves(self, op: protocol.ForwardBackward | protocol.OptimStep) -> bool:
+        """Whether it has the parts that ``op`` needs: only a gradient for another worker needs no optimizer's state."""
+        return self.optimizer or (isinstance(op, protocol.ForwardBackward) and op.commit != "")
+
     @property
     def version(self) -> str | None:
         """The version that this state equals, if it is one."""
-        return next((hash for hash, steps in self.versions.items() if steps == self.steps), None)
+        return (
+            None
+            if not self.optimizer
+            else next((hash for hash, steps in self.versions.items() if steps == self.steps), None)
+        )
 
     def has_reference(self, hash: str) -> bool:
         return self.reference is not None and self.reference[0] == hash
@@ -112,7 +122,7 @@ class HeldPolicy(Generic[S]):
     def begin(self, batch: QueuedBatch) -> bool:
         """Whether the next slice of ``batch`` can run on this state."""
         op = batch.op
-        if not self.matches(op.lease, op.parent.hash, op.steps):
+        if not self.matches(op.lease, op.parent.hash, op.steps) or not self.serves(op):
             return False
         if op.reference is not None and not self.has_reference(op.reference.hash):
             return False
@@ -130,7 +140,7 @@ class HeldPolicy(Generic[S]):
 
     def optim_step(self, op: protocol.OptimStep) -> Metrics:
         """The metrics of the operation's step, if it has one. Raises :class:`StaleOperation`."""
-        if not self.matches(op.lease, op.parent.hash, op.steps):
+        if not self.matches(op.lease, op.parent.hash, op.steps) or not self.serves(op):
             raise StaleOperation(OTHER_STATE)
         self.used = time.monotonic()
         if op.adam is None:
@@ -140,7 +150,7 @@ class HeldPolicy(Generic[S]):
         metrics = self.state.adamw(op.adam, op.scale)
         self.operations = 0
         if metrics["skipped"]:
-            log.warning("step skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
+            log.warning("step skipped: its loss, gradient or result is not finite", extra={"tenant": op.tenant})
         else:
             self.steps += 1
         return metrics

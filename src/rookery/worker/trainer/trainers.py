@@ -57,8 +57,10 @@ class Trainers:
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
         return any(trainer.holds(policy, lease, parent_hash, steps) for trainer in self._all)
 
-    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
-        self._of(parent.rank).load(policy, lease, parent, folder)
+    def load(
+        self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path, *, optimizer: bool = True
+    ) -> None:
+        self._of(parent.rank).load(policy, lease, parent, folder, optimizer=optimizer)
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
         return self._of(parent.rank).restore(policy, lease, parent)

@@ -10,9 +10,11 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests.support.small_model import save_small_model
 
@@ -29,6 +31,7 @@ from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
 from rookery.worker.trainer.native.backbone import NativeBackbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 from rookery.worker.trainer.packing import PackedGroup, plan_passes
+from rookery.worker.transfer.cache import TRAINER_STATE
 
 TOLERANCE = 1e-5
 ADAM = protocol.Adam(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, clip=1.0)
@@ -239,6 +242,61 @@ def test_a_loss_that_is_not_finite_skips_the_step(pair: TrainingGroup, tmp_path:
     assert finish(trainer)[-1].metrics["skipped"] == 1
     take_step(trainer, 0, 0, to=tmp_path / "after")
     assert all(bool(tensor.isfinite().all()) for tensor in weights(tmp_path / "after").values())
+
+
+def test_step_whose_result_is_not_finite_is_skipped(pair: TrainingGroup, tmp_path: Path) -> None:
+    """B is 0 at first, and so is the gradient of A: without eps its update is 0 / 0."""
+    trainer, common = sharded(pair, tmp_path), {"policy": "p", "lease": 1, "parent": ref("v0", 4), "steps": 0}
+    start(trainer, tmp_path / "v0", 4)
+    op = protocol.ForwardBackward(op="f", batch_ticket="", loss=AIPO, temperature=1.0, **common)
+    trainer.forward_backward(op, batch(0))
+    adam = msgspec.structs.replace(ADAM, eps=0.0)
+    trainer.optim_step(protocol.OptimStep(op="s", adam=adam, operations=1, **common))
+    assert finish(trainer)[-1].metrics["skipped"] == 1
+    take_step(trainer, 0, 4, to=tmp_path / "after")
+    start(trainer, tmp_path / "again", 4)
+    take_step(trainer, 0, 4, to=tmp_path / "without")
+    assert_close(weights(tmp_path / "after"), weights(tmp_path / "without"), 0.0)
+
+
+def test_errors_of_files_leave_the_group_in_use(pair: TrainingGroup, tmp_path: Path) -> None:
+    trainer = sharded(pair, tmp_path / "exports")
+    start(trainer, tmp_path / "v0", 0)
+    (made(tmp_path / "a") / "state").write_text("no folder")
+    (made(tmp_path / "b") / "model.safetensors").mkdir()  # no file
+    for name in "ab":
+        with pytest.raises((OSError, SafetensorError)):
+            pair.call("export", tmp_path / name)
+    take_step(trainer, 0, 0, to=tmp_path / "v1")
+    (tmp_path / "v1" / f"{TRAINER_STATE}.metadata").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="state was not read"):
+        trainer.load("p", 2, ref("v1", 0), tmp_path / "v1")
+    assert trainer.memory()["training_states"].used == 0
+    trainer.load("p", 1, ref("v0", 0), tmp_path / "v0")
+    take_step(trainer, 0, 0)
+
+
+def test_commit_that_cannot_be_written_is_lost_and_others_train(pair: TrainingGroup, tmp_path: Path) -> None:
+    (tmp_path / "exports").write_text("no folder")
+    trainer = sharded(pair, tmp_path / "exports")
+    sharded(pair, tmp_path).initial_version(
+        protocol.InitAdapter(op="init", policy="p", rank=0, alpha=0.0, targets=[], seed=3), None
+    ).write(folder := made(tmp_path / "v0"))
+    for policy, commit in (("p", "ticket"), ("q", "")):
+        common = {"policy": policy, "lease": 1, "parent": ref("v0", 0), "steps": 0}
+        trainer.load(policy, 1, ref("v0", 0), folder)
+        trainer.optim_step(protocol.OptimStep(op=policy, adam=ADAM, commit=commit, **common))
+        trainer.optim_step(protocol.OptimStep(op=f"{policy} 2", adam=ADAM, **(common | {"steps": 1})))
+        results = finish(trainer)
+        assert [result.category for result in results] == (["lost", "lost"] if commit else ["", ""])
+        assert not commit or "Error" in results[0].error
+        assert trainer.holds(policy, 1, "v0", 2) is not bool(commit)
+        trainer.evict(policy)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def test_refusals(pair: TrainingGroup, tmp_path: Path) -> None:

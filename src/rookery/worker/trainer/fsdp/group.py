@@ -3,6 +3,7 @@
 Promises:
 
 * The others run what the first one runs, in its order, and end with it, however it ends.
+* An error that leaves them in step (:data:`~rookery.worker.failures.SURVIVED`) is raised, and the group can be used.
 * When one of them ends, the next call raises :class:`GroupLost`: the group is not repaired, the worker starts again.
 """
 
@@ -23,7 +24,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rookery import protocol
+from rookery.worker.failures import SURVIVED
 from rookery.worker.trainer.fsdp.shard import PolicyShard
+from rookery.worker.transfer.http import one_line
 
 TIMEOUT = timedelta(minutes=10)
 """A collective that takes longer fails: the slowest honest one waits for another process's longest pass."""
@@ -34,7 +37,14 @@ ENDS_SECONDS = 5.0
 
 
 class GroupLost(Exception):
-    """A process of the group has ended."""
+    """A process of the group has ended, or waits for a collective that another one left."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The result of a call that raised one of :data:`~rookery.worker.failures.SURVIVED`."""
+
+    error: str
 
 
 @dataclass(frozen=True)
@@ -76,15 +86,29 @@ class TrainingGroup:
         try:
             for rank, other in enumerate(self._others, 1):
                 other.send((method, args if each is None else (*args, each[rank])))
-            own = getattr(self._shard, method)(*(args if each is None else (*args, each[0])))
-            return [own, *(other.recv() for other in self._others)]
+            own, failure = None, None
+            try:
+                own = getattr(self._shard, method)(*(args if each is None else (*args, each[0])))
+            except SURVIVED as error:
+                failure = error
+            results = [own]
+            for rank, other in enumerate(self._others, 1):
+                if failure is not None and not other.poll(ENDS_SECONDS):
+                    raise GroupLost(f"process {rank} of the training group waits for the first one") from failure
+                results.append(other.recv())
         except (RuntimeError, OSError, EOFError) as error:
             sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
-            ended = wait(sentinels, ENDS_SECONDS)
+            ended = wait(sentinels, ENDS_SECONDS) if sentinels else []
             if not ended:
                 raise
             rank = min(rank for sentinel, rank in sentinels.items() if sentinel in ended)
             raise GroupLost(f"process {rank} of the training group has ended") from error
+        if failure is not None:
+            raise failure
+        for rank, result in enumerate(results):
+            if isinstance(result, Failed):
+                raise OSError(f"process {rank} of the training group: {result.error}")
+        return results
 
     def zero_grad(self) -> None:
         self.call("zero_grad")
@@ -132,5 +156,9 @@ def _follow(commands: Connection, rank: int, options: GroupOptions, rendezvous: 
             method, args = commands.recv()
         except EOFError:
             break
-        commands.send(getattr(shard, method)(*args))
+        try:
+            result = getattr(shard, method)(*args)
+        except SURVIVED as error:
+            result = Failed(one_line(error))
+        commands.send(result)
     dist.destroy_process_group()

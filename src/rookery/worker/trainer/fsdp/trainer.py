@@ -116,7 +116,9 @@ class FsdpTrainer(OperationTrainer):
         self._fitting(export)
         return export
 
-    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
+    def load(
+        self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path, *, optimizer: bool = True
+    ) -> None:
         self._make_room(policy)
         export = AdapterExport.read(folder, self._config) if parent.rank else None
         if export is not None:
@@ -126,9 +128,13 @@ class FsdpTrainer(OperationTrainer):
             self._claim(size)
         if self._group is None:
             self._group = self._start()
-        self._group.call("load", folder, bool(parent.rank))
+        try:
+            self._group.call("load", folder, bool(parent.rank))
+        except Exception:
+            self._free()
+            raise
         self._bytes = size
-        self._hold(policy, lease, parent)
+        self._hold(policy, lease, parent, optimizer=optimizer)
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
         if self._offloaded != (policy, parent.hash):
@@ -155,10 +161,10 @@ class FsdpTrainer(OperationTrainer):
     def _held_by(self, policy: str) -> HeldPolicy[TrainingGroup] | None:
         return self._held if policy == self._policy else None
 
-    def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef) -> TrainingGroup:
+    def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef, *, optimizer: bool = True) -> TrainingGroup:
         assert self._group is not None
         self._policy, self._offloaded = policy, None
-        self._held = HeldPolicy(lease, self._group, {parent.hash: 0})
+        self._held = HeldPolicy(lease, self._group, {parent.hash: 0}, optimizer=optimizer)
         return self._group
 
     def _make_room(self, policy: str) -> None:

@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rookery.errors import UserError
 from rookery.tokenization.registry import PUBLISHED_WEIGHTS, WEIGHTS
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.published import INDEX, published_files, unfuse
 from rookery.worker.transfer.cache import TRAINER_STATE
+
+if TYPE_CHECKING:
+    import torch.distributed.checkpoint as dcp
 
 SHARD_BYTES = 2 << 30
 """Largest file of weights: a transfer that fails is repeated by file."""
@@ -61,15 +66,22 @@ def write(
     import torch.distributed.checkpoint as dcp  # half a second, which a worker without a group saves
 
     written = folder / "state"
-    dcp.save({**tensors, "step": torch.tensor(step)}, storage_writer=dcp.FileSystemWriter(written, sync_files=False))
+    try:
+        dcp.save(
+            {**tensors, "step": torch.tensor(step)}, storage_writer=dcp.FileSystemWriter(written, sync_files=False)
+        )
+    except dcp.CheckpointException as error:  # in every process
+        raise OSError(f"the optimizer's state was not written: {_cause(error)}") from error
     sizes = {name: (weight.shape, dtype) for name, weight in tensors["weights"].items()}
-    if dist.get_rank() == 0:
-        for path in written.iterdir():
-            path.rename(folder / f"{TRAINER_STATE}.{path.name.removeprefix('.')}")
-        written.rmdir()
-        _write_weights(folder, model, sizes, lambda name: gather(tensors["weights"][name]).to(dtype))
-    else:
-        for weight in tensors["weights"].values():
+    left = dict(tensors["weights"])
+    try:
+        if dist.get_rank() == 0:
+            for path in written.iterdir():
+                path.rename(folder / f"{TRAINER_STATE}.{path.name.removeprefix('.')}")
+            written.rmdir()
+            _write_weights(folder, model, sizes, lambda name: gather(left.pop(name)).to(dtype))
+    finally:
+        for weight in left.values():  # the processes gather the same ones, whatever the first one could write
             gather(weight)
 
 
@@ -82,8 +94,18 @@ def load_state(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> int
             name = path.name.removeprefix(f"{TRAINER_STATE}.")
             (Path(linked) / (f".{name}" if name == "metadata" else name)).symlink_to(path.absolute())
         step = torch.tensor(0)
-        dcp.load({**tensors, "step": step}, storage_reader=dcp.FileSystemReader(linked))
+        try:
+            dcp.load({**tensors, "step": step}, storage_reader=dcp.FileSystemReader(linked))
+        except dcp.CheckpointException as error:  # in every process
+            cause = _cause(error)
+            kind = OSError if isinstance(cause, OSError) else UserError
+            raise kind(f"the optimizer's state was not read: {cause}") from error
     return int(step)
+
+
+def _cause(error: dcp.CheckpointException) -> BaseException:
+    """The first process's failure."""
+    return next((failure for failure, _ in error.failures.values()), error)
 
 
 def _write_weights(
