@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,15 @@ NORMALISED_ROWS = 32
 
 GPU_ROWS = 512
 """Both, on a GPU: enough to keep it busy; their float32 logits are 310 MB at 152,000 words, in three copies."""
+
+
+class Normalise(Protocol):
+    """Fills ``logp`` [rows] of ``targets`` [rows] and, with derivatives, turns ``logits`` [rows, vocabulary] into
+    softmax − onehot, in place."""
+
+    def __call__(
+        self, logits: Tensor, targets: Tensor, temperatures: Tensor | None, logp: Tensor, *, derivatives: bool
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,9 +62,12 @@ class TokenLogprobs:
 
 @torch.no_grad()
 def token_logprobs(
-    decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
-) -> TokenLogprobs:
-    """hidden [n, hidden] (input of ``Decoder.project``), targets [n] int64, temperatures [n] float32; None: all 1."""
+    decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool,
+    normalise: Normalise | None = None,
+) -> TokenLogprobs:  # fmt: skip
+    """hidden [n, hidden] (input of ``Decoder.project``), targets [n] int64, temperatures [n] float32; None: all 1.
+    ``normalise`` defaults to PyTorch's operations."""
+    normalise = normalise or normalise_rows
     logp = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
     slopes = torch.empty(hidden.shape, dtype=logp.dtype, device=hidden.device) if derivatives else None
     projected, normalised = (GPU_ROWS, GPU_ROWS) if hidden.is_cuda else (PROJECTED_ROWS, NORMALISED_ROWS)
@@ -65,7 +78,7 @@ def token_logprobs(
             chunk = slice(first, min(first + normalised, len(logits)))
             out = slice(start + chunk.start, start + chunk.stop)
             chunk_temperatures = None if temperatures is None else temperatures[out]
-            _normalise(logits[chunk], targets[out], chunk_temperatures, logp[out], derivatives=derivatives)
+            normalise(logits[chunk], targets[out], chunk_temperatures, logp[out], derivatives=derivatives)
         if slopes is not None:
             slopes[rows] = logits @ decoder.head
     if slopes is None:
@@ -114,10 +127,10 @@ def soft_logprobs(
     return TokenLogprobs(logp, None, entropy, gradient) if derivatives else TokenLogprobs(logp, None, None)
 
 
-def _normalise(
+def normalise_rows(
     logits: Tensor, targets: Tensor, temperatures: Tensor | None, logp: Tensor, *, derivatives: bool
 ) -> None:
-    """Fills ``logp`` and, with derivatives, turns ``logits`` into softmax − onehot, in place."""
+    """A ``Normalise`` on any device."""
     dtype = _accumulation_dtype(logits)
     z = logits if temperatures is None else logits.to(dtype).div_(temperatures[:, None])
     p = torch.softmax(z, -1, dtype=dtype)

@@ -194,4 +194,11 @@ class NativeBackbone:
     ) -> TokenLogprobs:
         if soft is not None:
             return soft_logprobs(self._decoder, hidden, soft, targets, temperatures, derivatives=derivatives)
-        return token_logprobs(self._decoder, hidden, targets, temperatures, derivatives=derivatives)
+        normalise = None
+        if self._compiled:
+            from rookery.worker.trainer.native import kernel_pass
+
+            normalise = kernel_pass.normalise(self._decoder)
+        return token_logprobs(
+            self._decoder, hidden, targets, temperatures, derivatives=derivatives, normalise=normalise
+        )

@@ -1,8 +1,8 @@
 """A pass over a packed batch by the engine's compiled kernels.
 
 Promise: a token's hidden state, and so its log-probability, is bit for bit the one that sampling computed for the same
-text and version; only a batch of a single token may differ. Backward passes have no kernels: they compute by PyTorch's
-operations from the values that the forward pass kept, or computes again one layer at a time.
+text and version; only a batch of a single token may differ. Backward passes read the values that the forward pass kept,
+or compute them again one layer at a time; attention and the normalisation of its heads go through PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rookery.worker.engine.native.attention import SequenceChunk, TokenStream
+from rookery.worker.engine.native.kernels import gradients
 from rookery.worker.engine.native.kernels.attention import KernelAttention
+from rookery.worker.engine.native.kernels.gradients import add_norm_gradient, heads_gradient, swiglu_gradient
 from rookery.worker.engine.native.kernels.layer_pass import LayerValues, forward, run_layer
 from rookery.worker.engine.native.kernels.lora import KernelAdapter, LayerStages
+from rookery.worker.engine.native.kernels.vec import LANES
 from rookery.worker.engine.native.kv_cache import KVCache
 from rookery.worker.model.adapter_slots import padded_rank
 from rookery.worker.model.batch_invariance import key_capacity
 from rookery.worker.model.config import SITES
 from rookery.worker.model.decoder import Decoder, output_slices
-from rookery.worker.model.layers import PackedLinear, rms_norm_backward, swiglu_backward
+from rookery.worker.model.layers import PackedLinear
+from rookery.worker.trainer.loss_head import Normalise
 from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
 from rookery.worker.trainer.optim import LoraSite, PolicyState
 from rookery.worker.trainer.packed_lora import PolicyRows, add_gradients
@@ -71,26 +75,27 @@ class KernelPass:
     @torch.no_grad()
     def backward(self, d_hidden: Tensor) -> None:
         decoder = self._decoder
-        gradient = rms_norm_backward(d_hidden, self._last, decoder.norm, decoder.config.eps)
+        stream = torch.zeros(self._last.shape)
+        gradient = add_norm_gradient(stream, d_hidden, self._last, decoder.norm, decoder.config.eps)
         for i in reversed(range(len(decoder.layers))):
             values = self._values.pop()
             if isinstance(values, Tensor):
                 _, again = run_layer(LayerStages(decoder, values, self._groups), i, None, self._attend, keep=True)
                 assert again is not None
                 values = again
-            gradient = self._layer_gradient(i, values, gradient)
+            gradient = self._layer_gradient(i, values, stream, gradient)
             self._between_layers()
 
-    def _layer_gradient(self, i: int, values: LayerValues, gradient: Tensor) -> Tensor:
-        """From the gradient by a layer's output to that by its input, both at least float32; of the first layer none is
-        needed."""
-        w, eps, dtype = self._decoder.layers[i], self._decoder.config.eps, self._decoder.dtype
-        d = self._site_gradient(i, "down", w.down, values.activated, values, gradient.to(dtype))
-        d = self._site_gradient(i, "gate_up", w.gate_up, values.mlp_normed, values, swiglu_backward(d, values.gate_up))
-        gradient = gradient.add_(rms_norm_backward(d, values.middle, w.mlp_norm, eps))
-        d = self._site_gradient(i, "o", w.o, values.attended, values, gradient.to(dtype))
+    def _layer_gradient(self, i: int, values: LayerValues, stream: Tensor, gradient: Tensor) -> Tensor:
+        """Adds a layer's part to ``stream``, the gradient by the residual stream in float32 → the sum in the base's
+        dtype, as ``gradient`` is it before; of the first layer's input none is needed."""
+        w, eps = self._decoder.layers[i], self._decoder.config.eps
+        d = self._site_gradient(i, "down", w.down, values.activated, values, gradient)
+        d = self._site_gradient(i, "gate_up", w.gate_up, values.mlp_normed, values, swiglu_gradient(d, values.gate_up))
+        gradient = add_norm_gradient(stream, d, values.middle, w.mlp_norm, eps)
+        d = self._site_gradient(i, "o", w.o, values.attended, values, gradient)
         d = self._site_gradient(i, "qkv", w.qkv, values.normed, values, self._attention_gradient(i, values, d))
-        return gradient.add_(rms_norm_backward(d, values.x, w.attention_norm, eps)) if i else gradient
+        return add_norm_gradient(stream, d, values.x, w.attention_norm, eps) if i else gradient
 
     def _site_gradient(
         self, i: int, site: str, linear: PackedLinear, x: Tensor, values: LayerValues, d_y: Tensor
@@ -106,17 +111,27 @@ class KernelPass:
 
     def _attention_gradient(self, i: int, values: LayerValues, d_out: Tensor) -> Tensor:
         """From the gradient by attention's output to that by the projections before it."""
-        with torch.enable_grad():
-            qkv = values.qkv.requires_grad_()
+        plain = self._decoder.layers[i].q_norm is None
+        with torch.set_grad_enabled(not plain):
+            qkv = values.qkv.requires_grad_(not plain)
             q, k, v = self._decoder.heads(i, qkv, self._rotation)
         d_heads = self._plain_attention.gradients(i, q.detach(), k.detach(), v.detach(), d_out.view(q.shape))
+        if plain:
+            return heads_gradient(*d_heads, self._rotation if self._decoder.config.rope[i] else None)
         return torch.autograd.grad((q, k, v), qkv, d_heads)[0]
+
+
+def normalise(decoder: Decoder) -> Normalise | None:
+    """The kernel for this decoder's vocabulary; None for one that is no multiple of a vector's numbers."""
+    return gradients.normalise if decoder.vocab % LANES == 0 else None
 
 
 def _middle(inner: Tensor, site: LoraSite, rank: int) -> Tensor:
     """The columns [rows, parts · rank] of the parts that the policy adapts, from those of all parts in the kernels'
     ranks."""
     width = padded_rank(rank)
+    if width == rank and [part.number for part in site.parts] == list(range(len(site.parts))):
+        return inner[:, : len(site.parts) * rank]  # they lie side by side already
     return torch.cat([inner[:, part.number * width : part.number * width + rank] for part in site.parts], 1)
 
 

@@ -13,9 +13,9 @@ def load(folder: Path | None) -> bool:
     where they cannot run."""
     if runtime.why_unavailable():
         return False
-    from rookery.worker.engine.native.kernels import attention, lora, sampler
+    from rookery.worker.engine.native.kernels import attention, gradients, lora, sampler
 
-    runtime.load([sampler.KERNEL, lora.KERNEL, attention.ROTATE, attention.ATTEND], folder)
+    runtime.load([sampler.KERNEL, lora.KERNEL, attention.ROTATE, attention.ATTEND, *gradients.KERNELS], folder)
     return True
 
 
