@@ -117,7 +117,7 @@ class UsageMeter:
     async def stop(self) -> None:
         """Charge and store everything."""
         for worker in list(self._meters):
-            self._close(worker)
+            self.on_worker_lost(worker)
         try:
             await self.save()
         except Exception:  # the shutdown must go on
@@ -151,10 +151,7 @@ class UsageMeter:
             self._add(worker, meter.heartbeat(now, decoded, trained, decoding=decoding, training=training))
 
     def on_worker_lost(self, worker: Worker) -> None:
-        if worker.state != "draining":  # a draining worker is paid for until its connection ends
-            self._close(worker)
-
-    def _close(self, worker: Worker) -> None:
+        """It is suspect or gone; a draining worker is paid for until then."""
         meter = self._meters.pop(worker, None)
         if meter is not None:
             self._add(worker, meter.close(self._clock.monotonic()))

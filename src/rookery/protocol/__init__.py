@@ -65,6 +65,7 @@ from rookery.protocol.envhost import (
 from rookery.protocol.reads import READ_HEADER, ReadKey, may_read, read_key, sign_read
 from rookery.protocol.tokens import Likeliest, PromptLogprob, TokenChunk, TokenLog
 from rookery.protocol.worker import (
+    LOGPROB_BYTES,
     Abort,
     AdaptersCached,
     AdaptersEvicted,

@@ -109,8 +109,8 @@ class PullFailed(EpochMessage, kw_only=True):
 
 class Heartbeat(EpochMessage, kw_only=True):
     """Sent at a fixed interval: the figures that decisions use, and ``gauges`` for the operator. ``progress`` counts
-    finished compute slices, and bytes of adapters while nothing computes: a worker whose progress stands still while
-    ``active``, ``waiting`` or ``training`` is not zero is stuck rather than dead."""
+    finished compute slices, and bytes of adapters while nothing computes: a worker whose progress stands still while it
+    is :attr:`busy` is stuck rather than dead."""
 
     progress: Count
     active: Count
@@ -148,6 +148,11 @@ class Heartbeat(EpochMessage, kw_only=True):
     gauges: Gauges = msgspec.field(default_factory=dict)
     """Figures for the operator, by their names in :data:`rookery.protocol.gauges.GAUGES`."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether it has work that runs or waits."""
+        return bool(self.active or self.waiting or self.training)
+
 
 class Output(EpochMessage, kw_only=True):
     """One flush: new tokens of any number of requests."""
@@ -161,6 +166,10 @@ class SourcesRequest(EpochMessage, kw_only=True):
     hash: Name
     failed: Line
     """Its address."""
+
+
+LOGPROB_BYTES = 4
+"""Bytes of each of the :attr:`OperationDone.logprobs`."""
 
 
 class OperationDone(EpochMessage, kw_only=True):

@@ -443,5 +443,4 @@ class ServiceConnection:
 def progress(beat: protocol.Heartbeat, prepared: int) -> int:
     """The ``progress`` of a heartbeat: finished slices, and ``prepared`` while nothing computes: bytes of adapters and
     grammars for requests that wait for them. A stuck slice must not look alive because of them."""
-    computing = beat.active + beat.waiting + beat.training
-    return beat.progress if computing else beat.progress + prepared
+    return beat.progress if beat.busy else beat.progress + prepared

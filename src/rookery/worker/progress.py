@@ -45,7 +45,7 @@ class ProgressWatch:
     async def look(self) -> None:
         """Compare the progress with that of the last look."""
         beat, now = self._compute.status.beat, self._clock()
-        if beat.progress != self._progress or not beat.active + beat.waiting + beat.training:
+        if beat.progress != self._progress or not beat.busy:
             if self.stalled:
                 log.warning("the worker makes progress again, after %.0f s", now - self._since)
             self._progress, self._since, self.stalled = beat.progress, now, ""

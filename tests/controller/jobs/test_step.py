@@ -20,7 +20,6 @@ from rookery import protocol
 from rookery.algorithms.advantages import ADVANTAGES
 from rookery.bounds import METRICS
 from rookery.controller.jobs.step import (
-    FLOAT32_BYTES,
     CompleteGroup,
     StepAccumulator,
     describe,
@@ -123,7 +122,7 @@ def test_returned_logprobs_are_those_of_the_tokens_with_a_weight(
     members = [member for unit in make_batch(job, groups, CONTEXT).groups for member in unit.members]
     returned = [t for member in members for t, weight in zip(member.tokens, member.weights, strict=True) if weight]
     found = trainer_logprobs(job, groups, array("f", returned).tobytes(), CONTEXT)
-    assert sum(map(len, found.values())) == FLOAT32_BYTES * len(returned)
+    assert sum(map(len, found.values())) == protocol.LOGPROB_BYTES * len(returned)
     for group in groups:
         for name, one in zip(group.names, group.episodes, strict=True):
             sampled = [

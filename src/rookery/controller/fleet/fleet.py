@@ -270,8 +270,7 @@ class Fleet:
         now = worker.outbox.last_frame = self._clock.monotonic()
         match message:
             case protocol.Heartbeat():
-                busy = message.active + message.waiting + message.training
-                if worker.beat is None or message.progress != worker.beat.progress or not busy:
+                if worker.beat is None or message.progress != worker.beat.progress or not message.busy:
                     worker.last_progress = now
                 if message.stalled and not (worker.beat is not None and worker.beat.stalled):
                     log.warning("worker %s makes no progress: %s", worker.name, message.stalled, extra=_extra(worker))

@@ -120,10 +120,7 @@ class TrainingJob:
     async def _prepare_frozen(self, policy: JobPolicy, versions: PolicyVersions) -> None:
         """Have the only version of a policy that does not train."""
         run = self._job.policy_run(policy, versions)
-        values: dict[str, Any] = {"job": self._job.row.id, "groups": [], "metrics": [], "rng": self.rng()}
-        values["counters"] = dict(self.progress.counters)
-        store = self._controller.store
-        await prepare(self._job, policy, run, lambda **more: store.write(version_rows.commit_step, **values, **more))
+        await prepare(self._job, policy, run, self.rng())
         run.forget()
 
     async def _keep_in_flight(self, tasks: TaskGroup) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,14 +43,26 @@ class _UncommittedStep:
     """The trainer's, by episode."""
 
 
-async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, write: Callable[..., Awaitable[Any]]) -> None:
-    """Load the versions of ``policy``, or create the first one, which ``write`` commits."""
+def commit_of(
+    job: JobContext, rng: dict[str, Any], groups: Sequence[str] = (), metrics: Sequence[dict[str, Any]] = ()
+) -> Callable[..., Awaitable[Any]]:
+    """The transaction that commits a version of a policy, with the groups that its steps consumed and the row of
+    ``metrics`` of each of these steps."""
+    values: dict[str, Any] = {
+        "job": job.row.id, "groups": groups, "metrics": metrics, "rng": rng, "counters": dict(job.progress.counters),
+        "job_step": job.committed_steps + len(metrics) if len(job.trained) > 1 else None,
+    }  # fmt: skip
+    return lambda **more: job.controller.store.write(commit_step, **values, **more)
+
+
+async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, rng: dict[str, Any]) -> None:
+    """Load the versions of ``policy``, or create and commit the first one."""
     versions, source = run.versions, policy.warm_start
     for line in await versions.load_intact():
         await job.progress.add_event("corrupt", line)
     if versions.head is None:
         async with job.controller.rooms.collector.pin(source):  # the wait for a worker may be long
-            await run.create(write, policy.about.seed, source)
+            await run.create(commit_of(job, rng), policy.about.seed, source)
     job.controller.rooms.weights.publish(policy.model, run.parent)
 
 
@@ -85,7 +97,7 @@ class PolicyLoop:
 
     async def begin(self) -> None:
         """Load or create the version to start from."""
-        await prepare(self._job, self.policy, self._run, self._write([], []))
+        await prepare(self._job, self.policy, self._run, self._rng())
         assert self.versions.head is not None
         self.step = self.versions.head.step
         self._next = self._begin_step()
@@ -225,20 +237,12 @@ class PolicyLoop:
             if self._several:
                 for number, step in enumerate(steps, self._job.progress.committed + 1):
                     step.metrics |= {"step": number, "policy": self.policy.name, "policy_step": step.metrics["step"]}
-            await self._run.commit(self._write(consumed, [step.metrics for step in steps]), manifest)
+            write = commit_of(self._job, self._rng(), consumed, [step.metrics for step in steps])
+            await self._run.commit(write, manifest)
             self._job.progress.committed += len(steps)
         seconds = self._controller.clock.monotonic() - began
         for step in steps:  # each has its share of the one commit
             step.metrics = {**step.metrics, "seconds/commit": seconds / len(steps)}
-
-    def _write(self, groups: list[str], metrics: list[dict[str, Any]]) -> Callable[..., Awaitable[Any]]:
-        """The transaction of a commit."""
-        values: dict[str, Any] = {
-            "job": self._job.row.id, "groups": groups, "metrics": metrics, "rng": self._rng(),
-            "counters": dict(self._job.progress.counters),
-            "job_step": self._job.committed_steps + len(metrics) if self._several else None,
-        }  # fmt: skip
-        return lambda **more: self._controller.store.write(commit_step, **values, **more)
 
     async def _publish(self) -> None:
         """Make the committed steps visible and their version the one that new groups run on, and running ones if the

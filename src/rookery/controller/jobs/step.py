@@ -32,8 +32,6 @@ ANCHORED = ("dro",)
 LOGPROBS_RETURNED = 1 << 18
 """Tokens of a pass whose log-probabilities the trainer returns for readers: a frame of at most a megabyte."""
 
-FLOAT32_BYTES = 4
-
 STAGES = ("queue", "generation", "environment")
 """The keys of :attr:`~rookery.controller.jobs.trajectory.EpisodeResult.seconds`."""
 
@@ -143,9 +141,9 @@ def trainer_logprobs(
             return {}
         for parts in _units(spec, group, context).values():
             for part in parts:
-                name, end = group.names[part.episode], at + FLOAT32_BYTES * part.weighted
+                name, end = group.names[part.episode], at + protocol.LOGPROB_BYTES * part.weighted
                 found.setdefault(name, {})[part.ordinal] = returned[at:end]
-                wanted[name] = FLOAT32_BYTES * group.episodes[part.episode].num_action_tokens
+                wanted[name] = protocol.LOGPROB_BYTES * group.episodes[part.episode].num_action_tokens
                 at = end
     if at != len(returned):
         return {}

@@ -303,7 +303,7 @@ class WorkerPool:
         if slots is not None:
             del slots.requests[assignment.name]
             slots.busy.add(-1)
-            slots.decoding -= assignment.tokens > 0
+            slots.decoding -= assignment.decoding_since is not None
             slots.interactive -= assignment.interactive
             (slots.clients if inflight.request.generate.interactive else slots.rollouts)[inflight.request.tenant] -= 1
             self._reindex(slots, assignment.interactive)

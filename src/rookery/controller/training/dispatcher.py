@@ -36,8 +36,6 @@ from rookery.telemetry.spans import TraceSpan
 
 log = logging.getLogger("rookery.controller.training.dispatcher")
 
-FLOAT32_BYTES = 4
-
 MOST_METRICS = 256
 """Metrics of one operation: they are stored with its step."""
 
@@ -350,8 +348,8 @@ class TrainingDispatcher:
             raise _TooSmall(reason)
         if done.error:
             raise TrainingFailed(f"worker {worker.name}: {done.error}")
-        if targets is not None and len(done.logprobs) != FLOAT32_BYTES * targets:
-            sent = len(done.logprobs) // FLOAT32_BYTES
+        if targets is not None and len(done.logprobs) != protocol.LOGPROB_BYTES * targets:
+            sent = len(done.logprobs) // protocol.LOGPROB_BYTES
             raise TrainingFailed(f"worker {worker.name} sent {sent} log-probabilities for {targets} targets")
         if worker is self._assigned.get(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
             work = seconds * self._speeds.get(worker.name, 1.0)
