@@ -86,6 +86,21 @@ def test_versions_base_and_lora_share_an_engine(
     assert len({tuple(text) for text in alone.values()}) == 4
 
 
+def test_a_version_in_use_is_added_again_without_another_copy(folders: list[Path]) -> None:
+    base = Decoder.load(folders[0], COMPUTED)
+    shared = engine(base)
+    shared.loras.add("v3", init_adapter(base.config, 4, 8.0, list(PARTS), 0))
+    shared.add_adapter(ref(1), folders[1])
+    for version in (ref(1), ref(3, 4)):
+        shared.submit(order(version.hash, adapter=version))
+        shared.evict_adapter(version.hash)
+        assert not shared.has_adapter(version.hash)
+        shared.add_adapter(version, Path("it is not read"))
+        assert shared.has_adapter(version.hash)
+    finish(shared)
+    assert shared.has_adapter("v1") and shared.has_adapter("v3")
+
+
 def test_a_request_switches_to_the_next_version(folders: list[Path]) -> None:
     shared = engine(Decoder.load(folders[0], COMPUTED))
     shared.add_adapter(ref(1), folders[1])

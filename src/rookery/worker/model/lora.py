@@ -93,6 +93,13 @@ class LoraManager:
         """Adapters that new requests may use."""
         return [key for key, resident in self.residents.items() if not resident.evict_pending]
 
+    def keep(self, key: str) -> bool:
+        """Whether an adapter is in memory. An eviction that waits for its last request is withdrawn."""
+        resident = self.residents.get(key)
+        if resident is not None:
+            resident.evict_pending = False
+        return resident is not None
+
     def make_room(self, rank: int) -> None:
         """Drops unused adapters until another one of ``rank`` fits. Raises :class:`~rookery.worker.memory.NoRoom` while
         those in use leave no room, ``TooSmall`` if there can never be room for one of this rank."""
@@ -114,12 +121,11 @@ class LoraManager:
         :meth:`make_room`."""
         if adapter.rank > self.max_rank:
             raise TooSmall(f"rank {adapter.rank} is over this worker's max_rank {self.max_rank}")
-        if key in self.residents:
-            self.residents[key].evict_pending = False
-        else:
-            self.make_room(adapter.rank)
-            rank = padded_rank(adapter.rank) if self._slots is not None else adapter.rank
-            self.residents[key] = ResidentAdapter.load(adapter, self._model, self._dtype, self._device, rank)
+        if self.keep(key):
+            return
+        self.make_room(adapter.rank)
+        rank = padded_rank(adapter.rank) if self._slots is not None else adapter.rank
+        self.residents[key] = ResidentAdapter.load(adapter, self._model, self._dtype, self._device, rank)
 
     def add_full(self, key: str, size: int, load: Callable[[], Decoder]) -> None:
         """Makes a full-parameter version of ``size`` bytes resident; ``load`` is called once there is room. Raises as
@@ -128,8 +134,7 @@ class LoraManager:
             raise NotOnThisWorker(
                 "this engine serves LoRA only; full-parameter versions need a family of the native engine"
             )
-        if key in self.residents:
-            self.residents[key].evict_pending = False
+        if self.keep(key):
             return
         used = sum(resident.bytes for resident in self.residents.values() if resident.pins)
         require("two full-parameter versions", 2 * size, self.budget_bytes)  # the present one and the next

@@ -170,8 +170,7 @@ class NativeEngine:
         return {"kv_cache": kv_cache, "adapters": MemoryUse(self.loras.bytes, self.loras.budget_bytes)}
 
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
-        if ref.hash not in self.loras:
-            self.weights.add(ref, folder)
+        self.weights.add(ref, folder)
 
     @property
     def free_tokens(self) -> int:

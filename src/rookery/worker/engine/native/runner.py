@@ -173,6 +173,8 @@ class WeightSets:
 
     def add(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """Attach the adapter or the full-parameter version ``ref``; see ``Engine.add_adapter``."""
+        if self._loras.keep(ref.hash):
+            return
         if ref.rank:
             self._loras.make_room(ref.rank)  # before reading: a caller without room tries again
             self._loras.add(ref.hash, read_adapter(folder, self._base.projections))
