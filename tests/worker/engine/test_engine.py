@@ -163,6 +163,35 @@ def test_retained_prompts_keep_no_logits_and_start_the_same_texts() -> None:
     assert {hidden.untyped_storage().nbytes() for hidden in kept} == {64 * engine.decoder.dtype.itemsize}
 
 
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_the_segment_that_was_retained_first_makes_room_first(kept: int) -> None:
+    store = kv_cache.SegmentStore(4 * LANES, 1)  # one segment is scratch
+    for round in range(2):  # also after restored segments were retained again
+        for key in "abc"[:kept]:
+            found = store.restore(key, 1) if round else None
+            slot = found[0] if found is not None else store.allocate(1)
+            assert slot is not None
+            store.retain(slot, key, key)
+            assert store.used_tokens == 0
+    taken = [store.allocate(1) for _ in range(3 - kept)]
+    for key in "abc"[:kept]:
+        assert store.contains(key)
+        taken.append(store.allocate(1))
+        assert not store.contains(key) and store.used_tokens == len(taken) * LANES
+    assert None not in taken and store.allocate(1) is None and store.bytes == 3 * LANES
+
+
+def test_a_segment_that_has_no_room_to_grow_stays_retained() -> None:
+    store = kv_cache.SegmentStore(4 * LANES, 1)
+    slots = [store.allocate(1) for _ in range(2)]
+    for key, slot in zip("ab", slots, strict=True):
+        assert slot is not None
+        store.retain(slot, key, key)
+    assert store.restore("a", 4 * LANES) is None
+    assert store.contains("a") and (store.used_tokens, store.bytes) == (0, LANES)
+    assert store.restore("a", LANES) == (slots[0], "a") and (store.used_tokens, store.bytes) == (LANES, LANES)
+
+
 def test_prompts_of_waiting_requests_are_computed_in_the_same_step() -> None:
     prompts = [[10 * i + j for j in range(1, 9)] for i in range(6)]
     orders = [

@@ -14,12 +14,12 @@ Promises:
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 
 from rookery.worker.model.batch_invariance import LANES, key_capacity
@@ -75,9 +75,9 @@ class SegmentStore:
         self.state_tokens = -(-state_bytes // token_bytes // LANES) * LANES
         """``state_bytes`` in tokens, of each segment."""
         self.tokens = max(LANES, budget_bytes // token_bytes // LANES * LANES)
-        self.retained: LRUCache[Hashable, RetainedSegment] = LRUCache(
-            self.tokens, lambda kept: self._size(kept.slot.capacity)
-        )
+        self.retained: OrderedDict[Hashable, RetainedSegment] = OrderedDict()
+        """The one retained first, which is the least recently used, first."""
+        self._retained_tokens = 0
         self.free_ranges = [(LANES, self.tokens)]
         """(start, stop) in order, none adjacent to the next; the first ``LANES`` tokens are scratch."""
 
@@ -92,13 +92,13 @@ class SegmentStore:
     @property
     def bytes(self) -> int:
         """Of all segments, retained ones included."""
-        return (self.used_tokens + int(self.retained.currsize)) * self.token_bytes
+        return (self.used_tokens + self._retained_tokens) * self.token_bytes
 
     @property
     def used_tokens(self) -> int:
         """Tokens in segments that are not retained."""
         free = sum(stop - start for start, stop in self.free_ranges)
-        return self.tokens - LANES - free - int(self.retained.currsize)
+        return self.tokens - LANES - free - self._retained_tokens
 
     def fits_alone(self, *lengths: int) -> bool:
         """Whether segments of these lengths would fit in an empty cache."""
@@ -114,8 +114,7 @@ class SegmentStore:
                     return KVSlot(start, size - self.state_tokens)
             if not self.retained:
                 return None
-            _, oldest = self.retained.popitem()
-            self.free(oldest.slot)
+            self._evict(next(iter(self.retained)))
 
     def resize(self, slot: KVSlot, length: int) -> KVSlot | None:
         """The slot of the same segment with room for ``length`` tokens; None (and nothing changes) when the cache is
@@ -144,27 +143,38 @@ class SegmentStore:
 
     def retain(self, slot: KVSlot, key: Hashable, metadata: Any) -> None:
         """Retains the segment in ``slot``, which is no longer its caller's, under ``key``."""
-        before, now = self.retained.pop(key, None), time.monotonic()
-        if before is not None:
-            self.free(before.slot)
+        if key in self.retained:
+            self._evict(key)
+        now = time.monotonic()
         self.retained[key] = RetainedSegment(slot, metadata, now)
+        self._retained_tokens += self._size(slot.capacity)
         while now - self.retained[oldest := next(iter(self.retained))].since > RETAIN_SECONDS:
-            self.free(self.retained.pop(oldest).slot)
+            self._evict(oldest)
 
     def discard(self, condition: Callable[[Hashable, Any], bool]) -> None:
         """Deletes the retained segments whose key and metadata fulfil the condition."""
         for key in [key for key, kept in self.retained.items() if condition(key, kept.metadata)]:
-            self.free(self.retained.pop(key).slot)
+            self._evict(key)
+
+    def _evict(self, key: Hashable) -> None:
+        self.free(self._take(key).slot)
+
+    def _take(self, key: Hashable) -> RetainedSegment:
+        """The segment retained under ``key``, which is no longer."""
+        kept = self.retained.pop(key)
+        self._retained_tokens -= self._size(kept.slot.capacity)
+        return kept
 
     def restore(self, key: Hashable, length: int) -> tuple[KVSlot, Any] | None:
         """A slot with room for ``length`` tokens that holds the segment retained under ``key``, and its metadata. None
         when there is no such segment, or (it stays retained) no room."""
-        kept = self.retained.pop(key, None)
-        if kept is None:
+        if key not in self.retained:
             return None
+        kept = self._take(key)
         slot = self.resize(kept.slot, length)
-        if slot is None:
+        if slot is None:  # every other one was evicted for it: it is the only one
             self.retained[key] = kept
+            self._retained_tokens += self._size(kept.slot.capacity)
             return None
         return slot, kept.metadata
 
