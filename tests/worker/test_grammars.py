@@ -16,7 +16,7 @@ from tests.worker.engine.test_logits import real
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.tokenization.chat import Chat
-from rookery.tokenization.grammar import ANY_OBJECT, GrammarLost, GrammarTokenizer, ReplyGrammar
+from rookery.tokenization.grammar import ANY_OBJECT, Grammar, GrammarLost, GrammarTokenizer, ReplyGrammar
 from rookery.worker.grammars import KEPT_BYTES, Grammars
 
 PATTERNS = "|".join(f"[a-z]*{chr(97 + i % 26)}[a-z]{{{i + 3}}}" for i in range(60))
@@ -50,6 +50,21 @@ def test_replies_to_a_tenants_schema_share_one_grammar_and_little_is_kept(chat: 
         assert (await grammars.reply("ada", ANY_OBJECT, [])).grammar is not replies[0].grammar
 
     asyncio.run(run())
+
+
+def test_the_estimate_of_a_grammars_memory_does_not_grow_with_its_use(chat: Chat) -> None:
+    grammar = Grammar(chat.grammars(49152), json.dumps({"type": "string", "pattern": "^([a-z]*b[a-z]{9}|[a-z]*)$"}))
+    tokens = chat.encode('"' + "abcdefghij" * 4)
+    begun = grammar.bytes
+    for _ in range(150):
+        reply = ReplyGrammar(grammar)
+        for end in range(1, len(tokens)):
+            reply.prepare(tokens[:end])
+    assert grammar.bytes < begun + (2 << 20)
+    grammar.count(0.5, hash(b"a mask"))
+    used = grammar.bytes
+    grammar.count(0.5, hash(b"a mask"))
+    assert grammar.bytes == used > begun + (50 << 20)
 
 
 def test_grammars_are_compiled_elsewhere_and_a_request_that_leaves_holds_up_no_other(chat: Chat) -> None:

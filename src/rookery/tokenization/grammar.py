@@ -49,6 +49,9 @@ GRAMMAR_BYTES, BYTES_PER_SECOND = 512 << 10, 128 << 20
 """Memory of a compiled grammar, estimated by its work, since llguidance does not report it: a grammar of 3,500 optional
 properties grows by 33 MB in each second of compilation, an automaton of exponential size by 200 MB."""
 
+MASK_SECONDS = 0.25e-3
+"""Work of a token whose lexer states exist, which takes no memory."""
+
 LIMITS = LLParserLimits(verbose_errors=False)
 """The library's own limits bound the work and the memory of each token. Its errors leave the parser's state out."""
 
@@ -116,13 +119,22 @@ class Grammar:
         if self._first.is_error():
             raise UserError(f"{REPLY_FAILED}: {_line(self._first.get_error())}")
         self.seconds = time.thread_time() - began
-        """Spent on it, also by its replies."""
+        """Spent on it, also by its replies where they extend the lexer."""
+        self._slow_masks: set[int] = set()
+        """Hashes of the masks whose time is counted."""
         self.failed_by: ReplyGrammar | None = None
         """The reply that made the lexer fail: no other can begin any more."""
 
     @property
     def bytes(self) -> int:
         return GRAMMAR_BYTES + int(self.seconds * BYTES_PER_SECOND)
+
+    def count(self, seconds: float, mask: int) -> None:
+        """A reply took so long beyond the usual for a mask with this hash, which extends nothing where it comes again:
+        its states exist."""
+        if mask not in self._slow_masks:
+            self._slow_masks.add(mask)
+            self.seconds += seconds
 
     def first(self) -> LLMatcher:
         """The state of a reply without tokens."""
@@ -151,13 +163,14 @@ class ReplyGrammar:
         """Do the work of :meth:`allowed`."""
         if self.ready(tokens):
             return
-        began = time.perf_counter()
+        began, usual = time.thread_time(), (1 + len(tokens) - self._consumed) * MASK_SECONDS
         while self._consumed < len(tokens):
             self._matcher.consume_tokens(list(tokens[self._consumed : self._consumed + CONSUMED]))
             self._consumed = min(self._consumed + CONSUMED, len(tokens))
         self._mask = self._matcher.compute_bitmask()
         self.prepared = time.perf_counter()
-        self.grammar.seconds += self.prepared - began
+        if (excess := time.thread_time() - began - usual) > 0:
+            self.grammar.count(excess, hash(self._mask))
         if self._lexer_failed() and self.grammar.failed_by is None:
             self.grammar.failed_by = self
 
