@@ -238,7 +238,7 @@ class ShippedWorker(FakeWorker):
         if self.connection is None:
             return
         self.generation.collect(self.engine.drain(now))
-        if chunks := self.generation.take(now):
+        while chunks := self.generation.take(now):
             self.sent += sum(len(chunk.tokens) for chunk in chunks)
             await self.send(protocol.Output(epoch=0, chunks=chunks))
         if now - self._expired > EXPIRE_SECONDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from array import array
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -14,9 +15,10 @@ import pytest
 from tests.support.peers import eventually, settle
 
 from rookery import protocol
+from rookery.controller.rollout.request import SamplingResult
 from rookery.worker import generation
 from rookery.worker.compute import IDLE, ComputeStatus
-from rookery.worker.generation import TEXT_PARAMETERS, GenerationManager, HeldRequest
+from rookery.worker.generation import FRAME_BYTES, SENT_BYTES, TEXT_PARAMETERS, GenerationManager, HeldRequest
 from rookery.worker.memory import NoRoom, NotOnThisWorker
 from rookery.worker.transfer.http import CorruptDownload, ReadRefused, Unreachable
 
@@ -196,3 +198,72 @@ def test_a_held_text_continues_under_other_circumstances() -> None:
     others = {"seed": 2, "prompt": [2], "max_tokens": 9, "stop": ["x"], "logits": protocol.LogitsParams(top_p=0.5)}
     for field, value in others.items():
         assert not held.continues(order("r", ref("a"), **{field: value})), field
+
+
+def scored(tokens: int, width: int) -> protocol.PromptLogprobs:
+    row = tokens * width
+    return protocol.PromptLogprobs(
+        logprobs=array("f", range(tokens)).tobytes(),
+        top_tokens=array("i", range(row)).tobytes(),
+        top_logprobs=array("f", range(row)).tobytes(),
+    )
+
+
+def ended(held: GenerationManager, name: str, tokens: int, **fields: Any) -> None:
+    """The engine has sampled all tokens of a request."""
+    held.generate(order(name, None, **fields.pop("order", {})))
+    log = {"tokens": list(range(1, tokens + 1)), "logprobs": [-1.0] * tokens}
+    held.collect([protocol.TokenChunk(request=f"{name}/1.1", offset=0, version=1, finish="stop", **log, **fields)])
+
+
+def received(held: GenerationManager) -> tuple[dict[str, SamplingResult], list[int]]:
+    """Everything that is not sent yet, as a service joins it, and the sizes of the messages."""
+    results: dict[str, SamplingResult] = {}
+    sizes = []
+    while chunks := held.take(0.0):
+        sizes.append(len(protocol.encode(protocol.Output(epoch=1, chunks=chunks))))
+        for chunk in chunks:
+            result = results.setdefault(chunk.request, SamplingResult())
+            assert not result.finish
+            count = result.receive(chunk)
+            assert count == len(chunk.tokens)
+            result.top_logprobs += chunk.top_logprobs
+            if chunk.prompt_logprobs is not None:
+                assert not count
+                result.prompt_logprobs.receive(chunk.prompt_logprobs)
+            result.finish = chunk.finish
+    return results, sizes
+
+
+async def test_output_of_any_size_goes_in_small_messages_tokens_before_scores() -> None:
+    held, scores, likeliest = manager(Machine()), scored(5000, 100), [(1 << 30, -0.1)] * 20
+    logits = {"order": {"logits": protocol.LogitsParams(top_logprobs=20)}}
+    ended(held, "scored", 3, prompt_logprobs=scores)
+    ended(held, "likeliest", 4000, top_logprobs=[likeliest] * 4000, **logits)
+    ended(held, "long", 30_000)
+    for number in range(300):
+        ended(held, f"short {number}", 2)
+    first = held.take(0.0)
+    assert not any(chunk.prompt_logprobs for chunk in first)
+    held.on_disconnect(1.0)
+    assert held.take(1.0) == [], "nobody has claimed them"
+    for request in held.running():
+        held.generate(msgspec.structs.replace(held.held[request].generate, assignment="1.2"))
+    results, sizes = received(held)
+    assert max(sizes) < 1.2 * FRAME_BYTES and sum(sizes) > 4 << 20
+    assert results.keys() == set(held.running()) and {result.finish for result in results.values()} == {"stop"}
+    assert results["scored"].prompt_logprobs == scores and results["scored"].tokens == [1, 2, 3]
+    assert results["likeliest"].top_logprobs == [likeliest] * 4000
+    assert len(results["long"].tokens) == 30_000
+
+
+async def test_scores_of_ended_requests_that_were_sent_take_bounded_memory() -> None:
+    held, scores = manager(Machine()), scored(20_000, 100)
+    names = [f"{number}" for number in range(6)]
+    for name in names:
+        ended(held, name, 1, prompt_logprobs=scores)
+    results, _ = received(held)
+    assert list(results) == names and all(result.prompt_logprobs == scores for result in results.values())
+    assert held.running() == names[-(SENT_BYTES // scores.size) :]
+    ended(held, "plain", 1)
+    assert list(received(held)[0]) == ["plain"] and "plain" in held.running()

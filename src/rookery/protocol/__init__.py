@@ -63,7 +63,7 @@ from rookery.protocol.envhost import (
     ToHost,
 )
 from rookery.protocol.reads import READ_HEADER, ReadKey, may_read, read_key, sign_read
-from rookery.protocol.tokens import Likeliest, PromptLogprob, TokenChunk, TokenLog
+from rookery.protocol.tokens import NO_TOKEN, Likeliest, PromptLogprob, PromptLogprobs, TokenChunk, TokenLog
 from rookery.protocol.worker import (
     LOGPROB_BYTES,
     Abort,
@@ -106,6 +106,10 @@ class BadFrame(ValueError):
     """A frame that is no message of this protocol."""
 
 
+class FrameTooLarge(BadFrame):
+    """A message above :data:`MAX_FRAME`, for which the receiver would close the connection."""
+
+
 _encoder = msgspec.msgpack.Encoder()
 from_worker = msgspec.msgpack.Decoder(FromWorker)
 to_worker = msgspec.msgpack.Decoder(ToWorker)
@@ -117,6 +121,14 @@ batches = msgspec.msgpack.Decoder(TrainingBatch)
 def encode(message: Message | TrainingBatch) -> bytes:
     """The bytes of one frame."""
     return _encoder.encode(message)
+
+
+def frame_of(message: Message) -> bytes:
+    """:func:`encode` for a connection. Raises :class:`FrameTooLarge`."""
+    frame = encode(message)
+    if len(frame) > MAX_FRAME:
+        raise FrameTooLarge(f"{type(message).__name__} has {len(frame)} bytes, a message at most {MAX_FRAME}")
+    return frame
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | str) -> T:

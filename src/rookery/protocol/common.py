@@ -15,7 +15,7 @@ import msgspec
 
 from rookery.bounds import Count, Integer, Name
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the protocol. Both ends of a connection must use the same one."""
 
 

@@ -6,7 +6,8 @@ Both ends see a :class:`Connection`: whole binary frames in order, until it is c
   wait in the :class:`Outbox` of that connection, so a peer that does not read delays only itself.
 * A worker or host runs :func:`stay_connected`: dial with its key, hello, welcome, converse, dial again with backoff. A
   :class:`Channel` sends its heartbeats and handles the service's messages.
-* A frame that does not decode, or that is larger than :data:`~rookery.protocol.MAX_FRAME`, ends the connection.
+* A frame that does not decode, or that is larger than :data:`~rookery.protocol.MAX_FRAME`, ends the connection. A
+  process that dials refuses to send a larger one, by the name of its message.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from rookery.aio import cancel_all, first_of
 from rookery.clock import Clock
 from rookery.network import client_tls, proxy_of, service_url
-from rookery.protocol import MAX_FRAME, BadFrame, decode, encode
+from rookery.protocol import MAX_FRAME, BadFrame, decode, encode, frame_of
 from rookery.protocol.common import PROTOCOL, HelloRejected, Message
 from rookery.protocol.envhost import HostWelcome
 from rookery.protocol.worker import Welcome
@@ -212,8 +213,8 @@ class Channel(Generic[M]):
         self._decoder = decoder
 
     async def send(self, message: Message) -> None:
-        """Raises :class:`ConnectionClosed`."""
-        await self._connection.send(encode(message))
+        """Raises :class:`ConnectionClosed`, and :class:`~rookery.protocol.FrameTooLarge`, of which nothing is sent."""
+        await self._connection.send(frame_of(message))
 
     async def close(self, reason: str) -> None:
         await self._connection.close(reason)
@@ -246,7 +247,7 @@ class Channel(Generic[M]):
 async def introduce(connection: Connection, hello: Message, decoder: Decoder[Any]) -> Any:
     """Send the first frame of this process; returns the welcome. Raises :class:`RegistrationRefused`,
     :class:`BadFrame`, :class:`ConnectionClosed`, ``TimeoutError``."""
-    await connection.send(encode(hello))
+    await connection.send(frame_of(hello))
     async with asyncio.timeout(OPEN_SECONDS):
         answer = decode(decoder, await connection.receive())
     if isinstance(answer, HelloRejected):

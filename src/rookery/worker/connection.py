@@ -6,7 +6,7 @@ Promises:
 * Every message carries the epoch of the connection that it is sent on.
 * Every adapter that is cached, and every pull that fails, is reported to the controller.
 * Sampled tokens are sent at most one flush interval later, and at once when their request has ended or, if it is
-  interactive, has begun.
+  interactive, has begun. Heartbeats go between the messages of a flush.
 * The end of a connection loses no token: requests stay held until a controller claims them. Training operations end,
   because the controller sends those that it still wants again; states of committed versions are offloaded. What no
   controller claims within the rejoin period is deleted.
@@ -107,6 +107,16 @@ async def report_refusal(options: WorkerOptions, ca_file: str, max_rank: int, re
     report.cancel()
     with contextlib.suppress(asyncio.CancelledError, RookeryError, RegistrationRefused):
         await report
+
+
+async def send_done(channel: Channel[protocol.ToWorker], done: protocol.OperationDone) -> None:
+    """Send the answer to an operation. One that no message holds is sent as failed: sent as it is, it would end this
+    connection and each later one."""
+    try:
+        await channel.send(done)
+    except protocol.FrameTooLarge as error:
+        reason = f"{error}; give a smaller batch"
+        await channel.send(protocol.OperationDone(epoch=done.epoch, op=done.op, error=reason, category="failed"))
 
 
 class ServiceConnection:
@@ -367,8 +377,8 @@ class ServiceConnection:
     async def _flush(self) -> None:
         self._output.clear()
         self._urgent_output.clear()
-        if (channel := self._channel) is not None and (chunks := self._generation.take(time.monotonic())):
-            with contextlib.suppress(ConnectionClosed):  # they stay held until a controller claims them
+        with contextlib.suppress(ConnectionClosed):  # they stay held until a controller claims them
+            while (channel := self._channel) is not None and (chunks := self._generation.take(time.monotonic())):
                 await channel.send(protocol.Output(epoch=channel.epoch, chunks=chunks))
 
     async def _report(self, channel: Channel[protocol.ToWorker]) -> None:
@@ -424,7 +434,7 @@ class ServiceConnection:
             with contextlib.suppress(ConnectionClosed):  # the controller sends again what it still wants
                 await self._send_cache_events(channel)  # an adapter that it publishes next is known to be cached here
                 fields["error"] = fields.get("error", "")[:ERROR]
-                await channel.send(protocol.OperationDone(epoch=channel.epoch, op=op, **fields))
+                await send_done(channel, protocol.OperationDone(epoch=channel.epoch, op=op, **fields))
 
     async def _request_sources(self, digest: str, failed: str) -> list[str]:
         """Other sources of an artifact than ``failed``. Raises :class:`TransferFailed`."""

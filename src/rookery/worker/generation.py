@@ -3,7 +3,9 @@
 Promises:
 
 * Sampled tokens are kept until the controller surely has them: a lost connection loses no token that this process
-  sampled. Tokens wait only for the next flush.
+  sampled. Tokens wait only for the next flush. A message takes the link for a moment only: what is left goes with the
+  next one, tokens before prompt log-probabilities. Of ended requests with log-probabilities that were sent, those sent
+  first are deleted where they take too much memory; if the controller never got one, it is computed again.
 * After a lost connection, nothing is sent for a request until the controller claims it with a ``Generate``. Its stream
   then resumes at ``len(prefix_tokens)``. If ``prefix_tokens`` is not a prefix of the text sampled here (another worker
   continued it), the request starts again from ``prefix_tokens``.
@@ -50,6 +52,18 @@ FENCE_SECONDS = 120.0
 """For so long clients' requests go before those that wait for room; then only where rollouts keep their adapter in
 memory anyway. Longer than most replies; clients of ever the same adapters leave room to others after it."""
 
+FRAME_BYTES = 256 << 10
+"""About the size of one message with output: heartbeats and the tokens of other requests wait for it at most."""
+
+NAMES_BYTES, TOKEN_BYTES, LIKELIEST_BYTES = 500, 14, 15
+"""Of a chunk without tokens, of one token, and of one of the likeliest tokens in its place, as they are encoded."""
+
+SENT_BYTES = 64 << 20
+"""Memory of the log-probabilities in ended requests that were sent; part of a worker's undivided memory."""
+
+PAIR_BYTES = 120
+"""Memory of one of the likeliest tokens with its log-probability."""
+
 
 @dataclass(eq=False)
 class HeldRequest:
@@ -66,6 +80,8 @@ class HeldRequest:
     """Whether the present connection named it."""
     sent: int = 0
     """Number of the first token that the present connection has not been sent."""
+    scores_sent: int = 0
+    """The same of ``prompt_logprobs``."""
     end_sent: bool = False
     """Whether the present connection has been sent the end."""
     log: protocol.TokenLog = field(default_factory=protocol.TokenLog)
@@ -74,7 +90,8 @@ class HeldRequest:
     policy: str = ""
     finish: Literal["", "stop", "length", "abort", "error"] = ""
     error: str = ""
-    prompt_logprobs: list[protocol.PromptLogprob] = field(default_factory=list)
+    prompt_logprobs: protocol.PromptLogprobs | None = None
+    """They come with the end."""
     top_logprobs: list[protocol.Likeliest] = field(default_factory=list)
     """Of each token of ``log``, where requested; else empty."""
     submission: asyncio.Task[None] | None = None
@@ -115,25 +132,50 @@ class HeldRequest:
             return False
         return new.policy == own.policy and new.version > own.version
 
-    def unsent(self) -> list[protocol.TokenChunk]:
-        """Chunks of one version each with what the present connection has not been sent."""
-        log, start = self.log, self.start
-        chunks = [
-            protocol.TokenChunk(
-                request=self.generate.request,
-                assignment=self.generate.assignment,
-                offset=start + begin,
-                tokens=log.tokens[begin:end],
-                logprobs=log.logprobs[begin:end],
-                version=log.versions[begin] if begin < end else self.version,
-                policy=self.policy,
-                top_logprobs=self.top_logprobs[begin:end],
-            )
-            for begin, end in list(log.runs(self.sent - start)) or [(self.sent - start,) * 2]
-        ]
-        last = chunks[-1]
-        last.finish, last.error, last.prompt_logprobs = self.finish, self.error, self.prompt_logprobs
-        return chunks
+    @property
+    def unsent(self) -> bool:
+        """Whether the present connection wants something that it has not been sent."""
+        return self.claimed and not self.end_sent and (self.sent < self.length or bool(self.finish))
+
+    @property
+    def unsent_scores(self) -> bool:
+        scores = self.prompt_logprobs
+        return scores is not None and self.scores_sent < len(scores)
+
+    @property
+    def score_bytes(self) -> int:
+        """Memory of its log-probabilities besides those of its tokens."""
+        scores = self.prompt_logprobs.size if self.prompt_logprobs is not None else 0
+        return scores + PAIR_BYTES * sum(map(len, self.top_logprobs))
+
+    def next_chunk(self, room: int, now: float) -> protocol.TokenChunk:
+        """The next chunk that the present connection has not been sent, of one version and about ``room`` bytes; it
+        counts as sent at ``now``. Scores of the prompt precede the last token: whoever has that has the end."""
+        log, begin = self.log, self.sent - self.start
+        first, run_end = next(log.runs(begin), (begin, begin))
+        logits = self.generate.logits
+        token_bytes = TOKEN_BYTES + (LIKELIEST_BYTES * logits.top_logprobs if logits is not None else 0)
+        end = first if self.unsent_scores else min(run_end, first + max(1, room // token_bytes))
+        chunk = protocol.TokenChunk(
+            request=self.generate.request,
+            assignment=self.generate.assignment,
+            offset=self.sent,
+            tokens=log.tokens[first:end],
+            logprobs=log.logprobs[first:end],
+            version=log.versions[first] if first < end else self.version,
+            policy=self.policy,
+            top_logprobs=self.top_logprobs[first:end],
+        )
+        if self.prompt_logprobs is not None and self.unsent_scores:
+            rows = max(1, room // (4 + 8 * self.prompt_logprobs.width))
+            chunk.prompt_logprobs = self.prompt_logprobs.part(self.scores_sent, self.scores_sent + rows)
+            self.scores_sent += len(chunk.prompt_logprobs)
+            return chunk
+        self.sent = self.start + end
+        if self.sent == self.length:
+            chunk.finish, chunk.error = self.finish, self.error
+            self.end_sent, self.idle_since = bool(self.finish), now
+        return chunk
 
 
 def _text_parameters(generate: protocol.Generate) -> tuple[object, ...]:
@@ -148,6 +190,13 @@ def _is_client(generate: protocol.Generate) -> bool:
 def _version_of(generate: protocol.Generate) -> tuple[str, int, str] | None:
     ref = generate.adapter
     return None if ref is None else (ref.policy, ref.version, ref.hash)
+
+
+def _encoded_bytes(chunk: protocol.TokenChunk) -> int:
+    """About the size of ``chunk`` in a message."""
+    scores = chunk.prompt_logprobs.size if chunk.prompt_logprobs is not None else 0
+    likeliest = LIKELIEST_BYTES * sum(map(len, chunk.top_logprobs))
+    return NAMES_BYTES + TOKEN_BYTES * len(chunk.tokens) + likeliest + scores + len(chunk.error)
 
 
 class GenerationManager:
@@ -215,7 +264,7 @@ class GenerationManager:
 
     def _resume(self, held: HeldRequest, claim: protocol.Generate) -> None:
         held.generate = msgspec.structs.replace(held.generate, assignment=claim.assignment)
-        held.claimed, held.end_sent, held.sent = True, False, len(claim.prefix_tokens)
+        held.claimed, held.end_sent, held.sent, held.scores_sent = True, False, len(claim.prefix_tokens), 0
         latest = held.generate.adapter if held.pending_switch is None else held.pending_switch.adapter
         ref = claim.adapter
         if ref is not None and latest is not None and ref.version > latest.version and not held.finish:
@@ -349,14 +398,27 @@ class GenerationManager:
     # --- to the controller ------------------------------------------------------------------------------------------
 
     def take(self, now: float) -> list[protocol.TokenChunk]:
-        """Chunks that the present connection has not been sent; they count as sent at ``now``."""
-        chunks = []
-        for held in self.held.values():
-            if not held.claimed or held.end_sent or (held.sent == held.length and not held.finish):
-                continue
-            chunks += held.unsent()
-            held.sent, held.end_sent, held.idle_since = held.length, bool(held.finish), now
+        """Chunks for one message that the present connection has not been sent, clients' tokens first; they count as
+        sent at ``now``. None: it has been sent everything."""
+        chunks, room = [], FRAME_BYTES
+        unsent = [held for held in self.held.values() if held.unsent]
+        for held in sorted(unsent, key=lambda held: (held.unsent_scores, not held.generate.interactive)):
+            while room > 0 and held.unsent:
+                chunks.append(chunk := held.next_chunk(room, now))
+                room -= _encoded_bytes(chunk)
+        if any(chunk.finish for chunk in chunks):
+            self._bound_sent()
         return chunks
+
+    def _bound_sent(self) -> None:
+        """Delete ended requests with log-probabilities, those sent first, above :data:`SENT_BYTES`."""
+        ended = [held for held in self.held.values() if held.end_sent and held.score_bytes]
+        excess = sum(held.score_bytes for held in ended) - SENT_BYTES
+        for held in sorted(ended, key=lambda held: held.idle_since):
+            if excess <= 0:
+                return
+            excess -= held.score_bytes
+            self._drop(held)
 
     @property
     def prepared(self) -> int:

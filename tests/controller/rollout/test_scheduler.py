@@ -283,11 +283,13 @@ async def test_invalid_chunks_fail_only_their_request(tmp_path: Path, chunk: dic
     await room.close()
 
 
+SCORED = {"prompt_logprobs": protocol.PromptLogprobs(logprobs=bytes(8))}
 LONG = {"tokens": [5] * 4096, "logprobs": [-1.0] * 4096}
 
 
 @pytest.mark.parametrize(
-    "absurd", [{"logprobs": [math.nan]}, {"logprobs": [-math.inf]}, {"tokens": [-1]}, {"tokens": [1 << 31]}, LONG]
+    "absurd",
+    [{"logprobs": [math.nan]}, {"logprobs": [-math.inf]}, {"tokens": [-1]}, {"tokens": [1 << 31]}, LONG, SCORED],
 )
 async def test_worker_that_sends_absurd_tokens_loses_its_requests(tmp_path: Path, absurd: dict[str, Any]) -> None:
     """Another one continues them. After the third time a request fails."""

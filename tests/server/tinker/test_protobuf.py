@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery import protocol
-from rookery.controller.sessions.operations import ForwardBackwardResult
+from rookery.controller.sessions.operations import ForwardBackwardResult, SampleResult, decode_result
+from rookery.controller.sessions.operations import encode as encode_result
 from rookery.errors import UserError
 from rookery.server.bodies import INLINE_BYTES, BodyRefused
 from rookery.server.tinker import protobuf
@@ -162,3 +163,17 @@ def test_odd_shapes_are_refused(shape: list[int]) -> None:
     with pytest.raises(UserError, match=r"shape|dimensions") as refused:
         protobuf.forward_backward(message)
     assert len(str(refused.value)) < 500
+
+
+def test_scores_as_arrays_are_encoded_as_those_that_earlier_releases_stored_as_lists() -> None:
+    nan = float("nan")
+    scores = protocol.PromptLogprobs(
+        logprobs=np.array([-1.0, -2.0], "<f4").tobytes(),
+        top_tokens=np.array([7, 8, 9, protocol.NO_TOKEN], "<i4").tobytes(),
+        top_logprobs=np.array([-0.5, -1.0, -0.25, -np.inf], "<f4").tobytes(),
+    ).after(1, 2)
+    lists = SampleResult(texts=[], prompt_logprobs=[nan, -1.0, -2.0], topk=[[], [(7, -0.5), (8, -1.0)], [(9, -0.25)]])
+    stored = decode_result(encode_result(lists))
+    arrays = decode_result(encode_result(SampleResult(texts=[], prompt_logprobs=scores.logprobs, topk=scores)))
+    assert isinstance(stored, SampleResult) and isinstance(arrays, SampleResult)
+    assert protobuf.encode(arrays) == protobuf.encode(stored)

@@ -129,6 +129,9 @@ def test_stops_seeds_and_limits(visitor: tinker.ServiceClient) -> None:
     assert sample(max_tokens=None).sequences[0].stop_reason == "length"  # to the end of the context
     with pytest.raises(tinker.BadRequestError, match="top_k and top_p"):
         sample(top_p=0.5)
+    with pytest.raises(tinker.BadRequestError, match="at most 4194304 log-probabilities"):
+        long = types.ModelInput.from_ints([5] * 50_000)
+        sampler.sample(long, 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=100).result(PATIENCE)
     with pytest.raises(tinker.RequestFailedError, match="context"):
         sampler.sample(types.ModelInput.from_ints(TOKENS * 50), 1, types.SamplingParams(max_tokens=1)).result(PATIENCE)
 

@@ -91,7 +91,7 @@ class SamplingResult(protocol.TokenLog):
     finish: str = ""
     queue_seconds: float = 0.0
     """Seconds for which the request waited for a worker."""
-    prompt_logprobs: list[protocol.PromptLogprob] = msgspec.field(default_factory=list)
+    prompt_logprobs: protocol.PromptLogprobs = msgspec.field(default_factory=protocol.PromptLogprobs)
     """Of the prompt's last tokens, where asked for."""
     top_logprobs: list[protocol.Likeliest] = msgspec.field(default_factory=list)
     """Of each token, where asked for; else empty."""
@@ -197,8 +197,14 @@ class InflightRequest:
     def _is_absurd(self, chunk: protocol.TokenChunk) -> bool:
         """No engine that works sends this."""
         known = all(map(math.isfinite, chunk.logprobs)) and all(0 <= token < 1 << 31 for token in chunk.tokens)
+        known = known and (chunk.prompt_logprobs is None or self._wants_scores(chunk.prompt_logprobs))
         known = known and len(chunk.top_logprobs) == (len(chunk.tokens) if self._wants_likeliest else 0)
         return not known or chunk.offset + len(chunk.tokens) > self.request.generate.max_tokens
+
+    def _wants_scores(self, scores: protocol.PromptLogprobs) -> bool:
+        generate = self.request.generate
+        wanted = min(generate.prompt_logprobs, len(generate.prompt) - 1)
+        return scores.fits(generate.top_logprobs, len(self.result.prompt_logprobs), wanted)
 
     @property
     def _wants_likeliest(self) -> bool:

@@ -503,6 +503,8 @@ class RolloutScheduler:
             return
         tokens = result.receive(chunk)
         result.top_logprobs += chunk.top_logprobs[len(chunk.top_logprobs) - tokens :] if chunk.top_logprobs else []
+        if chunk.prompt_logprobs is not None:
+            result.prompt_logprobs.receive(chunk.prompt_logprobs)
         stay.last_activity = self._clock.monotonic()
         if tokens and (not result.workers or result.workers[-1][1] != worker.name):
             result.workers.append((len(result.tokens) - tokens, worker.name))
@@ -518,7 +520,7 @@ class RolloutScheduler:
         elif chunk.finish == "abort":
             self._requeue(inflight, "return", "divided" if inflight.state == "returning" else "rejected")
         elif chunk.finish:
-            result.finish, result.prompt_logprobs = chunk.finish, chunk.prompt_logprobs
+            result.finish = chunk.finish
             self.apply(inflight, "finish")
             inflight.done.set_result(result)
         if tokens and inflight.on_tokens is not None:

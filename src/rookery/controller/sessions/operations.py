@@ -211,11 +211,11 @@ class SampledSequence(protocol.TokenLog, omit_defaults=True, kw_only=True):
 
 class SampleResult(OperationResult, tag="Answered"):
     """``prompt_logprobs``: one per prompt token, NaN where there is none; ``topk``: per prompt token the most likely
-    tokens with their log-probabilities, best first."""
+    tokens with their log-probabilities, best first. Earlier releases stored both as lists."""
 
     texts: list[SampledSequence]
-    prompt_logprobs: list[float] | None = None
-    topk: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: protocol.Floats | None = None
+    topk: list[protocol.Likeliest] | protocol.PromptLogprobs | None = None
 
 
 AnyResult = (

@@ -14,7 +14,6 @@ import hashlib
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from math import nan
 
 from rookery import protocol
 from rookery.aio import TaskGroup, cancel_all, in_portions
@@ -285,11 +284,12 @@ class Samplers:
                 sampling = SamplingRequest(row.tenant, row.session, row.base_model, request)
                 tasks.append(group.create_task(self._generate(sampling)))
         replies = [task.result() for task in tasks]
-        scores, unscored = replies[0].prompt_logprobs, len(prompt) - len(replies[0].prompt_logprobs)
+        scores = replies[0].prompt_logprobs
+        scores = scores.after(len(prompt) - len(scores), operation.topk)
         return SampleResult(
             texts=[SampledSequence(r.tokens, r.logprobs, r.versions, finish=r.finish) for r in replies],
-            prompt_logprobs=[*[nan] * unscored, *(s.logprob for s in scores)] if operation.prompt_logprobs else None,
-            topk=[*[[]] * unscored, *(s.top for s in scores)] if operation.topk else None,
+            prompt_logprobs=scores.logprobs if operation.prompt_logprobs else None,
+            topk=scores if operation.topk else None,
         )
 
     async def _generate(self, request: SamplingRequest) -> SamplingResult:

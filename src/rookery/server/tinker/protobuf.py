@@ -370,11 +370,25 @@ def _samples(result: SampleResult) -> Any:
             logprobs=np.array(text.logprobs, "<f4").tobytes(),
         )
     if result.prompt_logprobs is not None:
-        message.prompt_logprobs = np.array(result.prompt_logprobs, "<f4").tobytes()
+        message.prompt_logprobs = np.array(protocol.floats(result.prompt_logprobs), "<f4").tobytes()
     if result.topk is not None:
-        width = max(map(len, result.topk), default=0)
-        padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in result.topk]
-        message.topk_prompt_logprobs.token_ids = np.array([[t for t, _ in row] for row in padded], "<i4").tobytes()
-        message.topk_prompt_logprobs.logprobs = np.array([[p for _, p in row] for row in padded], "<f4").tobytes()
-        message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k = len(padded), width
+        tokens, logprobs = _likeliest(result.topk)
+        message.topk_prompt_logprobs.token_ids = tokens.tobytes()
+        message.topk_prompt_logprobs.logprobs = logprobs.tobytes()
+        message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k = tokens.shape
     return message
+
+
+def _likeliest(topk: list[protocol.Likeliest] | protocol.PromptLogprobs) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and log-probabilities [prompt tokens, k]."""
+    if isinstance(topk, protocol.PromptLogprobs):
+        shape = (len(topk), topk.width)
+        tokens = np.frombuffer(topk.top_tokens, "<i4").reshape(shape)
+        logprobs = np.frombuffer(topk.top_logprobs, "<f4").reshape(shape)
+        empty, (token, logprob) = tokens == protocol.NO_TOKEN, NO_TOKEN
+        return np.where(empty, token, tokens).astype("<i4"), np.where(empty, logprob, logprobs).astype("<f4")
+    width = max(map(len, topk), default=0)
+    padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in topk]
+    shape = (len(padded), width)
+    tokens = np.array([token for row in padded for token, _ in row], "<i4").reshape(shape)
+    return tokens, np.array([logprob for row in padded for _, logprob in row], "<f4").reshape(shape)

@@ -324,6 +324,11 @@ class ModelInput(TinkerRequest):
     chunks: Annotated[list[ModelInputChunk], Field(max_length=CHUNKS)]
 
 
+PROMPT_LOGPROBS = 4 << 20
+"""Log-probabilities of one prompt, those of its likeliest tokens included: a worker keeps 8 bytes of each until they
+are sent."""
+
+
 class SamplingParams(TinkerRequest):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
@@ -369,6 +374,14 @@ class AsampleRequest(TinkerRequest):
             raise UserError("prompt: it needs at least one token")
         if last is not None and last >= len(prompt):
             raise UserError(f"prompt_logprobs_last_n: the prompt has {len(prompt)} tokens")
+        scored = len(prompt) if last is None else last
+        if (self.prompt_logprobs or self.topk_prompt_logprobs) and (
+            scored * (1 + self.topk_prompt_logprobs) > PROMPT_LOGPROBS
+        ):
+            raise UserError(
+                f"topk_prompt_logprobs: at most {PROMPT_LOGPROBS} log-probabilities of one prompt; ask for fewer"
+                " likeliest tokens, or for those of the last tokens alone (prompt_logprobs_last_n)"
+            )
         given = [params.stop] if isinstance(params.stop, str) else params.stop or []
         texts = [stop for stop in given if isinstance(stop, str)]
         tokens = [stop for stop in given if isinstance(stop, int)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from rookery import protocol
@@ -76,6 +77,32 @@ class SharedPrefix:
         return len(self.tokens) - self.filled
 
 
+class PromptScores:
+    """The log-probabilities of a prompt's tokens at ``positions`` as they become known, each with those of the
+    ``width`` likeliest tokens in its place: float32 and int32, a tenth of the memory that Python objects take."""
+
+    def __init__(self, positions: range, width: int) -> None:
+        self._first = positions.start
+        self._logprobs = np.full(len(positions), nan, "<f4")
+        self._top_tokens = np.full((len(positions), width), protocol.NO_TOKEN, "<i4")
+        self._top_logprobs = np.full((len(positions), width), -inf, "<f4")
+
+    def put(self, position: int, logprobs: np.ndarray, tokens: np.ndarray, likeliest: np.ndarray) -> None:
+        """Set the scores [tokens], and the tokens and log-probabilities [tokens, at most ``width``], from a position
+        on."""
+        rows = slice(position - self._first, position - self._first + len(logprobs))
+        self._logprobs[rows] = logprobs
+        self._top_tokens[rows, : tokens.shape[1]] = tokens
+        self._top_logprobs[rows, : tokens.shape[1]] = likeliest
+
+    def message(self) -> protocol.PromptLogprobs:
+        return protocol.PromptLogprobs(
+            logprobs=self._logprobs.tobytes(),
+            top_tokens=self._top_tokens.tobytes(),
+            top_logprobs=self._top_logprobs.tobytes(),
+        )
+
+
 @dataclass(eq=False)
 class EngineRequest:
     """``log`` is the answer so far with ``prefix_tokens``, whose log-probabilities and versions are not known here.
@@ -99,8 +126,8 @@ class EngineRequest:
     """The adapters that computed the cached tail, oldest first."""
     keeps_cache: bool = field(init=False)
     """Whether it may continue from a cache that an older version of its policy computed."""
-    prompt_logprobs: dict[int, protocol.PromptLogprob] = field(default_factory=dict)
-    """By position in the prompt."""
+    prompt_logprobs: PromptScores | None = None
+    """None before the first is known."""
     logits: RequestLogits | None = None
     """How its logits are changed; None: not at all."""
     top_logprobs: list[protocol.Likeliest] = field(default_factory=list)
@@ -149,6 +176,12 @@ class EngineRequest:
         """Positions in the prompt whose log-probabilities are requested."""
         length = len(self.params.prompt)
         return range(max(1, length - self.params.prompt_logprobs), length)
+
+    def scores(self) -> PromptScores:
+        """Where its prompt's log-probabilities go."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = PromptScores(self.scored_positions, self.params.top_logprobs)
+        return self.prompt_logprobs
 
     @property
     def prefix_cached(self) -> bool:
@@ -232,9 +265,8 @@ class EngineRequest:
             chunks = [self._chunk(end, end, self.version)]
         last = chunks[-1]
         last.finish, last.error = self.finish, self.error
-        if self.finish:
-            scored = self.prompt_logprobs
-            last.prompt_logprobs = [scored[at] for at in self.scored_positions if at in scored]
+        if self.finish in ("stop", "length") and self.prompt_logprobs is not None:
+            last.prompt_logprobs = self.prompt_logprobs.message()
         return chunks
 
     def _chunk(self, begin: int, end: int, version: int) -> protocol.TokenChunk:

@@ -395,10 +395,10 @@ class NativeEngine:
             rows = torch.tensor([start + at - 1 - chunk.start for at in part], device=hidden.device)
             logp = logits_at(self.weights.decoder, hidden, rows).float().log_softmax(-1)
             values, tokens = logp.topk(min(request.params.top_logprobs, logp.shape[1]))
-            for at, line, likely, ids in zip(part, logp, values.tolist(), tokens.tolist(), strict=False):
-                logprob = float(line[request.params.prompt[at]])
-                top = list(zip(ids, likely, strict=True))
-                request.prompt_logprobs[at] = protocol.PromptLogprob(logprob=logprob, top=top)
+            scored = torch.tensor([[request.params.prompt[at]] for at in part], device=hidden.device)
+            logprobs = logp[: len(part)].gather(1, scored)[:, 0]
+            found = (x[: len(part)].cpu().numpy() for x in (logprobs, tokens, values))
+            request.scores().put(part[0], *found)
 
     # --- decoding ---------------------------------------------------------------------------------------------------
 

@@ -118,6 +118,6 @@ def scores_of(
     for at in positions:
         line = given[at] or {}
         best = sorted((rank, token, logprob) for token, (logprob, rank) in line.items() if rank <= top)
-        ranked = [(token, logprob) for _, token, logprob in best]
+        ranked = [(token, logprob) for _, token, logprob in best[:top]]
         scores[at] = protocol.PromptLogprob(logprob=line[tokens[at]][0], top=ranked)
     return scores

@@ -29,6 +29,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rookery import protocol
 from rookery.errors import Unavailable, UserError
 from rookery.scheduling.worker_time import WorkerTime
@@ -303,7 +305,7 @@ class VllmEngine:
             max_tokens=request.remaining(self.limits.max_context),
             stop_tokens=order.stop_tokens,
             priority=INTERACTIVE if order.interactive else ROLLOUT,
-            scored=request.scored_positions if not request.prompt_logprobs else range(0),
+            scored=request.scored_positions if request.prompt_logprobs is None else range(0),
             top_logprobs=order.top_logprobs,
         )
         future = asyncio.run_coroutine_threadsafe(self._sample(order.request, task), self._loop)
@@ -329,7 +331,9 @@ class VllmEngine:
             return
         request = self._requests[name]
         if isinstance(part, SampledPart):
-            request.prompt_logprobs |= part.scores
+            for at, (logprob, top) in part.scores.items():
+                tokens, likeliest = np.array(top, float).reshape(-1, 2).T
+                request.scores().put(at, np.array([logprob]), tokens[None], likeliest[None])
             for token, logprob in zip(part.tokens, part.logprobs, strict=True):
                 if isnan(logprob):
                     request.finish, request.error = "error", OVERFLOW

@@ -1,0 +1,84 @@
+"""Frames have a bounded size, and arrays that are divided over several come together again."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from rookery import protocol
+from rookery.protocol.connection import Channel
+from rookery.worker.connection import send_done
+
+
+class Sent:
+    """A connection that keeps the frames."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    async def send(self, frame: bytes) -> None:
+        self.frames.append(frame)
+
+    async def receive(self) -> bytes:
+        raise AssertionError
+
+    async def close(self, reason: str) -> None:
+        raise AssertionError
+
+
+def channel(sent: Sent) -> Channel[Any]:
+    key = protocol.read_key("k")
+    welcome = protocol.Welcome(name="w", epoch=1, heartbeat_seconds=1.0, flush_seconds=1.0, reads=key, time=0.0)
+    return Channel(sent, protocol.to_worker, welcome)
+
+
+async def test_a_message_above_the_limit_is_refused_by_its_name_and_an_operation_then_fails() -> None:
+    sent = Sent()
+    done = protocol.OperationDone(epoch=1, op="o", logprobs=bytes(protocol.MAX_FRAME))
+    with pytest.raises(protocol.FrameTooLarge, match="OperationDone has 67108"):
+        await channel(sent).send(done)
+    assert not sent.frames
+    await send_done(channel(sent), done)
+    [answer] = [protocol.decode(protocol.from_worker, frame) for frame in sent.frames]
+    assert isinstance(answer, protocol.OperationDone) and answer.op == "o"
+    assert answer.category == "failed" and "smaller batch" in answer.error
+
+
+def scores(count: int, width: int) -> protocol.PromptLogprobs:
+    cells = range(count * width)
+    return protocol.PromptLogprobs(
+        logprobs=array("f", [-float(at) for at in range(count)]).tobytes(),
+        top_tokens=array("i", [at if at % 7 else protocol.NO_TOKEN for at in cells]).tobytes(),
+        top_logprobs=array("f", [-at / 2 for at in cells]).tobytes(),
+    )
+
+
+@pytest.mark.parametrize("width", [0, 1, 5])
+def test_scores_come_together_from_parts_of_any_size_also_sent_twice(width: int) -> None:
+    whole = scores(11, width)
+    lines = list(whole)
+    assert [line.logprob for line in lines] == [-float(at) for at in range(11)]
+    for at, (_, top) in enumerate(lines):
+        cells = range(at * width, (at + 1) * width)
+        assert top == [(cell, -cell / 2) for cell in cells if cell % 7]
+    for size in (1, 4, 11, 20):
+        for repeated in (0, 2):
+            joined = protocol.PromptLogprobs()
+            for begin in range(0, 11, size):
+                part = whole.part(max(0, begin - repeated), begin + size)
+                assert part.fits(width, len(joined), 11) and not part.fits(width + 1, len(joined), 11)
+                assert not part.fits(width, len(joined), part.first + len(part) - 1)
+                joined.receive(part)
+            assert joined == whole
+    with pytest.raises(ValueError, match="do not follow"):
+        protocol.PromptLogprobs().receive(whole.part(1, 2))
+    assert not whole.part(1, 2).fits(width, 0, 11)
+    assert not protocol.PromptLogprobs(logprobs=b"abc").fits(0, 0, 11)
+
+
+def test_tokens_without_scores_come_before_those_with_some() -> None:
+    padded = scores(2, 3).after(2, 3)
+    assert [line.top for line in padded] == [[], [], *(line.top for line in scores(2, 3))]
+    assert [line.logprob for line in padded][2:] == [0.0, -1.0] and padded.width == 3
