@@ -129,7 +129,7 @@ chaos-at-scale: $(VENV)/.tests
 
 # Whole services: restarts, standby, backups under load, training groups of several processes, other families, a worker's
 # memory over many jobs and adapters, floods of jobs in virtual time, the CUDA path as far as a CPU can tell: six minutes.
-INTEGRATION := tests/test_install.py tests/controller tests/server/test_agents.py tests/server/tinker tests/worker/trainer \
+INTEGRATION := tests/test_install.py tests/test_step_files.py tests/controller tests/server/test_agents.py tests/server/tinker tests/worker/trainer \
 	tests/cli tests/worker/model tests/worker/test_memory.py tests/worker/test_tenant_isolation.py \
 	tests/simulation/test_fairness.py \
 	$(filter-out %_smoke.py,$(wildcard tests/benchmarks/test_*.py)) \

@@ -22,8 +22,8 @@ from rookery.telemetry.spans import TraceSpan
 
 REASONS = ("lost", "rejected", "offloaded", "balanced", "divided", "merged")
 """Why a request moved: its worker was lost or drains; the worker rejected it; ``RolloutScheduler.migrate`` took it;
-another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.balancing`); its
-worker trains, and another's batch took it."""
+another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.divided_rollout`);
+its worker trains, and another's batch took it."""
 
 FAULTS = 3
 """Workers that sent absurd tokens of a request, and lost their connection for it, after which the request fails: it may

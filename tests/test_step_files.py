@@ -1,0 +1,42 @@
+"""The table of ``docs/architecture.md`` has the files that a step of a job passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def named(text: str) -> list[str]:
+    """The files and, with a slash at their end, the folders that ``text`` names."""
+    return re.findall(r"`([\w./]+(?:\.py|/))`", text)
+
+
+@pytest.mark.heavy
+def test_the_table_of_a_step_has_the_files_that_a_step_passes(tmp_path: Path) -> None:
+    section = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## One step, file by file")[1]
+    section = section.split("\n## ")[0]
+    rows = [line for line in section.splitlines() if re.match(r"\| \d+ \|", line)]
+    table = {file for row in rows for file in named(row.split("|")[2])}
+    further = tuple(named(section.split("passes in addition:")[1]))
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.traced_step", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    passed = set(json.loads(ran.stdout.splitlines()[-1]))
+    main = {file for file in passed if file.startswith(tuple(table))}
+    print(f"a step passes {len(passed)} files, of which the table has {len(main)}")
+    unpassed = {one for one in table if not any(file.startswith(one) for file in passed)}
+    assert not unpassed, "entries of the table that a step does not pass"
+    left = {file for file in passed if not file.startswith((*table, *further))}
+    assert not left, "files that a step passes, neither in the table nor in the list after it"
+    missing = [file for file in (*table, *further) if not (ROOT / "src" / "rookery" / file).exists()]
+    assert not missing
