@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
 from array import array
 from typing import Any
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from rookery import protocol
-from rookery.protocol.connection import Channel
+from rookery.aio import cancel_all
+from rookery.protocol.connection import Channel, stay_connected
 from rookery.worker.connection import send_done
 
 
@@ -82,3 +87,41 @@ def test_tokens_without_scores_come_before_those_with_some() -> None:
     padded = scores(2, 3).after(2, 3)
     assert [line.top for line in padded] == [[], [], *(line.top for line in scores(2, 3))]
     assert [line.logprob for line in padded][2:] == [0.0, -1.0] and padded.width == 3
+
+
+async def test_a_peer_that_does_not_read_holds_output_back_soon() -> None:
+    """Every heartbeat is behind the bytes that the system has accepted."""
+    frame, accepted, blocked = bytes(64 << 10), 0, asyncio.Event()
+    welcome = protocol.Welcome(
+        name="w", epoch=1, heartbeat_seconds=1.0, flush_seconds=1.0, reads=protocol.read_key("k"), time=0.0
+    )
+
+    async def serve_slowly(connection: ServerConnection) -> None:
+        await connection.recv()
+        await connection.send(protocol.encode(welcome))
+        await blocked.wait()
+        connection.transport.abort()
+
+    async def converse(channel: Channel[Any]) -> None:
+        nonlocal accepted
+        result = protocol.OperationDone(epoch=1, op="o", logprobs=frame)
+        with contextlib.suppress(TimeoutError):
+            while accepted < 8 << 20:
+                await asyncio.wait_for(channel.send(result), 0.3)
+                accepted += len(frame)
+        blocked.set()
+        await asyncio.Event().wait()
+
+    async with serve(serve_slowly, "127.0.0.1", 0, compression=None, max_queue=1) as server:
+        [listening] = server.sockets
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        hello = protocol.HostHello(protocol=protocol.PROTOCOL, instance="i", environments=[])
+        connected = asyncio.create_task(
+            stay_connected(
+                f"http://127.0.0.1:{listening.getsockname()[1]}", "/wire", protocol.to_worker, token="t", ca_file="",
+                hello=lambda: hello, converse=converse, ping_seconds=10.0, ping_timeout=10.0,
+            )
+        )  # fmt: skip
+        await blocked.wait()
+        await cancel_all(connected)
+    assert accepted < 1 << 20

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from itertools import cycle
@@ -42,6 +43,9 @@ OPEN_SECONDS = 10.0
 """Time limit of a dialling process for the connection to open, and for the welcome."""
 BACKOFF_SECONDS = (0.2, 5.0)
 """Pauses between attempts double from the first to the second, each times a random 0.5 … 1."""
+UNSENT_BYTES = 128 << 10
+"""Of those written, so many wait in the system's buffer at most: on a slow link megabytes there would be ahead of each
+heartbeat."""
 STEADY_SECONDS = 2.0
 """After a connection that lasted this long the next pause is the shortest again. The service may have ended a shorter
 one for a reason that persists, such as a full disk here."""
@@ -294,8 +298,9 @@ async def stay_connected(
                 proxy=proxy,
                 ping_interval=ping_seconds,
                 ping_timeout=ping_timeout,
-            ) as socket:
-                connection = DialledConnection(socket)
+            ) as dialled:
+                _bound_unsent(dialled)
+                connection = DialledConnection(dialled)
                 welcome = await introduce(connection, hello(), decoder)
                 welcomed = time.monotonic()
                 await converse(Channel(connection, decoder, welcome, address))
@@ -311,6 +316,13 @@ async def stay_connected(
             pause = shortest
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, longest)
+
+
+def _bound_unsent(connection: ClientConnection) -> None:
+    """Hold what is written back, as far as the system can, until it is about to be sent."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        end = connection.transport.get_extra_info("socket")
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def refusal_of(body: bytes | bytearray) -> str | None:
