@@ -131,7 +131,7 @@ class Controller:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
         ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it,
-        ``scale(model, count)`` asks for so many rollout workers with it;
+        ``scale(model, count, serving)`` asks for so many rollout workers with it, where those named ``serving`` work;
         ``threads`` runs blocking calls of a tenant's work, ``checkers`` those that wait for a check,
         ``senders`` requests to the sinks of jobs;
         an experiment may replace the ``scheduler`` and ``seeding`` classes; ``plan``: roles that workers are given;

@@ -81,9 +81,9 @@ class JobHealth:
     rows: Sequence[Row]
     episodes: Sequence[RecentEpisode] = ()
     counters: Mapping[str, int]
+    """With several policies each has its own ``groups_dropped_stale/POLICY``."""
     evaluations: Sequence[Row] = ()
     """``mean``, ``version`` and ``constant`` (the best constant reply's ``reward`` and ``reply``) of each."""
-    """With several policies each has its own ``groups_dropped_stale/POLICY``."""
     group_size: int = 1
     waits_for: str = ""
     policies: Sequence[str] = ()

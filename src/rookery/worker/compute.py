@@ -43,6 +43,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
 import torch
 
 from rookery import protocol
@@ -586,12 +587,12 @@ class Compute:
             adapters = self._adapters = self._adapters if lent and not lane else adapters
             other = train if lane else decode
             counts = stepped and not (self._lane is not None and _stuck(other))
-            beat = protocol.Heartbeat(
-                epoch=0, progress=self.status.beat.progress + counts,
+            beat = msgspec.structs.replace(
+                IDLE, progress=self.status.beat.progress + counts,
                 lanes=self._describe_lanes(core),
                 slowdowns=self._slowdowns(),
                 memory_parts=of_engine.memory | of_trainer.memory, gauges=of_engine.gauges | of_trainer.gauges,
-                **(_NOTHING | of_engine.fields | of_trainer.fields),
+                **of_engine.fields, **of_trainer.fields,
             )  # fmt: skip
             self.status = ComputeStatus(beat, adapters)
             was_empty = not (self._chunks or self._results)
@@ -599,11 +600,6 @@ class Compute:
             self._results += results
         if was_empty and (chunks or results):
             self._on_output()
-
-
-_FIELDS = ("active", "waiting", "training", "generated", "decode_seconds", "train_seconds")
-_NOTHING: dict[str, Any] = {name: getattr(IDLE, name) for name in _FIELDS}
-"""Of a half that has not been published."""
 
 
 def _stuck(used: TimeSlice) -> bool:

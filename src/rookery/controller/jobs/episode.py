@@ -6,8 +6,8 @@
   stored turns: the environment gets them again, and answers from memory if it is the same process, or replays them if
   it declared itself deterministic.
 * A reply begins with the version that its job prescribes and may end on a newer one; every token keeps its version.
-* The environment is kept until :meth:`Episode.close`, to be called when the episode's end is stored. A cancelled
-  episode is not closed, so that it can be resumed.
+* The environment is kept until :meth:`Episode.end`, to be called when the episode's end is stored. A cancelled episode
+  is not ended, so that it can be resumed.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ class Episode:
         """Hashes of the keys of the agent that drives it."""
 
     async def run(self) -> EpisodeResult:
-        """:meth:`_run`. When it has ended, the calls that its agent gave up are forgotten; a cancelled episode takes
-        them up later."""
+        """Play to the end, and send the trace where a collector is set. Raises :class:`EpisodeFailed`,
+        :class:`GenerationFailed`, or :class:`~rookery.errors.Unavailable` without a host or a worker. A cancelled
+        episode has no trace yet, and keeps the calls that its agent gave up: it takes them up later."""
         try:
             result = await self._traced()
         except (EpisodeFailed, GenerationFailed):
@@ -120,7 +121,6 @@ class Episode:
             self._agent.forget()
 
     async def _traced(self) -> EpisodeResult:
-        """:meth:`_run`, and send its trace where a collector is set; a cancelled episode has none yet."""
         tracer, clock = self.job.controller.records.tracer, self.job.controller.clock
         if tracer is None:
             return await self._run()
@@ -139,8 +139,6 @@ class Episode:
         return result
 
     async def _run(self) -> EpisodeResult:
-        """Play to the end. Raises :class:`EpisodeFailed`, or :class:`~rookery.errors.Unavailable` without a host or a
-        worker."""
         environment, hosts = self.job.environment, self.job.controller.rooms.hosts
         if environment.spec.id == AGENT:
             return await self._attend(None)
@@ -176,7 +174,7 @@ class Episode:
         self.close()
 
     def close(self) -> None:
-        """Close the environment."""
+        """Close the environment, which may be reset in another host."""
         if self._host is not None:
             self.job.controller.rooms.hosts.close_episode(self._host, self.id)
             self._host = None

@@ -125,11 +125,11 @@ class Assignment:
     """Among the worker's waiting requests: the least is admitted first."""
     last_activity: float
     """When it was made, or the worker last sent tokens of it."""
-    resumed: bool = False
+    resumed: bool
     """Whether the worker had the request before this controller started."""
-    since: float = 0.0
+    since: float
     """When it was made."""
-    queued_at: float = 0.0
+    queued_at: float
     """When the request was queued before it."""
     decoding_since: float | None = None
     """When its first token arrived."""
