@@ -150,11 +150,14 @@ def test_a_second_measurement_keeps_the_fields_that_were_added_by_hand(
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"name": "spot", **measured}))
 
     monkeypatch.setattr(subprocess, "run", measure)
-    profile = ["profile", "--name", "spot", "--out", str(path), "--model", "m"]
+    profile = ["profile", "--name", "spot", "--out", str(path), "--model", "Qwen/Qwen3-0.6B"]
     assert code([*profile, "--price", "0.5"]) == 0
-    expected = spot.model_copy(update={**measured, "price": 0.5, "model": "m"})
+    expected = spot.model_copy(update={**measured, "price": 0.5, "model": "qwen3-0.6b"})
     assert read_fleet(path) == fleet.model_copy(update={"machines": [fleet.machines[0], expected]})
-    for refused, says in ((["--site", ""], "no machine is at the site 'cloud'"), (["--model", "n"], "measured with m")):
+    for refused, says in (
+        (["--site", ""], "no machine is at the site 'cloud'"),
+        (["--model", "n"], "measured with qwen3-0.6b"),
+    ):
         assert code([*profile, *refused]) == 2
         assert says in capsys.readouterr().err and len(runs) == 1
 
@@ -164,7 +167,9 @@ def test_a_plan_is_for_machines_that_were_measured_with_the_base_model_of_its_jo
 ) -> None:
     _, job = files
     path, out = tmp_path / "measured.yaml", tmp_path / "plan.yaml"
-    for model, expected in (("qwen3-0.6b", 2), (JOB["base_model"], 0)):
+    spelt = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    Path(job).write_text(yaml.safe_dump({**JOB, "base_model": spelt.lower()}))
+    for model, expected in (("qwen3-0.6b", 2), (spelt, 0), (JOB["base_model"], 0)):
         path.write_text(json.dumps({"machines": [machine("a", model=model).model_dump(exclude_none=True)]}))
         assert code(["plan", "--workers", str(path), "--jobs", job, "--out", str(out)]) == expected
         shown = capsys.readouterr()

@@ -26,6 +26,7 @@ from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, Planned
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.telemetry.rows import Rows, columns
+from rookery.tokenization.registry import canonical
 
 UNMEASURED = {
     "rows": 1, "context": 2, "decode": [[1, 1.0]], "prefill_token": 0, "prefill_slice": 1, "train_token": 0,
@@ -67,14 +68,14 @@ def plan(
     fleet = read_fleet(workers)
     devices = devices_of(fleet)
     texts = (reply_tokens, sigma, prompt_tokens, environment)
-    specs = [parse_job(read_job(path)) for path in jobs]
+    specs = [parse_job(read_job(path)).with_models(canonical) for path in jobs]
     demands = [demand for spec in specs for demand in demands_of(spec, *texts)]
     model, *others = dict.fromkeys(name for spec in specs for name in spec.base_models)
     if others:
         raise UserError(
             f"--jobs: the jobs have the base models {' and '.join(sorted([model, *others]))}; plan for each by itself"
         )
-    if unlike := [machine for machine in fleet.machines if machine.model not in ("", model)]:
+    if unlike := [machine for machine in fleet.machines if canonical(machine.model) not in ("", model)]:
         raise UserError(
             f"{workers}: {unlike[0].name} was measured with {unlike[0].model}, the jobs have the base model {model};"
             f" measure it with rookery profile --model {shlex.quote(model)}"
@@ -137,6 +138,7 @@ def profile(
     named = name or socket.gethostname().split(".")[0]
     if re.fullmatch(GIVEN_NAME, named) is None:
         raise UserError(f"--name: given {short(repr(named))}, allowed: 1 to 100 letters, digits, dot, dash, underscore")
+    model = canonical(model)
     options = {"price": price, "site": site, "download": bandwidth, "upload": bandwidth, "latency": latency}
     given = {"name": named, "model": model} | {field: value for field, value in options.items() if value is not None}
     # What cannot be used is refused before the measurement.
@@ -184,7 +186,7 @@ def merged(path: Path, entry: dict[str, Any]) -> FleetSpec:
     if path.exists():
         before = read_fleet(path).model_dump(mode="json", exclude_none=True)
     for machine in before["machines"]:
-        if machine["model"] and entry.get("model", machine["model"]) != machine["model"]:
+        if machine["model"] and canonical(entry.get("model", machine["model"])) != canonical(machine["model"]):
             raise UserError(
                 f"{path}: {machine['name']} was measured with {machine['model']}; give another file for"
                 f" {entry['model']}: a fleet file is for one base model"

@@ -23,6 +23,7 @@ from rookery.scheduling.plan.predict import PLAYS, Role, devices_of, role_of
 from rookery.scheduling.plan.replan import replan
 from rookery.spec.fleet import Plan
 from rookery.storage.store import Writer
+from rookery.tokenization.registry import canonical
 
 log = logging.getLogger("rookery.controller")
 
@@ -68,7 +69,7 @@ class PlanFollower:
     def _able(self, worker: Worker) -> bool:
         """Whether it was started with the roles that it has in the plan, and with the plan's base model."""
         roles = PLAYS[self._planned.get(worker.name, "off")]
-        return {*roles} <= {*worker.hello.roles} and self._plan.model in ("", worker.hello.model)
+        return {*roles} <= {*worker.hello.roles} and canonical(self._plan.model) in ("", worker.hello.model)
 
     def on_worker_lost(self) -> None:
         self._changed.notify()

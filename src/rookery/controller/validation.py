@@ -122,7 +122,7 @@ class JobValidator:
                 users = [policy for policy, about in spec.policies.items() if about.base_model == name]
                 given = [""] if name == spec.base_model else [f"policies.{policy}." for policy in users]
                 problems += [f"{where}{error}" for where in given]
-        spec = _on_models(spec, models)
+        spec = spec.with_models(models.__getitem__)
         most = self._quotas.limit(tenant, "models")
         if len(set(spec.base_models)) > most:
             problems.append(
@@ -588,15 +588,6 @@ def with_defaults(spec: JobSpec) -> dict[str, Any]:
         options = find(spec.environment.id).check(spec.environment.options)
         shown["environment"] |= options.model_dump(mode="json", exclude_none=True)
     return shown
-
-
-def _on_models(spec: JobSpec, names: Mapping[str, str]) -> JobSpec:
-    """The job with the canonical names of its base models."""
-    policies = {
-        name: policy.model_copy(update={"base_model": names[policy.base_model]}) if policy.base_model else policy
-        for name, policy in spec.policies.items()
-    }
-    return spec.model_copy(update={"base_model": names[spec.base_model], "policies": policies})
 
 
 async def _whole(content: bytes) -> AsyncIterator[bytes]:

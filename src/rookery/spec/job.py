@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -340,6 +340,14 @@ class JobSpec(StrictModel):
                 known = {field: value for field, value in given.items() if value is not None}
                 parts[part] = getattr(self, part).model_copy(update=known)
         return self.model_copy(update=parts)
+
+    def with_models(self, name: Callable[[str], str]) -> JobSpec:
+        """The job with the base model ``name(model)`` in place of each ``model``."""
+        policies = {
+            policy: about.model_copy(update={"base_model": name(about.base_model)}) if about.base_model else about
+            for policy, about in self.policies.items()
+        }
+        return self.model_copy(update={"base_model": name(self.base_model), "policies": policies})
 
     def with_epochs(self, prompts: int) -> JobSpec:
         """The job with ``stop.steps`` for its epochs of so many training prompts, for each policy by the groups that it

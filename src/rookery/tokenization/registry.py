@@ -338,8 +338,8 @@ def prepared_models(cache: Path) -> list[str]:
     return [str(mark["name"]) for mark in marks if mark.get("name", "").lower() not in CATALOGUE]
 
 
-def _canonical(name: str) -> str:
-    """The catalogue's name of one of its models; any other name as it is."""
+def canonical(name: str) -> str:
+    """The catalogue's name of one of its models, however ``name`` spells it; any other name as it is."""
     known = CATALOGUE.get(name.lower()) or _BY_HUB_ID.get(name.lower())
     return known.name if known else name
 
@@ -347,7 +347,7 @@ def _canonical(name: str) -> str:
 def is_other_base(cache: Path, recorded: str, model: str) -> bool:
     """Whether an adapter that was trained on ``recorded`` is certainly none of ``model``. A name that is neither in the
     catalogue nor prepared here may mean any model, and so may a folder that is not prepared."""
-    trained, asked = _canonical(recorded), _canonical(model)
+    trained, asked = canonical(recorded), canonical(model)
     if trained == asked or trained not in (*CATALOGUE, *prepared_models(cache)):
         return False
     hashes = {status(cache, trained).hash, status(cache, asked).hash}

@@ -68,6 +68,15 @@ async def test_a_worker_for_lower_ranks_than_the_jobs_is_refused(room: Room) -> 
     assert room.fleet.all()[0].note.startswith("refused: its adapters have at most rank 32")
 
 
+@pytest.mark.parametrize(
+    "spelt", ["smollm2-135m-instruct", "SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"]
+)
+async def test_a_worker_serves_its_base_model_under_the_name_that_jobs_have(room: Room, spelt: str) -> None:
+    await room.worker(model=spelt).join()
+    assert [worker.name for worker in room.fleet.serving("train", MODEL)] == ["worker"]
+    assert room.fleet.missing("train", MODEL).endswith("(worker is serving)")
+
+
 async def test_two_processes_with_one_name_both_work(room: Room) -> None:
     one = await room.worker(instance="aaaaaaaa").join()
     two = await room.worker(instance="bbbbbbbb").join()

@@ -44,6 +44,7 @@ from rookery.errors import without_paths
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
 from rookery.telemetry.spans import TraceSpan
+from rookery.tokenization.registry import canonical
 
 log = logging.getLogger("rookery.controller.fleet.fleet")
 
@@ -205,6 +206,8 @@ class Fleet:
         )
 
     async def _register(self, reads: protocol.ReadKey, hello: Any, connection: Connection) -> Worker:
+        if isinstance(hello, protocol.Hello):
+            hello.model = canonical(hello.model)  # jobs have that name, however a worker's command spells it
         try:
             self._check(hello)
         except RegistrationRefused as refusal:
