@@ -200,6 +200,8 @@ def test_each_trained_policy_of_a_job_is_planned(files: tuple[str, str], capsys:
     frozen = {"judge": {"train": False, "base": True}, "solver": {"algorithm": {"max_staleness": 2}}}
     [demand] = demands_of(parse_job({**JOB, "policies": frozen}), None, 0.5, 64, 0.0)
     assert (demand.name, demand.staleness, demand.turns, demand.policies, demand.replies) == ("sums", 2, 2, 1, 32)
+    [demand] = demands_of(parse_job({**JOB, "policies": frozen}), None, 0.5, 64, 10.0)
+    assert demand.environment * demand.turns == 10.0, "of an episode"
     several = {"solver": {}, "verifier": {}, "judge": {"train": False, "base": True}}
     Path(job).write_text(yaml.safe_dump({**JOB, "policies": several}))
     found = demands_of(parse_job({**JOB, "policies": several}), None, 0.5, 64, 0.0)

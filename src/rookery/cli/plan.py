@@ -228,7 +228,7 @@ def demands_of(
                 median_tokens=reply_tokens if reply_tokens is not None else max(1.0, one.sampling.max_tokens / 2),
                 sigma=sigma,
                 max_tokens=one.sampling.max_tokens,
-                environment=environment,
+                environment=environment / len(spec.policies),  # of each reply
                 staleness=algorithm.max_staleness,
                 micro_batch=algorithm.micro_batch,
                 trainers=policy.trainers,
