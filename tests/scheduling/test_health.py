@@ -18,6 +18,7 @@ from rookery.scheduling.health import (
     RecentEpisode,
     advice_lines,
     alarms,
+    several,
 )
 
 
@@ -136,3 +137,16 @@ def test_advice_of_several_policies_is_by_the_steps_and_sampling_of_each() -> No
     (line,) = advice_lines(rows, {"sampling": {"max_tokens": 8}, "policies": policies})
     assert line.startswith("verifier: length_max 4")
     assert advice_lines(rows, {"sampling": {"max_tokens": 4}})[0].startswith("length_max 4")
+    alone = {"main": {"sampling": {"max_tokens": 8}}}
+    assert advice_lines([row(step, turns_mean=1, length_max=6) for step in STEPS], {
+        "sampling": {"max_tokens": 4}, "policies": alone,
+    }) == []  # fmt: skip
+
+
+def test_steps_without_a_name_are_of_the_only_policy_that_trains() -> None:
+    spec = {"sampling": {"max_tokens": 4}, "policies": {"judge": {"train": False}, "main": {}}}
+    rows = [row(step, zero_variance_share=1.0, turns_mean=1, length_max=4) for step in STEPS]
+    (found,) = alarms(replace(HEALTHY, policies=several(spec), rows=rows, episodes=[], evaluations=[]))
+    assert (found.name, found.policy) == ("dead reward", "main")
+    (line,) = advice_lines(rows, spec)
+    assert line.startswith("main: length_max 4")

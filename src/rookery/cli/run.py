@@ -186,8 +186,9 @@ def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str) -> int:
 
 def _summary(job: Job, view: Record, adapter: Path | None) -> None:
     show(job_line(view))
+    several = len(view.spec.policies) > 1
     for row in job.evaluations():
-        line = f"version {row.version}: {evaluation_text(row)}"
+        line = f"{row.policy + ' ' if several else ''}version {row.version}: {evaluation_text(row)}"
         show(line + (f"; the best constant reply earns {row.constant['reward']:.3f}" if row.constant else ""))
     if view.state == "completed" and adapter is not None:
         show(f"adapter: {adapter}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rookery.scheduling.health import ADVICE_STEPS, advice, known, several
+from rookery.scheduling.health import ADVICE_STEPS, advice, known, policy_of, several
 
 Row = Mapping[str, Any]
 
@@ -119,7 +119,7 @@ class StepLines:
     def of(self, row: Row, spec: Mapping[str, Any]) -> Iterator[str]:
         """The line of a step, after the header where it is due, and advice that was not given yet."""
         values = {**row, "tokens/s": tokens_per_second(row, self._before)}
-        self._before, policy = row, row.get("policy", "")
+        self._before, policy = row, policy_of(row, spec)
         recent = self._recent[policy] = [*self._recent[policy], row][-ADVICE_STEPS:]
         every = ROW_COLUMNS if _on_rows(row) else STEP_COLUMNS
         if self._columns is None and self._width is not None:

@@ -95,7 +95,7 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
             mine = [row for row in rows if row.get("policy") == name]
             values = [row.get(metric) for row in mine]
             if any(_known(value) for value in values):
-                whose = f" of {text(name)}" if several else ""
+                whose = f" of {text(name)}" if name else ""  # where several train
                 yield f"<figure><figcaption><b>{title}{whose}</b> <span class=muted>{unit}</span></figcaption>"
                 yield chart([row["step"] for row in mine], values) + "</figure>"
     yield "</div>"

@@ -177,7 +177,8 @@ class JobQueries:
             return view
         found = await self._store.read(version_rows.steps_of_versions, job.tenant, job.id, view.name, [view.version])
         row = finite(found.get(view.version, {}))
-        figures = {"step": row.get("policy_step"), "reward": row.get("reward"), "loss": row.get("loss"),
+        step = row.get("policy_step", row.get("step"))  # the job's where it alone trains
+        figures = {"step": step, "reward": row.get("reward"), "loss": row.get("loss"),
                    "staleness": row.get("staleness_mean")}  # fmt: skip
         return view.model_copy(update=figures)
 

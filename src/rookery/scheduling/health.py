@@ -117,7 +117,7 @@ def of_policy(job: JobHealth, policy: str) -> JobHealth:
     whole = job.counters.get(stale, 0) - sum(by_policy.values())  # dropped before any policy had its part
     return replace(
         job,
-        rows=[row for row in job.rows if row.get("policy") == policy],
+        rows=_rows_of(job.rows, policy),
         evaluations=[row for row in job.evaluations if row.get("policy") == policy],
         episodes=[_episode_of(episode, policy) for episode in job.episodes if policy in episode.speakers],
         counters={**job.counters, stale: whole + by_policy.get(f"{stale}/{policy}", 0)},
@@ -257,17 +257,27 @@ def several(spec: Mapping[str, Any]) -> list[str]:
     return [name for name, about in policies.items() if about.get("train", True)] if len(policies) > 1 else []
 
 
+def policy_of(row: Row, spec: Mapping[str, Any]) -> str:
+    """The policy that took a step of a stored job, where the job has several. A row names it where several train."""
+    return row.get("policy") or next(iter(several(spec)), "")
+
+
+def _rows_of(rows: Sequence[Row], policy: str) -> list[Row]:
+    """The steps of one of several policies; one whose row names none is of the only one that trains."""
+    return [row for row in rows if row.get("policy", policy) == policy]
+
+
 def advice_lines(rows: Sequence[Row], spec: Mapping[str, Any]) -> list[str]:
     """The advice about each policy of a job, under its name where there are several."""
     names = several(spec)
     if not names:
         return list(advice(rows, spec).values())
-    by_policy = {name: [row for row in rows if row.get("policy") == name] for name in names}
+    by_policy = {name: _rows_of(rows, name) for name in names}
     return [f"{name}: {line}" for name, mine in by_policy.items() for line in advice(mine, spec, name).values()]
 
 
 def advice(rows: Sequence[Row], spec: Mapping[str, Any], policy: str = "") -> dict[str, str]:
-    """The findings in the newest steps of a job, or of one of its policies, by metric: the table of
+    """The findings in the newest steps of a job with one policy, or of one of several, by metric: the table of
     ``docs/quickstart.md``."""
     last, found = rows[-1:], rows[-ADVICE_STEPS:]
     given: dict[str, str] = {}
@@ -279,7 +289,8 @@ def advice(rows: Sequence[Row], spec: Mapping[str, Any], policy: str = "") -> di
     def all_of(metric: str, test: Callable[[float], bool]) -> bool:
         return all(known(row.get(metric)) and test(row[metric]) for row in found)
 
-    own = ((spec.get("policies") or {}).get(policy) or {}).get("sampling") or {}
+    policies = spec.get("policies") or {}
+    own = policies.get(policy or next(iter(policies), ""), {}).get("sampling") or {}
     most = own.get("max_tokens") or spec.get("sampling", {}).get("max_tokens")
     if most is not None and all(row.get("turns_mean") == 1 and row.get("length_max", 0) >= most for row in found):
         given["length_max"] = (

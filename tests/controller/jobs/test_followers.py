@@ -77,9 +77,9 @@ async def test_follower_plays_the_version_of_the_last_multiple_and_learns_nothin
     job = await submit(service, **JOB)
     view = await service.ends(job)
     assert view.reason == "5 steps" and (view.step, view.steps) == (5, 5)
-    assert [(policy.name, policy.version, policy.follows) for policy in view.policies] == [
-        ("player", 5, ""),
-        ("opponent", 5, "player"),  # the job is over: version 4 is deleted
+    assert [(policy.name, policy.version, policy.follows, policy.step) for policy in view.policies] == [
+        ("player", 5, "", 5),
+        ("opponent", 5, "player", None),  # the job is over: version 4 is deleted
     ]
     seen = set()
     for result in results(service, job).values():
@@ -135,10 +135,12 @@ async def test_a_published_version_does_not_change_a_follower_in_its_reply(servi
     changes = JOB | {"algorithm": {"group_size": 2, "groups_per_step": 1, "max_staleness": 3, "in_flight": in_flight}}
     job = await submit(service, **changes | {"stop__steps": 12})
     await service.ends(job)
-    for _, row in service.database.read(jobs.recent_episodes, "alice", job, 100):
-        for turn in decode_turns(row.turns):
-            if turn.policy == "opponent":
-                assert len(set(turn.versions)) <= 1 and all(version % EVERY == 0 for version in turn.versions)
+    met: dict[str, set[int]] = {}
+    for group, row in service.database.read(jobs.recent_episodes, "alice", job, 100):
+        turns = [turn for turn in decode_turns(row.turns) if turn.policy == "opponent"]
+        met.setdefault(group.id, set()).update(version for turn in turns for version in turn.versions)
+    assert all(len(versions) == 1 and versions <= {0, 2, 4, 6, 8, 10, 12} for versions in met.values()), met
+    assert len(set().union(*met.values())) > 1
 
 
 @pytest.mark.parametrize("after", [True, False])

@@ -75,9 +75,9 @@ class _Sequence:
 @dataclass
 class Episode:
     """An episode of ``job`` for ``prompt`` under the versions ``refs`` of its policies (None: the base model), which
-    the caller keeps available; with another ``in_flight`` than ``finish``, each reply begins with the newest version.
-    With ``row``, turns are stored there and
-    the turns stored earlier are taken up; without, a second attempt starts with a new environment."""
+    the caller keeps available; with another ``in_flight`` than ``finish``, each reply of a policy that trains begins
+    with its newest version. With ``row``, turns are stored there and the turns stored earlier are taken up; without, a
+    second attempt starts with a new environment."""
 
     job: JobContext
     id: str
@@ -418,9 +418,9 @@ class Episode:
 
     def _version(self, policy: JobPolicy) -> AbstractContextManager[protocol.AdapterRef | None]:
         """The version that the policy's next reply begins with; it stays available within."""
-        if self.in_flight == "finish" or policy.versions is None:
+        if self.in_flight == "finish" or not policy.about.train:
             return nullcontext(self.refs[policy.name])
-        assert policy.newest is not None
+        assert policy.versions is not None and policy.newest is not None
         return policy.versions.pinned(policy.newest.version)
 
     async def sample(

@@ -4,8 +4,8 @@
 * A group of which fewer than two members survive is replaced.
 * Only failures of episodes that began in this run can pause the job. An episode of an earlier run may report a failure
   from before its cause was repaired: its group is replaced, nothing more.
-* Retention keeps a version while a group finishes on it. A group that does not finish on its version continues with the
-  newest one, also after a restart.
+* Retention keeps a version while a group finishes on it. Where ``in_flight`` says so, a group continues with the newest
+  version of each policy that trains, also after a restart; policies that follow one finish on their version.
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ class Groups:
     def _resume_version(self, group: GroupRow, name: str, head: int) -> int | None:
         """The version of a policy with which a group of an earlier run continues: its own, or the ``head`` if it may
         change. If its own was lost it begins on the head, unless tokens of a lost version were sampled: then None."""
-        versions, first = self._job.policies[name].versions, self._job.first.name
+        policy, first = self._job.policies[name], self._job.first.name
+        versions = policy.versions
         assert versions is not None
-        if self._in_flight != "finish":
+        if self._in_flight != "finish" and policy.about.train:
             turns = [turn for episode in group.episodes for turn in decode_turns(episode.turns)]
             mine = [turn for turn in turns if (turn.policy or first) == name]
             return None if any(versions.lost().intersection(turn.versions) for turn in mine) else head
@@ -164,8 +165,12 @@ class Groups:
 
     def _start(self, tasks: TaskGroup, group: GroupRow, versions: Mapping[str, int]) -> None:
         pin = ExitStack()  # entered now, not when the task first runs
-        if self._in_flight == "finish":
-            pin.enter_context(self._job.pinned(versions))
+        stay = {
+            name: version
+            for name, version in versions.items()
+            if self._in_flight == "finish" or not self._job.policies[name].about.train
+        }
+        pin.enter_context(self._job.pinned(stay))
         task = tasks.create_task(self._run(group, self._job.refs(versions)))
         self._running[task] = None
         task.add_done_callback(self._ended)
