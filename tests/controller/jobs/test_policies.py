@@ -14,6 +14,7 @@ from tests.support.peers import ADAPTER, MODEL, ScriptedWorker, Service, job_of,
 
 from rookery import protocol
 from rookery.aio import Signal
+from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.jobs.buffer import GroupBuffer
 from rookery.controller.jobs.registry import STEPS_UNKNOWN
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory, episode_result_decoder
@@ -222,6 +223,27 @@ async def test_an_unfit_name_or_reward_fails_the_episode(service: Service, answe
     view = await service.ends(job, "paused")
     assert says in view.reason and "\n" not in view.reason
     assert view.counters["episodes_failed"] > 0
+
+
+async def test_a_reply_that_leaves_its_judge_no_room_counts_as_unjudged(service: Service) -> None:
+    """With the reward that it has, 0."""
+
+    def script(message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any] | None:
+        if isinstance(message, protocol.Reset):
+            return None
+        if message.turn == 1:
+            return {"done": True, "reward": 1.0, "metrics": {"unjudged": 0.0}}
+        return {"messages": [user_message("x" * (600 if len(message.text) % 2 else 6))], "policy": "judge"}
+
+    await service.worker().join()
+    await service.host(owner=SERVICE, environments={"builtin:jsonl": True}, script=script).join()
+    verifier = {"name": "judge", "policy": "judge"}
+    rows = {"id": "jsonl", "rows": [{"prompt": str(number)} for number in range(9)], "verifier": verifier}
+    job = await submit(service, environment=rows, policies={"main": {}, "judge": {"train": False, "base": True}})
+    await service.ends(job)
+    found = [(row.reward, row.metrics) for _, row in service.database.read(jobs.recent_episodes, "alice", job, 100)]
+    assert (0.0, {"unjudged": 1.0}) in found and (1.0, {"unjudged": 0.0}) in found
+    assert all(metrics == {"unjudged": 1.0 - reward} for reward, metrics in found if reward is not None)
 
 
 async def test_a_policy_without_replies_gets_no_group(service: Service) -> None:

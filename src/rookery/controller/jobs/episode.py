@@ -318,6 +318,8 @@ class Episode:
                 break
             if not observation.messages and not observation.tokens:
                 raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
+        if finish != "done" and observation.policy and observation.policy == job.spec.environment.judge:
+            metrics["unjudged"] = 1.0  # the judge was asked, and has no room or no turn for its answer
         for name in rewards:
             if name not in speakers:
                 raise EpisodeFailed(

@@ -534,8 +534,8 @@ class Judge(AnyVerifier):
     its last score as `8/10` or as `Score: 8` before an explanation, unless a number after a colon or alone on a line
     ends the answer, else the last number in it, divided by `scale`. An answer whose number is not from 0 to `scale`, or
     without one, is 0 and counts in the metric `unjudged`; so does an answer that `max_tokens` ended, unless it has such
-    a score. A frozen policy judges alike for the whole job: `policies: {main: {}, judge: {train: false, base: true}}`.
-    """
+    a score, and a reply that leaves a judging policy no room in its context or no turn. A frozen policy judges alike
+    for the whole job: `policies: {main: {}, judge: {train: false, base: true}}`."""
 
     name: Literal["judge"] = "judge"
     policy: Name | None = None
