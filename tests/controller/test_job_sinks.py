@@ -159,6 +159,25 @@ def test_a_job_is_a_run_with_metrics_evaluations_params_and_its_end(client: http
     assert stub.keys == {None}
 
 
+def test_figures_of_several_policies_are_at_the_steps_of_the_job(client: httpx.Client, stub: Stub) -> None:
+    policies = {"solver": {"rank": 4, "targets": ["q"]}, "rater": {"rank": 4, "targets": ["q"]}}
+    environment = {**job()["environment"], "verifier": {"name": "judge", "policy": "rater"}}
+    id = submitted(
+        client, policies=policies, environment=environment, evaluation={"prompts": 2, "every": 1},
+        sinks=[{"url": stub.url}],
+    )  # fmt: skip
+    assert end_of(client, id)[1]["state"] == "completed"
+    run = until(lambda: stub.run_of(id))
+    steps = {(name, 0): 0 for name in policies}
+    for row in client.get(f"/api/v1/jobs/{id}/metrics").json():
+        steps[row["policy"], row["version"]] = row["step"]
+    found = {(key, step): value for key, step, value, _ in run["metrics"] if key.endswith("evaluation/mean")}
+    evaluations = client.get(f"/api/v1/jobs/{id}/evaluations").json()
+    assert len(evaluations) == 6 and found == {
+        (f"{one['policy']}/evaluation/mean", steps[one["policy"], one["version"]]): one["mean"] for one in evaluations
+    }
+
+
 def test_a_sink_that_does_not_answer_delays_no_job(client: httpx.Client, stub: Stub) -> None:
     stub.answers.clear()
     try:

@@ -429,17 +429,19 @@ class _Sending:
         if not new:
             return
         names = {policy.id: policy.name for policy in await store.read(jobs.policies, tenant, job)}
-        steps = {
-            (policy, version.version): version.step
-            for policy in sorted({one.policy for one in new})
-            for version in await store.read(versions.versions, tenant, policy)
-        }
+        steps = dict[tuple[str, int], int]()
+        for policy in sorted({one.policy for one in new}):
+            of_policy = [one.version for one in new if one.policy == policy]
+            rows = await store.read(versions.steps_of_versions, tenant, job, names[policy], of_policy)
+            steps |= {(policy, 0): 0} | {(policy, version): row["step"] for version, row in rows.items()}
+        several = sum(about.get("train", True) for about in self._row.spec["policies"].values()) > 1
         for one in new:
-            step = steps.get((one.policy, one.version), one.version)
+            step = steps.get((one.policy, one.version))
+            if step is None:  # the job was rolled back from it
+                continue
             if step > max(self._sent, 0):  # the sink's last step says which steps it has
                 continue
-            prefix = f"{names[one.policy]}/" if len(names) > 1 else ""
-            await run.write(_evaluation(one, prefix, step))
+            await run.write(_evaluation(one, f"{names[one.policy]}/" if several else "", step))
             self._evaluated.add((one.policy, one.version))
 
 
