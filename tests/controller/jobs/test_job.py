@@ -1102,6 +1102,49 @@ async def test_warm_start_source_is_kept_until_it_is_read(service: Service) -> N
     assert not world.rooms.collector.pins and not world.rooms.collector.deferred
 
 
+async def test_a_commit_that_fails_counts_nothing(service: Service) -> None:
+    await service.join(script=lambda call: None if isinstance(call, protocol.Reset) else {"done": True, "reward": 1.0})
+    failed = list[int]()
+
+    def fail_once(real: Any, *arguments: Any, **named: Any) -> Any:
+        if named["metrics"] and not failed:
+            failed.append(named["step"])
+            raise Unavailable("the database is away")
+        return real(*arguments, **named)
+
+    service.database.intercept("commit_step", fail_once)
+    job = await run(service)
+    assert "zero_variance_groups" not in (await service.ends(job, "paused")).counters
+    await service.controller.resume("alice", job)
+    assert (await service.ends(job)).counters["zero_variance_groups"] == 4 and failed == [1]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+async def test_a_waiting_job_keeps_the_weights_from_which_it_begins(service: Service, begins: bool) -> None:
+    """Though its source commits, retires the version and is deleted meanwhile; until the job has begun or ended."""
+    await service.join()
+    source = await run(service, stop__steps=2)
+    await service.ends(source)
+    policy, found = service.database.read(policies, "alice", source)[0], service.check_history(source)[2]
+    content = service.artifacts.path(found.hash, ADAPTER).read_bytes()
+    await service.controller.limit_tenant("alice", {"jobs": 0})
+    job = await run(service, policies={"main": {"warm_start": {"job": source}}}, stop__steps=1)
+    with service.database.writing() as connection:  # as a later version would leave it
+        connection.execute(update(models.PolicyRow).filter_by(id=policy.id).values(head_version=1))
+    collector = service.controller.context.rooms.collector
+    await collector.delete_unnamed(version_rows.retire_version, policy.id, 2)
+    await service.controller.delete_job("alice", source)
+    assert found.hash in service.artifacts.hashes()
+    if begins:
+        await service.controller.limit_tenant("alice", {"jobs": None})
+        await service.ends(job)
+        zero = service.check_history(job)[0]
+        assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == content
+    else:
+        await service.controller.cancel("alice", job)
+    assert found.hash not in {*service.artifacts.hashes()} - {one.hash for one in service.check_history(job)}
+
+
 async def test_a_host_serves_its_owner_only(service: Service) -> None:
     await service.join(owner="bob", instance="bobs")
     job = await run(service, environment__return_timeout=0.05)

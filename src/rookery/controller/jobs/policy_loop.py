@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,12 +45,18 @@ class _UncommittedStep:
 
 
 def commit_of(
-    job: JobContext, rng: dict[str, Any], groups: Sequence[str] = (), metrics: Sequence[dict[str, Any]] = ()
+    job: JobContext,
+    rng: dict[str, Any],
+    groups: Sequence[str] = (),
+    metrics: Sequence[dict[str, Any]] = (),
+    counted: Mapping[str, int] | None = None,
 ) -> Callable[..., Awaitable[Any]]:
     """The transaction that commits a version of a policy, with the groups that its steps consumed and the row of
-    ``metrics`` of each of these steps."""
+    ``metrics`` of each of these steps, and adds ``counted`` to the job's counters."""
+    counters = Counter(job.progress.counters)
+    counters.update(counted or {})
     values: dict[str, Any] = {
-        "job": job.row.id, "groups": groups, "metrics": metrics, "rng": rng, "counters": dict(job.progress.counters),
+        "job": job.row.id, "groups": groups, "metrics": metrics, "rng": rng, "counters": dict(counters),
         "job_step": job.committed_steps + len(metrics) if len(job.trained) > 1 else None,
     }  # fmt: skip
     return lambda **more: job.controller.store.write(commit_step, **values, **more)
@@ -228,18 +235,21 @@ class PolicyLoop:
     async def _commit(self, manifest: protocol.Manifest) -> None:
         """Make the steps taken so far durable as one version, with the groups that they consumed."""
         began = self._controller.clock.monotonic()
-        counters, steps = self._job.progress.counters, self._uncommitted
-        for step in steps:  # not earlier: a crash takes uncommitted steps back
-            counters["zero_variance_groups"] += sum(not group.has_variance for group in step.groups)
-            counters["steps_skipped"] += int(step.metrics.get("skipped", 0))
-        consumed = [group.id for step in steps for group in step.groups]
-        async with self._job.progress.committing:
+        progress, steps = self._job.progress, self._uncommitted
+        groups = [group for step in steps for group in step.groups]
+        counted = {
+            "zero_variance_groups": sum(not group.has_variance for group in groups),
+            "steps_skipped": sum(int(step.metrics.get("skipped", 0)) for step in steps),
+        }
+        async with progress.committing:
             if self._several:
-                for number, step in enumerate(steps, self._job.progress.committed + 1):
+                for number, step in enumerate(steps, progress.committed + 1):
                     step.metrics |= {"step": number, "policy": self.policy.name, "policy_step": step.metrics["step"]}
-            write = commit_of(self._job, self._rng(), consumed, [step.metrics for step in steps])
+            rows = [step.metrics for step in steps]
+            write = commit_of(self._job, self._rng(), [group.id for group in groups], rows, counted)
             await self._run.commit(write, manifest)
-            self._job.progress.committed += len(steps)
+            progress.counters.update(counted)  # not earlier: a commit that fails, or a crash, takes the steps back
+            progress.committed += len(steps)
         seconds = self._controller.clock.monotonic() - began
         for step in steps:  # each has its share of the one commit
             step.metrics = {**step.metrics, "seconds/commit": seconds / len(steps)}
