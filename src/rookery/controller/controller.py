@@ -87,6 +87,7 @@ from rookery.spec.parsing import SpecError, repeats
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, tenants
+from rookery.storage.repositories import versions as version_rows
 from rookery.storage.store import Store, Writer
 from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
@@ -573,7 +574,9 @@ class Controller:
             self.retries.progress(row.id)
             context.rooms.rollouts.close_job(row.id)
             context.rooms.hosts.close_job(row.id)
-            with suppress(StorageFull, Unavailable):  # the end of the next job tries again
+            with suppress(StorageFull, Unavailable):  # the end of the next job, or the next start, tries again
+                if any(about.get("warm_start") for about in row.spec.get("policies", {}).values()):
+                    await context.rooms.collector.delete_unnamed(version_rows.unnamed_starts, row.id)
                 await context.store.write(jobs.drop_old_groups, row.tenant, context.settings.server.finished_jobs_keep)
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self.jobs.notify(row.id)

@@ -184,8 +184,8 @@ class JobValidator:
                 id=services.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank,
                 alpha=policy.scale_alpha, targets=[] if policy.full else list(policy.targets),
             )  # fmt: skip
-            await self.warm_start(tenant, spec.of_policy(name), new)
-            rows.append(new)
+            start = await self.warm_start(tenant, spec.of_policy(name), new)
+            rows.append(replace(new, warm_start=start.hash if start is not None else None))
         return spec, rows, [*spec_warnings(spec), *split_warnings(spec, sizes)]
 
     async def _judge_problems(self, tenant: str, spec: JobSpec, served: Collection[str]) -> list[str]:
@@ -306,7 +306,8 @@ class JobValidator:
         return {**tool, "index": str(await self._stored("environment.tools.index", digest, DATASET))}
 
     async def warm_start(self, tenant: str, spec: JobSpec, policy: PolicyRow) -> protocol.AdapterRef | None:
-        """The reference to the weights to start from, None for a new adapter. Raises :class:`SpecError`."""
+        """The reference to the weights to start from, None for a new adapter: those that ``policy`` has noted, where
+        its job was submitted before. Raises :class:`SpecError`."""
         services = self._services
         name, asked = spec.policy
         start = asked.warm_start
@@ -314,7 +315,9 @@ class JobValidator:
             return None
         where = f"policies.{name}.warm_start"
         try:
-            if start.upload is not None:
+            if policy.warm_start is not None:
+                digest = policy.warm_start
+            elif start.upload is not None:
                 digest = (await services.store.read(tenants.get_upload, tenant, "adapter", start.upload)).hash
             else:
                 assert start.job is not None

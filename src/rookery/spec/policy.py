@@ -262,7 +262,8 @@ class WarmStart(StrictModel):
     policy: Name = "main"
     """With `job`: a policy of that job."""
     version: int | None = Field(None, ge=0, lt=2**63)
-    """With `job`: which version, if it is still kept; the newest when absent."""
+    """With `job`: which version, if it is still kept; the newest when absent. It is found when the job is submitted,
+    and kept until the job has begun, however long it waits."""
     peft: Line | None = None
     """A PEFT folder on your machine. The Python client and `rookery run` upload it and put `upload` in its place; over
     plain HTTP it is refused."""

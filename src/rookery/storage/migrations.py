@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Column, Connection, Text, inspect, text
 
 from rookery.storage.models import Base, MetaRow
 
@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 INITIAL = "0001"
 """The first revision. A database from before it has no revision, and is refused."""
 
+
+def _warm_start_of_policies(op: Operations) -> None:
+    op.add_column("policies", Column("warm_start", Text))
+
+
 REVISIONS: dict[str, Callable[[Operations], None]] = {
-    # "0002": _name_of_the_change,
+    "0002": _warm_start_of_policies,
 }
 """The change that leads to each later revision, in order."""
 

@@ -148,6 +148,8 @@ class PolicyRow(OwnedRow, kw_only=True):
     targets: Mapped[list[str]]
     head_version: Mapped[int | None] = mapped_column(default=None)
     """The newest committed version that is intact; None before version 0."""
+    warm_start: Mapped[str | None] = mapped_column(default=None)
+    """The hash of the adapter from which it begins, found at its job's submission; None for a new adapter."""
     lease: Mapped[int] = mapped_column(default=0)
     """The epoch under which training operations may commit; 0 is never issued."""
 

@@ -93,6 +93,24 @@ async def test_a_job_waits_for_a_worker_of_each_base_model(service: Service) -> 
     await eventually(waits)
 
 
+async def test_a_frozen_version_of_another_job_needs_no_worker_that_trains(service: Service) -> None:
+    workers = await two_workers(service)
+    service.peers[-1].script = None
+    source = await submit(
+        service, policies={"main": {"rank": 8, "base_model": OTHER}}, environment={"hosted": "task"}, stop__steps=1
+    )
+    await service.ends(source)
+    service.peers[-1].script = debate
+    await workers[OTHER].die()
+    only = await service.worker("only", model=OTHER, model_hash="o", roles=["rollout"]).join()
+    frozen = {"rank": 8, "base_model": OTHER, "train": False, "warm_start": {"job": source}}
+    job = await submit(service, policies={"solver": {"rank": 4}, "verifier": frozen})
+    await service.ends(job)
+    (version,) = chain(service, job, "verifier")
+    assert version.hash == chain(service, source, "main")[-1].hash
+    assert {(one.adapter.hash, one.adapter.version) for one in only.generates} == {(version.hash, 0)}
+
+
 async def test_a_target_names_the_base_model_of_its_policy(service: Service) -> None:
     await two_workers(service)
     judge = {"train": False, "base": True, "base_model": OTHER}

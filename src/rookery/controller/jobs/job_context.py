@@ -71,6 +71,8 @@ class Progress:
         self.staleness: float | None = None
         self._training = 0
         """Policies for which the trainer computes."""
+        self._creating: list[str] = []
+        """The base models of policies whose first version is being created."""
         self._context = context
         self._on_metrics = on_metrics
         self._row = row
@@ -162,6 +164,15 @@ class Progress:
             self._training -= 1
 
     @contextmanager
+    def creating(self, model: str) -> Iterator[None]:
+        """The first version of a policy on ``model`` is created within, by a worker that trains."""
+        self._creating.append(model)
+        try:
+            yield
+        finally:
+            self._creating.remove(model)
+
+    @contextmanager
     def waiting_for(self, stage: Literal["engine", "environment"]) -> Iterator[None]:
         """An episode waits for it within."""
         self._stages[stage] += 1
@@ -195,7 +206,8 @@ class Progress:
 
     def waits_for(self) -> str:
         """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
-        fleet, trains = self._context.rooms.fleet, {self._spec.base_model_of(name) for name in self._spec.trained}
+        fleet = self._context.rooms.fleet
+        trains = {*map(self._spec.base_model_of, self._spec.trained), *self._creating}
         for model in self._spec.base_models:
             roles = [*([] if self._spec.algorithm.on_rows else ["rollout"]), *(["train"] if model in trains else [])]
             if not all(fleet.serving(role, model) for role in roles):
@@ -254,6 +266,13 @@ class JobPolicy:
     def asynchronous(self) -> bool:
         """Whether its rollouts and its training overlap."""
         return self.spec.algorithm.max_staleness > 0 and not self.spec.algorithm.on_rows
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether its version 0 is the artifact itself from which it begins. An uploaded folder becomes one of this
+        service's by the work of a trainer, and training adds an optimizer's state."""
+        start = self.about.warm_start
+        return not self.about.train and start is not None and start.job is not None
 
     @property
     def newest(self) -> VersionRow | None:

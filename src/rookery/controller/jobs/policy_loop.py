@@ -29,7 +29,7 @@ from rookery.controller.jobs.step import (
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.scheduling.job_rules import admission_budget
 from rookery.storage.repositories import jobs
-from rookery.storage.repositories.versions import commit_step, save_step
+from rookery.storage.repositories.versions import commit_step, save_step, unnamed
 
 log = logging.getLogger("rookery.controller.jobs.job")
 
@@ -64,12 +64,18 @@ def commit_of(
 
 async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, rng: dict[str, Any]) -> None:
     """Load the versions of ``policy``, or create and commit the first one."""
-    versions, source = run.versions, policy.warm_start
+    versions, source, collector = run.versions, policy.warm_start, job.controller.rooms.collector
     for line in await versions.load_intact():
         await job.progress.add_event("corrupt", line)
     if versions.head is None:
-        async with job.controller.rooms.collector.pin(source):  # the wait for a worker may be long
-            await run.create(commit_of(job, rng), policy.about.seed, source)
+        async with collector.pin(source):  # the wait for a worker may be long
+            if source is not None and policy.keeps_start:
+                await run.copy(commit_of(job, rng), source.hash)
+            else:
+                with job.progress.creating(policy.model):
+                    await run.create(commit_of(job, rng), policy.about.seed, source)
+        if source is not None:
+            await collector.delete_unnamed(unnamed, source.hash)  # the policy named it until now
     job.controller.rooms.weights.publish(policy.model, run.parent)
 
 

@@ -101,6 +101,13 @@ class PolicyRun:
         """Commit version 0: random weights from ``seed``, or those of ``source``."""
         return await self.commit(write, await self.trainer.init(seed, source))
 
+    async def copy(self, write: Callable[..., Awaitable[VersionRow]], digest: str) -> protocol.AdapterRef:
+        """Commit version 0: the stored artifact ``digest``, of another policy's version. Needs no worker. Raises
+        :class:`ArtifactMissing`."""
+        manifest = await self.versions.stored(digest)
+        await self.trainer.renew()
+        return await self.replace(write, manifest, uploaded=False)
+
     async def commit(
         self, write: Callable[..., Awaitable[VersionRow]], manifest: protocol.Manifest
     ) -> protocol.AdapterRef:

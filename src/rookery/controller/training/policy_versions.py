@@ -83,6 +83,13 @@ class PolicyVersions:
             except (NotFound, IncompleteArtifact) as error:
                 raise ArtifactMissing(f"version {head.version} of {self.row.name} is missing: {error}") from None
 
+    async def stored(self, digest: str) -> protocol.Manifest:
+        """The manifest of a stored artifact, whose bytes are read. Raises :class:`ArtifactMissing`."""
+        try:
+            return await self._services.store.transfer(self._services.artifacts.verify, digest)
+        except (NotFound, IncompleteArtifact, CorruptArtifact) as error:
+            raise ArtifactMissing(f"the weights from which {self.row.name} begins are missing: {error}") from None
+
     async def verify_followed(self) -> list[str]:
         """Read the bytes of the versions that the followers use. Where they are lost, later versions are taken. Returns
         a line for the user for each."""

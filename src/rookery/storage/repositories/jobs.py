@@ -54,7 +54,7 @@ from rookery.storage.models import (
     UsageRow,
     VersionRow,
 )
-from rookery.storage.repositories.versions import DROPPED, use_shared
+from rookery.storage.repositories.versions import DROPPED, is_live, use_shared
 
 _POLICIES = (
     select(PolicyRow)
@@ -121,11 +121,15 @@ def submit_job(
 ) -> tuple[JobRow, bool]:
     """Store a new job and its policies, with ``warnings`` in its log; returns it and True. If the tenant used this
     idempotency key before, returns that job as it is now and False (the caller compares the specs). Raises
-    :class:`NotFound` if the tenant was deleted while the job was checked."""
+    :class:`NotFound` if the tenant was deleted while the job was checked, :class:`Conflict` if an adapter from which a
+    policy begins was."""
     if connection.execute(select(TenantRow.deleted).filter_by(id=row.tenant)).scalar() is not None:
         raise NotFound(f"tenant {row.tenant} is deleted")
     stored, created = add_or_find(connection, row, tenant=row.tenant, idempotency_key=row.idempotency_key)
     if created and policies:
+        for policy in policies:
+            if policy.warm_start is not None and not is_live(connection, policy.warm_start):
+                raise Conflict(f"policies.{policy.name}.warm_start: its version was deleted just now; give another one")
         add(connection, *policies)
     if created and warnings:
         event = {"tenant": row.tenant, "job": row.id, "time": row.created, "kind": "warning"}

@@ -3,6 +3,7 @@
 * :func:`commit_step` is one transaction: version, hashes, consumed groups, steps, counters and random state become
   visible together or not at all. It is refused unless the committer holds the policy's lease, started from its head,
   and every group it trained on is ready: so a policy's versions are a chain, and no group is in two of them.
+* The adapter from which a policy begins is named from the submission of its job until version 0 is committed.
 * A job has a row in ``steps`` for every committed optimizer step and for no other.
 * A group on which several policies train is consumed at most once by each: ``uses`` says by which version.
 * Version numbers have no gaps and are never reused, even when a head's bytes turn out to be corrupt.
@@ -14,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, select, type_coerce, update
+from sqlalchemy import Connection, Select, bindparam, delete, func, select, type_coerce, update
 from sqlalchemy.orm import aliased
 
 from rookery.errors import Conflict, LeaseLost
 from rookery.protocol import Manifest
-from rookery.storage.columns import JsonPart, Page, add, fetch_all, fetch_one, get, page_of, paged
+from rookery.storage.columns import JsonPart, Page, add, fetch_all, fetch_one, get, page_of, paged, rows
 from rookery.storage.models import (
     CheckpointRow,
     EvaluationRow,
@@ -224,6 +225,12 @@ def unnamed(connection: Connection, digest: str) -> str | None:
     return None if digest and is_live(connection, digest) else digest or None
 
 
+def unnamed_starts(connection: Connection, job: str) -> list[str]:
+    """Of the adapters from which policies of a finished job were to begin, those that nothing names now."""
+    starts = rows(connection, PolicyRow, PolicyRow.head_version.is_(None), job=job)
+    return [policy.warm_start for policy in starts if policy.warm_start and not is_live(connection, policy.warm_start)]
+
+
 def names(connection: Connection, policy: str, digest: str) -> bool:
     """Whether anything names the artifact. Waits for a commit to ``policy`` whose outcome is not known: that holds the
     policy's row."""
@@ -232,9 +239,9 @@ def names(connection: Connection, policy: str, digest: str) -> bool:
 
 
 def live_hashes(connection: Connection) -> set[str]:
-    """Hashes of every artifact that must be kept: of versions, named checkpoints, samplers and uploads. All others were
-    written by a process that died before their commit."""
-    return {digest for query in _NAMING for digest in connection.execute(query).scalars()}
+    """Hashes of every artifact that must be kept: of versions, named checkpoints, samplers, uploads, and adapters from
+    which policies will begin. All others were written by a process that died before their commit."""
+    return {digest for query in _NAMING for digest in connection.execute(query).scalars() if digest is not None}
 
 
 def add_evaluation(
@@ -289,11 +296,14 @@ def last_evaluations(connection: Connection, tenant: str, job: str, after: int =
     return fetch_all(connection, EvaluationRow, query.order_by(EvaluationRow.policy))
 
 
-_NAMING = (
+_NAMING: tuple[Select[Any], ...] = (
     select(VersionRow.hash).where(VersionRow.kept.is_(True)),
     select(UploadRow.hash),
     select(CheckpointRow.hash),
     select(SamplerRow.hash).where(SamplerRow.kept.is_(True)),
+    select(PolicyRow.warm_start.label("hash"))
+    .join(JobRow, JobRow.id == PolicyRow.job)
+    .where(PolicyRow.warm_start.is_not(None), PolicyRow.head_version.is_(None), JobRow.finished.is_(None)),
 )
 """The hashes of the artifacts that must be kept."""
 
