@@ -178,6 +178,31 @@ async def test_every_follower_has_the_rows_that_are_stored_after_a_rollback(
     assert waits.rows == [] and waits.kinds == ["job", "job", "end"]
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+@pytest.mark.parametrize("last", [9, 10])
+async def test_deleted_rows_between_those_of_another_policy_are_replaced(last: int, noticed: bool) -> None:
+    stored = StoredSteps(last)
+    there, late = Reader(stored), Reader(stored, last)
+    await settle()
+    left = there.rows[:]
+    stored.steps += 1
+    renewed = float(stored.steps)
+    kept = [row for row in stored.rows if row["step"] not in (5, 7, 9)]
+    stored.rows = [{**row, "renewed": renewed} if row["step"] > 5 else row for row in kept]
+    stored.signal.notify()
+    if noticed:
+        await settle()
+    new, resumed = Reader(stored), Reader(stored, last, left)
+    stored.take(2)
+    await settle()
+    again = Reader(stored, stored.rows[-1]["step"], stored.rows[:])
+    stored.end()
+    await asyncio.gather(*(one.task for one in (there, late, new, resumed, again)))
+    for one in (there, new, resumed):
+        assert one.rows == stored.rows
+    assert late.rows == stored.rows[4:] and {*again.kinds} == {"job", "end"}
+
+
 async def test_a_follower_that_has_the_last_row_resumes_after_it() -> None:
     stored = StoredSteps(7)
     reader = Reader(stored, 5, stored.rows[:5])

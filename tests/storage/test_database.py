@@ -861,8 +861,10 @@ def test_a_rollback_takes_the_steps_of_its_policy_from_those_of_the_job(database
         take_step(database, "job", policy, lease, 0, 0, None, several=True)
     for number, (policy, step) in enumerate([("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 2)], 1):
         take_step(database, "job", policy, leases[policy], step, number, 1.0, several=True)
-    assert database.write(version_rows.rollback, "job-a", 3, "bad hash").version == 2
+    assert database.write(version_rows.rollback, "job-a", 3, "bad hash", 9.0).version == 2
     assert database.read(jobs.get_job, "alice", "job").step == 4
+    left = [(row["step"], row.get("renewed")) for row in database.read(version_rows.steps, "alice", "job")]
+    assert left == [(1, None), (2, None), (3, None), (5, 9.0)], "readers of step 5 read again what is before it"
 
 
 def test_failed_episodes_are_counted_and_listed_by_their_index(database: Database) -> None:

@@ -111,6 +111,7 @@ class Job:
                     continue
                 values, policy = dict(numbers(row)), row.get("policy") or ""
                 step, time = int(values.pop("step")), values.pop("time", created)
+                values.pop("renewed", None)
                 steps[policy, int(values.pop("version", step))] = step, time
                 prefix = f"{policy}/" if policy else ""
                 out.write(event(time, step, {prefix + name: value for name, value in values.items()}))
@@ -166,7 +167,7 @@ class Job:
                 ):
                     absent_since = None
                     if kind in ("metrics", "rollback"):
-                        after, taken = data["step"], data.get("time")
+                        after, taken = data["step"], data.get("renewed", data.get("time"))
                         headers = {} if taken is None else {"Last-Event-ID": f"{after}@{taken!r}"}
                     if kind == "end":
                         self._on_end()

@@ -4,7 +4,8 @@ A follower that is behind, or that begins with earlier steps, reads pages of the
 that the task holds. One that reads slowly holds nothing but its place.
 
 A job that is rolled back takes the same steps again. The row that was read last is read again with the later ones:
-where another one is stored, or none, each follower learns from which step on its rows are replaced.
+where another one is stored, or none, each follower learns from which step on its rows are replaced. Of several policies
+one goes back alone: the later rows of the others stay, and are marked as ``renewed``.
 """
 
 from __future__ import annotations
@@ -98,7 +99,13 @@ class JobFeed:
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
     """A step that is taken again is taken later, in a version of a later number."""
-    return row["step"], row.get("time"), row.get("version"), row.get("policy")
+    return row["step"], stored_at(row, None), row.get("version"), row.get("policy")
+
+
+def stored_at(row: dict[str, Any], unknown: float | None) -> float | None:
+    """When the row got its place: the step was taken then, or others before it were deleted."""
+    found: float | None = row.get("renewed", row.get("time", unknown))
+    return found
 
 
 class JobFeeds:
@@ -121,7 +128,8 @@ class JobFeeds:
     ) -> AsyncGenerator[FeedEvent, None]:
         """The job's state, the rows of steps later than ``after`` as they are committed, and its end; of a rollback the
         last step whose row stayed, then the later ones again. Where nothing happens for ``quiet_seconds``, that is an
-        event too. ``time``: of the row of step ``after``, for a follower that has it. Raises :class:`NotFound`."""
+        event too. ``time``: of :func:`stored_at` for the row of step ``after``, where a follower has it. Raises
+        :class:`NotFound`."""
         shown: tuple[str, str] | None = None
         has_rows = time is not None
         async with self._feed(tenant, job) as feed:
@@ -168,7 +176,7 @@ class JobFeeds:
         ``time``; -1 where no near one is left."""
         for count in (1, ROWS_KEPT):
             rows = await self._page(tenant, job, max(after - count, -1), count)
-            kept = takewhile(lambda row: row["step"] <= after and row.get("time", time) <= time, rows)
+            kept = takewhile(lambda row: row["step"] <= after and (stored_at(row, time) or 0.0) <= time, rows)
             last = max((row["step"] for row in kept), default=-1)
             if last == after:
                 break

@@ -128,7 +128,7 @@ class PolicyVersions:
         assert self.head is not None
         bad = self.head.version
         try:
-            head = await services.store.write(version_rows.rollback, row.id, bad, reason)
+            head = await services.store.write(version_rows.rollback, row.id, bad, reason, services.clock.time())
         except Conflict as none_left:
             raise ArtifactMissing(
                 f"version {bad} of {row.name} is {fault} ({reason}), and {none_left}; the job resumes when a backup of"

@@ -94,7 +94,7 @@ export async function laterRows(job, known, signal, read = get) {
   for (let rows = known; ;) {
     const last = rows[rows.length - 1];
     const page = await read(`${jobPath(job, "metrics")}?after=${last ? Math.max(last.step - 1, -1) : -1}&limit=${PAGE}`, { signal });
-    if (last && (page[0]?.step !== last.step || page[0].time !== last.time)) { rows = []; continue; }
+    if (last && (page[0]?.step !== last.step || page[0].time !== last.time || page[0].renewed !== last.renewed)) { rows = []; continue; }
     rows = rows.slice(0, -1).concat(page);
     if (page.length < PAGE) return rows;
   }

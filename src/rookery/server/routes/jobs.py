@@ -4,8 +4,8 @@ The metrics stream is a series of server-sent events: ``metrics`` (one row, its 
 its state or reason changed), ``rollback`` (the job went back: the rows of later steps than its ``step`` are deleted and
 come again as they are taken again) and ``end`` (the job, when it has ended; nothing follows). At least one event or
 comment is sent per heartbeat, so a reader can tell a quiet job from a dead connection. A reader resumes with ``after``
-or with ``Last-Event-ID``: the step of its last row, or STEP@TIME with the row's ``time``, by which a row of the same
-step from before a rollback is recognised.
+or with ``Last-Event-ID``: the step of its last row, or STEP@TIME with the row's ``renewed``, or without one its
+``time``, by which a row of the same step from before a rollback is recognised.
 """
 
 from __future__ import annotations

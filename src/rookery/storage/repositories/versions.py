@@ -196,10 +196,11 @@ def retire_version(connection: Connection, policy: str, version: int) -> str | N
     return unnamed(connection, row.hash)
 
 
-def rollback(connection: Connection, policy: str, version: int, why: str) -> VersionRow:
+def rollback(connection: Connection, policy: str, version: int, why: str, time: float = 0.0) -> VersionRow:
     """The head's bytes are corrupt: the newest kept version before it becomes the head again, and the job's step goes
-    back with it. The groups that the lost version consumed stay consumed. Returns the new head. Raises
-    :class:`Conflict` if ``version`` is not the head, or nothing before it is kept."""
+    back with it. The groups that the lost version consumed stay consumed. Later steps of other policies stay, with this
+    ``time`` as ``renewed``: by that a reader of the steps knows that some before them are deleted. Returns the new
+    head. Raises :class:`Conflict` if ``version`` is not the head, or nothing before it is kept."""
     lost = _version(connection, policy, version)
     owner = connection.execute(select(PolicyRow).where(PolicyRow.id == policy).with_for_update()).one()
     if owner.head_version != version:
@@ -213,7 +214,12 @@ def rollback(connection: Connection, policy: str, version: int, why: str) -> Ver
     connection.execute(update(VersionRow).filter_by(policy=policy, version=version).values(dead))
     connection.execute(update(PolicyRow).filter_by(id=policy).values(head_version=ancestor.version))
     mine = (StepRow.job == owner.job) & (StepRow.version > ancestor.version) & StepRow.policy.in_(("", policy))
+    first = connection.execute(select(func.min(StepRow.step)).where(mine)).scalar()
     connection.execute(delete(StepRow).where(mine))
+    if first is not None:
+        for row in fetch_all(connection, StepRow, select(StepRow).filter_by(job=owner.job).where(StepRow.step > first)):
+            renewed = {**row.metrics, "renewed": time}
+            connection.execute(update(StepRow).filter_by(job=row.job, step=row.step).values(metrics=renewed))
     several = select(func.count()).where(StepRow.job == owner.job, StepRow.policy != "")
     job_step = max(ancestor.step, connection.execute(several).scalar() or 0)
     connection.execute(update(JobRow).filter_by(id=owner.job).values(step=job_step))
