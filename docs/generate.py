@@ -90,8 +90,8 @@ ADVANTAGES = """\
 
 A chat template that rewrites earlier turns, such as one that removes their thinking, cuts an episode into several trajectories. All
 of them count as one episode, so the cuts change no token's weight. (The loss `gspo` alone sees them: its ratio is the mean over a
-trajectory.) The longest possible episode has as many replies of `sampling.max_tokens` as the environment gives: one in `jsonl` and
-`reasoning-gym`, two in `calculator`, three in `xrouter`, else `environment.max_turns`; at most the model's context.
+trajectory.) The longest possible episode has as many replies of `sampling.max_tokens` as the environment gives the policy: one in
+`jsonl` and `reasoning-gym`, two in `calculator`, three in `xrouter`, else `environment.max_turns`; at most the model's context.
 
 A group with equal rewards has zero advantage. It counts in the normalisation and in `zero_variance_groups`, and is computed only
 where `kl_weight` or the loss `dro` gives it a gradient. Sources are in `src/rookery/algorithms/advantages.py`.

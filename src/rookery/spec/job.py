@@ -108,6 +108,12 @@ class EnvironmentSpec(SpecModel):
         """The most replies of an episode."""
         return min(self.max_turns, self.longest)
 
+    def turns_of(self, policy: str) -> int:
+        """The most replies of one policy of the job in an episode: a verifier's policy judges once, and no other."""
+        if self.judge is None:
+            return self.turns
+        return 1 if policy == self.judge else min(self.max_turns, self.longest - 1)
+
     @property
     def longest(self) -> int:
         """The most replies of an episode that `max_turns` does not end."""

@@ -207,6 +207,14 @@ def test_dr_grpo_divides_by_the_longest_episode(environment: dict[str, Any], max
     assert len(found) == 12 and all(weight == 1 / (2 * longest) for weight, _ in found.values())
 
 
+@pytest.mark.parametrize(("more", "main"), [({}, 1), ({"tools": [{"tool": "calculator"}], "calls": 3}, 4)])
+def test_a_judges_reply_is_none_of_the_policy_that_it_judges(more: dict[str, Any], main: int) -> None:
+    rows = {"id": "jsonl", "rows": [], "verifier": {"name": "judge", "policy": "judge"}, **more}
+    job = spec(environment=rows, policies={"main": {}, "judge": {}}, sampling__max_tokens=10)
+    found = {name: longest_episode(job.of_policy(name), CONTEXT) for name in job.policies}
+    assert found == {"main": 10 * main, "judge": 10}
+
+
 def test_turns_are_known_for_every_builtin() -> None:
     without = {
         "openenv",

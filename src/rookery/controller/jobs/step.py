@@ -68,7 +68,8 @@ class CompleteGroup:
 
 def longest_episode(spec: JobSpec, context: int) -> int:
     """The most tokens that the policy may sample in an episode of the job, with a context of ``context`` tokens."""
-    return min(spec.environment.turns * spec.sampling.max_tokens, context)
+    name, _ = spec.policy
+    return min(spec.environment.turns_of(name) * spec.sampling.max_tokens, context)
 
 
 def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup], context: int = sys.maxsize) -> protocol.TrainingBatch:
