@@ -18,7 +18,7 @@ from rookery.settings import Settings
 from rookery.spec.files import read_job
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
-from rookery.spec.policy import LOSS_PARAMETERS
+from rookery.spec.policy import LOSS_PARAMETERS, AlgorithmSpec
 
 
 def main(**fields: Any) -> dict[str, Any]:
@@ -285,3 +285,21 @@ def test_epochs_are_steps_of_each_policy(
     for name, policy in policies.items():
         given, now = policy.get("stop", {}).get("reward"), stored.policies[name].stop
         assert given is None or (now is not None and now.reward == given)
+
+
+@pytest.mark.parametrize(
+    ("given", "off_policy", "overlaps"),
+    [
+        ({}, False, False),
+        ({"max_staleness": 1}, True, True),
+        ({"micro_batch": 4}, False, True),
+        ({"max_staleness": 2, "micro_batch": 4}, True, True),
+        ({"name": "sft"}, False, False),
+        ({"name": "dpo"}, False, False),
+    ],
+)
+def test_micro_batches_overlap_with_rollouts_without_being_off_policy(
+    given: dict[str, Any], off_policy: bool, overlaps: bool
+) -> None:
+    algorithm = AlgorithmSpec(**given)
+    assert (algorithm.off_policy, algorithm.overlaps) == (off_policy, overlaps)

@@ -179,6 +179,18 @@ class AlgorithmSpec(StrictModel):
         """Whether it trains on rows, and nothing is sampled."""
         return self.name in ROW_ALGORITHMS
 
+    @property
+    def off_policy(self) -> bool:
+        """Whether groups may start before the step is committed that is due before theirs. Only such a policy keeps
+        more rollout workers busy than a step needs: the elastic pool counts it."""
+        return self.max_staleness > 0 and not self.on_rows
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it can train while its rollouts run: off policy, or on the first micro-batches of a step. Seeding
+        asks this, and the order of rollouts: where it is false, a step waits for its last rollout."""
+        return self.off_policy or (self.micro_batch > 0 and not self.on_rows)
+
     @model_validator(mode="before")
     @classmethod
     def _fields_of_rows(cls, data: Any) -> Any:

@@ -61,7 +61,7 @@ class GroupBuffer:
     async def add(self, part: CompleteGroup) -> None:
         """Take the policy's part of a stored group."""
         self.ready.append(part)
-        if self.policy.asynchronous:
+        if self.policy.spec.algorithm.off_policy:
             self._job.controller.rooms.models.pool.entered(self.policy.model, len(part.episodes))
         if self.closed:
             await self.close()

@@ -444,8 +444,7 @@ class Episode:
                 group=self.row.group_id if self.row is not None else "",
                 in_flight=self.in_flight if policy.about.train else "finish",  # a follower is no later version
             )
-            algorithm, owner = policy.spec.algorithm, (job.row.tenant, job.row.id)
-            waits = not (algorithm.max_staleness or algorithm.micro_batch)
+            owner, waits = (job.row.tenant, job.row.id), not policy.spec.algorithm.overlaps
             request = SamplingRequest(*owner, policy.model, generate, continues, synchronous=waits)
             result = await job.controller.rooms.rollouts.sample(request, on_tokens)
         generation_seconds = max(0.0, clock.monotonic() - began - result.queue_seconds)

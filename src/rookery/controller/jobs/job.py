@@ -65,9 +65,8 @@ class TrainingJob:
         seeding = self._controller.rooms.seeding
         for loop in self.loops:
             algorithm = loop.spec.algorithm
-            if algorithm.on_rows:
-                continue
-            seeding.join(loop.versions.row.id, overlaps=algorithm.max_staleness > 0 or algorithm.micro_batch > 0)
+            if not algorithm.on_rows:  # else it has no rollouts
+                seeding.join(loop.versions.row.id, overlaps=algorithm.overlaps)
         try:
             await self._begin()
             async with TaskGroup() as tasks:

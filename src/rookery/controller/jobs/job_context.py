@@ -263,11 +263,6 @@ class JobPolicy:
         return self.spec.base_model
 
     @property
-    def asynchronous(self) -> bool:
-        """Whether its rollouts and its training overlap."""
-        return self.spec.algorithm.max_staleness > 0 and not self.spec.algorithm.on_rows
-
-    @property
     def keeps_start(self) -> bool:
         """Whether its version 0 is the artifact itself from which it begins. An uploaded folder becomes one of this
         service's by the work of a trainer, and training adds an optimizer's state."""

@@ -222,7 +222,7 @@ class PolicyLoop:
     def _count_step(self, step: StepAccumulator) -> None:
         """Report a step's times to the pool of rollout workers."""
         now = self._controller.clock.monotonic()
-        if self.policy.asynchronous:
+        if self.spec.algorithm.off_policy:
             self._controller.rooms.models.pool.step(
                 self.policy.model, waited=step.waiting_seconds, seconds=now - self._step_began,
                 consumed=sum(len(group.episodes) for group in step.groups),
