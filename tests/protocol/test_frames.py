@@ -15,6 +15,7 @@ from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.protocol.connection import Channel, stay_connected
 from rookery.worker.connection import send_done
+from rookery.worker.generation import FRAME_BYTES
 
 
 class Sent:
@@ -39,16 +40,19 @@ def channel(sent: Sent) -> Channel[Any]:
     return Channel(sent, protocol.to_worker, welcome)
 
 
-async def test_a_message_above_the_limit_is_refused_by_its_name_and_an_operation_then_fails() -> None:
+async def test_a_message_above_the_limit_is_refused_by_its_name_and_log_probabilities_are_divided() -> None:
     sent = Sent()
-    done = protocol.OperationDone(epoch=1, op="o", logprobs=bytes(protocol.MAX_FRAME))
+    logprobs = array("f", range(protocol.MAX_FRAME // 4)).tobytes()
+    done = protocol.OperationDone(epoch=1, op="o", logprobs=logprobs, metrics={"loss": 1.0})
     with pytest.raises(protocol.FrameTooLarge, match="OperationDone has 67108"):
         await channel(sent).send(done)
     assert not sent.frames
     await send_done(channel(sent), done)
-    [answer] = [protocol.decode(protocol.from_worker, frame) for frame in sent.frames]
-    assert isinstance(answer, protocol.OperationDone) and answer.op == "o"
-    assert answer.category == "failed" and "smaller batch" in answer.error
+    answers: list[Any] = [protocol.decode(protocol.from_worker, frame) for frame in sent.frames]
+    assert b"".join(answer.logprobs for answer in answers) == logprobs and {answer.op for answer in answers} == {"o"}
+    assert [answer.more for answer in answers] == [True] * (len(answers) - 1) + [False]
+    assert [answer.metrics for answer in answers if not answer.more] == [{"loss": 1.0}]
+    assert max(map(len, sent.frames)) < 1.2 * FRAME_BYTES
 
 
 def scores(count: int, width: int) -> protocol.PromptLogprobs:

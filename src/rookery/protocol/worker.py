@@ -185,6 +185,8 @@ class OperationDone(EpochMessage, kw_only=True):
     logprobs: Annotated[bytes, Meta(max_length=MAX_FRAME)] = b""
     """With forward_only, or where requested: float32 little-endian, the groups' loss tokens in order of the batch, then
     the data's targets."""
+    more: bool = False
+    """It brings log-probabilities only, and the answer itself follows in another message, after all of them."""
     manifest: Manifest | None = None
     """With an upload ticket: the uploaded artifact."""
 

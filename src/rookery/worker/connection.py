@@ -38,7 +38,7 @@ from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationR
 from rookery.settings import Settings
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
-from rookery.worker.generation import GenerationManager
+from rookery.worker.generation import FRAME_BYTES, GenerationManager
 from rookery.worker.progress import ProgressWatch
 from rookery.worker.training_ops import TrainingOps
 from rookery.worker.transfer.cache import ADAPTERS, CacheEvents
@@ -110,13 +110,12 @@ async def report_refusal(options: WorkerOptions, ca_file: str, max_rank: int, re
 
 
 async def send_done(channel: Channel[protocol.ToWorker], done: protocol.OperationDone) -> None:
-    """Send the answer to an operation. One that no message holds is sent as failed: sent as it is, it would end this
-    connection and each later one."""
-    try:
-        await channel.send(done)
-    except protocol.FrameTooLarge as error:
-        reason = f"{error}; give a smaller batch"
-        await channel.send(protocol.OperationDone(epoch=done.epoch, op=done.op, error=reason, category="failed"))
+    """Send the answer to an operation. Heartbeats go between its log-probabilities."""
+    logprobs = memoryview(done.logprobs)
+    while len(logprobs) > FRAME_BYTES:
+        part, logprobs = bytes(logprobs[:FRAME_BYTES]), logprobs[FRAME_BYTES:]
+        await channel.send(protocol.OperationDone(epoch=done.epoch, op=done.op, logprobs=part, more=True))
+    await channel.send(msgspec.structs.replace(done, logprobs=bytes(logprobs)))
 
 
 class ServiceConnection:

@@ -53,7 +53,7 @@ FENCE_SECONDS = 120.0
 memory anyway. Longer than most replies; clients of ever the same adapters leave room to others after it."""
 
 FRAME_BYTES = 256 << 10
-"""About the size of one message with output: heartbeats and the tokens of other requests wait for it at most."""
+"""About the size of one message with output or log-probabilities: heartbeats and other tokens wait for it at most."""
 
 NAMES_BYTES, TOKEN_BYTES, LIKELIEST_BYTES = 500, 14, 15
 """Of a chunk without tokens, of one token, and of one of the likeliest tokens in its place, as they are encoded."""

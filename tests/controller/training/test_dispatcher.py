@@ -335,6 +335,27 @@ async def test_results_have_one_log_probability_per_target(room: Room, sent: int
         await trainer.forward(ref, dataclasses.replace(forward(1), targets=2))
 
 
+async def test_log_probabilities_come_in_several_messages_that_end(room: Room) -> None:
+    worker, trainer, ref = await room.begun()
+    parts: list[bytes] = [b"oneo", b"", b"twot"]
+
+    async def answer(op: Any) -> protocol.OperationDone:
+        for part in parts:
+            await worker.say(protocol.OperationDone(epoch=0, op=op.op, logprobs=part, more=True))
+        return protocol.OperationDone(epoch=0, op=op.op, logprobs=b"last")
+
+    worker.answer = answer
+    entry = dataclasses.replace(forward(1), targets=3, forward_only=True)
+    assert (await trainer.forward(ref, entry)).logprobs == b"oneotwotlast"
+    parts.pop()
+    with pytest.raises(TrainingFailed, match="sent 2 log-probabilities for 3 targets"):
+        await trainer.forward(ref, entry)
+    parts *= 4
+    asking = asyncio.ensure_future(trainer.forward(ref, entry))
+    await eventually(lambda: room.fleet.bad_frames == 1)
+    await cancel_all(asking)
+
+
 @pytest.mark.parametrize("lie", ["nothing uploaded", "other bytes", "no manifest"])
 async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
     liar = await room.worker("a")

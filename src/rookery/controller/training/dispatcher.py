@@ -167,6 +167,8 @@ class TrainingDispatcher:
         """By worker and operation, those without an answer."""
         self._sent: dict[str, tuple[float, Worker, Operation]] = {}
         """The same by operation: when it was sent (monotonic seconds), where to, and the operation."""
+        self._logprobs: dict[str, tuple[bytearray, int]] = {}
+        """By operation without an answer: the log-probabilities that came before it, and their most bytes."""
         self._staged: dict[str, str] = {}
         """By operation without an answer: the hash of the version that its worker has written."""
         self._assigned: dict[str, Worker] = {}
@@ -321,6 +323,8 @@ class TrainingDispatcher:
         future: asyncio.Future[protocol.OperationDone] = asyncio.get_running_loop().create_future()
         in_flight, began = self._in_flight.setdefault(worker, {}), self._clock.monotonic()
         in_flight[message.op] = future
+        most = protocol.MAX_FRAME if targets is None else protocol.LOGPROB_BYTES * targets
+        self._logprobs[message.op] = bytearray(), most
         try:
             if worker.state != "serving":
                 raise _RetryElsewhere(f"worker {worker.name} is {worker.state}")
@@ -337,7 +341,7 @@ class TrainingDispatcher:
             kind, seconds = type(message).__name__, self._settings.worker.request_timeout_seconds
             raise _RetryElsewhere(f"worker {worker.name} did not answer {kind} within {seconds:g} s") from None
         finally:
-            del in_flight[message.op]
+            del in_flight[message.op], self._logprobs[message.op]
             self._sent.pop(message.op, None)
             if not in_flight:
                 self._in_flight.pop(worker, None)
@@ -481,8 +485,14 @@ class TrainingDispatcher:
         if len(message.metrics) > MOST_METRICS or not all(0 <= value < math.inf for value in counted):
             raise protocol.BadFrame(f"operation {message.op}: {len(message.metrics)} metrics, tokens/seconds {counted}")
         future = self._in_flight.get(worker, {}).get(message.op)
-        if future is not None and not future.done():
-            future.set_result(message)
+        if future is None or future.done():
+            return
+        logprobs, most = self._logprobs[message.op]
+        if message.more and len(logprobs) > most:
+            raise protocol.BadFrame(f"operation {message.op}: more than {most} bytes of log-probabilities")
+        logprobs += message.logprobs
+        if not message.more:
+            future.set_result(msgspec.structs.replace(message, logprobs=bytes(logprobs)))
 
     def on_worker_changed(self, worker: Worker) -> None:
         if worker.has_role("train", worker.hello.model):
