@@ -22,8 +22,10 @@ from tests.worker.trainer.test_trainer import (
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.memory import NoRoom
+from rookery.worker.memory import NoRoom, TooSmall
+from rookery.worker.model.adapter import PARTS
 from rookery.worker.trainer import states
+from rookery.worker.trainer.optim import PolicyState
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 from rookery.worker.trainer.states import EXPORT_BYTES
 
@@ -107,6 +109,43 @@ def test_state_without_the_optimizers_state_is_not_kept_and_takes_no_step(tmp_pa
     at.load("p", 1, ref("p"), tmp_path / "p", optimizer=False)
     at.offload("p")
     assert not at.restore("p", 2, ref("p")) and not at.held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_never_holds_a_state_is_reported_before_it_computes(tmp_path: Path, dtype: torch.dtype) -> None:
+    """With the version that it is compared with, and the copy of a commit: another worker may have more."""
+    folder, of = adapter_folder(tmp_path / "p", 16, 3), decoder(dtype=dtype)
+    first = trainer(of, {"p": folder}).held["p"].state
+    numbers, state = len(first.masters), first.bytes
+    reference = PolicyState.bytes_for(numbers, dtype, trained=False)
+    init = protocol.InitAdapter(op="init", policy="p", rank=16, alpha=32.0, targets=list(PARTS), seed=1)
+    with pytest.raises(TooSmall, match="memory budget"):
+        trainer(of, {}, memory_bytes=4 * numbers - 1).initial_version(init, None)
+    trainer(of, {}, memory_bytes=4 * numbers).initial_version(init, None)
+    least = state + reference + EXPORT_BYTES * numbers
+    for missing in (1, reference):
+        with pytest.raises(TooSmall, match="memory budget"):
+            trainer(of, {"p": folder}, memory_bytes=least - missing).load_reference("p", ref("p"), folder)
+    at = trainer(of, {"p": folder}, memory_bytes=least)
+    at.load_reference("p", ref("p"), folder)
+    op = forward_backward(kl_weight=0.1, reference=ref("p"))
+    at.forward_backward(op, protocol.TrainingBatch(groups=units(0)))
+    at.optim_step(optim(commit="v1"))
+    assert not any(done.error for done in finish(at).values())
+
+
+def test_copy_of_another_policy_needs_no_room_where_that_one_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "EXPECTED_SECONDS", 0.0)
+    monkeypatch.setattr(states, "IDLE_SECONDS", 0.0)
+    large, small = adapter_folder(tmp_path / "large", 12, 1), adapter_folder(tmp_path / "small", 4, 2)
+    sizes = trainer(decoder(), {"large": large, "small": small}).held
+    states_bytes = sizes["small"].state.bytes + sizes["large"].state.bytes
+    budget = states_bytes + EXPORT_BYTES * len(sizes["large"].state.masters)
+    at = trainer(decoder(), {"large": large, "small": small}, memory_bytes=budget)
+    at.load_reference("small", ref("small"), small)
+    assert set(at.held) == {"small"}, "a commit of the large one would wait for ever"
 
 
 def test_full_memory_evicts_offloaded_and_idle_states_and_waits_for_busy_ones(

@@ -118,7 +118,8 @@ class PackedTrainer(OperationTrainer):
             return
         held.reference = None
         export = AdapterExport.read(folder, base.projections)
-        self.states.make_room(PolicyState.bytes_for(export.numbers, base.dtype, trained=False), keep=policy)
+        size = PolicyState.bytes_for(export.numbers, base.dtype, trained=False)
+        self.states.make_room(size, keep=policy, copied=held.state.masters.numel())
         weights = PolicyState(export, base.projections, base.dtype, base.device, trained=False)
         held.reference = reference.hash, weights
 

@@ -183,10 +183,8 @@ class PolicyStates:
         """Make room for a state of ``size`` bytes and ``numbers`` weights; the policy's earlier state is deleted.
         Raises :class:`NoRoom`, or ``UserError`` if it can never fit."""
         self.held.pop(policy, None)
-        copy = EXPORT_BYTES * numbers
-        require(f"training states of rank {rank}", size + copy, self._budget)
-        largest = max([copy, *(EXPORT_BYTES * held.state.masters.numel() for held in self.held.values())])
-        self.make_room(size + largest)
+        require(f"training states of rank {rank}", size + EXPORT_BYTES * numbers, self._budget)
+        self.make_room(size, copied=numbers)
         self._drop_unused()
 
     def _drop_unused(self) -> None:
@@ -202,37 +200,44 @@ class PolicyStates:
         while len(self.offloaded) > IDLE_STATES:
             del self.offloaded[next(iter(self.offloaded))]
 
-    def make_room(self, needed: int, keep: str = "") -> None:
-        """Evict until ``needed`` bytes fit; not the policy ``keep``. Raises :class:`NoRoom` (and nothing changes) while
-        what is in use leaves no room."""
-        used = self.memory()["training_states"].used + self._claimed + self._reserved()
-        excess = used + needed - self._budget
-        if excess <= 0:
+    def make_room(self, needed: int, keep: str = "", *, copied: int | None = None) -> None:
+        """Evict until ``needed`` bytes fit; not the policy ``keep``. With ``copied``, a copy of a state of so many
+        weights, and of the largest that stays held, fits too. Raises :class:`NoRoom` (and nothing changes) while what
+        is in use leaves no room, ``UserError`` if ``keep`` alone never leaves it."""
+        sizes = {policy: held.state.bytes + held.reference_bytes for policy, held in self.held.items()}
+        copies = {policy: EXPORT_BYTES * held.state.masters.numel() for policy, held in self.held.items()}
+        others = self._claimed + self._reserved() + sum(export.bytes for export in self._exports)
+
+        def excess(*gone: str, offloaded: int) -> int:
+            left = [policy for policy in sizes if policy not in gone]
+            reserve = 0 if copied is None else max([EXPORT_BYTES * copied, *(copies[policy] for policy in left)])
+            return sum(sizes[policy] for policy in left) + others + offloaded + needed + reserve - self._budget
+
+        def offloaded() -> int:
+            return sum(export.bytes for export in self.offloaded.values())
+
+        require("training states", sizes.get(keep, 0) + needed + EXPORT_BYTES * (copied or 0), self._budget)
+        if excess(offloaded=offloaded()) <= 0:
             return
         now = time.monotonic()
         idle = [
-            (held.used, policy)
-            for policy, held in self.held.items()
+            policy
+            for policy, held in sorted(self.held.items(), key=lambda item: (item[1].used, item[0]))
             if held.idle(now) and policy != keep and not self._in_use(policy)
         ]
-        offloaded = sum(export.bytes for export in self.offloaded.values())
-        sizes = {
-            policy: self.held[policy].state.bytes + self.held[policy].reference_bytes for _, policy in sorted(idle)
-        }
-        if excess > offloaded + sum(sizes.values()):
+        if excess(*idle, offloaded=0) > 0:
             raise NoRoom
-        while excess > 0 and self.offloaded:
-            excess -= self.offloaded.pop(next(iter(self.offloaded))).bytes
-        for policy, size in sizes.items():
-            if excess > 0:
+        while self.offloaded and excess(offloaded=offloaded()) > 0:
+            del self.offloaded[next(iter(self.offloaded))]
+        for count, policy in enumerate(idle):
+            if excess(*idle[:count], offloaded=offloaded()) > 0:
                 del self.held[policy]
-                excess -= size
 
     def claim(self, size: int) -> None:
-        """Another trainer takes ``size`` bytes of the budget, instead of those that it took before. Raises
-        :class:`NoRoom`; then it takes none."""
+        """Another trainer takes ``size`` bytes of the budget, instead of those that it took before. Raises as
+        :meth:`make_room`; then it takes none."""
         self._claimed = 0
-        self.make_room(size)
+        self.make_room(size, copied=0)
         self._claimed = size
 
     def track(self, export: E) -> E:
