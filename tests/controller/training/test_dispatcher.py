@@ -248,6 +248,22 @@ async def test_repeated_worker_losses_are_no_failure_of_the_job(room: Room, cate
         await step(trainer, ref, 1, commit=True)
 
 
+@pytest.mark.parametrize("kinds", [("reserved", "reserved"), ("reserved", "preemptible")])
+async def test_next_attempt_goes_to_a_worker_that_has_not_failed(room: Room, kinds: tuple[Any, Any]) -> None:
+    """A trajectory that is too long for the first worker's memory is trained by the other one, and so is the next."""
+    (a, b), trainer = (
+        [await room.worker(name, kind=kind) for name, kind in zip("ab", kinds, strict=True)],
+        room.trainer(),
+    )
+    ref = await room.begin(trainer)
+    assert [len(worker.operations) for worker in (a, b)] == [1, 0]
+    refusing(a, "a trajectory of 7900 tokens is longer than the 6000 that fit this worker's memory", "lost")
+    await step(trainer, ref, 1, commit=False)
+    await step(trainer, ref, 2, commit=True)
+    assert [len(worker.operations) for worker in (a, b)] == [2, 4]
+    assert room.training.retries == 1
+
+
 async def test_error_names_the_worker_that_does_not_answer(tmp_path: Path) -> None:
     room = Room(tmp_path, request_timeout_seconds=0.2)
     worker, trainer, ref = await room.begun()

@@ -1,7 +1,8 @@
 """Sends training operations to workers: assignment of policies, retries, durable uploads.
 
-* A policy trains on one worker at a time; when that is lost, or does not hold the state that an operation names, the
-  next attempt goes to another worker. A worker whose memory never holds a policy's state is not asked for it again.
+* A policy trains on one worker at a time; when that is lost or fails for a reason of its own, as a full disk or a
+  trajectory that its memory does not hold, the next attempt goes to another worker, if there is one. A worker whose
+  memory never holds a policy's state is not asked for it again.
 * An uploaded artifact is durable, and its hash checked against the worker's report, before anybody learns of it.
 * An upload that no version came to name is deleted, however its step ended.
 """
@@ -12,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -49,6 +50,10 @@ class TrainingFailed(RookeryError):
 
 class _RetryElsewhere(Exception):
     """The worker is lost, or does not hold the state that the operation names."""
+
+
+class _Stale(_RetryElsewhere):
+    """The worker does not hold the state that the operation names. It can load it."""
 
 
 class _TooSmall(_RetryElsewhere):
@@ -202,18 +207,19 @@ class TrainingDispatcher:
 
     # --- assignment ---------------------------------------------------------------------------------------------------
 
-    async def worker_for(self, policy: str, model: str) -> Worker:
+    async def worker_for(self, policy: str, model: str, failed: Collection[Worker] = ()) -> Worker:
         """The worker that trains ``policy``: its present one, else the one that would end first among the reserved
-        workers, or among all where none is reserved. Waits for one; raises :class:`Unavailable` after
-        ``worker_wait_seconds``, and :class:`TrainingFailed` where all that are there, or may reconnect, are too
-        small."""
+        workers, or among all where none is reserved; one of ``failed`` if there is no other. Waits for one; raises
+        :class:`Unavailable` after ``worker_wait_seconds``, and :class:`TrainingFailed` where all that are there, or may
+        reconnect, are too small."""
         deadline = self._clock.monotonic() + self._settings.server.worker_wait_seconds
         while True:
             held = self._assigned.get(policy)
             if held is not None and held.has_role("train", model):
                 return held
             small = self._too_small.get(policy, {})
-            offloaded, load = self._offloaded.get(policy), self._load(self._fleet.trainers(model, small))
+            others = self._fleet.trainers(model, {*small, *failed}) or self._fleet.trainers(model, small)
+            offloaded, load = self._offloaded.get(policy), self._load(others)
             back = offloaded.name if offloaded is not None else None
             name = assign_trainer(load, self._load_of(policy), back, self._speeds)
             if name is not None:
@@ -302,14 +308,16 @@ class TrainingDispatcher:
         """``attempt`` on the policy's worker, and on another one when that is lost, up to ``retry_limit`` times more.
         Raises :class:`Unavailable` then, and where the place of the artifacts is away: neither is a fault of the
         job. Workers that are too small do not count."""
-        left = self._settings.training.retry_limit + 1
+        left, failed = self._settings.training.retry_limit + 1, set[Worker]()
         while left:
-            worker = await self.worker_for(policy, model)
+            worker = await self.worker_for(policy, model, failed)
             try:
                 return await attempt(worker)
             except _RetryElsewhere as problem:
                 reason = str(problem)
                 left -= not isinstance(problem, _TooSmall)
+                if not isinstance(problem, _Stale):
+                    failed.add(worker)
                 self._count_retry(worker, policy, reason)
                 self.evict_policy(policy)
                 extra = {"policy": policy, "worker": worker.name}
@@ -346,7 +354,8 @@ class TrainingDispatcher:
             if not in_flight:
                 self._in_flight.pop(worker, None)
         if done.category in ("stale", "lost"):
-            raise _RetryElsewhere(f"worker {worker.name}: {done.error}")
+            kind = _Stale if done.category == "stale" else _RetryElsewhere
+            raise kind(f"worker {worker.name}: {done.error}")
         if done.category == "too small":
             reason = self._too_small[message.policy][worker] = f"worker {worker.name}: {done.error}"
             raise _TooSmall(reason)
