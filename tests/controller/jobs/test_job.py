@@ -193,6 +193,38 @@ async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
     service.check_history(job)
 
 
+async def test_wall_time_ends_a_job_between_two_commits(service: Service) -> None:
+    """The steps taken are committed, though no episode of the next one ever completes."""
+    worker, host = await service.join()
+    begin = asyncio.Event()
+
+    async def hold(op: Any) -> None:
+        if isinstance(op, protocol.ForwardBackward):
+            await begin.wait()
+
+    worker.answer = hold
+    job = await run(
+        service, stop={"wall_time": 10}, environment__step_timeout="1h", algorithm__max_staleness=2,
+        checkpoints={"commit_every": 3},
+    )  # fmt: skip
+
+    async def ready() -> bool:
+        return (await service.controller.queries.show("alice", job)).groups_ready >= 2
+
+    await eventually(ready)
+    host.answering.clear()
+    begin.set()
+
+    def taken() -> int:
+        return sum(isinstance(op, protocol.OptimStep) and op.adam is not None for op in worker.operations)
+
+    await eventually(lambda: taken() > 0)
+    for _ in range(6):
+        await service.clock.advance(service.settings.worker.heartbeat_seconds, steps=1)
+    assert "reached 10 s" in (await service.ends(job)).reason
+    assert [version.step for version in service.check_history(job)] == [0, taken()] and taken() < 3
+
+
 @pytest.mark.parametrize("restart", [False, True])
 async def test_wall_time_includes_uncommitted_steps(service: Service, restart: bool) -> None:
     """Over pauses and restarts, whose own time does not count."""

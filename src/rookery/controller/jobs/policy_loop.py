@@ -139,25 +139,34 @@ class PolicyLoop:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     async def train(self, tasks: TaskGroup) -> str:
-        """Train until a stop condition holds; returns which. Evaluations are started in ``tasks``. Raises
-        :class:`TooManyRequests` before a step that needs room for one version more, where the tenant may store no
-        more."""
+        """Train until a stop condition holds, and commit the steps taken; returns which. Evaluations are started in
+        ``tasks``. Raises :class:`TooManyRequests` before a step that needs room for one version more, where the tenant
+        may store no more."""
         await self._evaluate_if_due(tasks)
         self._step_began = self._controller.clock.monotonic()
         while (reason := self._stop_reason()) is None:
             if await self._collect():
-                if self.versions.grows:
-                    await self._controller.rooms.quotas.check_stored(self._job.row.tenant)
+                await self._check_stored()
                 manifest = await self._optim_step()
                 if manifest is not None:
                     await self._commit(manifest)
                     await self._publish()
                 await self._evaluate_if_due(tasks)
+        if self._uncommitted:  # the condition holds since their last step
+            await self._check_stored()
+            with self._job.progress.training():
+                manifest = await self._run.export()
+            await self._commit(manifest)
+            await self._publish()
         self.over = True
         if self._several:
             await self.buffer.close()
         self._changed.notify()
         return reason
+
+    async def _check_stored(self) -> None:
+        if self.versions.grows:
+            await self._controller.rooms.quotas.check_stored(self._job.row.tenant)
 
     def _begin_step(self) -> StepAccumulator:
         return StepAccumulator(self.spec, self.step)
@@ -174,7 +183,7 @@ class PolicyLoop:
         while self._next.missing:
             change = self._changed.next
             groups = await self.buffer.take(self.step, self._next.missing)
-            if groups or (self._out_of_time() and not self._uncommitted):
+            if groups or self._out_of_time():
                 self._next.groups.extend(groups)
                 self._next.waiting_seconds += self._controller.clock.monotonic() - began
                 return groups
@@ -312,12 +321,10 @@ class PolicyLoop:
 
     def _stop_reason(self, after: float | None = None, taken: int = 0) -> str | None:
         """The stop condition that holds, or that would hold once ``taken`` = 1 step more, with the reward ``after``, is
-        taken. A policy does not end before its steps are committed."""
+        taken."""
         stop, progress = self.spec.stop, self._job.progress
         step = self.step + taken
         reward = after if taken else self._reward
-        if not taken and self._uncommitted:
-            return None
         if stop.steps is not None and step >= stop.steps:
             return f"{step} steps"
         if stop.reward is not None and reward is not None and reward >= stop.reward:

@@ -80,7 +80,7 @@ class RowLoop(PolicyLoop):
         return RowStep(self.spec, self.step)
 
     async def _collect(self) -> bool:
-        if self._out_of_time() and not self._uncommitted:
+        if self._out_of_time():
             return False
         began = self._controller.clock.monotonic()
         batch = await self._batch(self.step)

@@ -354,8 +354,8 @@ class TrainingDispatcher:
             if not in_flight:
                 self._in_flight.pop(worker, None)
         if done.category in ("stale", "lost"):
-            kind = _Stale if done.category == "stale" else _RetryElsewhere
-            raise kind(f"worker {worker.name}: {done.error}")
+            problem = _Stale if done.category == "stale" else _RetryElsewhere
+            raise problem(f"worker {worker.name}: {done.error}")
         if done.category == "too small":
             reason = self._too_small[message.policy][worker] = f"worker {worker.name}: {done.error}"
             raise _TooSmall(reason)
