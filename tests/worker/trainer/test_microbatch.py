@@ -25,6 +25,42 @@ from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, f
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.scheduling.job_rules import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec
+from rookery.worker.trainer.packing import PackedGroup
+
+# --- the batch --------------------------------------------------------------------------------------------------------
+
+
+@given(st.randoms(use_true_random=False))
+def test_packed_group_has_the_tokens_with_a_weight(rng: Random) -> None:
+    """Of each member up to its last one; the token before it predicts it, and the prompt's last a member's first."""
+    prompt = [rng.randrange(99) for _ in range(rng.randint(1, 4))]
+    members = []
+    for _ in range(rng.randint(0, 4)):
+        length = rng.randint(0, 6)
+        columns = [[rng.choice([0.0, 1e-50, 1e300, -2.5]) for _ in range(length)] for _ in range(3)]
+        tokens = [rng.randrange(99) for _ in range(length)]
+        members.append(
+            protocol.GroupMember(tokens=tokens, logprobs=columns[0], advantages=columns[1], weights=columns[2])
+        )
+    packed = PackedGroup.from_group(protocol.SharedPrefixGroup(prompt=prompt, members=members))
+    expected, tails, read = [], [], list(prompt)
+    for number, member in enumerate(members):
+        found = [i for i, weight in enumerate(member.weights) if weight]
+        for i in found:
+            source = len(read) + i - 1 if i else len(prompt) - 1
+            values = (member.logprobs[i], member.advantages[i], member.weights[i])
+            expected.append((source, member.tokens[i], *torch.tensor(values).tolist(), number))
+        tails += [member.tokens[: found[-1]]] if found else []
+        read += tails[-1] if found else []
+    loss = packed.loss
+    columns = (loss.sources, loss.targets, loss.logprobs, loss.advantages, loss.weights, loss.members)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+    assert (packed.prompt, packed.tails) == (prompt, tails)
+    packed.check(99, 99, 99)
+    for bound in {*read, *(target for _, target, *_ in expected)}:
+        with pytest.raises(ValueError, match="outside of the vocabulary"):
+            packed.check(99, bound, 99)
+
 
 # --- the gradient -----------------------------------------------------------------------------------------------------
 

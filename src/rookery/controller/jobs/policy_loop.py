@@ -193,13 +193,14 @@ class PolicyLoop:
     async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
         """Add the gradient of ``groups`` to that of the next step."""
         alone = len(self._job.policies) == 1  # of an episode of several, they would be those of some of its tokens
-        request = forward_backward(self.spec, groups, self.policy.chat.context, logprobs=alone)
+        threads, context = self._controller.threads, self.policy.chat.context  # of millions of tokens
+        request = await threads(forward_backward, self.spec, groups, context, logprobs=alone)
         if self.versions.reference is not None:
             request = replace(request, reference=self.versions.ref(self.versions.reference))
         done = await self._timed(self._run.forward(request))
         self._next.add(done.metrics)
         if request.logprobs:
-            self._next.logprobs |= trainer_logprobs(self.spec, groups, done.logprobs, self.policy.chat.context)
+            self._next.logprobs |= await threads(trainer_logprobs, self.spec, groups, done.logprobs, context)
 
     async def _optim_step(self) -> protocol.Manifest | None:
         """Take the step; returns the artifact of the trained state when a commit is due."""

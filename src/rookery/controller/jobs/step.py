@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from rookery import protocol
@@ -55,7 +56,7 @@ class CompleteGroup:
     def rewards(self) -> list[float]:
         return [episode.reward for episode in self.episodes]
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Sampled tokens of each episode."""
         return [episode.num_action_tokens for episode in self.episodes]

@@ -74,6 +74,13 @@ class LossTokens:
             np.array(members, np.int64),
         )
 
+    @classmethod
+    def join(cls, parts: Sequence[LossTokens]) -> LossTokens:
+        """All of ``parts``, in order."""
+        if not parts:
+            return cls.of([])
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
     def __len__(self) -> int:
         return len(self.sources)
 
@@ -117,20 +124,28 @@ class PackedGroup:
         if not group.prompt:
             raise ValueError("a group needs a prompt of at least one token")
         tails: list[list[int]] = []
-        tokens: list[LossToken] = []
+        parts: list[LossTokens] = []
         start = len(group.prompt)
         for number, member in enumerate(group.members):
             if not len(member.tokens) == len(member.logprobs) == len(member.advantages) == len(member.weights):
                 raise ValueError(f"member {number}: tokens, logprobs, advantages and weights differ in length")
-            loss = [i for i, weight in enumerate(member.weights) if weight != 0]
-            if not loss:
+            loss = np.flatnonzero(np.array(member.weights, np.float64))
+            if not len(loss):
                 continue
-            for i in loss:
-                token = member.tokens[i], member.logprobs[i], member.advantages[i], member.weights[i]
-                tokens.append(LossToken(start + i - 1 if i else len(group.prompt) - 1, *token, number))
-            tails.append(list(member.tokens[: loss[-1]]))
-            start += loss[-1]
-        return cls(list(group.prompt), tails, LossTokens.of(tokens))
+            last = int(loss[-1])
+            sources = np.where(loss > 0, start + loss - 1, len(group.prompt) - 1)
+            part = LossTokens(
+                sources,
+                _integers(member.tokens)[loss],
+                _chosen(member.logprobs, loss),
+                _chosen(member.advantages, loss),
+                _chosen(member.weights, loss),
+                np.full(len(loss), number, np.int64),
+            )
+            parts.append(part)
+            tails.append(list(member.tokens[:last]))
+            start += last
+        return cls(list(group.prompt), tails, LossTokens.join(parts))
 
     @classmethod
     def from_datum(cls, datum: protocol.Datum) -> PackedGroup:
@@ -162,9 +177,8 @@ class PackedGroup:
         if longest > context:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {context}")
         targets = self.loss.targets
-        read = [*self.prompt, *(token for tail in self.tails for token in tail)]
-        read += [int(targets.min()), int(targets.max())] if len(targets) else []
-        if read and (min(read) < 0 or max(read) >= vocab):
+        read = [tokens for tokens in (self.prompt, *self.tails, targets.tolist()) if tokens]
+        if any(min(tokens) < 0 or max(tokens) >= vocab for tokens in read):
             raise ValueError(f"a token id is outside of the vocabulary of {vocab}")
         if longest > max_tokens:
             limit = f"the {max_tokens} that fit this worker's memory"
@@ -372,6 +386,12 @@ def pack_groups(groups: Sequence[PackedGroup], device: torch.device | str = "cpu
         weights=joined(loss.weights for loss in losses),
         members=joined(loss.members for loss in losses),
     )
+
+
+def _chosen(values: Sequence[float], at: np.ndarray) -> np.ndarray:
+    """The values ``at`` these places, in float32; one that is too large is infinite."""
+    with np.errstate(over="ignore"):
+        return np.array(values, np.float64)[at].astype(np.float32)
 
 
 def _integers(values: Iterable[int]) -> np.ndarray:
