@@ -307,7 +307,7 @@ class Sessions:
                 if run is None:
                     row, policy = await self._context.store.read(sessions.get_model, tenant, id)
                     await self._row(tenant, row.session)
-                    run = TrainingRun(self._context, self.futures, self._slots, row, policy, self.times.commit_every)
+                    run = TrainingRun(self._context, self.futures, self._slots, row, policy)
                     await run.load()
                     self.runs[id] = run
         if run.row.tenant != tenant:

@@ -10,7 +10,7 @@ DAY = 24 * HOUR
 
 @dataclass(frozen=True, kw_only=True)
 class SessionTimes:
-    """In seconds, except ``commit_every``."""
+    """In seconds."""
 
     poll: float = 30.0
     """Long-poll timeout of a result request; below the client's 45 s."""
@@ -30,9 +30,6 @@ class SessionTimes:
     """Weights of an unnamed sampler are deleted when unused for this long."""
     slot_wait: float = 5.0
     """A model with an unfinished gradient keeps its trainer slot this long without a call while others wait."""
-
-    commit_every: int = 1
-    """Optimizer steps of a client per durable version. Above 1 an answer says whether its step is durable."""
 
 
 SESSION_TIMES = SessionTimes()

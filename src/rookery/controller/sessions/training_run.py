@@ -4,8 +4,9 @@
   operations behind it after a while (``SessionTimes.seq_gap``); their error names it.
 * Gradients add up until a step. An operation that fails leaves the gradient incomplete: the next step is refused and
   drops it, so that no step is taken on a part of a batch. A step that fails drops the gradient, too.
-* A step's version, the operations in it and its result become durable together. Later operations are in the log: they
-  are replayed, and not answered again, when this process or the worker is lost.
+* A step's version, the operations in it and its result become durable together. Later operations add to the gradient
+  of the next step; they are in the log: they are replayed, and not answered again, when this process or the worker is
+  lost.
 * An operation that meets an absent place (the artifacts, the database) waits, and is executed again when the place is
   back; if the database had stored its result meanwhile, that is its result. Later operations wait behind it.
 * Between operations the policy may lose its trainer slot; it gets one again when it needs it.
@@ -31,7 +32,7 @@ from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, Qu
 from rookery.controller.sessions.samplers import derive_seed, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_run import PolicyRun
-from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest
+from rookery.controller.training.policy_trainer import ForwardRequest
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.checkpoints import find_checkpoint
@@ -46,15 +47,13 @@ log = logging.getLogger("rookery.controller.sessions.training_run")
 
 class TrainingRun:
     def __init__(
-        self, context: ControllerContext, futures: Futures, slots: TrainerSlots, row: ModelRow, policy: PolicyRow,
-        commit_every: int,
+        self, context: ControllerContext, futures: Futures, slots: TrainerSlots, row: ModelRow, policy: PolicyRow
     ) -> None:  # fmt: skip
         self.row = row
         self.policy = policy
         self._context = context
         self._futures = futures
         self._slots = slots
-        self._commit_every = commit_every
         self._queue: ReorderBuffer[tuple[Future, operations.AnyOperation]] = ReorderBuffer(row.done_seq + 1)
         self._given_up: deque[tuple[Future, operations.AnyOperation]] = deque()
         """Operations that will not be executed; their futures get an error in their turn."""
@@ -75,8 +74,6 @@ class TrainingRun:
         """Why no operation can build on the head."""
         self._unread = False
         """The head's bytes could not be read yet."""
-        self._last_step = row.done_seq
-        """The sequence number of the last optimizer step."""
         self._holder = SlotHolder(row.id, row.tenant, row.session, row.base_model, self._trainer)
         self._task: asyncio.Task[None] | None = None
         self._present: operations.AnyOperation | None = None
@@ -115,7 +112,7 @@ class TrainingRun:
                 others.append(row)
             else:
                 self._queue.next = max(self._queue.next, row.seq + 1)
-                self._replay(row.seq, operations.decode_operation(row.call), operations.decode_result(row.outcome))
+                self._replay(operations.decode_operation(row.call), operations.decode_result(row.outcome))
         self._count_bytes()
         return others
 
@@ -137,15 +134,13 @@ class TrainingRun:
         self._corrupt = f"version {head.version} of model {row.id} is corrupt ({error}); {hint}"
         log.error(self._corrupt, extra={"tenant": row.tenant, "version": head.version})
 
-    def _replay(self, seq: int, operation: operations.AnyOperation, result: operations.AnyResult) -> None:
-        """Bring back the effect of an operation that an earlier process executed after the head."""
+    def _replay(self, operation: operations.AnyOperation, result: operations.AnyResult) -> None:
+        """Bring back the effect of an operation that an earlier process executed after the head. No step is among them:
+        the head has the answered ones."""
         if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
         elif isinstance(operation, operations.ForwardBackwardOperation) and not operation.forward_only:
             self._policy_run.recall(_forward_request(operation))
-        elif isinstance(operation, operations.OptimStepOperation):
-            self._policy_run.recall(OptimRequest(operation.adam))
-            self._last_step = seq
 
     @property
     def resting(self) -> bool:
@@ -333,7 +328,6 @@ class TrainingRun:
         new = self._versions.head
         if new is not None and (head is None or new.version != head.version):  # the commit succeeded
             self._policy_run.forget()
-            self._last_step = self.row.done_seq
             await self._replay_log()
         stored = await store.read(sessions.get_future, self.row.tenant, future.id)
         if stored.outcome is None:
@@ -348,7 +342,7 @@ class TrainingRun:
             case operations.ForwardBackwardOperation():
                 return await self._forward_backward(operation)
             case operations.OptimStepOperation():
-                return await self._optim_step(future, operation)
+                await self._optim_step(future, operation)
             case operations.SaveSampler():
                 return await self._save_sampler(operation)
             case operations.SaveState():
@@ -390,30 +384,24 @@ class TrainingRun:
             metrics=metrics, logprobs=done.logprobs, shapes=operation.shapes, cells=operation.cells
         )
 
-    async def _optim_step(
-        self, future: Future, operation: operations.OptimStepOperation
-    ) -> operations.OptimStepResult | None:
+    async def _optim_step(self, future: Future, operation: operations.OptimStepOperation) -> None:
         self._check_head()
         self._policy_run.check_gradient()
         await self._slots.acquire(self._holder)
-        due = self._policy_run.uncommitted + 1 >= self._commit_every
-        done = await self._policy_run.optim_step(operation.adam, commit=due)
-        result = operations.OptimStepResult(metrics={**done.metrics, "durable": float(due)})
-        if due:
-            assert done.manifest is not None
-            try:
-                await self._commit(done.manifest, future, result)
-            except Exception as error:
-                if storage_outage(error):
-                    self._trainer.undo_step()  # it is taken again
-                else:
-                    self._trainer.drop_step()  # its result is an error
-                raise
-        self._last_step = future.seq
-        return None if due else result
+        done = await self._policy_run.optim_step(operation.adam, commit=True)
+        assert done.manifest is not None
+        result = operations.OptimStepResult(metrics={**done.metrics, "durable": 1.0})
+        try:
+            await self._commit(done.manifest, future, result)
+        except Exception as error:
+            if storage_outage(error):
+                self._trainer.undo_step()  # it is taken again
+            else:
+                self._trainer.drop_step()  # its result is an error
+            raise
 
     async def _save_state(self, future: Future, operation: operations.SaveState) -> None:
-        context, head, now = self._context, await self._durable_head(), self._context.clock.time()
+        context, head, now = self._context, self._check_head(), self._context.clock.time()
         row = CheckpointRow(
             model=self.row.id, kind=operation.kind, name=operation.name, tenant=self.row.tenant, policy=self.policy.id,
             version=head.version, manifest=head.manifest, hash=head.hash, created=now, about=operation.about,
@@ -428,7 +416,7 @@ class TrainingRun:
         self._futures.deliver(future, saved, len(content))
 
     async def _save_sampler(self, operation: operations.SaveSampler) -> operations.SamplerSaved:
-        head, run = await self._durable_head(), self.row
+        head, run = self._check_head(), self.row
         if operation.inflight:
             await self._versions.publish_inflight(run.id)
         now, inflight = self._context.clock.time(), operation.inflight
@@ -462,31 +450,19 @@ class TrainingRun:
             raise CorruptArtifact(self._corrupt)
         return self._versions.head
 
-    async def _durable_head(self) -> VersionRow:
-        """The current state as a version: steps that are not committed yet are committed first."""
-        self._check_head()
-        if self._policy_run.uncommitted:
-            await self._slots.acquire(self._holder)
-            await self._commit(await self._policy_run.export())
-        return self._check_head()
-
     async def _commit(
         self,
         manifest: protocol.Manifest,
-        future: Future | None = None,
-        result: operations.AnyResult | None = None,
+        future: Future,
+        result: operations.AnyResult,
         *,
         replaces: bool = False,
         uploaded: bool = True,
     ) -> None:
-        """Commit the next version together with the operations in it and, where given, the ``result`` of ``future``.
-        ``replaces``, ``uploaded``: see :meth:`PolicyRun.replace`."""
-        context, content = self._context, operations.encode(result) if result is not None else b""
-        values: dict[str, Any] = {
-            "model": self.row.id,
-            "done_seq": future.seq if future is not None else self._last_step,
-            "outcome": (future.id, content) if future is not None else None,
-        }
+        """Commit the next version together with the operations in it and the ``result`` of ``future``. ``replaces``,
+        ``uploaded``: see :meth:`PolicyRun.replace`."""
+        context, content = self._context, operations.encode(result)
+        values: dict[str, Any] = {"model": self.row.id, "done_seq": future.seq, "outcome": (future.id, content)}
 
         def write(**more: Any) -> Awaitable[VersionRow]:
             return context.store.write(sessions.commit_model, **values, **more)
@@ -497,8 +473,7 @@ class TrainingRun:
             await self._policy_run.commit(write, manifest)
         self._corrupt, self._unread = "", False
         self._count_bytes()
-        if future is not None and result is not None:
-            self._futures.deliver(future, result, len(content))
+        self._futures.deliver(future, result, len(content))
         try:
             await self._versions.retire()
         except (StorageFull, Unavailable) as error:  # the next commit tries again

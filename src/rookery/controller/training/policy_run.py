@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from rookery import protocol
 from rookery.controller.training.dispatcher import TrainingDispatcher
-from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
+from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.weights.store import WeightStore
 from rookery.errors import UserError
@@ -61,12 +61,6 @@ class PolicyRun:
         self.check_gradient()
         return await self.trainer.optim_step(self.parent, adam, commit=commit, scale=scale)
 
-    async def export(self) -> protocol.Manifest:
-        """Make the state after the last step durable as an artifact; a gradient begun since stays."""
-        done = await self.trainer.commit(self.parent)
-        assert done.manifest is not None
-        return done.manifest
-
     def check_gradient(self) -> None:
         """Raises :class:`UserError` if the present gradient lacks an operation."""
         if self._missing:
@@ -84,7 +78,7 @@ class PolicyRun:
         self._missing = ""
         self.trainer.drop_gradient()
 
-    def recall(self, entry: ForwardRequest | OptimRequest) -> None:
+    def recall(self, entry: ForwardRequest) -> None:
         """Take up an operation that an earlier process carried out after the newest commit."""
         self.trainer.recall(entry)
 
