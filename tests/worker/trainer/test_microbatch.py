@@ -7,6 +7,7 @@ steps within 2e-6 (sums in another order, and the normalisation applied at anoth
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -25,6 +26,7 @@ from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, f
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.scheduling.job_rules import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec
+from rookery.worker.trainer.microbatch import agreement
 from rookery.worker.trainer.packing import PackedGroup
 
 # --- the batch --------------------------------------------------------------------------------------------------------
@@ -60,6 +62,12 @@ def test_packed_group_has_the_tokens_with_a_weight(rng: Random) -> None:
     for bound in {*read, *(target for _, target, *_ in expected)}:
         with pytest.raises(ValueError, match="outside of the vocabulary"):
             packed.check(99, bound, 99)
+
+
+def test_ratio_of_a_token_far_from_its_sampler_is_counted() -> None:
+    found = agreement(torch.tensor([-2.0, -1.0]), torch.tensor([-2.0, -101.0]))
+    assert found["ratio:sum"] == pytest.approx(1 + math.exp(100.0))
+    assert (found["logp_diff:sum"], found["logp_diff:max"], found["tokens"]) == (100.0, 100.0, 2.0)
 
 
 # --- the gradient -----------------------------------------------------------------------------------------------------

@@ -171,8 +171,9 @@ def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, ref
 
 
 def agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
-    """Differences between the trainer's log-probabilities and the engine's."""
-    gap = logp - q
+    """Differences between the trainer's log-probabilities and the engine's. One of 100 nats exceeds float32 as a
+    ratio."""
+    gap = (logp - q).double()
     return {
         "tokens": float(len(logp)),
         "ratio:sum": float(gap.exp().sum()),
