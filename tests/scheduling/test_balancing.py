@@ -341,7 +341,7 @@ async def test_a_joining_worker_gets_pending_requests_at_once(tmp_path: Path) ->
     await settle()
     known = room.fleet.get("old")
     assert known is not None
-    assert (room.rollouts.pool.executing(known), room.rollouts.pool.outstanding(known)) == (4, 10)
+    assert (room.rollouts.pool.slots(known).load[1], room.rollouts.pool.outstanding(known)) == (4, 10)
     new = await frozen(room, "new", 4)
     await eventually(lambda: len(new.active) == 4)
     await eventually(lambda: len(old.active) == 6)

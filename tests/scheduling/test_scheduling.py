@@ -8,9 +8,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
+from tests.support.replies import Group
 
 from rookery.scheduling import job_rules, trainers
-from rookery.scheduling.job_rules import FailureRateMonitor, ReadyGroup, admission_budget, select_batch
+from rookery.scheduling.job_rules import FailureRateMonitor, admission_budget, select_batch
 
 # --- routes -----------------------------------------------------------------------------------------------------------
 
@@ -111,9 +112,9 @@ def test_no_group_is_ever_trained_beyond_the_bound(
     every = min(every, max_staleness + 1)  # as the specification demands
     random = Random(seed)
     step = durable = 0
-    training: list[ReadyGroup] | None = None
-    running: list[ReadyGroup] = []
-    ready: list[ReadyGroup] = []
+    training: list[Group] | None = None
+    running: list[Group] = []
+    ready: list[Group] = []
     ordinal = dropped = 0
     for _ in range(600):
         free = admission_budget(
@@ -126,7 +127,7 @@ def test_no_group_is_ever_trained_beyond_the_bound(
         )
         assert free >= 0
         for _ in range(random.randint(0, free)):
-            running.append(ReadyGroup(str(ordinal), ordinal, durable))
+            running.append(Group(str(ordinal), ordinal, durable))
             ordinal += 1
         moves = ["end"] * bool(running) + ["train"] * (training is None) + ["step"] * (training is not None)
         match random.choice(moves):

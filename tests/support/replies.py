@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rookery.simulation.fakes.text import Length, draw, logprobs_of, tokens_of
+
+
+class Group(NamedTuple):
+    """A complete group, as far as :func:`rookery.scheduling.job_rules.select_batch` looks at it."""
+
+    name: str
+    ordinal: int
+    step: int
+    responses: int = 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 
 def admission_budget(
@@ -27,21 +27,29 @@ def admission_budget(
     return max(0, steps_left * per_step - in_flight - ready)
 
 
-@dataclass(frozen=True)
-class ReadyGroup:
+class ReadyGroup(Protocol):
     """A complete group in the buffer."""
 
-    group: str
-    ordinal: int
-    step: int
-    """Step of the oldest version among its tokens."""
-    responses: int = 1
-    """Episodes in it."""
+    @property
+    def ordinal(self) -> int: ...
+
+    @property
+    def step(self) -> int:
+        """Step of the oldest version among its tokens."""
+        ...
+
+    @property
+    def responses(self) -> int:
+        """Episodes in it."""
+        ...
+
+
+Ready = TypeVar("Ready", bound=ReadyGroup)
 
 
 def select_batch(
-    ready: Sequence[ReadyGroup], *, step: int, count: int, max_staleness: int, enough: int = 0, fifo: bool = False
-) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
+    ready: Sequence[Ready], *, step: int, count: int, max_staleness: int, enough: int = 0, fifo: bool = False
+) -> tuple[list[Ready], list[Ready]]:
     """``(batch, stale)`` for a step at ``step``. ``batch``: of ``ready``, in order of arrival, the groups that would
     expire first, with ``fifo`` those that arrived first, ``count`` of them, or fewer if they have ``enough`` responses
     together (0: never fewer), or none. ``stale``: groups that are too old."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.controller.jobs.test_job import finish
 from tests.support.peers import ADAPTER, MODEL, ScriptedWorker, Service, job_of, user_message
+from tests.support.replies import Group
 
 from rookery import protocol
 from rookery.aio import Signal
@@ -19,7 +20,7 @@ from rookery.controller.jobs.buffer import GroupBuffer
 from rookery.controller.jobs.registry import STEPS_UNKNOWN
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory, episode_result_decoder
 from rookery.errors import NotFound, UserError
-from rookery.scheduling.job_rules import ReadyGroup, select_batch
+from rookery.scheduling.job_rules import select_batch
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.storage.models import GroupRow, VersionRow
@@ -354,11 +355,11 @@ def test_episodes_without_tokens_to_train_on_are_no_part_of_a_group(trained: int
 @pytest.mark.parametrize(("fifo", "order"), [(False, ["old", "first", "new"]), (True, ["new", "old", "first"])])
 def test_order_of_the_buffer(fifo: bool, order: list[str]) -> None:
     """By the oldest output token, those of version 0 included, or by arrival."""
-    ready = [ReadyGroup("new", 0, 2), ReadyGroup("old", 2, 0), ReadyGroup("first", 1, 1)]
+    ready = [Group("new", 0, 2), Group("old", 2, 0), Group("first", 1, 1)]
     batch, stale = select_batch(ready, step=2, count=3, max_staleness=2, fifo=fifo)
-    assert ([group.group for group in batch], stale) == (order, [])
+    assert ([group.name for group in batch], stale) == (order, [])
     batch, stale = select_batch(ready, step=3, count=2, max_staleness=2, fifo=fifo)
-    assert [group.group for group in stale] == ["old"]
+    assert [group.name for group in stale] == ["old"]
 
 
 @pytest.mark.parametrize(

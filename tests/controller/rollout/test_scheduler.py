@@ -811,7 +811,7 @@ async def test_a_chunk_continues_where_that_saves_time(tmp_path: Path, why_not: 
     for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
         check(reply, seed)
     assert room.rollouts.sampled_tokens == 12 * len(seeds), "no token is regenerated"
-    assert not any(room.rollouts.pool.executing(worker) for worker in room.fleet.all())
+    assert not any(room.rollouts.pool.slots(worker).load[1] for worker in room.fleet.all())
     await room.close()
 
 
@@ -938,7 +938,7 @@ def test_every_request_ends_once_with_its_text_under_all_events(tmp_path: Path, 
         await settle()
         assert not rollouts.waiting() and not rollouts.requests
         assert not any(
-            rollouts.pool.outstanding(worker) or rollouts.pool.executing(worker) for worker in room.fleet.all()
+            rollouts.pool.outstanding(worker) or rollouts.pool.slots(worker).load[1] for worker in room.fleet.all()
         )
         kept = sum(len(text_of(number, 12)[0]) for number in asked)
         assert rollouts.sampled_tokens >= kept

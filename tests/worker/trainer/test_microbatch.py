@@ -18,13 +18,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.peers import ADAPTER, HANG, ScriptedHost, Service, eventually, job_of
+from tests.support.replies import Group
 from tests.worker.trainer.test_trainer import adapter_folder, close, decoder, finish, gradient, masters, optim, trainer
 from tests.worker.trainer.test_trainer import forward_backward as operation
 
 from rookery import protocol
 from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, forward_backward, make_batch
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
-from rookery.scheduling.job_rules import ReadyGroup, select_batch
+from rookery.scheduling.job_rules import select_batch
 from rookery.spec.job import JobSpec
 from rookery.worker.trainer.microbatch import agreement
 from rookery.worker.trainer.packing import PackedGroup
@@ -214,7 +215,7 @@ def test_scale_is_applied_before_clipping(tmp_path: Path, scale: float) -> None:
 def test_micro_batches_take_the_oldest_admissible_groups(
     given: list[tuple[int, int]], count: int, enough: int, max_staleness: int
 ) -> None:
-    ready = [ReadyGroup(str(i), i, step, responses) for i, (step, responses) in enumerate(given)]
+    ready = [Group(str(i), i, step, responses) for i, (step, responses) in enumerate(given)]
     batch, stale = select_batch(ready, step=6, count=count, max_staleness=max_staleness, enough=enough)
     fresh = [group for group in ready if 6 - group.step <= max_staleness]
     assert sorted(stale + fresh, key=lambda g: g.ordinal) == ready

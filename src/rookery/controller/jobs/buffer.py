@@ -13,7 +13,7 @@ from rookery.aio import Signal
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.step import CompleteGroup
 from rookery.controller.jobs.trajectory import EpisodeResult
-from rookery.scheduling.job_rules import ReadyGroup, select_batch
+from rookery.scheduling.job_rules import select_batch
 from rookery.storage.models import GroupRow
 from rookery.storage.repositories import jobs
 
@@ -89,9 +89,8 @@ class GroupBuffer:
         none while there are too few."""
         algorithm = self.policy.spec.algorithm
         while True:
-            known = {group.id: group for group in self.ready}
             batch, stale = select_batch(
-                [ReadyGroup(group.id, group.ordinal, group.step, len(group.episodes)) for group in self.ready],
+                self.ready,
                 step=step,
                 count=count,
                 max_staleness=algorithm.max_staleness,
@@ -99,10 +98,10 @@ class GroupBuffer:
                 fifo=algorithm.buffer == "fifo",
             )
             if not stale:
-                groups = [known[group.group] for group in batch]
-                self.ready = [group for group in self.ready if group not in groups]
-                return groups
-            await self._drop([known[group.group] for group in stale], f"too old for step {step}")
+                taken = {group.id for group in batch}
+                self.ready = [group for group in self.ready if group.id not in taken]
+                return batch
+            await self._drop(stale, f"too old for step {step}")
 
     async def _drop(self, groups: Sequence[CompleteGroup], reason: str) -> None:
         self._job.progress.counters["groups_dropped_stale"] += len(groups)

@@ -53,6 +53,11 @@ class CompleteGroup:
     """The ids of the episodes."""
 
     @property
+    def responses(self) -> int:
+        """The number of its episodes."""
+        return len(self.episodes)
+
+    @property
     def rewards(self) -> list[float]:
         return [episode.reward for episode in self.episodes]
 

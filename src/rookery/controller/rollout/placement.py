@@ -235,10 +235,6 @@ class WorkerPool:
         """Requests that it was given and has not ended."""
         return len(self.slots(worker).requests)
 
-    def executing(self, worker: Worker) -> int:
-        """The requests among them that it decodes, as far as is known (:func:`rookery.scheduling.balancing.load`)."""
-        return self.slots(worker).load[1]
-
     def busy_seconds(self, worker: Worker) -> float:
         """Seconds for which it has had at least one request, on this connection."""
         return self.slots(worker).busy.seconds
