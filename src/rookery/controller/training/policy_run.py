@@ -61,6 +61,12 @@ class PolicyRun:
         self.check_gradient()
         return await self.trainer.optim_step(self.parent, adam, commit=commit, scale=scale)
 
+    async def export(self) -> protocol.Manifest:
+        """Make the state after the last step durable as an artifact; a gradient begun since stays."""
+        done = await self.trainer.commit(self.parent)
+        assert done.manifest is not None
+        return done.manifest
+
     def check_gradient(self) -> None:
         """Raises :class:`UserError` if the present gradient lacks an operation."""
         if self._missing:

@@ -48,9 +48,9 @@ class ForwardRequest:
 
 @dataclass(frozen=True)
 class OptimRequest:
-    """A step on ``scale`` times the gradient accumulated since the last step."""
+    """A step on ``scale`` times the gradient accumulated since the last step. Without ``adam`` it only commits."""
 
-    adam: protocol.Adam
+    adam: protocol.Adam | None
     scale: float = 1.0
 
 
@@ -121,6 +121,17 @@ class PolicyTrainer:
         """Step on ``scale`` times the gradient since the last step, or on a gradient of zero. With ``commit`` the
         returned manifest is durable."""
         return await self._append(OptimRequest(adam, scale), parent, commit=commit)
+
+    async def commit(self, parent: protocol.AdapterRef) -> protocol.OperationDone:
+        """Make the state after the last step durable; a gradient begun since stays."""
+
+        async def attempt(worker: Worker) -> protocol.OperationDone:
+            await self._catch_up(worker, parent)
+            return await self._reading(
+                self._training.uploading(worker, self._optim(parent, worker, OptimRequest(None)))
+            )
+
+        return await self._training.retrying(self._policy, self._model, attempt)
 
     def recall(self, entry: ForwardRequest) -> None:
         """Log an operation that an earlier process carried out after the commit that is the next parent: it is replayed
