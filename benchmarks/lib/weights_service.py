@@ -20,8 +20,8 @@ from rookery.clock import SystemClock
 from rookery.controller.fleet import events
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.weights import store as store_module
-from rookery.controller.weights.reads import ReadKeys
 from rookery.controller.weights.store import WeightStore
+from rookery.controller.weights.tickets import ReadKeys
 from rookery.scheduling.replication import Replica, Route, plan_routes
 from rookery.server.routes.gateway import WebSocketConnection
 from rookery.settings import Settings

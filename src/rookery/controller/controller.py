@@ -73,9 +73,8 @@ from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
 from rookery.controller.weights.gc import ORPHAN_KEEP_SECONDS, ArtifactCollector
-from rookery.controller.weights.reads import ReadKeys
 from rookery.controller.weights.store import WeightStore
-from rookery.controller.weights.tickets import TICKET_SECONDS, Tickets
+from rookery.controller.weights.tickets import TICKET_SECONDS, ReadKeys, Tickets
 from rookery.environments.base import SplitSizes
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
 from rookery.protocol.connection import Connection

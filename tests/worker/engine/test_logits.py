@@ -19,9 +19,9 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.grammar import ANY_OBJECT, Grammar, ReplyGrammar
-from rookery.worker.engine.logits import RequestLogits
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
+from rookery.worker.engine.request import RequestLogits
 from rookery.worker.model.lora import LoraManager
 
 VOCABULARY = 40

@@ -1,7 +1,7 @@
-"""Tickets: short-lived permission to read or write named bytes over HTTP.
+"""Permissions to read or write bytes over HTTP: short-lived tickets for named bytes, and the read keys of workers.
 
 * A download ticket lets anybody who has the link read the adapter of one artifact, by an HMAC under this process's
-  secret. Workers read artifacts without one (:mod:`rookery.protocol.reads`).
+  secret. Workers read artifacts without one, by their read keys (:class:`ReadKeys`).
 * A published batch stays in memory, for the worker that has its ticket, until it is retracted.
 * An upload ticket names one staging folder of the artifact store, until its operation ends.
 """
@@ -13,6 +13,7 @@ import hmac
 import secrets
 from collections.abc import Callable
 
+from rookery import protocol
 from rookery.clock import Clock
 from rookery.storage.artifacts import Artifacts, Staging
 
@@ -81,3 +82,26 @@ class Tickets:
     def collect(self, ticket: str) -> Staging | None:
         """End an upload: the caller commits or abandons the staged files."""
         return self._uploads.pop(ticket, None)
+
+
+class ReadKeys:
+    """The read keys with which workers read artifacts from the service (:mod:`rookery.protocol.reads`)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: dict[str, tuple[protocol.ReadKey, str]] = {}
+        """By id: the key, and the hash of the API key."""
+
+    def add(self, key_hash: str) -> protocol.ReadKey:
+        """The read key of the workers with the API key of this hash, known from now on."""
+        key = protocol.read_key(key_hash)
+        self._known[key.id] = (key, key_hash)
+        return key
+
+    def reader(self, header: str, digest: str) -> str | None:
+        """The hash of the API key whose worker signed ``header`` to read the artifact ``digest`` now; None for any
+        other header."""
+        known = self._known.get(header.partition(".")[0])
+        if known is None or not protocol.may_read(header, digest, self._clock.time(), lambda id: known[0].secret):
+            return None
+        return known[1]
