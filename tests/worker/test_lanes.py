@@ -17,6 +17,7 @@ from tests.support.waiting import until
 from tests.worker.trainer.test_kernel_pass import LOSS, RANKS, adapters, reference, sample, train, written
 
 from rookery import protocol
+from rookery.errors import UserError
 from rookery.scheduling.pipelines import BUCKETS, SlowdownTable, StagePredictor
 from rookery.settings import Settings
 from rookery.worker import compute as compute_module
@@ -27,11 +28,14 @@ from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import KernelRunner
 from rookery.worker.engine.native.slo_gate import SloGate
+from rookery.worker.failures import failure_category
 from rookery.worker.lane_plan import LanePlan
 from rookery.worker.model.lora import LoraManager
+from rookery.worker.trainer.fsdp.group import GroupLost
 from rookery.worker.trainer.native.backbone import NativeBackbone
 from rookery.worker.trainer.operation_queue import OperationQueue
 from rookery.worker.trainer.packed_trainer import PackedTrainer
+from rookery.worker.trainer.trainers import Trainers
 
 if not kernels.load(None) or teams.why_inexact(torch.device("cpu"), torch.bfloat16, kernels=True):
     pytest.skip("no lanes on this processor", allow_module_level=True)
@@ -66,6 +70,33 @@ def test_texts_and_gradients_are_the_same_bits_by_one_thread_and_by_two(tmp_path
     for policy in RANKS:
         assert torch.equal(one[1][policy], two[1][policy])
         assert torch.equal(one[2][policy], two[2][policy])
+
+
+def test_call_that_breaks_the_worker_ends_the_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A training group whose process ended is not repaired: the worker starts again."""
+    decoder = small("llama", torch.bfloat16)
+    engine = NativeEngine(
+        decoder,
+        LoraManager(decoder.config, decoder.dtype, decoder.device, 64),
+        lambda _: "",
+        max_rows=1,
+        kv_budget_bytes=1 << 26,
+    )
+    monkeypatch.setattr(compute_module, "load_core", lambda *_, **__: WorkerCore(engine, Trainers(OperationQueue())))
+    compute = Compute(lambda: tmp_path, Settings.load(threads=1), lambda: None)
+    compute.start()
+
+    def fail(error: Exception) -> Any:
+        def call(_: WorkerCore) -> None:
+            raise error
+
+        return compute.call(call).exception(timeout=60)
+
+    assert isinstance(fail(UserError("a wrong file")), UserError) and compute.failure is None
+    assert isinstance(fail(GroupLost("process 1 has ended")), GroupLost)
+    compute.ended.result(timeout=60)
+    assert isinstance(compute.failure, GroupLost)
+    assert failure_category(compute.failure) == "lost"
 
 
 def run_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> tuple[Any, Any, dict[str, set[int]]]:

@@ -25,8 +25,8 @@ Promises:
 * Without work the threads sleep until the next call.
 * Tokens and results wait in an outbox; ``on_output`` is called, in the thread that fills it, when the outbox stops
   being empty.
-* An exception in a call is raised to its caller. An exception in a slice ends both threads: ``failure`` holds it, and
-  the outbox stays readable.
+* An exception in a call is raised to its caller. An exception in a slice, or one in a call that breaks the worker, ends
+  both threads: ``failure`` holds it, and the outbox stays readable.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from rookery.settings import Settings
 from rookery.worker import teams
 from rookery.worker.core import NO_TRAINING, WorkerCore, load_core
 from rookery.worker.device import own_stream
+from rookery.worker.failures import WorkerBroken
 from rookery.worker.lane_plan import LanePlan
 from rookery.worker.trainer.base import TrainerResult
 
@@ -309,12 +310,16 @@ class Compute:
         return able
 
     def _answer(self, core: WorkerCore, calls: list[Call], *, lane: bool = False) -> None:
+        broken: WorkerBroken | None = None
         for future, function, _ in calls:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(core))
                 except Exception as error:  # raised to the caller
                     future.set_exception(error)
+                    broken = error if isinstance(error, WorkerBroken) else broken
+        if broken is not None:
+            raise broken
         if calls:
             self._publish(core, stepped=False, lane=lane)
 

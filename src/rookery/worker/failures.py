@@ -15,6 +15,10 @@ SURVIVED = (UserError, OSError, MemoryError, SafetensorError, torch.OutOfMemoryE
 """Errors after which a worker computes the operations of others: wrong files, and its disk or memory is full."""
 
 
+class WorkerBroken(Exception):
+    """This worker computes no more: it must start again."""
+
+
 def failure_category(error: Exception) -> Literal["failed", "lost", "too small"]:
     """Of an operation or a request. Other than ``failed`` where the cause is this worker or its connection, so that
     another worker may succeed."""
@@ -22,5 +26,5 @@ def failure_category(error: Exception) -> Literal["failed", "lost", "too small"]
         return "too small"
     if isinstance(error, TransferFailed):
         return "failed" if isinstance(error, CorruptDownload) else "lost"
-    own = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or errno_of(error) != 0
+    own = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | WorkerBroken) or errno_of(error) != 0
     return "lost" if own else "failed"

@@ -51,4 +51,6 @@ def test_a_process_that_ends_loses_the_group(model: Path, tmp_path: Path) -> Non
     os.kill(group.pids[0], signal.SIGKILL)
     with pytest.raises(GroupLost, match="process 1"):
         take_step(trainer, 0, 0)
+    with pytest.raises(GroupLost):
+        trainer.load("p", 2, ref("v0", 0), tmp_path / "v0")
     group.close()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rookery import protocol
-from rookery.worker.failures import SURVIVED
+from rookery.worker.failures import SURVIVED, WorkerBroken
 from rookery.worker.trainer.fsdp.shard import PolicyShard
 from rookery.worker.transfer.http import one_line
 
@@ -36,7 +36,7 @@ ENDS_SECONDS = 5.0
 """After a failed call, a process that ends within this time is the cause."""
 
 
-class GroupLost(Exception):
+class GroupLost(WorkerBroken):
     """A process of the group has ended, or waits for a collective that another one left."""
 
 
