@@ -183,7 +183,7 @@ def train(jobs: Jobs, folder: Path, after: After | None = None) -> tuple[dict[st
     is called while the service still serves their policies; its result is returned, too."""
     from rookery.server.launcher import EmbeddedService
 
-    settings = Settings.load(data=folder / "service", port=0, models=MODEL)
+    settings = Settings.alone(data=folder / "service", port=0, models=MODEL)
     began = time.monotonic()
     with ExitStack() as stack:
         service = stack.enter_context(EmbeddedService(settings))

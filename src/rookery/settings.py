@@ -433,6 +433,15 @@ class Settings(Section):
         values = {name: getattr(self, name) for name in ("data", "cache")}
         return values | {name: getattr(getattr(self, section), name) for name, section in SECTION_OF.items()}
 
+    @classmethod
+    def alone(cls, environment: Mapping[str, str] = os.environ, **given: object) -> Self:
+        """Settings of a service in this process for one run: the variables in :data:`STANDING_SETTINGS` are not read,
+        so that it keeps everything in its data folder, and at least one local worker starts. Raises
+        :class:`UserError`."""
+        uses = {"data", "cache", *SECTION_OF} - {*STANDING_SETTINGS}
+        settings = cls.load(environment, uses=uses, **given)
+        return settings.replace(workers=max(1, settings.server.workers))
+
     def replace(self, **changes: object) -> Self:
         """A copy with these fields changed."""
         return self.model_validate(self.flat() | changes)
@@ -484,6 +493,12 @@ WORKER_SETTINGS = ("cache", "worker", "engine", "training", "log_level", "tls_ce
 
 HOST_SETTINGS = ("log_level", "tls_cert", "ca_file", "sandbox", "reachable_hosts", "judges", "verifiers", "games")
 """Fields that the host of the built-in environments uses."""
+
+STANDING_SETTINGS = (
+    "database", "artifacts_url", "artifacts_endpoint", "host", "port", "url", "public_url", "key",
+    "tls_cert", "tls_key", "ca_file", "plan", *ClusterSettings.model_fields,
+)  # fmt: skip
+"""Fields of a service that stands: its places, its address and its fleet. A service for one run has none of them."""
 
 STORAGE_SETTINGS = ("data", "database", "artifacts_url", "artifacts_endpoint")
 """Fields that a backup and a restoration use."""

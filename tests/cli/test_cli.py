@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
@@ -30,7 +31,8 @@ from rookery.client import Client
 from rookery.errors import NotFound, TooManyRequests
 from rookery.server.launcher import EmbeddedService
 from rookery.server.schemas import TenantLimits
-from rookery.settings import CLIENT_SETTINGS
+from rookery.settings import CLIENT_SETTINGS, Settings
+from rookery.storage.place import HOLD_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -506,6 +508,58 @@ def test_dry_run_without_a_service_leaves_no_files(alone: Path, capsys: pytest.C
     assert call("run", path, "--dry-run", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["prompts"]) == 3
     assert sorted(alone.iterdir()) == sorted([*before, path])
+
+
+STANDING = {
+    "DATABASE": "sqlite:////nowhere/rookery.db", "ARTIFACTS_URL": "ARTIFACTS", "ARTIFACTS_ENDPOINT": "http://127.0.0.1:9",
+    "HOST": "192.0.2.1", "PORT": "9", "PUBLIC_URL": "https://rookery.example.org", "TLS_CERT": "/nowhere/cert.pem",
+    "TLS_KEY": "/nowhere/key.pem", "CA_FILE": "/nowhere/cert.pem", "PLAN": "/nowhere/plan.json", "WORKERS": "0",
+    "CLUSTER": "ray", "RAY_ADDRESS": "192.0.2.1:6379", "SCALE_MIN": "2", "SCALE_MAX": "4",
+}  # fmt: skip
+"""Variables of a service that stands elsewhere."""
+
+
+def test_run_alone_uses_nothing_of_a_service_that_stands(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(alone, job())
+    before = sorted(alone.iterdir())
+    variables = {f"ROOKERY_{name}": value for name, value in STANDING.items()}
+    variables["ROOKERY_ARTIFACTS_URL"] = str(alone / "artifacts")
+    settings = Settings.alone(variables, data=alone / "data")
+    assert settings.flat() == Settings.load({}, data=alone / "data").flat()
+    for name, value in variables.items():
+        if name not in ("ROOKERY_TLS_CERT", "ROOKERY_CA_FILE"):  # the client of the default address reads these
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ROOKERY_HOST", "127.0.0.1")
+    assert call("run", path, "--dry-run", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["prompts"]) == 3
+    assert sorted(alone.iterdir()) == before
+
+
+def test_run_alone_leaves_the_data_folder_of_a_service_with_another_database(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (alone / "data").mkdir()
+    (alone / "data" / "admin.key").write_text("tml-x")
+    assert call("run", written(alone, job()), "--data", alone / "data") == 2
+    assert "belongs to a service whose database is elsewhere" in capsys.readouterr().err
+    assert [one.name for one in (alone / "data").iterdir()] == ["admin.key"]
+
+
+def test_start_of_a_service_in_this_process_ends_when_it_is_interrupted(alone: Path) -> None:
+    (alone / "data" / "artifacts").mkdir(parents=True)
+    (alone / "data" / "artifacts" / "holder").write_text("another service")
+    began = time.monotonic()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(KeyboardInterrupt), EmbeddedService(Settings.alone(data=alone / "data", port=0, models="")):
+            pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < HOLD_SECONDS / 2
 
 
 def started(alone: Path, *arguments: object) -> subprocess.Popen[str]:

@@ -126,7 +126,7 @@ def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0, 
     folder = folder if folder is not None else Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    settings = Settings.load(data=folder / "service", port=port, models=MODEL)
+    settings = Settings.alone(data=folder / "service", port=port, models=MODEL)
     try:
         with ExitStack() as stack:
             service = stack.enter_context(EmbeddedService(settings))

@@ -31,6 +31,7 @@ from rookery.spec.files import read_job
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.spec.prime import read_prime
+from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE
 from rookery.telemetry.table import job_line
 
 RUNS = Path("runs")
@@ -72,7 +73,7 @@ def run(
             address = cli.settings.base_url
             raise Unavailable(f"--detach needs a service, and none answers at {address}: rookery serve")
         elif dry_run:
-            with tempfile.TemporaryDirectory(prefix="rookery-") as data, _embedded(cli, Path(data), "") as own:
+            with tempfile.TemporaryDirectory(prefix="rookery-") as data, _embedded(Path(data), "") as own:
                 code = _plan(cli, own, raw, folder)
         else:
             code = _run_alone(cli, raw, spec, folder, adapter, new)
@@ -101,9 +102,10 @@ def _submit(cli: Cli, client: Client, raw: dict[str, Any], folder: Path, detach:
 
 def _run_alone(cli: Cli, raw: dict[str, Any], spec: JobSpec, folder: Path, adapter: Path | None, new: bool) -> int:
     data = cli.settings.data if cli.data is not None else _run_folder(raw, spec)
+    _check_alone(data)
     if not cli.json:
         show(f"no service is running: starting one for this job; its data: {data}")
-    with _embedded(cli, data, spec.base_model) as client:
+    with _embedded(data, spec.base_model) as client:
         earlier = _unfinished(client, spec)
         if earlier is not None and new:
             earlier.cancel()
@@ -132,13 +134,22 @@ def _running_service(settings: Settings) -> Client | None:
 
 
 @contextmanager
-def _embedded(cli: Cli, folder: Path, models: str) -> Iterator[Client]:
+def _embedded(folder: Path, models: str) -> Iterator[Client]:
     """A client of a service in this process, on a free port; on exit everything that it started is stopped."""
     from rookery.server.launcher import EmbeddedService
 
-    settings = cli.every_setting().replace(data=folder.absolute(), port=0, models=models)
+    settings = Settings.alone(data=folder.absolute(), port=0, models=models)
     with EmbeddedService(settings) as service, Client(service.url, service.key, settings=settings) as client:
         yield client
+
+
+def _check_alone(data: Path) -> None:
+    """Raises :class:`UserError` where the folder is that of a service whose database is elsewhere."""
+    if (data / ADMIN_KEY_FILE).exists() and not (data / DATABASE_FILE).exists():
+        raise UserError(
+            f"the data folder {data} belongs to a service whose database is elsewhere (ROOKERY_DATABASE): start that"
+            " service with rookery serve, or give another folder with --data"
+        )
 
 
 def _run_folder(raw: dict[str, Any], spec: JobSpec) -> Path:

@@ -147,10 +147,17 @@ class Service:
     """A Rookery service. ``url`` and ``admin_key`` are set once it has started."""
 
     def __init__(
-        self, settings: Settings, handlers: list[logging.Handler] | None = None, rules: ServiceRules | None = None
+        self,
+        settings: Settings,
+        handlers: list[logging.Handler] | None = None,
+        rules: ServiceRules | None = None,
+        *,
+        may_wait: bool = True,
     ) -> None:
-        """``handlers`` receive the log lines in addition to the file in the data folder."""
+        """``handlers`` receive the log lines in addition to the file in the data folder. ``may_wait``: it may be the
+        standby of a service that has its database."""
         self.settings = settings
+        self._may_wait = may_wait
         self._rules = rules or ServiceRules()
         self.url = ""
         self.admin_key = ""
@@ -308,7 +315,7 @@ class Service:
         except Unavailable as error:
             raise UserError(f"the database cannot be opened: {error.detail or error}") from None
         except DatabaseInUse:
-            if not self.settings.server.artifacts_url:
+            if not (self._may_wait and self.settings.server.artifacts_url):
                 raise
         log.warning("standby at %s: another service has the database; this one takes over when it ends", self.url)
         async with AsyncExitStack() as waiting:
@@ -372,12 +379,13 @@ class Service:
 
 class EmbeddedService:
     """A service inside another program: in a thread with its own event loop, for the duration of a ``with`` block.
-    ``url`` and ``key`` (the administrator's) are set once it runs. Entering raises the errors of a failed start."""
+    ``url`` and ``key`` (the administrator's) are set once it runs. Entering raises the errors of a failed start, and an
+    interruption ends the start. It is never a standby: a database that is in use is an error."""
 
     def __init__(self, settings: Settings, rules: ServiceRules | None = None) -> None:
         self.settings = settings
         self.url = self.key = ""
-        self._service = Service(settings, rules=rules)
+        self._service = Service(settings, rules=rules, may_wait=False)
         self._started: Future[None] = Future()
 
     def __enter__(self) -> Self:
@@ -395,7 +403,9 @@ class EmbeddedService:
 
     async def _serve(self, stopping: asyncio.Event) -> None:
         try:
-            await self._service.start()
+            async with first_of(self._service.start(), stopping.wait()) as (starting, _):
+                pass
+            starting.result()
         except BaseException as error:
             self._started.set_exception(error)
             return
