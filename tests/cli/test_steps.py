@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.cli.follow import Follower, pause_line
+from rookery.cli.options import Cli
 from rookery.cli.steps import HEADER_ROWS, STEP_COLUMNS, StepLines, advice, fitting, tokens_per_second
+from rookery.client import Job, Record
+from rookery.settings import Settings
 
 SPEC = {"sampling": {"max_tokens": 8}}
 
@@ -112,6 +117,53 @@ def test_missing_metrics_are_dashes() -> None:
     *_, text = StepLines(80).of(bare, {})
     assert set(text.split()[1:]) == {"-"}
     assert list(StepLines(None).of(bare, {})) == ["step     1  "]
+
+
+def test_rates_are_those_of_one_policy_and_start_again_after_a_rollback() -> None:
+    spec, lines = {**SPEC, "policies": {"a": {}, "b": {}}}, StepLines(None)
+    made = [("a", 10.0, 1000), ("b", 10.1, 1000), ("a", 20.0, 2000), ("b", 20.05, 2001)]
+    texts = [
+        next(lines.of({"step": step, "policy": policy, "time": time, "tokens_sampled": tokens}, spec))
+        for step, (policy, time, tokens) in enumerate(made)
+    ]
+    assert ["tokens/s" in text for text in texts] == [False, False, True, True]
+    assert "tokens/s 100" in texts[2] and "tokens/s 100.6" in texts[3]
+    lines.back(1)
+    (again,) = lines.of({"step": 2, "policy": "a", "time": 99.0, "tokens_sampled": 2100}, spec)
+    assert "tokens/s" not in again
+
+
+def test_a_rollback_is_shown_between_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    view = Record(id="job-1", name="sums", state="completed", reason="", spec=Record(SPEC))
+
+    class Rolled:
+        id = "job-1"
+
+        def follow(self) -> Any:
+            rows = [Record(row(1)), Record(row(2)), Record({"step": 1}), Record(row(2))]
+            kinds = ("metrics", "metrics", "rollback", "metrics")
+            yield from [("job", view), *zip(kinds, rows, strict=True), ("end", view)]
+
+        def events(self, limit: int) -> list[Record]:
+            return []
+
+    for as_json in (True, False):
+        cli = Cli(Settings(), as_json, None, {})
+        Follower(cli, cast(Job, Rolled()), ends_paused=True).follow()
+    lines = capsys.readouterr().out.splitlines()
+    assert [next(iter(json.loads(line))) for line in lines[:6]] == [
+        "job", "metrics", "metrics", "rollback", "metrics", "job",
+    ]  # fmt: skip
+    assert json.loads(lines[3]) == {"rollback": {"step": 1}}
+    assert [line for line in lines[6:] if "went back to step 1" in line] == lines[8:9]
+
+
+def test_a_paused_job_names_the_command_that_reaches_it() -> None:
+    job = cast(Job, Record(id="job-1"))
+    view = Record(name="sums", reason="no", paused_by="fault")
+    assert pause_line(job, view).endswith("rookery jobs resume job-1")
+    assert pause_line(job, view, "the same command continues it").endswith("fixed: the same command continues it")
+    assert pause_line(job, Record(view, paused_by="outage"), "x").endswith("it resumes by itself")
 
 
 def test_the_table_of_several_policies_names_the_policy_of_each_step() -> None:

@@ -245,6 +245,9 @@ def test_card_of_a_long_job_is_short_and_its_texts_are_no_markup() -> None:
     view = {"spec": spec, "name": "job", "step": 1100}
     version = {"version": 999, "step": 999}
     card = model_card("acme/x", view, "b", version, rows, [], {"r": 4, "lora_alpha": 8}, None)
+    result = {"version": 9, "prompts": 64, "mean": -1.2345, "stderr": None, "loss": 1.2345, "accuracy": None}
+    rows_card = model_card("acme/x", view, "b", version, rows, [result], {"r": 4, "lora_alpha": 8}, None)
+    assert "| version | loss | accuracy | held-out rows |" in rows_card and "| 9 | 1.2345 | – | 64 |" in rows_card
     table = [line for line in card.splitlines() if line[2:3].isdigit()]
     assert len(table) <= CARD_ROWS + 1 and table[0].startswith("| 0 |") and table[-1].startswith("| 999 |")
     assert "\n# head" not in card and "a `|`" not in card

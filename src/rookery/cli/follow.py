@@ -2,7 +2,8 @@
 them.
 
 A terminal shows a line per step, events as they come, and under them the job's present state. Elsewhere the same lines
-are written without the state, and with ``--json`` one object per line: ``job``, ``metrics`` and ``event``.
+are written without the state, and with ``--json`` one object per line: ``job``, ``metrics``, ``rollback`` and
+``event``.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ PROSE = ("advice", "Columns")
 
 
 class Follower:
-    """Shows one job while it is followed. ``ends_paused``: a pause that does not end by itself ends the following."""
+    """Shows one job while it is followed. ``ends_paused``: a pause that does not end by itself ends the following.
+    ``continues``: how the job continues after a fault, where ``rookery jobs resume`` does not reach it."""
 
-    def __init__(self, cli: Cli, job: Job, *, ends_paused: bool) -> None:
+    def __init__(self, cli: Cli, job: Job, *, ends_paused: bool, continues: str = "") -> None:
         self._cli = cli
         self._job = job
         self._ends_paused = ends_paused
+        self._continues = continues
         self._live: Live | None = None
         self._steps = StepLines(console().width if is_terminal() else None)
         self._seen = -1.0
@@ -64,6 +67,8 @@ class Follower:
                     view = data
                 elif kind == "metrics":
                     self._row(data, view)
+                elif kind == "rollback":
+                    self._back(data)
                 self._events(last=kind == "end")
                 if self._live is not None and kind != "end":
                     with suppress(*TEMPORARY):  # the next event tries again, and the stream reports what is wrong
@@ -96,12 +101,20 @@ class Follower:
         for line in self._steps.of(row, view.spec):
             self._write(line, words=line.startswith(PROSE))
 
+    def _back(self, data: Record) -> None:
+        """Shows that the rows of the steps after this one are deleted."""
+        self._steps.back(data.step)
+        if self._cli.json:
+            print_json({"rollback": data})
+        else:
+            self._write(f"the job went back to step {max(data.step, 0)}: later steps are taken again", "yellow")
+
     def _state(self, before: Record, view: Record) -> None:
         """Shows that the state has changed."""
         if self._cli.json:
             print_json({"job": view})
         elif view.state == "paused":
-            self._write(pause_line(self._job, view), "yellow")
+            self._write(pause_line(self._job, view, self._continues), "yellow")
         elif before and view.state != before.state and view.state not in ENDED:
             self._write(f"{view.name} is {view.state}")
 
@@ -124,12 +137,12 @@ class Follower:
         self._seen = max([self._seen, *(event.time for event in events)])
 
 
-def pause_line(job: Job, view: Record) -> str:
-    """Why a job is paused, and how it continues."""
+def pause_line(job: Job, view: Record, continues: str = "") -> str:
+    """Why a job is paused, and how it continues; ``continues`` after a fault."""
     then = {
         "outage": "it resumes by itself",
         "owner": f"waiting for: rookery jobs resume {job.id}",
-    }.get(view.paused_by, f"when that is fixed: rookery jobs resume {job.id}")
+    }.get(view.paused_by, f"when that is fixed: {continues or f'rookery jobs resume {job.id}'}")
     return f"{view.name} is paused: {printable(view.reason)}; {then}"
 
 

@@ -14,7 +14,8 @@ from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, with_options
 from rookery.cli.output import console, fields, is_terminal, print_json, show, time_of
 from rookery.cli.steps import StepLines
 from rookery.client.connection import Record
-from rookery.client.report import evaluation_text, outcome, report, reward_text
+from rookery.client.report import outcome, report, reward_text
+from rookery.telemetry.numbers import evaluation_text
 from rookery.telemetry.rows import Rows, columns, printable
 from rookery.telemetry.table import job_line, job_list, policy_figures, sparkline
 

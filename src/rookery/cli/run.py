@@ -24,7 +24,6 @@ from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, with_optio
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.job import ENDED
-from rookery.client.report import evaluation_text
 from rookery.errors import Conflict, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.spec.files import read_job
@@ -32,6 +31,7 @@ from rookery.spec.job import JobSpec
 from rookery.spec.parsing import parse_job
 from rookery.spec.prime import read_prime
 from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE
+from rookery.telemetry.numbers import evaluation_text
 from rookery.telemetry.table import job_line
 
 RUNS = Path("runs")
@@ -114,7 +114,11 @@ def _run_alone(cli: Cli, raw: dict[str, Any], spec: JobSpec, folder: Path, adapt
         else:
             job = _resumed(cli, client, earlier, raw, folder)
         target = adapter if adapter is not None else data / "adapter"
-        code = _follow(cli, job, target, "stopped; the same command resumes from the last step")
+        continues = (
+            "the same command continues it; or: rookery serve --data"
+            f" {data}, then: rookery jobs resume {job.id} --data {data}"
+        )
+        code = _follow(cli, job, target, "stopped; the same command resumes from the last step", continues)
     if code == COMPLETED and not cli.json:
         steps = f"rookery serve --data {data}, then: rookery chat {job.id} --data {data}"
         show(f"chat with it: {steps}")
@@ -181,21 +185,21 @@ def _resumed(cli: Cli, client: Client, job: Job, raw: dict[str, Any], folder: Pa
     return job
 
 
-def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str) -> int:
+def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str, continues: str = "") -> int:
     """Shows the job until it ends, or pauses for a fault of its own; returns the exit code."""
     try:
-        view = Follower(cli, job, ends_paused=True).follow()
+        view = Follower(cli, job, ends_paused=True, continues=continues).follow()
     except KeyboardInterrupt:
         _note(cli, interrupted, job)
         return INTERRUPTED
     if adapter is not None and view.state == "completed":
         job.adapter().download(adapter)
     if not cli.json:
-        _summary(job, view, adapter)
+        _summary(job, view, adapter, continues)
     return ENDINGS[view.state]
 
 
-def _summary(job: Job, view: Record, adapter: Path | None) -> None:
+def _summary(job: Job, view: Record, adapter: Path | None, continues: str) -> None:
     show(job_line(view))
     several = len(view.spec.policies) > 1
     for row in job.evaluations():
@@ -206,7 +210,7 @@ def _summary(job: Job, view: Record, adapter: Path | None) -> None:
     elif view.state == "completed":
         show(f"chat with it: rookery chat {job.id}")
     elif view.state == "paused":
-        show(pause_line(job, view))
+        show(pause_line(job, view, continues))
 
 
 def _plan(cli: Cli, client: Client, raw: dict[str, Any], folder: Path) -> int:

@@ -86,8 +86,8 @@ ROW_COLUMNS = (
 
 
 def tokens_per_second(row: Row, before: Row | None) -> float | None:
-    """Tokens that the job sampled per second between two steps, on rows those that it learned; None for the first
-    one."""
+    """Tokens that the job sampled per second between two steps of one policy, on rows those that it learned; None for
+    the first one."""
     if before is None or not row.get("time", 0.0) > before.get("time", 0.0):
         return None
     if _on_rows(row):
@@ -110,16 +110,18 @@ class StepLines:
         """Chosen with the first step."""
         self._name = 0
         """Width of the column of policies; 0 in a job with one."""
-        self._before: Row | None = None
+        self._before: dict[str, Row] = {}
+        """The last step of each policy."""
         self._recent: defaultdict[str, list[Row]] = defaultdict(list)
-        """The last steps of each policy."""
+        """Its last steps."""
         self._count = 0
         self._advised: set[tuple[str, str]] = set()
 
     def of(self, row: Row, spec: Mapping[str, Any]) -> Iterator[str]:
         """The line of a step, after the header where it is due, and advice that was not given yet."""
-        values = {**row, "tokens/s": tokens_per_second(row, self._before)}
-        self._before, policy = row, policy_of(row, spec)
+        policy = policy_of(row, spec)
+        values = {**row, "tokens/s": tokens_per_second(row, self._before.get(policy))}
+        self._before[policy] = row
         recent = self._recent[policy] = [*self._recent[policy], row][-ADVICE_STEPS:]
         every = ROW_COLUMNS if _on_rows(row) else STEP_COLUMNS
         if self._columns is None and self._width is not None:
@@ -143,6 +145,12 @@ class StepLines:
             if (policy, metric) not in self._advised:
                 self._advised.add((policy, metric))
                 yield f"advice{f' ({policy})' * bool(policy)}: {line}"
+
+    def back(self, step: int) -> None:
+        """The job went back to ``step``: forget the rows of later steps."""
+        self._before.clear()
+        for policy, rows in self._recent.items():
+            self._recent[policy] = [row for row in rows if row["step"] <= step]
 
     def _line(self, cells: list[tuple[str, int]], policy: str) -> str:
         """A line of the table: the step, the policy where the job has several, and the metrics."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rookery.errors import Unavailable, UserError, short
+from rookery.telemetry.numbers import evaluation_cells
 
 CARD_ROWS = 20
 """Steps in the table of a card: its curve is readable, and the card stays a page."""
@@ -18,10 +19,18 @@ SHOWN_OPTIONS = ("id", "hosted", "path", "task", "verifier", "split")
 
 
 def push_folder(
-    folder: Path, repo: str, *, token: str | None, private: bool, message: str, endpoint: str | None = None
+    folder: Path,
+    repo: str,
+    card: Callable[[str], str],
+    *,
+    token: str | None,
+    private: bool,
+    message: str,
+    endpoint: str | None = None,
 ) -> str:
-    """Upload ``folder`` to the model repository ``repo``, which is created if necessary; returns its address. Raises
-    :class:`UserError` for what the Hub refuses, :class:`Unavailable` where it does not answer."""
+    """Upload ``folder`` to the model repository ``repo``, which is created if necessary; returns its address. ``card``
+    makes the model card from the repository's name with its organisation. Raises :class:`UserError` for what the Hub
+    refuses, :class:`Unavailable` where it does not answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import disable_progress_bars
@@ -30,6 +39,7 @@ def push_folder(
     api = HfApi(endpoint=endpoint, token=token)
     try:
         made = api.create_repo(repo, private=private, exist_ok=True, repo_type="model")
+        (folder / "README.md").write_text(card(made.repo_id), encoding="utf-8")
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
     except HFValidationError as error:
         raise UserError(f"push: {short(_line(error))}") from None
@@ -100,10 +110,11 @@ def model_card(
         ]
         lines += [""]
     if evaluations:
-        lines += ["## Evaluation on held-out prompts", "", "| version | mean | prompts |", "| ---: | ---: | ---: |"]
+        heads = ["version", *evaluation_cells(evaluations[0])]
+        what = "prompts" if evaluations[0].get("loss") is None else "rows"
+        lines += [f"## Evaluation on held-out {what}", "", f"| {' | '.join(heads)} |", "|" + " ---: |" * len(heads)]
         for one in evaluations:
-            spread = "" if one["stderr"] is None else f" ± {one['stderr']:.2g}"
-            lines += [f"| {one['version']} | {one['mean']:.4g}{spread} | {one['prompts']} |"]
+            lines += [f"| {one['version']} | {' | '.join(evaluation_cells(one).values())} |"]
         lines += [""]
     return "\n".join(lines)
 

@@ -329,10 +329,12 @@ class AdapterFolder:
             config = json.loads((files / "adapter_config.json").read_text(encoding="utf-8"))
             view, rows = self._job.show(), list(self._job.metrics(follow=False))
             evaluations = [one for one in self._job.evaluations() if one.get("policy") in (None, "", policy)]
-            card = model_card(repo, view, policy, version, rows, evaluations, config, license)
-            (files / "README.md").write_text(card, encoding="utf-8")
+
+            def card(name: str) -> str:
+                return model_card(name, view, policy, version, rows, evaluations, config, license)
+
             message = f"{view.name}, version {version.version}"
-            return push_folder(files, repo, token=token, private=private, message=message)
+            return push_folder(files, repo, card, token=token, private=private, message=message)
 
     def download(self, folder: str | Path) -> Path:
         """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from rookery.client.job import Job
+from rookery.telemetry.numbers import evaluation_cells
 
 EPISODES = 100
 """Newest episodes in a report: a reader looks at a few, and a file for a mail has some megabytes at most."""
@@ -49,15 +50,6 @@ article { border: 1px solid #8886; border-radius: 6px; padding: .5rem .8rem; mar
 
 def reward_text(reward: float | None) -> str:
     return "no reward" if reward is None else f"reward {reward:.4g}"
-
-
-def evaluation_text(evaluation: Mapping[str, Any]) -> str:
-    """The result of an evaluation: the mean reward, or on rows the held-out loss."""
-    if evaluation.get("loss") is None:
-        return f"{evaluation['mean']:.3f} ± {evaluation['stderr']:.3f} on {evaluation['prompts']} held-out prompts"
-    accuracy = evaluation.get("accuracy")
-    right = "" if accuracy is None else f", the chosen reply preferred in {accuracy:.0%}"
-    return f"loss {evaluation['loss']:.4f}{right} on {evaluation['prompts']} held-out rows"
 
 
 def outcome(episode: Mapping[str, Any]) -> str:
@@ -101,13 +93,8 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
     yield "</div>"
     if evaluations := job.evaluations():
         yield "<h2>Evaluations</h2>" + _table(
-            (*["policy"] * several, "version", "mean", "± standard error", "prompts", "best constant reply"),
-            [
-                (*[one.policy] * several, one.version, f"{one.mean:.3f}",
-                 f"{one.stderr:.3f}" if one.stderr is not None else "–", one.prompts,
-                 f"{one.constant.reward:.3f}" if one.get("constant") else "–")
-                for one in evaluations
-            ],
+            (*["policy"] * several, "version", *evaluation_cells(evaluations[0])),
+            [(*[one.policy] * several, one.version, *evaluation_cells(one).values()) for one in evaluations],
         )  # fmt: skip
     if found := job.episodes(limit=episodes):
         yield f"<h2>The newest {len(found)} episodes</h2>"

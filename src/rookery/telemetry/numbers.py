@@ -1,4 +1,4 @@
-"""The numbers of a row of metrics, as other programs take them."""
+"""The numbers of a row of metrics, as other programs take them, and those of an evaluation, as people read them."""
 
 from __future__ import annotations
 
@@ -16,3 +16,31 @@ def numbers(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]
         elif isinstance(value, int | float) and math.isfinite(value):
             found.append((prefix + name, float(value)))
     return found
+
+
+def evaluation_cells(evaluation: Mapping[str, Any]) -> dict[str, str]:
+    """The results of an evaluation by their names: the mean reward on prompts, or on rows the held-out loss."""
+    count = str(evaluation["prompts"])
+    if (loss := evaluation.get("loss")) is not None:
+        return {"loss": f"{loss:.4f}", "accuracy": _figure(evaluation.get("accuracy")), "held-out rows": count}
+    spread = "" if evaluation.get("stderr") is None else f" ± {evaluation['stderr']:.3f}"
+    constant = (evaluation.get("constant") or {}).get("reward")
+    return {
+        "mean reward": f"{evaluation['mean']:.3f}{spread}",
+        "held-out prompts": count,
+        "best constant reply": _figure(constant),
+    }
+
+
+def evaluation_text(evaluation: Mapping[str, Any]) -> str:
+    """The same as a sentence."""
+    cells = evaluation_cells(evaluation)
+    if "loss" not in cells:
+        return f"{cells['mean reward']} on {cells['held-out prompts']} held-out prompts"
+    accuracy = evaluation.get("accuracy")
+    right = "" if accuracy is None else f", the chosen reply preferred in {accuracy:.0%}"
+    return f"loss {cells['loss']}{right} on {cells['held-out rows']} held-out rows"
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
