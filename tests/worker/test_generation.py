@@ -7,6 +7,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest
 from tests.support.peers import eventually, settle
 
 from rookery import protocol
-from rookery.controller.rollout.request import SamplingResult
+from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.worker import generation
 from rookery.worker.compute import IDLE, ComputeStatus
-from rookery.worker.generation import FRAME_BYTES, SENT_BYTES, TEXT_PARAMETERS, GenerationManager, HeldRequest
+from rookery.worker.generation import FRAME_BYTES, SENT_BYTES, GenerationManager, HeldRequest
 from rookery.worker.memory import NoRoom, NotOnThisWorker
 from rookery.worker.transfer.http import CorruptDownload, ReadRefused, Unreachable
 
@@ -191,13 +192,16 @@ CIRCUMSTANCES = {
 
 def test_a_held_text_continues_under_other_circumstances() -> None:
     names = set(protocol.Generate.__struct_fields__) - {"epoch"}
-    assert names == CIRCUMSTANCES | set(TEXT_PARAMETERS), "a new parameter must be one of these"
+    assert names == CIRCUMSTANCES | set(protocol.TEXT_PARAMETERS), "a new parameter must be one of these"
     held = HeldRequest(order("r", ref("a")), "r/1.1")
+    earlier = SamplingRequest("alice", "job", "model", held.generate)
     for field, value in {"weight": 3.0, "tenant": "b", "order": 5.0, "interactive": True, "group": "g"}.items():
-        assert held.continues(order("r", ref("a"), **{field: value})), field
+        assert held.continues(other := order("r", ref("a"), **{field: value})), field
+        assert replace(earlier, generate=other).continues_text_of(earlier), "the service decides alike"
     others = {"seed": 2, "prompt": [2], "max_tokens": 9, "stop": ["x"], "logits": protocol.LogitsParams(top_p=0.5)}
     for field, value in others.items():
-        assert not held.continues(order("r", ref("a"), **{field: value})), field
+        assert not held.continues(other := order("r", ref("a"), **{field: value})), field
+        assert not replace(earlier, generate=other).continues_text_of(earlier), "the service decides alike"
 
 
 def scored(tokens: int, width: int) -> protocol.PromptLogprobs:

@@ -79,6 +79,11 @@ class AdapterRef(Struct, kw_only=True):
     """An earlier full-parameter version that the worker has: a source may send the difference to it,
     ``GET {source}/artifacts/{hash}/{shard}?base={base}``. Empty: none."""
 
+    def replaces(self, old: AdapterRef | None, in_flight: str) -> bool:
+        """Whether a text that ``old`` began continues with this version under the request's ``in_flight``: a newer
+        one of its policy, where the text may change its version."""
+        return old is not None and in_flight != "finish" and self.policy == old.policy and self.version > old.version
+
 
 class HelloRejected(Message, kw_only=True):
     """The service refuses the connection and the other end must not retry. ``reason`` is one line for its operator."""

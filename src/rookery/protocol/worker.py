@@ -236,6 +236,13 @@ class LogitsParams(Struct, kw_only=True):
     """The text is JSON of this schema, or the beginning of it where it is cut off; empty: any text."""
 
 
+TEXT_PARAMETERS = (
+    "prompt", "shared_prefix", "max_tokens", "temperature", "seed", "stop_tokens", "stop", "in_flight",
+    "prompt_logprobs", "top_logprobs", "logits",
+)  # fmt: skip
+"""The parameters of a request, besides its adapter, that a text must share with one that it continues."""
+
+
 class Generate(Message, kw_only=True):
     """One generation. The sequence is ``prompt`` + ``prefix_tokens`` + the sampled tokens; sampled token i uses noise
     from (``seed``, i), i counted from the first token of ``prefix_tokens``, so a resumed text equals an uninterrupted
@@ -288,6 +295,11 @@ class Generate(Message, kw_only=True):
     order: float = 0.0
     """Of the waiting requests of a kind, interactive or not, the least is admitted first, among equals the first to
     come: the tenant's token counter (:mod:`rookery.scheduling.queues`) when the request was assigned."""
+
+    def same_text(self, other: Generate) -> bool:
+        """Whether the tokens of one are those of the other, if the same version samples both: service and workers ask
+        this before a request continues a text that is there."""
+        return all(getattr(self, name) == getattr(other, name) for name in TEXT_PARAMETERS)
 
 
 class Abort(Message, kw_only=True):

@@ -42,12 +42,6 @@ from rookery.worker.transfer.http import Unreachable, is_plain, one_line
 
 log = logging.getLogger("rookery.worker.generation")
 
-TEXT_PARAMETERS = (
-    "prompt", "shared_prefix", "max_tokens", "temperature", "seed", "stop_tokens", "stop", "in_flight",
-    "prompt_logprobs", "top_logprobs", "logits",
-)  # fmt: skip
-"""The parameters of a request, besides its adapter, that a text must share with one that it continues."""
-
 FENCE_SECONDS = 120.0
 """For so long clients' requests go before those that wait for room; then only where rollouts keep their adapter in
 memory anyway. Longer than most replies; clients of ever the same adapters leave room to others after it."""
@@ -119,7 +113,7 @@ class HeldRequest:
         a newer version if the request allows switches: that was published while the connection was lost."""
         own, prefix = self.generate.prefix_tokens + self.log.tokens, claim.prefix_tokens
         return (
-            _text_parameters(claim) == _text_parameters(self.generate)
+            claim.same_text(self.generate)
             and (_version_of(claim) == _version_of(self.generate) or self._switches_to(claim))
             and self.start <= len(prefix) <= len(own)
             and own[: len(prefix)] == prefix
@@ -127,10 +121,7 @@ class HeldRequest:
 
     def _switches_to(self, claim: protocol.Generate) -> bool:
         """Whether ``claim`` has it continue with a newer version of its policy."""
-        new, own = claim.adapter, self.generate.adapter
-        if new is None or own is None or claim.in_flight == "finish":
-            return False
-        return new.policy == own.policy and new.version > own.version
+        return claim.adapter is not None and claim.adapter.replaces(self.generate.adapter, claim.in_flight)
 
     @property
     def unsent(self) -> bool:
@@ -176,10 +167,6 @@ class HeldRequest:
             chunk.finish, chunk.error = self.finish, self.error
             self.end_sent, self.idle_since = bool(self.finish), now
         return chunk
-
-
-def _text_parameters(generate: protocol.Generate) -> tuple[object, ...]:
-    return tuple(getattr(generate, name) for name in TEXT_PARAMETERS)
 
 
 def _is_client(generate: protocol.Generate) -> bool:
@@ -267,7 +254,7 @@ class GenerationManager:
         held.claimed, held.end_sent, held.sent, held.scores_sent = True, False, len(claim.prefix_tokens), 0
         latest = held.generate.adapter if held.pending_switch is None else held.pending_switch.adapter
         ref = claim.adapter
-        if ref is not None and latest is not None and ref.version > latest.version and not held.finish:
+        if ref is not None and ref.replaces(latest, claim.in_flight) and not held.finish:
             recompute = claim.in_flight == "recompute"
             switch = protocol.SwitchAdapter(
                 request=claim.request, assignment=claim.assignment, adapter=ref, recompute=recompute

@@ -64,25 +64,22 @@ class SamplingRequest:
 
     def superseded_by(self, ref: protocol.AdapterRef | None) -> bool:
         """Whether ``ref`` is a newer version that this request is to change to."""
-        old = self.adapter
-        if ref is None or old is None or self.generate.in_flight == "finish":
-            return False
-        return ref.policy == old.policy and ref.version > old.version
+        return ref is not None and ref.replaces(self.adapter, self.generate.in_flight)
 
     def continues_text_of(self, earlier: SamplingRequest) -> bool:
-        """Whether the tokens sampled for ``earlier`` are the beginning of this request's result: everything that
-        decides about the text is equal, except the version where that may change in flight. Workers apply the same
-        rule to the requests that they still hold (:meth:`rookery.worker.generation.HeldRequest.continues`)."""
-        if self._without_version() != earlier._without_version():
+        """Whether the tokens sampled for ``earlier`` are the beginning of this request's result: it is the same text of
+        the same model, of the same version or of any where that may change in flight. A worker that still holds the
+        request also asks for a newer version (:meth:`rookery.worker.generation.HeldRequest.continues`)."""
+        if self._queue != earlier._queue or not self.generate.same_text(earlier.generate):
             return False
         old, new = earlier.adapter, self.adapter
         if old is None or new is None:
             return old is new
         return old.policy == new.policy and (old.version == new.version or self.generate.in_flight != "finish")
 
-    def _without_version(self) -> tuple[object, ...]:
-        generate = msgspec.structs.replace(self.generate, adapter=None, interactive=False)
-        return self.tenant, self.job, self.model, generate
+    @property
+    def _queue(self) -> tuple[str, str, str]:
+        return self.tenant, self.job, self.model
 
 
 class SamplingResult(protocol.TokenLog):
