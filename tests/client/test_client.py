@@ -4,11 +4,13 @@ errors."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -590,9 +592,37 @@ def test_ids_that_lead_to_another_path_name_nothing(client: Client, service: Emb
         {"policies": {"main": {"warm_start": {"peft": "~nobody-of-this-name/x"}}}},
         {"name": "\udcff"},
         {"seed": math.inf},
+        {"environment": {"id": "jsonl", "rows": (row for row in ()), "verifier": "exact"}},
+        {"environment": {"id": "jsonl", "rows": [], "verifier": threading.Lock()}},
     ],
 )
 def test_texts_that_are_no_path_and_values_that_are_no_json_are_refused(client: Client, given: dict[str, Any]) -> None:
     with pytest.raises(UserError) as refused:
         client.dry_run({**job(), **given})
     assert "\n" not in str(refused.value)
+
+
+def test_values_of_wrong_kinds_are_refused_with_one_line(client: Client, tmp_path: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: client.submit("job.yaml"),  # type: ignore[arg-type]
+        lambda: client.submit(tmp_path / "job.yaml"),  # type: ignore[arg-type]
+        lambda: client.sample("x", "hello", max_tokens=Decimal(8)),
+    ]
+    for call in calls:
+        with pytest.raises(UserError, match=r"a job is a mapping; given \w+: read|cannot be written: .*Decimal"):
+            call()
+
+
+def test_a_submitted_job_is_left_as_it_was(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2?", "answer": "4"}\n' * 3)
+    spec = job(environment={"id": "jsonl", "path": "rows.jsonl", "verifier": "exact"})
+    before = copy.deepcopy(spec)
+    client.dry_run(spec, folder=tmp_path)
+    assert spec == before
+
+
+def test_a_whole_model_is_no_adapter(client: Client) -> None:
+    full = client.submit(job(name="whole", policies={"main": {"full": True, "optimizer": {"lr": 1e-5}}}))
+    with pytest.raises(UserError, match="its version is a whole model, no adapter; rookery adapters download"):
+        full.adapter().push("acme/whole")
+    full.cancel()

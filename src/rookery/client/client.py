@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import os
 import re
@@ -365,6 +364,11 @@ class Client:
 
     def _send_job(self, path: str, spec: Mapping[str, Any], folder: Path | None, headers: dict[str, str]) -> Any:
         """The service's answer to a job. Raises :class:`~rookery.errors.UserError` for a value that is not JSON."""
+        if not isinstance(spec, Mapping):
+            raise UserError(
+                f"a job is a mapping; given {type(spec).__name__}: read a file with rookery.spec.files.read_job, or:"
+                " rookery run FILE"
+            )
         sent = _upload_files(self._connection, spec, folder if folder is not None else Path())
         try:
             content = values.encode(sent)
@@ -488,13 +492,15 @@ def _add_adapter(connection: HttpConnection, folder: Path) -> str:
 def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Uploads the files that ``spec`` names; returns it with their hashes instead of their paths. Relative paths start
     at ``folder``. A value that is not a path is left for the service to refuse."""
-    sent: dict[str, Any] = copy.deepcopy(dict(spec))
-    environment = sent.get("environment")
+    sent, environment = dict(spec), spec.get("environment")
     if isinstance(environment, dict) and environment.get("id") in FILE_ENVIRONMENTS:
+        environment = sent["environment"] = dict(environment)
         for given, sent_as in _DATASETS.items():
             if isinstance(environment.get(given), str):
                 environment[sent_as] = _add_dataset_file(connection, folder / named_path(environment.pop(given)))
         tools = environment.get("tools")
+        if isinstance(tools, list):
+            tools = environment["tools"] = [dict(tool) if isinstance(tool, dict) else tool for tool in tools]
         for tool in tools if isinstance(tools, list) else ():
             if isinstance(tool, dict) and isinstance(tool.get("index"), str) and not HASH.fullmatch(tool["index"]):
                 tool["index"] = _add_dataset_file(connection, folder / named_path(tool["index"]))
@@ -504,8 +510,10 @@ def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: P
                 del environment[given]
                 environment[sent_as] = _add_dataset(connection, content)
     policies = sent.get("policies")
-    for policy in policies.values() if isinstance(policies, dict) else ():
+    for name, policy in policies.items() if isinstance(policies, dict) else ():
         start = policy.get("warm_start") if isinstance(policy, dict) else None
         if isinstance(start, dict) and isinstance(start.get("peft"), str):
-            start["upload"] = _add_adapter(connection, folder / named_path(start.pop("peft")))
+            start = {**start, "upload": _add_adapter(connection, folder / named_path(start["peft"]))}
+            del start["peft"]
+            sent["policies"] = {**sent["policies"], name: {**policy, "warm_start": start}}
     return sent

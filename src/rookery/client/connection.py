@@ -197,7 +197,7 @@ class HttpConnection:
             return self._client().build_request(method, path, timeout=_timeout(seconds), **content)
         except UnicodeEncodeError:
             raise errors.UserError("a text is not Unicode: it has bytes that are no UTF-8; give it in UTF-8") from None
-        except ValueError as error:  # a number such as NaN
+        except (TypeError, ValueError) as error:  # a value that is no JSON, a number such as NaN
             raise errors.UserError(f"the request cannot be written: {error}") from None
 
     def _send(self, method: str, path: str, seconds: float, **request: Any) -> httpx.Response:

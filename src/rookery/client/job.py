@@ -307,6 +307,16 @@ def first_trained(policies: Mapping[str, Any]) -> str:
     return next(name for name, settings in policies.items() if settings.get("train", True))
 
 
+def check_lora(policies: Mapping[str, Any], policy: str, instead: str) -> None:
+    """Raises :class:`UserError`, with what to do ``instead``, where the versions of ``policy``, one of a job's
+    ``policies``, are whole models."""
+    if (policies.get(policy) or {}).get("full"):
+        raise UserError(
+            f"policy {short(policy)} trains all parameters: its version is a whole model, no adapter; rookery adapters"
+            f" download writes it as a folder of transformers ({instead})"
+        )
+
+
 class AdapterFolder:
     """A version's adapter."""
 
@@ -323,6 +333,7 @@ class AdapterFolder:
         ``org/name``, and returns its address. ``token`` is by default that of ``hf auth login`` or ``HF_TOKEN``;
         ``HF_ENDPOINT`` names another Hub. This process uploads: the service gets no token."""
         policy = self._policy
+        check_lora(self._job.show().spec.policies, policy, "hf upload pushes its files")
         with tempfile.TemporaryDirectory(prefix="rookery-push-") as folder:
             files = self.download(folder)
             version = next(one for one in self._job.versions(policy) if one.version == self.version)
