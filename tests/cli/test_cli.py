@@ -27,8 +27,9 @@ from tests.support.traces import check
 import rookery
 from rookery.cli import main
 from rookery.cli.doctor import EXTRAS, bf16_finding, kernels_finding
+from rookery.cli.options import check_child
 from rookery.client import Client
-from rookery.errors import NotFound, TooManyRequests
+from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.server.schemas import TenantLimits
 from rookery.settings import CLIENT_SETTINGS, Settings
@@ -489,6 +490,34 @@ def test_doctor_reports_whether_the_kernels_run() -> None:
     assert "pip install numba" in kernels_finding(flags, "linux", False).fix
     for machine in ((flags, "darwin", True), ({"asimd"}, "linux", True), (None, "linux", True)):
         assert kernels_finding(*machine).state == "optional"
+
+
+def test_paths_of_the_command_line_have_their_tilde_replaced(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (alone / "out").mkdir()
+    for command in (("adapters", "export", "sums", "--merge=~/out"), ("adapters", "export", "sums", "--gguf=~/out"),
+                    ("models", "--get", MODEL, "--export=~/out")):  # fmt: skip
+        assert call(*command) == 2
+        assert f"{alone / 'out'} exists" in capsys.readouterr().err
+    written(alone, job())
+    assert call("run", "~/job.yaml", "--adapter=~/new", "--detach") == 2
+    assert call("run", "~/job.yaml", "--adapter=~/job.yaml") == 2
+    assert f"{alone / 'job.yaml'} cannot be written" in capsys.readouterr().err
+    assert not (alone / "~").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "line"),
+    [
+        (2, UserError, "refused: x"),
+        (1, RookeryError, "refused: x"),
+        (-9, RookeryError, "signal 9 ended the task"),
+    ],
+)
+def test_a_child_that_failed_for_now_is_no_refusal(code: int, error: type[RookeryError], line: str) -> None:
+    with pytest.raises(RookeryError, match=line) as raised:
+        check_child(subprocess.CompletedProcess([], code, "", "first\nrefused: x\n"), "the task")
+    assert type(raised.value) is error
+    check_child(subprocess.CompletedProcess([], 0, "", "a warning"), "the task")
 
 
 def test_commands_without_a_service_fail_with_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from rookery.children import interpreter
-from rookery.cli.options import Cli, with_options
+from rookery.cli.options import Cli, check_child, path_argument, path_option, with_options
 from rookery.client.client import Client
-from rookery.client.job import AdapterFolder, Job, first_trained
+from rookery.client.job import AdapterFolder, Job, check_lora, first_trained
 from rookery.errors import UserError, short
 from rookery.folders import usable_cache
 
@@ -37,7 +37,7 @@ def _found(client: Client, job: str, policy: str | None) -> tuple[Job, AdapterFo
 def download(
     cli: Cli,
     job: Version,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files of the PEFT folder are written.")],
+    folder: Annotated[Path, path_argument(metavar="DIR", help="Where the files of the PEFT folder are written.")],
     policy: Policy = None,
 ) -> None:
     """Download a version's PEFT folder: transformers, PEFT and vLLM load it."""
@@ -73,8 +73,8 @@ def push(
 def export(
     cli: Cli,
     job: Version,
-    merge: Annotated[Path | None, typer.Option(help="New folder for the base model with the adapter merged.")] = None,
-    gguf: Annotated[Path | None, typer.Option(help="New file for the adapter as GGUF, for llama.cpp.")] = None,
+    merge: Annotated[Path | None, path_option(help="New folder for the base model with the adapter merged.")] = None,
+    gguf: Annotated[Path | None, path_option(help="New file for the adapter as GGUF, for llama.cpp.")] = None,
     policy: Policy = None,
 ) -> None:
     """Write a version merged into its base model, which is prepared on this machine if it is not, or as GGUF."""
@@ -89,8 +89,10 @@ def export(
         with cli.client() as client:
             found, adapter = _found(client, job, policy)
             spec = found.show().spec
+            named = policy or first_trained(spec.policies)
+            check_lora(spec.policies, named, "its files need no merge, and llama.cpp converts them")
             files = adapter.download(folder)
-        model = spec.policies.get(policy or first_trained(spec.policies), {}).get("base_model")
+        model = spec.policies.get(named, {}).get("base_model")
         command = interpreter(
             "rookery.worker.model.exports", model or spec.base_model, "--cache", str(cli.settings.cache),
             "--adapter", str(files),
@@ -98,8 +100,6 @@ def export(
         for option, path in targets.items():
             command += [option, str(path.absolute())]
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        raise UserError(lines[-1] if lines else f"adapters export: the process ended with {done.returncode}")
+    check_child(done, "adapters export")
     written = {option.removeprefix("--"): str(path) for option, path in targets.items()}
     cli.show({"job": found.id, "version": adapter.version, **written}, "written: " + ", ".join(written.values()))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Group
 
-from rookery.cli.options import Cli, DataOption, duration, with_options
+from rookery.cli.options import Cli, DataOption, duration, path_argument, with_options
 from rookery.cli.output import print_json, show, time_of
 from rookery.client.connection import Record
 from rookery.errors import UserError, short
@@ -181,7 +181,7 @@ def _pool_line(pool: Record) -> str:
 
 
 def backup(
-    folder: Annotated[Path, typer.Argument(help="The backup: a new folder, best on another disk.")],
+    folder: Annotated[Path, path_argument(help="The backup: a new folder, best on another disk.")],
     data: DataOption = None,
 ) -> None:
     """Back up database and artifacts, while the service runs or not. The backup contains keys: keep it private."""
@@ -194,7 +194,7 @@ def backup(
 
 
 def restore(
-    folder: Annotated[Path, typer.Argument(help="A backup.")],
+    folder: Annotated[Path, path_argument(help="A backup.")],
     data: DataOption = None,
 ) -> None:
     """Restore a backup into a new data folder (and the empty database that ROOKERY_DATABASE names)."""

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rookery.cli.options import COMPLETED, FAILED, INTERRUPTED
+from rookery.cli.options import COMPLETED, FAILED, INTERRUPTED, path_option
 from rookery.cli.output import console, is_terminal
 from rookery.client import Client, Job, Record
 from rookery.environments.base import Environment
@@ -106,7 +106,7 @@ def compare(task: Task, evaluations: Sequence[Record]) -> Comparison:
 
 
 def demo(
-    folder: Annotated[Path | None, typer.Option(help="The folder for data and adapters; a new one in runs/.")] = None,
+    folder: Annotated[Path | None, path_option(help="The folder for data and adapters; a new one in runs/.")] = None,
     port: Annotated[int, typer.Option(help="The port of the service; 0 takes a free one.", min=0, max=65535)] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Serve the page afterwards until Ctrl-C.")] = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rookery.cli.follow import Follower
-from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, with_options
+from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, path_argument, with_options
 from rookery.cli.output import console, fields, is_terminal, print_json, show, time_of
 from rookery.cli.steps import StepLines
 from rookery.client.connection import Record
@@ -229,7 +229,7 @@ def conversation_lines(one: Mapping[str, Any]) -> list[str]:
 def export(
     cli: Cli,
     job: Name,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The HTML file to write.")],
+    file: Annotated[Path, path_argument(metavar="FILE", help="The HTML file to write.")],
     limit: Annotated[int, typer.Option("--episodes", help="How many of the newest episodes.", min=0, max=10_000)] = 100,
 ) -> None:
     """Write a job into one HTML file that needs no service: curves, evaluations, episodes, events, settings."""
@@ -245,7 +245,7 @@ def export(
 def tensorboard(
     cli: Cli,
     job: Name,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder for tensorboard --logdir.")],
+    folder: Annotated[Path, path_argument(metavar="DIR", help="The folder for tensorboard --logdir.")],
     follow: Annotated[bool, typer.Option("--follow", help="Write until the job has ended.")] = False,
 ) -> None:
     """Write a job's metrics and evaluations for TensorBoard, into a file of the job that replaces an earlier one."""

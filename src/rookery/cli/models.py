@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rookery.children import interpreter
-from rookery.cli.options import Cli, with_options
+from rookery.cli.options import Cli, check_child, path_option, with_options
 from rookery.cli.output import print_json, visible, writing
 from rookery.errors import Unavailable, UserError
 from rookery.folders import usable_cache
@@ -26,7 +26,7 @@ def models(
     get: Annotated[str | None, typer.Option("--get", help="Fetch and prepare this model now.")] = None,
     export: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             "--export",
             help="Write the model of --get, or the first of ROOKERY_MODELS, to this new folder for"
             " transformers and PEFT.",
@@ -52,7 +52,7 @@ def models(
 
 def prepare(cli: Cli, name: str, export: Path | None = None) -> None:
     """Fetches and converts a model into the cache, in a child process, because that needs torch; writes the published
-    layout to the new folder ``export``. Raises :class:`UserError` with the last line of that process."""
+    layout to the new folder ``export``. Raises the error of that process (:func:`check_child`)."""
     resolve(name)  # refuses an impossible name before a process is started for it
     if export is not None and export.exists():
         raise UserError(f"--export: {export} exists; give a new folder")
@@ -61,9 +61,7 @@ def prepare(cli: Cli, name: str, export: Path | None = None) -> None:
     if export is not None:
         command += ["--export", str(export)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        raise UserError(lines[-1] if lines else f"preparing {name} ended with {done.returncode}")
+    check_child(done, f"preparing {name}")
     folder = done.stdout.strip()
     line = f"{name} is prepared: {folder}"
     if export is not None:

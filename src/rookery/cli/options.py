@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ import typer
 
 from rookery.cli.output import print_json, show
 from rookery.client import Client
-from rookery.errors import UserError, short
+from rookery.errors import EXIT_REFUSED, RookeryError, UserError, short
+from rookery.paths import named_path
 from rookery.settings import CLIENT_SETTINGS, Settings
 
 COMPLETED = 0
@@ -38,6 +40,27 @@ MOST_DIGITS = 6
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def path_option(*names: str, **more: Any) -> Any:
+    """An option for a path. A shell leaves the ``~`` of ``--option=~/folder``: it is replaced here."""
+    return typer.Option(*names, parser=named_path, metavar="PATH", **more)
+
+
+def path_argument(**more: Any) -> Any:
+    """An argument for a path, in which ``~`` is replaced."""
+    return typer.Argument(parser=named_path, **more)
+
+
+def check_child(done: subprocess.CompletedProcess[Any], task: str) -> None:
+    """Raises the error of a child process that failed, with its last line: :class:`UserError` where another try cannot
+    succeed."""
+    if done.returncode < 0:
+        raise RookeryError(f"signal {-done.returncode} ended {task}; memory must be free for the model")
+    if done.returncode:
+        lines = (done.stderr or "").strip().splitlines()
+        kind = UserError if done.returncode == EXIT_REFUSED else RookeryError
+        raise kind(lines[-1] if lines else f"{task}: the process ended with code {done.returncode}")
 
 
 def duration(option: str, given: str) -> float:

@@ -16,9 +16,9 @@ import yaml
 
 from rookery.bounds import GIVEN_NAME, NAME
 from rookery.children import interpreter
-from rookery.cli.options import JsonOption
+from rookery.cli.options import JsonOption, check_child, path_option
 from rookery.cli.output import print_json, show
-from rookery.errors import RookeryError, UserError, short
+from rookery.errors import UserError, short
 from rookery.scheduling.plan.predict import Device, devices_of, plan_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.spec.files import read_job
@@ -42,8 +42,8 @@ TYPICAL_ERROR = 0.10
 
 
 def plan(
-    workers: Annotated[Path, typer.Option(help="The fleet file: machines, their speeds, links.")],
-    jobs: Annotated[list[Path], typer.Option(help="A job file; give the option once for each job.")],
+    workers: Annotated[Path, path_option(help="The fleet file: machines, their speeds, links.")],
+    jobs: Annotated[list[Path], path_option(help="A job file; give the option once for each job.")],
     reply_tokens: Annotated[
         float | None, typer.Option(min=1, help="Median tokens of a reply; by default half of max_tokens.")
     ] = None,
@@ -59,7 +59,7 @@ def plan(
     simulate: Annotated[bool, typer.Option("--simulate", help="Also simulate the plan with the real controller.")] = (
         False
     ),
-    out: Annotated[Path | None, typer.Option(help="Write the plan to this file, for rookery serve --plan.")] = None,
+    out: Annotated[Path | None, path_option(help="Write the plan to this file, for rookery serve --plan.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Choose roles for unlike machines: which generate, which train, and which are not needed."""
@@ -127,7 +127,7 @@ def profile(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             help="A fleet file: the entry is added, or measured again; fields of it that this command does not give"
             " stay."
         ),
@@ -150,10 +150,9 @@ def profile(
     run = subprocess.run(
         interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False
     )
-    if run.returncode < 0:
-        raise RookeryError(f"signal {-run.returncode} ended the measurement; memory must be free for the model")
-    if run.returncode:
+    if run.returncode > 0:  # it has written the reason
         raise typer.Exit(run.returncode)
+    check_child(run, "the measurement")
     measured = jsons.loads(run.stdout) | given
     try:
         if out is not None:

@@ -20,7 +20,7 @@ import typer
 import yaml
 
 from rookery.cli.follow import Follower, pause_line
-from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, with_options
+from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, path_argument, path_option, with_options
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.job import ENDED
@@ -41,10 +41,10 @@ RUNS = Path("runs")
 @with_options
 def run(
     cli: Cli,
-    job_file: Annotated[Path, typer.Argument(help="The job: YAML or JSON, or TOML of Prime's hosted training.")],
+    job_file: Annotated[Path, path_argument(help="The job: YAML or JSON, or TOML of Prime's hosted training.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, show the whole job and three prompts.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Submit to the running service and exit.")] = False,
-    adapter: Annotated[Path | None, typer.Option(help="Write the final PEFT adapter into this folder.")] = None,
+    adapter: Annotated[Path | None, path_option(help="Write the final PEFT adapter into this folder.")] = None,
     new: Annotated[bool, typer.Option("--new", help="Without a service: cancel an interrupted run.")] = False,
 ) -> None:
     """Run one job to its end, on a running service if there is one, else on a service for this run alone."""

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli.options import JsonOption
+from rookery.cli.options import JsonOption, path_option
 from rookery.cli.output import print_json, show
 
 
@@ -43,7 +43,7 @@ def simulate(
         float | None, typer.Option(min=0.001, help="The service's flush_seconds; larger ones simulate faster.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run, event by event.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="A folder for results.json.")] = None,
+    out: Annotated[Path | None, path_option(help="A folder for results.json.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare ways of using reserved and preemptible machines, in virtual time. No model is run."""

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli.options import Cli, duration, with_options
+from rookery.cli.options import Cli, duration, path_argument, with_options
 from rookery.errors import UserError
 
 
 @with_options
 def trace(
     cli: Cli,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON file to write, such as rookery.trace.json.")],
+    file: Annotated[Path, path_argument(metavar="FILE", help="The JSON file to write, such as rookery.trace.json.")],
     job: Annotated[str | None, typer.Option(help="Only this job; all other work is busy time.")] = None,
     last: Annotated[str | None, typer.Option(help="Only the time before now, such as 10m; else all.")] = None,
 ) -> None:
