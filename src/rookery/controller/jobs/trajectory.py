@@ -107,7 +107,7 @@ class TurnRecord(msgspec.Struct, array_like=True):
     trained: bool = True
     """False for a call of an agent whose tokens are read and not trained on."""
     message: int = -1
-    """The place of the reply in the conversation; -1 in episodes of earlier versions of Rookery."""
+    """The place of the reply in the conversation; -1 in episodes stored by revision 0001 of the database."""
     follows: int | None = None
     """Of an agent's call that does not continue the turn before it: the place of the turn that it continues; -1 where
     it begins a conversation."""
@@ -130,7 +130,7 @@ class EpisodeResult(msgspec.Struct):
     """Seconds by stage, in the process that ended it: ``queue`` (requests waited for a worker), ``generation`` (a
     worker had them), ``environment`` (its calls)."""
     steps: list[TurnRecord] = []
-    """One per reply; empty in episodes of earlier versions of Rookery."""
+    """One per reply."""
     rewards: dict[str, float] = {}
     """The additional rewards of single policies."""
     speakers: list[str] = []
