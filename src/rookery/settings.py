@@ -268,7 +268,7 @@ class WorkerSettings(Section):
     """A suspect worker, or an environment host without episodes, that has not returned by then is gone."""
     resume_seconds: float = Field(15.0, gt=0)
     """A reconnected worker continues requests that nobody has resumed for this long, so that a restarted service finds
-    them."""
+    them. The service's value holds for its workers."""
     stuck_seconds: float = Field(120.0, gt=0)
     """Heartbeats that show work but no finished compute slice for this long mean a stuck worker; the longest honest
     slice is one prompt of a whole context."""

@@ -109,7 +109,7 @@ class Dialled:
         """Set once an upload has begun."""
         self.uploads_held: threading.Event | None = None
         """Uploads do not end before this is set."""
-        self.heartbeat_seconds, self.flush_seconds = 0.2, 0.05
+        self.heartbeat_seconds, self.flush_seconds, self.resume_seconds = 0.2, 0.05, 15.0
         self._token = token
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
@@ -154,7 +154,7 @@ class Dialled:
         """The answer to a Hello."""
         return protocol.Welcome(
             name=name, epoch=epoch, heartbeat_seconds=self.heartbeat_seconds, flush_seconds=self.flush_seconds,
-            reads=READ_KEY, time=time.time(),
+            reads=READ_KEY, time=time.time(), resume_seconds=self.resume_seconds,
         )  # fmt: skip
 
     def permits(self, header: str, digest: str) -> bool:

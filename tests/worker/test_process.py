@@ -488,7 +488,8 @@ def test_unclaimed_requests_are_deleted_after_the_rejoin_period(service: Dialled
 
 
 def test_requests_not_claimed_after_a_reconnection_are_aborted(service: Dialled, start: Start) -> None:
-    start(resume_seconds="0.3", max_rows="1")
+    service.resume_seconds = 0.3
+    start(resume_seconds="60", max_rows="1")  # the service's value holds
     link = service.connection(0)
     link.send(*(generate(f"r{number}") for number in range(50)))
     link.some("r0", 1)

@@ -216,6 +216,8 @@ class Welcome(Message, kw_only=True):
     """Signs and checks reads of artifacts among the workers that have the same key."""
     time: float
     """The service's wall clock, in seconds: signatures count in it."""
+    resume_seconds: float = 15.0
+    """For so long the worker keeps requests of an earlier connection that this one has not named."""
 
 
 class LogitsParams(Struct, kw_only=True):

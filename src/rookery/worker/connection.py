@@ -231,8 +231,8 @@ class ServiceConnection:
         self._transfers.use(channel.base)
         self._name = channel.welcome.name
         log.info("connected as %s, epoch %d", self._name, channel.epoch)
-        resume_seconds = self._settings.worker.resume_seconds
-        unclaimed = asyncio.get_running_loop().call_later(resume_seconds, self._generation.abort_unclaimed)
+        keeps = channel.welcome.resume_seconds
+        unclaimed = asyncio.get_running_loop().call_later(keeps, self._generation.abort_unclaimed)
         flush = self._send_output(channel.welcome.flush_seconds)
         try:
             await channel.run(self._handle, partial(self._heartbeat, channel.epoch), flush, self._report(channel))

@@ -245,6 +245,7 @@ class Fleet:
                 flush_seconds=self._settings.worker.flush_seconds,
                 reads=reads,
                 time=self._clock.time(),
+                resume_seconds=self._settings.worker.resume_seconds,
             )
         )
         if hello.loading:
