@@ -343,6 +343,10 @@ def test_chat_with_a_job_a_version_and_a_base_model(
         assert "adapter_config.json, adapter_model.safetensors" in capsys.readouterr().out
         direct = talker.adapter(version).download(here / "direct") / "adapter_model.safetensors"
         assert (here / f"{named}-folder" / "adapter_model.safetensors").read_bytes() == direct.read_bytes()
+    (here / "direct" / "notes").write_text("x")
+    assert call("adapters", "download", "talker", here / "direct", "--json") == 0
+    written_files = json.loads(capsys.readouterr().out)["files"]
+    assert sorted([*written_files, "notes"]) == sorted(path.name for path in (here / "direct").iterdir())
     for wrong in ("talker@9", "talker@x", "talker@", "nobody"):
         assert call("adapters", "download", wrong, here / "none") == 2
     assert not (here / "none").exists()

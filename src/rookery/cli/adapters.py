@@ -44,7 +44,7 @@ def download(
     with cli.client() as client:
         found, adapter = _found(client, job, policy)
         written = adapter.download(folder)
-    shown = sorted(path.name for path in written.iterdir())
+    shown = sorted(adapter.files)
     cli.show(
         {"job": found.id, "version": adapter.version, "folder": str(written), "files": shown},
         f"{written}: {', '.join(shown)}",

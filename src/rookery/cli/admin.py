@@ -27,8 +27,9 @@ Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or 
 def list_tenants(cli: Cli) -> None:
     """Every tenant with its costs, today's tokens, and the limits that are not the service's settings."""
     with cli.client() as client:
+        found = client.tenants()  # first: a tenant that is added meanwhile has costs and no row
         costs = {row.tenant: row.cost for row in client.costs().tenants}
-        tenants = [{**row, "cost": costs.get(row.id)} for row in client.tenants()]
+        tenants = [{**row, "cost": costs[row.id]} for row in found if row.id in costs]
     numbers = ("cost", "reserved", "preemptible", "compute hours", "tokens today")
     table = Rows(columns(("tenant", "id", "since"), numbers, ("limits",)))
     for row in tenants:

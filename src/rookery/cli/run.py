@@ -53,7 +53,7 @@ def run(
         raise UserError(f"--adapter: {ends}, so no adapter is written; leave it out")
     if adapter is not None:
         _check_writable(adapter)
-    raw, notes = read_prime(job_file) if job_file.suffix == ".toml" else (read_job(job_file), [])
+    raw, notes = read_prime(job_file) if job_file.suffix.lower() == ".toml" else (read_job(job_file), [])
     for note in notes:
         typer.echo(note, err=True)
     spec = parse_job(raw)

@@ -327,6 +327,8 @@ class AdapterFolder:
         self._policy = policy
         self.version: int | None = None
         """The number of the version that was downloaded last."""
+        self.files: list[str] = []
+        """The names of its files."""
 
     def push(self, repo: str, *, license: str | None = None, private: bool = True, token: str | None = None) -> str:
         """Uploads the PEFT folder with a model card to the Hugging Face Hub as the model ``repo``, such as
@@ -348,8 +350,9 @@ class AdapterFolder:
             return push_folder(files, repo, card, token=token, private=private, message=message)
 
     def download(self, folder: str | Path) -> Path:
-        """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it."""
-        target = named_path(folder)
+        """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it. A file there
+        is replaced when the new one is whole."""
+        target, self.files = named_path(folder), []
         with tempfile.TemporaryFile() as tar:
             self.version = int(self._connection.download(self._path, tar, "application/x-tar")["X-Version"])
             tar.seek(0)
@@ -359,8 +362,14 @@ class AdapterFolder:
                     content = archive.extractfile(member)
                     if content is None or Path(member.name).name != member.name:
                         raise UserError(f"the adapter's archive has {short(member.name)}, which is no file of it")
-                    with (target / member.name).open("wb") as file:
-                        shutil.copyfileobj(content, file)
+                    part = target / f".{member.name}.part"
+                    try:
+                        with part.open("wb") as file:
+                            shutil.copyfileobj(content, file)
+                        part.replace(target / member.name)
+                    finally:
+                        part.unlink(missing_ok=True)
+                    self.files.append(member.name)
         return target
 
 

@@ -38,7 +38,7 @@ MEANINGLESS = {
 def read_prime(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The job in a TOML file, and a line for each field that has no meaning here. Raises :class:`UserError`."""
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
