@@ -57,7 +57,6 @@ AGAIN = {
     "the Tinker cookbook's arithmetic": "make cookbook",
     "memory by tenants": "python -m benchmarks.micro.memory",
     "the service's floor per call": "python -m benchmarks.micro.service_floor",
-    "a hostile tenant for twenty minutes, on a quiet machine": "make soak",
     "a verifier that begins slowly, next to its solver": "python examples/solver_verifier.py",
     "availability traces": "python -m benchmarks.scale.simulation",
     "a simulation with the shipped worker's I/O side": "python -m benchmarks.scale.shipped_worker",
@@ -70,7 +69,8 @@ HEAD = """# Results
 
 Made by `python -m benchmarks.lib.report` from `benchmarks/results/*.json`, which hold all repeats. Figures are medians,
 ratios are within one run. Everything is SmolLM2-135M-Instruct in bf16 on two CPU cores, unless a line says otherwise.
-*Measured on* gives the day, the commit and the machine: where code has changed since, a line says what was true then.
+*Measured on* gives the day, the commit and the machine. A line says what was true then: `git log COMMIT..` lists what has
+changed since.
 """
 SIMULATED = """
 ## Simulated
