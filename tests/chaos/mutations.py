@@ -134,8 +134,7 @@ MUTATIONS = [
         "batch=join_batches([])", "groups", phase_deaths=0.1, trainers=0.4, lifetime=60.0,
     ),
     _one(
-        "commit without what was consumed", PolicyLoop, "_commit", "consumed = [group.id for",
-        "consumed = [] and [group.id for", "groups",
+        "commit without what was consumed", PolicyLoop, "_commit", "[group.id for group in groups]", "[]", "groups",
     ),
     _one(
         "let go of versions in use", PolicyVersions, "retire",
@@ -144,7 +143,7 @@ MUTATIONS = [
     ),
     _one(
         "hand out a complete group twice", GroupBuffer, "take",
-        "self.ready = [group for group in self.ready if group not in groups]", "pass", "groups", "jobs",
+        "self.ready = [group for group in self.ready if group.id not in taken]", "pass", "groups", "jobs",
     ),
     _one(
         "leave a request with the worker that it is taken from", RolloutScheduler, "_abort",

@@ -92,7 +92,7 @@ MISTAKES = [
              (Change(PolicyVersions, "followed", "return None if version is None else self._versions[version]",
                      "return self.head"),), frozenset({"opponent"})),
     Mutation("commit without the groups that the policy consumed",
-             (Change(PolicyLoop, "_commit", "consumed = [group.id for", "consumed = [] and [group.id for"),),
+             (Change(PolicyLoop, "_commit", "[group.id for group in groups]", "[]"),),
              frozenset({"groups", "raises"})),
 ]  # fmt: skip
 
