@@ -49,6 +49,23 @@ def unit() -> configparser.ConfigParser:
     return parsed
 
 
+@pytest.mark.parametrize("manifest", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: path.name)
+def test_manifests_give_each_key_once(manifest: Path) -> None:
+    """A parser would take the last of two without a word, or refuse the file."""
+
+    def check(node: yaml.Node) -> None:
+        children = node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            assert len(keys) == len(set(keys)), f"{manifest.name}, line {node.start_mark.line + 1}: {keys}"
+            children = [value for _, value in node.value]
+        for child in children:
+            check(child)
+
+    for document in yaml.compose_all(manifest.read_text(encoding="utf-8"), yaml.SafeLoader):
+        check(document)
+
+
 def test_the_unit_starts_a_preemptible_worker_and_lets_it_drain() -> None:
     service = unit()["Service"]
     program, command, *arguments = shlex.split(service["ExecStart"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,7 +18,7 @@ from rookery.cli import app
 from rookery.client import Client
 from rookery.errors import CorruptArtifact, UserError
 from rookery.storage.artifacts import Artifacts, Place
-from rookery.storage.backup import back_up, restore
+from rookery.storage.backup import back_up, readable, restore
 from rookery.storage.data_dir import DATABASE_FILE, DataFolder, sqlite_url
 from rookery.storage.db import Database
 from rookery.storage.repositories import tenants
@@ -208,6 +209,21 @@ def test_artifacts_of_another_place_are_backed_up_and_restored_to_another_place(
     shared = Artifacts(tmp_path / "new")
     assert {shared.verify(digest).hash for digest in shared.hashes()} == Artifacts(tmp_path / "shared").hashes()
     assert Artifacts(tmp_path / "restored" / "artifacts").hashes() == set()
+
+
+def test_a_folder_that_may_not_be_written_is_backed_up_only_without_later_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite reads such a database without the log beside it, in which the last commits are."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+        log = tmp_path / f"{DATABASE_FILE}-wal"
+        for written in (b"", b"commits"):
+            log.write_bytes(written)
+            if not written:
+                assert "immutable" in readable(tmp_path, "")
+        with pytest.raises(UserError, match="later writes: back up a writable copy"):
+            readable(tmp_path, "")
 
 
 def test_no_password_is_shown(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def back_up(data: Path, url: str, target: Path, place: Place = DATA_FOLDER) -> i
     for source in (data, artifacts.root):
         if target.is_relative_to(source.resolve()):
             raise UserError(f"{target} is inside of {source}, which it is a backup of; give a folder elsewhere")
-    with _one_line(f"backup to {target}"), closing(Database(_readable(data, url))) as database:
+    with _one_line(f"backup to {target}"), closing(Database(readable(data, url))) as database:
         artifacts.inspect(database.owner())
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".backup-") as name:
@@ -129,11 +129,14 @@ def _copy_jobs(source: Path, target: Path) -> None:
             shutil.rmtree(target / folder.name, ignore_errors=True)
 
 
-def _readable(data: Path, url: str) -> str:
+def readable(data: Path, url: str) -> str:
     """The URL of the database to read. SQLite would change that of a data folder that may not be written, such as a
-    snapshot of a disk."""
+    snapshot of a disk; it reads that one as it is, without a log of later writes. Raises ``UserError`` beside one."""
     if url or os.access(data, os.W_OK):
         return url or sqlite_url(data)
+    log = data / f"{DATABASE_FILE}-wal"
+    if log.exists() and log.stat().st_size:
+        raise UserError(f"{data} may not be written, and its {log.name} has later writes: back up a writable copy")
     file = f"file:{quote(str(data.resolve() / DATABASE_FILE))}"
     return URL.create("sqlite", database=file, query={"immutable": "1", "uri": "true"}).render_as_string()
 
