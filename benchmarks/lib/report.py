@@ -69,8 +69,8 @@ HEAD = """# Results
 
 Made by `python -m benchmarks.lib.report` from `benchmarks/results/*.json`, which hold all repeats. Figures are medians,
 ratios are within one run. Everything is SmolLM2-135M-Instruct in bf16 on two CPU cores, unless a line says otherwise.
-*Measured on* gives the day, the commit and the machine. A line says what was true then: `git log COMMIT..` lists what has
-changed since.
+*Measured on* gives the day, the commit and the machine. A line says what was true then: `git log COMMIT..` lists what
+has changed since.
 """
 SIMULATED = """
 ## Simulated
