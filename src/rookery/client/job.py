@@ -111,7 +111,6 @@ class Job:
                     continue
                 values, policy = dict(numbers(row)), row.get("policy") or ""
                 step, time = int(values.pop("step")), values.pop("time", created)
-                values.pop("renewed", None)
                 steps[policy, int(values.pop("version", step))] = step, time
                 prefix = f"{policy}/" if policy else ""
                 out.write(event(time, step, {prefix + name: value for name, value in values.items()}))

@@ -87,7 +87,6 @@ def figures(row: Mapping[str, Any]) -> list[Figure]:
     """The metrics of a step. Of several policies, each has its own series."""
     values, policy = dict(numbers(row)), row.get("policy")
     step, time = int(values.pop("step")), values.pop("time", 0.0)
-    values.pop("renewed", None)
     prefix = f"{policy}/" if policy else ""
     return [Figure(metric_name(prefix + name), value, step, time) for name, value in values.items()][:METRICS_AT_ONCE]
 

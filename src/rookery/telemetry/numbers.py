@@ -6,14 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+RENEWED = "renewed"
+"""Key in a step's row, no metric: when steps before it were deleted."""
+
 
 def numbers(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """The finite numbers of a row by name, nested mappings flattened with ``/``."""
+    """The finite numbers of a row by name, nested mappings flattened with ``/``; not :data:`RENEWED`."""
     found: list[tuple[str, float]] = []
     for name, value in row.items():
         if isinstance(value, Mapping):
             found += numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and math.isfinite(value):
+        elif isinstance(value, int | float) and math.isfinite(value) and name != RENEWED:
             found.append((prefix + name, float(value)))
     return found
 
