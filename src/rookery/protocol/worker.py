@@ -381,6 +381,12 @@ class StepOperation(Message, kw_only=True):
     weight: float = 1.0
     """The tenant's share of the trainer, relative to those of the others."""
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it computes the gradient of a share for another worker. It needs no optimizer's state, and no state
+        of the policy stays."""
+        return False
+
 
 class ForwardBackward(StepOperation, kw_only=True):
     """Adds the gradient of Σ weight·term over the batch to the policy's accumulated gradient. With ``commit`` the
@@ -399,6 +405,10 @@ class ForwardBackward(StepOperation, kw_only=True):
     """Return ``OperationDone.logprobs`` also where a gradient is computed."""
     gradients: list[AdapterRef] = msgspec.field(default_factory=list)
     """Artifacts with gradients of other workers on the same parent, added in this order after the batch's own."""
+
+    @property
+    def is_share(self) -> bool:
+        return self.commit != ""
 
 
 class OptimStep(StepOperation, kw_only=True):

@@ -199,7 +199,7 @@ class TrainingOps:
                 finally:
                     inputs.cancel()
             done = await result
-        if isinstance(op, protocol.ForwardBackward) and op.commit:
+        if op.is_share:
             self.evict(op.policy)  # the policy trains on another worker
         if done.error:
             self._on_failed(op, done.error)
@@ -236,11 +236,11 @@ class TrainingOps:
             raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
         load = self._room.run
         if not await load(lambda: self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent))):
-            steps_here = isinstance(op, protocol.OptimStep) or not op.commit
-            async with self._transfers.pulled(op.parent, state=steps_here) as folder:
+            whole = not op.is_share
+            async with self._transfers.pulled(op.parent, state=whole) as folder:
 
                 def load_parent(core: WorkerCore) -> None:
-                    core.trainer.load(op.policy, op.lease, op.parent, folder, optimizer=steps_here)
+                    core.trainer.load(op.policy, op.lease, op.parent, folder, optimizer=whole)
 
                 await load(lambda: self._call(load_parent))
 

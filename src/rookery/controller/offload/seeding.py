@@ -304,7 +304,7 @@ class Seeding:
 
     def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone | None) -> None:
         policy = operation.policy
-        if policy not in self._jobs or (isinstance(operation, protocol.ForwardBackward) and operation.commit):
+        if policy not in self._jobs or (isinstance(operation, protocol.ForwardBackward) and operation.is_share):
             return  # a share that another worker computes
         trainer = self._trainer_of.get(policy)
         if trainer is None or trainer.worker is not worker:

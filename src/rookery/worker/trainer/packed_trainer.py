@@ -194,7 +194,7 @@ class PackedTrainer(OperationTrainer):
             self.queue.finish(batch.op.op, str(error), "failed")
             return
         held.complete(batch.op)
-        export = self.states.track(held.state.export_gradient()) if batch.op.commit else None
+        export = self.states.track(held.state.export_gradient()) if batch.op.is_share else None
         self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs(), export=export))
 
     def _select(self, ready: list[QueuedBatch]) -> list[PassItem]:

@@ -99,17 +99,15 @@ class HeldPolicy(Generic[S]):
         return self.lease == lease and base is not None and base + steps == self.steps
 
     def serves(self, op: protocol.ForwardBackward | protocol.OptimStep) -> bool:
-        """Whether it has the parts that ``op`` needs: only a gradient for another worker needs no optimizer's state."""
-        return self.optimizer or (isinstance(op, protocol.ForwardBackward) and op.commit != "")
+        """Whether it has the parts that ``op`` needs."""
+        return self.optimizer or op.is_share
 
     @property
     def version(self) -> str | None:
         """The version that this state equals, if it is one."""
-        return (
-            None
-            if not self.optimizer
-            else next((hash for hash, steps in self.versions.items() if steps == self.steps), None)
-        )
+        if not self.optimizer:
+            return None
+        return next((hash for hash, steps in self.versions.items() if steps == self.steps), None)
 
     def has_reference(self, hash: str) -> bool:
         return self.reference is not None and self.reference[0] == hash

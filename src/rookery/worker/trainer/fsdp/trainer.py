@@ -224,7 +224,7 @@ class FsdpTrainer(OperationTrainer):
     ) -> None:
 
         def groups() -> list[PackedGroup]:
-            if op.commit or gradients:
+            if op.is_share or gradients:
                 raise ValueError("a training group shares no batch with other workers")
             if op.loss.name in PAIRED_LOSSES:
                 raise ValueError(f"{op.loss.name}: a training group would divide pairs; train in one process")
