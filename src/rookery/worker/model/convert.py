@@ -50,6 +50,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.hub import SECONDS, bound_requests
 from rookery.worker.model.published import COPIED, INDEX, export, fuse, locked, read_published
+from rookery.worker.transfer.cache import write_atomically
 
 log = logging.getLogger("rookery.worker")
 
@@ -98,10 +99,8 @@ def _renumber(folder: Path) -> bool:
     if rounded:
         log.info("%s is prepared again: %s was rounded to bfloat16", folder.name, rounded)
         return False
-    part = folder / f".{registry.PREPARED}"
     about = json.loads(mark.read_text(encoding="utf-8")) | {registry.FORMAT: registry.PRESENT_FORMAT}
-    part.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    part.replace(mark)
+    write_atomically(mark, (json.dumps(about, indent=2) + "\n").encode())
     return True
 
 

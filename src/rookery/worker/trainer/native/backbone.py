@@ -26,7 +26,7 @@ from rookery.worker.engine.native import kernels
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import AttentionBackend, Decoder, LoraProduct
 from rookery.worker.model.layers import rms_norm, rms_norm_backward
-from rookery.worker.trainer.loss_head import TokenLogprobs, soft_logprobs, token_logprobs
+from rookery.worker.trainer.loss_head import Normalise, TokenLogprobs, soft_logprobs, token_logprobs
 from rookery.worker.trainer.native.attention import AttentionFactory, attention_for
 from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.packed_pass import BackwardPass, PassLimits
@@ -158,6 +158,11 @@ class NativeBackbone:
         self.model = self._decoder = decoder
         self._between_layers, self.paused = between_layers, 0.0
         self._compiled = compiled and attention is None and kernels.usable(decoder, cache)
+        self._normalise: Normalise | None = None
+        if self._compiled:
+            from rookery.worker.trainer.native import kernel_pass
+
+            self._normalise = kernel_pass.normalise(decoder)
         self._attention = attention or attention_for(decoder)
         self.limits = limits or limits_for(decoder)
 
@@ -194,11 +199,6 @@ class NativeBackbone:
     ) -> TokenLogprobs:
         if soft is not None:
             return soft_logprobs(self._decoder, hidden, soft, targets, temperatures, derivatives=derivatives)
-        normalise = None
-        if self._compiled:
-            from rookery.worker.trainer.native import kernel_pass
-
-            normalise = kernel_pass.normalise(self._decoder)
         return token_logprobs(
-            self._decoder, hidden, targets, temperatures, derivatives=derivatives, normalise=normalise
+            self._decoder, hidden, targets, temperatures, derivatives=derivatives, normalise=self._normalise
         )
