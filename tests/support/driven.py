@@ -25,6 +25,13 @@ async def join(service: Service, name: str = "worker", running: Sequence[str] = 
     return worker
 
 
+async def restart(service: Service) -> None:
+    """Kill the service and start it again, with a worker."""
+    await service.crash()
+    await service.start()
+    await join(service)
+
+
 class Client:
     """One client of one tenant's, with its own session."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.driven import ADAM, Client, forward, join
+from tests.support.driven import ADAM, Client, forward, join, restart
 from tests.support.peers import ADAPTER, ScriptedWorker, Service, eventually
 from tests.support.storing import FaultyDatabase
 
@@ -222,9 +222,7 @@ async def test_failed_step_is_not_taken_later(service: Service, crash: bool) -> 
             assert isinstance(failed, operations.OperationFailed) and failed.error == str(FULL)
             worker.answer = None
             if crash:
-                await service.crash()
-                await service.start()
-                await join(service)
+                await restart(service)
         await visitor.gradient(10, 11, 12)
         assert isinstance(await visitor.step(), operations.OptimStepResult)
         ends.append(await content(visitor, "end"))
@@ -251,9 +249,7 @@ async def test_step_that_is_not_executed_drops_its_gradient(service: Service, mi
             await pass_until(service, lambda began=began, gap=gap: not missing or service.clock.now > began + 2 * gap)
             assert isinstance(await visitor.outcome(request), operations.OperationFailed)
             if crash:
-                await service.crash()
-                await service.start()
-                await join(service)
+                await restart(service)
         await visitor.gradient(10, 11, 12)
         assert isinstance(await visitor.step(), operations.OptimStepResult)
         ends.append(await content(visitor, "end"))

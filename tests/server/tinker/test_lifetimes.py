@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.driven import ADAM, Client, forward, join
+from tests.support.driven import ADAM, Client, forward, join, restart
 from tests.support.peers import ScriptedWorker, Service, eventually, settle
 
 from rookery import protocol
@@ -212,9 +212,7 @@ async def test_results_expire_unless_their_model_may_have_to_replay_them(service
     await visitor.outcome(begun)
     service.clock.now += HOUR + 1
     await visitor.sessions.sweep()
-    await service.crash()
-    await service.start()
-    await join(service)
+    await restart(service)
     with pytest.raises(FutureExpired, match="has expired"):
         await visitor.sessions.wait("alice", sampled)
     assert isinstance(await visitor.outcome(begun), operations.ForwardBackwardResult)
@@ -337,9 +335,7 @@ async def test_calls_without_changes_expire_while_their_model_is_used(service: S
     service.clock.now += HOUR + 1
     await visitor.sessions.sweep()
     assert service.database.read(sessions.futures_behind, visitor.model, -1) == []
-    await service.crash()
-    await service.start()
-    await join(service)
+    await restart(service)
     assert isinstance(await visitor.gradient(), operations.ForwardBackwardResult), "the next number is known"
     behind = await visitor.send(forward([1, 2, 3], only=True))
     await visitor.outcome(behind)
@@ -400,9 +396,7 @@ async def trained(service: Service, *, crash_after: int | None) -> str:
     for number in range(4):
         await visitor.gradient(number, 2, 3)
         if number == crash_after:
-            await service.crash()
-            await service.start()
-            await join(service)
+            await restart(service)
         stepped = await visitor.step()
         assert isinstance(stepped, operations.OptimStepResult), stepped
         await visitor.gradient(number, 5)  # two batches in each gradient but the first
