@@ -988,7 +988,7 @@ def test_fault_in_either_lane_ends_the_worker_with_its_reason(service: Dialled, 
 def test_a_lane_that_stands_still_shows_although_the_other_works(service: Dialled, start: Start, part: str) -> None:
     owner = "NativeEngine" if part == "engine" else "OperationQueue"
     early = "from rookery.worker import compute\ncompute.STUCK_SECONDS = 0.3\n"
-    slow = SLOW_LAYERS.replace("sleep(1)", "sleep(0.05)")  # the trainer has work for longer than the test
+    slow = SLOW_LAYERS.replace("sleep(1)", "sleep(0.5)")  # the other operations come while the first is computed
     start(before=f"{early}{slow}{LANE_BROKEN.replace('FAULT', HALTS)}{owner}.step = broken_{part}", **BESIDE)
     link = service.connection(0)
     train_and_generate(service, link)
