@@ -564,9 +564,9 @@ def test_math_compares_as_a_person_does() -> None:
 
 @pytest.mark.parametrize("part", ["not \\(", "\\(", "\\[", "not $", ": ", "A", " "])
 def test_long_replies_are_written_in_linear_time(part: str) -> None:
-    start = time.process_time()
+    start = time.thread_time()
     reply_latex(part * 20_000)
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
 
 
 @needs_math
@@ -735,9 +735,9 @@ def test_no_reply_breaks_a_verifier(text: str) -> None:
 
 @pytest.mark.parametrize("piece", ['{"a":', '{"', "{", '{"a":[', '{"a":1,', "[{"])
 def test_a_json_reply_of_beginnings_is_judged_at_once(piece: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     assert Json().score(piece * 20_000, {"answer": 5})[0] == 0
-    assert time.process_time() - began < 3
+    assert time.thread_time() - began < 3
     assert Json().score("{ " * 20_000 + '{"answer": 5}', {"answer": 5})[0] == 1
 
 

@@ -108,7 +108,7 @@ def test_an_echoed_prompt_is_written_once_for_all_choices() -> None:
     options = CompletionRequest.model_validate({"model": "m", "prompt": tokens, "echo": True, "n": 128})
     form = TextFormat(cast(Any, SimpleNamespace(context=context)), options, "m", logprobs=False, trainable=True)
     choices = [Choice(number, prompt, 3, []) for number in range(128)]
-    began = time.process_time()
+    began = time.thread_time()
     messages = [json.loads(bytes(message)) for message in form.body(choices, {})["choices"]]
     assert {message["text"] for message in messages} == {"a b" * 2000}
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1

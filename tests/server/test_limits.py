@@ -468,10 +468,10 @@ def test_deeply_nested_adapter_config_is_refused(tenant: httpx.Client) -> None:
     ids=["]", "digits", "["],
 )
 def test_json_that_costs_more_than_its_bytes_is_refused_before_it_is_parsed(body: bytes) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(BodyRefused, match=r"items|digits|deep"):
         parse(body, 200_000, 64)
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1
 
 
 @pytest.mark.parametrize("text", ["1" * 100, "-" + "9" * 100, "0." + "1" * 100, "1e100"])

@@ -274,7 +274,7 @@ def test_rewards_that_differ_by_rounding_are_equal() -> None:
 def test_names_of_metrics_are_bounded_and_the_commonest_are_kept() -> None:
     """Each episode of an environment may give other names."""
     metrics = [{"common": 1.0, **{f"{number}-{name}": 1.0 for name in range(99)}} for number in range(512)]
-    began = time.process_time()
+    began = time.thread_time()
     means = metric_means(metrics)
-    assert time.process_time() - began < 1, "the time grows with names + episodes, not with their product"
+    assert time.thread_time() - began < 1, "the time grows with names + episodes, not with their product"
     assert len(means) == METRICS and means["common"] == (1.0, 512)

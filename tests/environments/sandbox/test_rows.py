@@ -180,9 +180,9 @@ def test_the_code_of_a_reply(reply: str, found: str) -> None:
 
 @pytest.mark.parametrize("text", ["`" * 200_000, "```" + "\t" * 200_000, "```" + "a" * 200_000, "```\n" * 50_000])
 def test_the_code_of_a_reply_is_found_in_linear_time(text: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     code_of(text)
-    assert time.process_time() - began < 2  # quadratic time takes a minute
+    assert time.thread_time() - began < 2  # quadratic time takes a minute
 
 
 def test_rows_are_checked_when_a_job_is_submitted(tmp_path: Path) -> None:

@@ -212,11 +212,11 @@ def test_nothing_contains_an_empty_reply(operation: str, reply: str, value: floa
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:8]))
 def test_long_templates_are_read_in_linear_time(text: str) -> None:
     grader = GRADERS.validate_python(string_check(input=text[:20_000]))
-    began = time.process_time()
+    began = time.thread_time()
     with contextlib.suppress(ValueError):
         check_templates(grader)
     grade(grader, "{" * 20_000, {"a": "x", "answer": "y"})
-    assert time.process_time() - began < 1  # cubic time takes hours
+    assert time.thread_time() - began < 1  # cubic time takes hours
 
 
 def test_a_template_that_grows_beyond_bounds_earns_nothing() -> None:

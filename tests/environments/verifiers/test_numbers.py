@@ -427,9 +427,9 @@ def test_no_text_breaks_the_reading(text: str) -> None:
     "piece", ["1" * 20_000, "*" * 20_000 + "5", "((" * 10_000 + "5", "1," * 5_000, "5 * " * 3_000, "<a" * 20_000]
 )
 def test_reading_takes_time_in_proportion_to_the_text(piece: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     list(numbers(piece))
-    assert time.process_time() - began < 5
+    assert time.thread_time() - began < 5
 
 
 def test_numbers_of_any_size() -> None:

@@ -42,10 +42,10 @@ def test_request_of_many_data_is_parsed() -> None:
 )
 def test_small_messages_without_end_are_refused_before_they_are_parsed(empty: bytes) -> None:
     """An empty message has two bytes in the body and 60 in memory."""
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(BodyRefused, match="200000 items"):
         protobuf.parse(empty * (15_000_000 // len(empty)), 200_000)
-    assert time.process_time() - began < 3
+    assert time.thread_time() - began < 3
 
 
 @given(st.binary(max_size=200))
