@@ -15,8 +15,7 @@ from tests.support.waiting import until
 
 import rookery
 from rookery.controller.rollout.elastic import ElasticPool
-from rookery.controller.rollout.rules import RolloutRules
-from rookery.server.launcher import EmbeddedService, ServiceRules
+from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
 
@@ -136,10 +135,9 @@ def test_real_workers_join_while_trainers_wait_and_leave_after_the_job(tmp_path:
             sizes.append(found.workers)
         return found.workers, found.wanted
 
-    rules = ServiceRules(rollouts=RolloutRules(scale_window=3))
     # A few long replies: their steps cost nearly as much as steps of many, so that the trainer waits on any machine.
     replies = {"group_size": 2, "groups_per_step": 2, "max_staleness": 1}
-    with EmbeddedService(settings, rules) as service, rookery.Client(service.url, service.key) as client:
+    with EmbeddedService(settings) as service, rookery.Client(service.url, service.key) as client:
         job = client.train(
             base_model=str(model),
             environment={"hosted": Letters()},
