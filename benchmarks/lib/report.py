@@ -55,12 +55,9 @@ AGAIN = {
     "lost workers, restarts, joining workers, seeding": "make bench-preemption",
     "Tinker calls compared with SkyRL's server; log-probabilities of sampling and training": "make bench-tinker",
     "the Tinker cookbook's arithmetic": "make cookbook",
-    "memory by tenants": "python -m benchmarks.micro.memory",
-    "the service's floor per call": "python -m benchmarks.micro.service_floor",
     "a verifier that begins slowly, next to its solver": "python examples/solver_verifier.py",
     "availability traces": "python -m benchmarks.scale.simulation",
     "a simulation with the shipped worker's I/O side": "python -m benchmarks.scale.shipped_worker",
-    "a MoE and a hybrid family by the transformers trainer": "python -m benchmarks.micro.other_families",
     "any GPU": "make bench-gpu",
 }
 """The measures without a figure, because their code changed since, and the commands that measure them."""

@@ -1,6 +1,6 @@
 """Versions on one machine: a hand-over against a pull; and what full weights change from step to step.
 
-``python -m benchmarks.scale.weights_direct [handover] [delta]``.
+``python -m benchmarks.scale.weights_direct [--only handover delta]``.
 
 * *handover*: a trainer's worker writes a version of 5 MB (an adapter) or of 270 MB (all weights of 135M parameters in
   bfloat16). An engine's worker of the same cache takes it over, or one with another cache pulls it from the service
@@ -212,12 +212,12 @@ def difference(before: Path, after: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("parts", nargs="*", default=["handover", "delta"], choices=["handover", "delta"])
+    parser.add_argument("--only", nargs="*", default=["handover", "delta"], choices=["handover", "delta"])
     given = parser.parse_args()
     result = Result("weights_direct", "Versions on one machine, and differences between versions", command())
-    if "handover" in given.parts:
+    if "handover" in given.only:
         measure_hand_over(result)
-    if "delta" in given.parts:
+    if "delta" in given.only:
         measure_deltas(result)
     result.save()
 

@@ -638,15 +638,16 @@ def test_another_tenant_finds_no_episode(driver: Driver, service: EmbeddedServic
 
 
 def test_failed_and_abandoned_episodes_are_counted(driver: Driver) -> None:
-    driver.job.cancel()
-    driver = Driver(driver.client, environment={"step_timeout": "1s"})
     with opened(driver) as (episode, llm):
         ask(llm, "a?")
         assert driver.post(f"/{episode.episode}/fail", reason="the\ntool broke").json()["state"] == "failed"
+    (row,) = until(lambda: episodes(driver.client, driver.job.id, failed=True))
+    assert (row.episode, row.error) == (episode.episode, "its agent failed: the tool broke")
+    driver.job.cancel()
+    driver = Driver(driver.client, environment={"step_timeout": "1s"})
     gone = driver.open()  # opened, and nothing more
-    until(lambda: len(episodes(driver.client, driver.job.id, failed=True)) >= 2)
-    lines = {row.episode: row.error for row in episodes(driver.client, driver.job.id, failed=True)}
-    assert lines[episode.episode] == "its agent failed: the tool broke"
+    rows = until(lambda: episodes(driver.client, driver.job.id, failed=True))
+    lines = {row.episode: row.error for row in rows}
     assert "made no call for 1 s (environment.step_timeout), after 0 replies" in lines[gone.episode]
     driver.job.cancel()
 

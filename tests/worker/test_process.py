@@ -266,8 +266,9 @@ def test_heartbeats_of_a_stalled_worker_name_the_reason(service: Dialled, start:
     link = service.connection(0)
     service.until(lambda: link.of(protocol.Ready))
     link.send(generate("still", max_tokens=40))
-    [beat, *_] = service.until(lambda: [beat for beat in link.of(protocol.Heartbeat) if beat.stalled])
-    assert says in beat.stalled and beat.gauges["worker_stalls"] == 1 and beat.active == 1
+    # a busy machine may stall the first slices too
+    [beat, *_] = service.until(lambda: [beat for beat in link.of(protocol.Heartbeat) if says in beat.stalled])
+    assert beat.gauges["worker_stalls"] >= 1 and beat.active == 1
 
 
 def test_sigterm_while_the_model_loads(service: Dialled, start: Start, tmp_path: Path) -> None:
@@ -413,7 +414,7 @@ def test_killed_worker_loses_no_received_token(service: Dialled, start: Start) -
 
 
 def test_lost_connection_loses_no_token(service: Dialled, start: Start) -> None:
-    worker = start()
+    worker = start(before=SLOW)
     link, adapter, whole = begun(service)
     names = ["claimed", "moved on", "left"]
     link.send(*(generate(name, adapter) for name in names))
