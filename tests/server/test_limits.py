@@ -396,8 +396,8 @@ def test_bodies_of_one_tenant_in_memory_are_bounded(tmp_path: Path) -> None:
             return httpx.post(f"{service.url}/api/v1/adapters", content=body, headers=headers, timeout=60)
 
         def written() -> bool:
-            """Whether the service has read the whole limit; a request before that may have the slow one refused. The file
-            lacks what its writer still buffers."""
+            """Whether the service has read the whole limit; a request before that may have the slow one refused. The
+            file lacks what its writer still buffers."""
             return any(path.stat().st_size >= 1 << 20 for path in (tmp_path / "data" / "artifacts").rglob("*"))
 
         with ThreadPoolExecutor(1) as pool, ExitStack() as opened:
