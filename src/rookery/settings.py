@@ -236,8 +236,8 @@ class ClusterSettings(Section):
     ray_cpus: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker; it computes with as many threads."""
     ray_gpus: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
-    """GPUs that Ray reserves for a worker. `auto` is one where a node that may run it has one, else none; give a number
-    where the first node has yet to be started."""
+    """GPUs that Ray reserves for a worker. `auto` is one where a node that may run it has or had one, else none; give a
+    number where the first node has yet to be started."""
     ray_spot_workers: int = Field(0, ge=0, le=1024)
     """Preemptible workers per model, on the nodes that `ray_spot_label` names. Those without a node wait for one, and
     Ray's autoscaler sees them."""

@@ -23,11 +23,11 @@ import pytest
 from tests.support import waiting
 from tests.support.processes import runs
 
-from rookery.cluster import ray, supervisor
+from rookery.cluster import local, ray, supervisor
 from rookery.cluster.base import PRELOAD, environment_host, preloaded
 from rookery.cluster.local import ProcessCluster, local_workers
 from rookery.cluster.supervisor import NODE_LOST, Child, Supervisor, spawn_process
-from rookery.errors import EXIT_REFUSED, UserError
+from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.settings import Settings
 
 
@@ -232,6 +232,44 @@ async def test_pause_before_a_restart_grows_unless_the_machine_was_lost(
     await until(lambda: processes.children[0].restarts == 3)
     await processes.stop()
     assert ", ".join(re.findall(r"restarting it in (\S+) s", caplog.text)) == pauses
+
+
+@pytest.mark.parametrize("fails", ["started", "watched"])
+async def test_a_child_is_kept_after_any_error_of_its_start(tmp_path: Path, fails: str) -> None:
+    """Ray refuses a placement with a ValueError; asyncio's child watcher fails with a RuntimeError without threads."""
+    broken = Mock(pid=1, wait=AsyncMock(side_effect=RuntimeError("can't start new thread")))
+    tries = [ValueError("no such bundle") if fails == "started" else broken, Ended(None)]
+
+    async def spawn(child: Child, log: Path) -> Any:
+        if isinstance(found := tries.pop(0), Exception):
+            raise found
+        return found
+
+    kept = Supervisor([Child("one", [], {})], tmp_path / "logs", 5, spawn)
+    await kept.start()
+    await until(lambda: running(*kept.children) and not tries)
+    assert kept.children[0].reason.startswith(f"could not be {fails}: ")
+    assert broken.kill.called == (fails == "watched"), "a second one would run beside it"
+    await kept.stop()
+
+
+async def test_a_host_that_refused_is_reported_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "HOST_RETRY_SECONDS", 0.01)
+    reasons, codes = list[str](), [EXIT_REFUSED, EXIT_REFUSED, None]
+    cluster = ProcessCluster(Settings(data=tmp_path), "http://127.0.0.1:1", "token", host_failed=reasons.append)
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        return Ended(codes.pop(0))
+
+    host = environment_host(Settings(data=tmp_path), "http://127.0.0.1:1", "token")
+    cluster.processes._spawn = spawn
+    cluster.processes.add([host])
+    await cluster.processes.start()
+    await until(lambda: running(host))
+    assert reasons == ["it wrote nothing"] * 2 and not codes
+    await cluster.stop()
 
 
 def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
@@ -455,7 +493,7 @@ async def test_ray_is_asked_at_once_for_nodes_of_a_larger_pool(tmp_path: Path) -
     actors = ray.RayActors(settings, [], spot, [], lambda nodes: None, make, lambda: wanted[0])
     actors.resize()
     assert [child.name for child in actors.supervisor.children] == ["spot-1", "rollout-1", "rollout-2"]
-    bundles, labels = await actors.bundles(spot=True)
+    bundles, labels = actors.bundles(spot=True)
     assert (bundles, labels) == ([{"CPU": 1.0}] * 3, [{"pool": "spot"}] * 3)
     wanted[0] = 1
     actors.resize()
@@ -494,6 +532,7 @@ class StubbedRay:
         monkeypatch.setitem(sys.modules, "ray", Mock(nodes=lambda: self.found))
         monkeypatch.setitem(sys.modules, "ray.util", Mock())
         monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
+        monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", Mock())
         monkeypatch.setattr(ray, "draining_nodes", set)
         monkeypatch.setattr(ray, "scale_to", lambda wanted: None)
         monkeypatch.setattr(ray, "DRAIN_LOOK_SECONDS", 0.01)
@@ -523,6 +562,85 @@ async def test_a_worker_that_refuses_on_its_node_ends_no_other_one(
         if name.startswith("reserved"):
             process.end(EXIT_REFUSED)
     assert "code 2" in await asyncio.wait_for(ended, 5), "no trainer is left"
+
+
+async def test_workers_on_ray_that_crash_in_a_loop_end_their_launcher_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as one of those that are needed works, it stays."""
+    StubbedRay(monkeypatch)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.01)
+    settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_gpus=0)
+    reserved, good = [Child(f"reserved-{i}", [], {}) for i in (1, 2)], list[Ended]()
+    actors = ray.RayActors(settings, reserved, [], [], lambda nodes: None)
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        works = child is reserved[1] and not good
+        good.extend([Ended(None)] * works)
+        return good[0] if works else Ended(1)
+
+    actors.supervisor = Supervisor(reserved, tmp_path / "logs", 5, spawn)
+    ended = asyncio.create_task(actors.run())
+    await until(lambda: reserved[0].restarts > 3)
+    assert reserved[0].failure and not ended.done()
+    good[0].end(1)
+    assert await asyncio.wait_for(ended, 5) == "3 times in a row it ended with code 1: it wrote nothing"
+
+
+async def test_gpus_of_workers_on_ray_are_those_of_nodes_that_were_ever_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a node a worker waits; without a reservation several would share a GPU."""
+    stub = StubbedRay(monkeypatch)
+    settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_spot_workers=1)
+    children = [Child("reserved", [], {})], [Child("spot", [], {})]
+    actors = ray.RayActors(settings, *children, [], lambda nodes: None)
+    both = lambda: [actors.bundles(spot=spot)[0] for spot in (False, True)]  # noqa: E731
+    with_gpu = stub.found[0] | {"NodeID": "gpu", "Resources": {"GPU": 4.0}}
+    actors.look(stub.found)
+    assert both() == [[{"CPU": 1.0}], [{"CPU": 1.0}]]
+    actors.look([*stub.found, with_gpu])
+    assert both() == [[{"CPU": 1.0, "GPU": 1.0}], [{"CPU": 1.0}]]
+    actors.look([with_gpu | {"Labels": {"pool": "spot"}}])
+    actors.look([*stub.found, with_gpu | {"Alive": False}])
+    assert both() == [[{"CPU": 1.0, "GPU": 1.0}]] * 2
+    assert actors.options(children[0][0])["num_gpus"] == 0.0, "as its group has, until a larger one has its nodes"
+    assert actors.options(children[1][0])["num_gpus"] == 1.0
+
+
+async def test_workers_on_ray_outlive_a_short_absence_of_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StubbedRay(monkeypatch)
+    looks = list[int]()
+
+    def answered_every_second_time() -> set[str]:
+        looks.append(1)
+        if len(looks) % 2:
+            raise ConnectionError("GCS is away")
+        return set()
+
+    monkeypatch.setattr(ray, "draining_nodes", answered_every_second_time)
+    settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_gpus=0)
+    worker = Child("reserved", [], {})
+    actors = ray.RayActors(settings, [worker], [], [], lambda nodes: None)
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        return Ended(None)
+
+    actors.supervisor = Supervisor([worker], tmp_path / "logs", 5, spawn)
+    ended = asyncio.create_task(actors.run())
+    await until(lambda: len(looks) > 6 and running(worker))
+    assert not ended.done()
+    actors.stopped.set()
+    assert await ended == ""
+
+
+def test_no_answer_of_a_head_is_no_refusal() -> None:
+    """A restart of the process that asks can help; the start of a service refuses it in one line."""
+    pytest.importorskip("ray")
+    with pytest.raises(Unavailable, match=r"ray_address 127\.0\.0\.1:1: no Ray cluster answers"):
+        ray.connect("127.0.0.1:1")
 
 
 async def test_refused_workers_of_the_pool_are_started_again_when_it_is_counted(tmp_path: Path) -> None:

@@ -196,6 +196,8 @@ def test_workers_return_with_the_head(tmp_path: Path, model: str) -> None:
         first.remove_node(first.head_node, allow_graceful=False)
         first.shutdown()
         until(lambda: not serving(client, "reserved"), "the worker outlives the head")
+        for log in (tmp_path / "data" / "logs").glob("ray-*.log"):  # also where it is away for longer than a restart
+            until(lambda: "no Ray cluster answers" in log.read_text(), f"{log} has no look at the head")  # noqa: B023
         second = Cluster(initialize_head=True, head_node_args=arguments)
         try:
             after = until(lambda: serving(client, "reserved"), "no worker returned")[0]
@@ -203,6 +205,42 @@ def test_workers_return_with_the_head(tmp_path: Path, model: str) -> None:
             assert started.wait(PATIENCE_SECONDS).reason == "3 steps"
         finally:
             second.shutdown()
+
+
+def gpus_of(client: Client, kind: str) -> list[str]:
+    """The GPUs that Ray reserved for the workers that serve, sorted."""
+    return sorted(
+        psutil.Process(worker.pid).environ().get("CUDA_VISIBLE_DEVICES", "none") for worker in serving(client, kind)
+    )
+
+
+def test_workers_get_the_gpus_of_nodes_that_join_after_the_service_started(tmp_path: Path, model: str) -> None:
+    """Reserved ones move to them; a preemptible one returns with the only node that has one, to a GPU of its own."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
+        settings = Settings.load(
+            {"ROOKERY_DATA": str(tmp_path / "data"), "ROOKERY_CACHE": str(tmp_path / "cache")},
+            port=0, models=model, cluster="ray", ray_address=cluster.address, ray_spot_workers=1, drain_seconds=2,
+        )  # fmt: skip
+        try:
+            with EmbeddedService(settings) as service, Client(service.url, service.key) as client:
+                until(lambda: gpus_of(client, "reserved") == ["none"], "no reserved worker")
+                cluster.add_node(num_cpus=1, num_gpus=1)
+                until(lambda: gpus_of(client, "reserved") == ["0"], "it does not move")
+                psutil.Process(serving(client, "reserved")[0].pid).kill()
+                until(lambda: gpus_of(client, "reserved") == [], "the killed worker serves")
+                until(lambda: gpus_of(client, "reserved") == ["0"], "it does not return")
+                for _ in range(2):
+                    node = cluster.add_node(**SPOT, num_gpus=1)
+                    until(lambda: gpus_of(client, "preemptible") == ["0"], "no preemptible worker has the GPU")
+                    cluster.remove_node(node, allow_graceful=False)
+                    until(lambda: gpus_of(client, "preemptible") == [], "the lost worker serves")
+        finally:
+            cluster.shutdown()
 
 
 @pytest.mark.parametrize("listens", [False, True])

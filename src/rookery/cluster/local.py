@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from rookery.cluster import ray
 from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import Child, Supervisor
+from rookery.errors import Unavailable, UserError
 from rookery.machine import cores
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.cluster")
+
+HOST_RETRY_SECONDS = 30.0
+"""A host of the built-in environments that refused to start is started again after so long. Nobody else asks for it."""
 
 
 class ProcessCluster:
@@ -27,12 +31,15 @@ class ProcessCluster:
         url: str,
         token: str,
         failed: Callable[[str, str, str], None] = lambda model, reason, worker: None,
+        host_failed: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """``failed(model, reason, name)`` is called when a worker of a base model does not work; on Ray, where the name
-        is empty, when none of those that were started does."""
+        is empty, when none of those that were started does. ``host_failed(reason)`` is called when the host of the
+        built-in environments does not work."""
         self._settings = settings
         self._url = url
         self._token = token
+        self._failed, self._host_failed = failed, host_failed
         self._models = [model for model in settings.server.models.split(",") if model]
         self._provided: dict[str, list[Child]] = {}
         """Children by their base model, of those that the service was not configured with."""
@@ -45,18 +52,29 @@ class ProcessCluster:
             settings.data / "logs",
             settings.server.stop_seconds,
             remove_seconds=DRAINS * settings.worker.drain_seconds,
-            failed=lambda child, reason: failed(child.model, reason, child.worker) if child.model else None,
+            failed=self._child_failed,
         )
 
     async def start(self) -> None:
         """Raises UserError if the settings name a Ray cluster that does not answer."""
         if self._settings.cluster.cluster == "ray":
-            await asyncio.to_thread(ray.check, self._settings.cluster.ray_address)
+            try:
+                await asyncio.to_thread(ray.check, self._settings.cluster.ray_address)
+            except Unavailable as error:
+                raise UserError(str(error)) from None
             await asyncio.to_thread(ray.clear_scale, self._settings.data)  # of an earlier service
         self.processes.add(await asyncio.to_thread(self._workers, self._models))
         host = ray_environment_host if self._settings.cluster.cluster == "ray" else environment_host
         self.processes.add([host(self._settings, self._url, self._token)])
         await self.processes.start()
+
+    def _child_failed(self, child: Child, reason: str) -> None:
+        if child.model:
+            self._failed(child.model, reason, child.worker)
+            return
+        self._host_failed(reason)
+        if child.state == "refused":
+            asyncio.get_running_loop().call_later(HOST_RETRY_SECONDS, self.processes.retry, [child])
 
     def _workers(self, models: Sequence[str]) -> list[Child]:
         make = ray_launchers if self._settings.cluster.cluster == "ray" else local_workers
@@ -123,7 +141,8 @@ class ProcessCluster:
 
 
 def local_workers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
-    """``settings.server.workers`` workers for each of ``models``; they share the machine's cores and memory."""
+    """``settings.server.workers`` workers for each of ``models``; they share the machine's cores and memory. Those of a
+    model that a job names later compute with as many threads as if they were alone."""
     if not settings.server.workers:
         return []
     settings = _shared(settings, len(models))

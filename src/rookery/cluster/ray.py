@@ -10,10 +10,14 @@ Promises:
 * Ray's autoscaler is asked for nodes for all wanted workers (:func:`scale_to`), also while they start again: it removes
   no node that a worker is about to return to. The request ends with this process.
 * A worker that refuses to start, such as on a node with too little memory, ends no other one. It is started again when
-  a node joins. This process ends when all reserved workers have refused, or all where none is reserved.
+  a node joins. This process ends with the reason when all reserved workers, or all where none is reserved, have refused
+  or end again and again in the same way.
+* A worker has a separate GPU where a node of its kind was ever seen with one, also while that node is away: it waits
+  for a node rather than share a GPU. Workers that were started before, without one, move to such nodes.
 * A node that Ray drains, because its machine is about to be taken away, has its workers drained by SIGTERM.
 * The process is a separate Ray driver, because Ray ends a driver that has lost the head: the service lives on, starts
-  this process again, and the workers return with the head. The actors end with it, their processes with them.
+  this process again and again, and the workers return with the head. The actors end with it, their processes with
+  them.
 """
 
 from __future__ import annotations
@@ -44,18 +48,21 @@ from rookery.aio import wait_event
 from rookery.children import die_with_parent, interpreter
 from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
-from rookery.errors import EXIT_REFUSED, UserError, installs
+from rookery.errors import EXIT_REFUSED, Unavailable, UserError, installs
 from rookery.network import DEFAULT_PORTS, is_loopback, join_address, service_url
 from rookery.settings import Settings, token_of
 
 LOST = 1
-"""Exit code of a worker whose actor was lost, and of this process without the service."""
+"""Exit code of a worker whose actor was lost, and of this process without the service or the head."""
 NODE = "{node}"
 """In a worker's name: its node's address and its actor's id."""
 LOG_LINES = 20
 """Last lines of a worker's output that its node reports when it has ended; Ray has the whole log."""
 DRAIN_LOOK_SECONDS = 1.0
 """Interval at which Ray is asked for draining nodes: it sends no event, and a spot notice leaves 30 s or more."""
+LOOKS = 60
+"""Looks in a row to which the head gives no answer, after which this process ends: one that keeps its state elsewhere
+returns within a minute."""
 SCALE_SECONDS = 20.0
 """Interval at which a request to Ray's autoscaler is repeated, and learns of those of other base models."""
 FORGOTTEN_SECONDS = 3 * SCALE_SECONDS
@@ -120,9 +127,11 @@ class ProcessActor:
 class RayProcess:
     """A worker process on some node, as a :class:`~rookery.cluster.supervisor.Supervisor` wants it."""
 
-    def __init__(self, actor: Any, node: str, pid: int, path: Path) -> None:
+    def __init__(self, actor: Any, node: str, pid: int, path: Path, child: Child, gpus: float) -> None:
+        """``gpus`` are reserved for it."""
         self._actor = actor
         self._path = path
+        self.child, self.gpus = child, gpus
         self.node = node
         self.pid = pid
 
@@ -171,7 +180,16 @@ class RayActors:
         self._label, self._value = settings.cluster.ray_spot_label.split("=")
         self._reserved = {child: i for i, child in enumerate(reserved)}
         self._hosts = hosts
+        self._gpus = dict.fromkeys((False, True), 0.0 if self._settings.ray_gpus == "auto" else self._settings.ray_gpus)
+        """GPUs of a worker, by whether it is preemptible: the most that any look at the nodes has found."""
         self._group: Any = None
+        """The placement group of the reserved workers. Each has :attr:`_group_gpus` there."""
+        self._group_gpus = 0.0
+        self._larger: Any = None
+        """The group that replaces it as soon as it has its nodes: nodes with GPUs have joined."""
+        self._groups: list[Any] = []
+        """All that were made."""
+        self._drain_seconds = DRAINS * settings.worker.drain_seconds
         self._spot = len(spot)
         self._needed = reserved or [*spot, *hosts]
         """Without one of them the others are of no use."""
@@ -188,41 +206,86 @@ class RayActors:
         children, logs = [*reserved, *spot, *hosts], settings.data / "logs"
         # The service waits for this process as long as the setting says: its workers get half of that.
         self.supervisor = Supervisor(children, logs, settings.server.stop_seconds / 2, self._spawn,
-                                     remove_seconds=DRAINS * settings.worker.drain_seconds)  # fmt: skip
+                                     remove_seconds=self._drain_seconds)  # fmt: skip
 
     async def run(self) -> str:
-        """Keep the processes alive until :attr:`stopped`. Returns why those that are needed refused to start, which a
-        restart cannot repair, or an empty text. Raises UserError as ``check`` does."""
+        """Keep the processes alive until :attr:`stopped`. Returns why those that are needed do not work, or an empty
+        text. Raises UserError as ``check`` does, and the error of a head that is away for long."""
         import ray
-        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.placement_group import remove_placement_group
 
+        self.look(await asyncio.to_thread(ray.nodes))
         if self._reserved:
-            bundles, selectors = await self.bundles(spot=False)
-            self._group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
+            self._group, self._group_gpus = self._new_group(), self._gpus[False]
         await self.supervisor.start()
+        missed = 0
         try:
             while not await wait_event(self.stopped, DRAIN_LOOK_SECONDS):
-                if self._needed and all(child.state == "refused" for child in self._needed):
-                    return self._needed[0].reason
-                draining = await asyncio.to_thread(draining_nodes)
-                found = await asyncio.to_thread(ray.nodes)
-                self._check(addresses(found))  # one may have joined
-                nodes = {node["NodeID"] for node in found if node["Alive"]}
-                if self._nodes and nodes - self._nodes:
-                    self.supervisor.retry(self.supervisor.children)
-                self._nodes = nodes
-                self.resize()
-                await self._scale()
-                for process in [process for process in self._processes if process.node in draining]:
-                    self._processes.discard(process)
-                    process.terminate()
+                if self._needed and all(child.failure for child in self._needed):
+                    return self._needed[0].failure
+                try:
+                    await self._follow()
+                    missed = 0
+                except UserError:
+                    raise
+                except Exception as error:  # no answer of the head: the workers live on
+                    missed += 1
+                    print(f"the head does not answer: {type(error).__name__}: {first_line(error)}", flush=True)
+                    if missed == LOOKS:
+                        raise
             return ""
         finally:
             self.stopped.set()
             await self.supervisor.stop()
             await asyncio.to_thread(scale_to, [])
-            if self._group is not None:
-                remove_placement_group(self._group)
+            for group in self._groups:
+                remove_placement_group(group)
+
+    async def _follow(self) -> None:
+        """Look at the nodes, and do what their changes ask for."""
+        import ray
+
+        draining = await asyncio.to_thread(draining_nodes)
+        found = await asyncio.to_thread(ray.nodes)
+        self._check(addresses(found))  # one may have joined
+        nodes = {node["NodeID"] for node in found if node["Alive"]}
+        if self._nodes and nodes - self._nodes:
+            self.supervisor.retry(self.supervisor.children)
+        self._nodes = nodes
+        self.look(found)
+        self.resize()
+        await self._scale()
+        moving = await self._moving(found)
+        for process in [process for process in self._processes if process in moving or process.node in draining]:
+            self._processes.discard(process)
+            process.terminate()
+
+    def _new_group(self) -> Any:
+        from ray.util.placement_group import placement_group
+
+        bundles, selectors = self.bundles(spot=False)
+        group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
+        self._groups.append(group)
+        return group
+
+    async def _moving(self, nodes: list[dict[str, Any]]) -> set[RayProcess]:
+        """The processes that start again with a GPU, for which nodes have joined since they started: reserved ones as
+        soon as all have one, preemptible ones on a node with GPUs, where they would share the first."""
+        having = {node["NodeID"] for node in self._candidates(nodes, spot=True) if _gpus_of(node)}
+        reserved, less = set(self._reserved), self._gpus[True]
+        moving = {one for one in self._processes
+                  if one.node in having and one.child not in reserved and one.gpus < less}  # fmt: skip
+        if not reserved or self._group_gpus == self._gpus[False]:
+            return moving
+        from ray.util.placement_group import placement_group_table, remove_placement_group
+
+        if self._larger is None:
+            self._larger = self._new_group()
+        if (await asyncio.to_thread(placement_group_table, self._larger)).get("state") != "CREATED":
+            return moving
+        asyncio.get_running_loop().call_later(self._drain_seconds, remove_placement_group, self._group)
+        self._group, self._group_gpus, self._larger = self._larger, self._gpus[False], None
+        return moving | {process for process in self._processes if process.child in reserved}
 
     def resize(self) -> None:
         """Start or end preemptible workers, so that there are as many in addition as are wanted now. Ray's autoscaler
@@ -243,47 +306,47 @@ class RayActors:
         """Ask Ray's autoscaler for nodes for all workers, now and then again."""
         if not self._hosts and time.monotonic() - self._scaled > SCALE_SECONDS:
             self._scaled = time.monotonic()
-            wanted = [await self.bundles(spot=spot) for spot in (False, True)]
+            wanted = [self.bundles(spot=spot) for spot in (False, True)]
             await asyncio.to_thread(scale_to, [one for pair in wanted for one in zip(*pair, strict=True)])
 
-    async def bundles(self, *, spot: bool) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
+    def bundles(self, *, spot: bool) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
         """The resources of each preemptible worker, or of each reserved one, and the labels of its node."""
-        resources = {"CPU": self._settings.ray_cpus, "GPU": await self._gpus(spot=spot)}
+        resources = {"CPU": self._settings.ray_cpus, "GPU": self._gpus[spot]}
         count = self._spot + len(self._elastic) if spot else len(self._reserved)
         label = self._value if spot else f"!{self._value}"
         return [{kind: amount for kind, amount in resources.items() if amount}] * count, [{self._label: label}] * count
 
-    async def _gpus(self, *, spot: bool) -> float:
-        """GPUs of a worker."""
+    def look(self, nodes: list[dict[str, Any]]) -> None:
+        """Learn from Ray's ``nodes`` whether workers get GPUs. Nothing is forgotten: a node that is away returns, and
+        workers that share a GPU refuse for memory, or fail."""
         if self._settings.ray_gpus != "auto":
-            return self._settings.ray_gpus
-        import ray
-
-        nodes = await asyncio.to_thread(ray.nodes)
-        return float(any(node["Resources"].get("GPU", 0) >= 1 for node in self._candidates(nodes, spot=spot)))
+            return
+        for spot in (False, True):
+            if any(map(_gpus_of, self._candidates(nodes, spot=spot))):
+                self._gpus[spot] = 1.0
 
     def _candidates(self, nodes: list[dict[str, Any]], *, spot: bool) -> list[dict[str, Any]]:
         """The nodes that may run preemptible workers, or reserved ones."""
         return [node for node in nodes if node["Alive"] and (node["Labels"].get(self._label) == self._value) == spot]
 
-    async def _options(self, child: Child) -> dict[str, Any]:
-        """Where the actor of ``child`` may run."""
+    def options(self, child: Child) -> dict[str, Any]:
+        """Where the actor of ``child`` may run, and what it needs there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        cpus = self._settings.ray_cpus
         if child in self._hosts:
-            return {"num_cpus": 0, "label_selector": {self._label: f"!{self._value}"}}
-        gpus = await self._gpus(spot=child not in self._reserved)
-        resources = {"num_cpus": self._settings.ray_cpus, "num_gpus": gpus}
+            return {"num_cpus": 0, "num_gpus": 0.0, "label_selector": {self._label: f"!{self._value}"}}
         if child in self._reserved:
             strategy = PlacementGroupSchedulingStrategy(self._group, self._reserved[child])
-            return {**resources, "scheduling_strategy": strategy}
-        return {**resources, "label_selector": {self._label: self._value}}
+            return {"num_cpus": cpus, "num_gpus": self._group_gpus, "scheduling_strategy": strategy}
+        return {"num_cpus": cpus, "num_gpus": self._gpus[True], "label_selector": {self._label: self._value}}
 
     async def _spawn(self, child: Child, path: Path) -> Process:
         """Raises OSError."""
         import ray
 
-        runner = ray.remote(ProcessActor).options(max_concurrency=3, **await self._options(child))
+        options = self.options(child)
+        runner = ray.remote(ProcessActor).options(max_concurrency=3, **options)
         actor = runner.remote(child.arguments, child.environment, self._allocator)
         starting = asyncio.ensure_future(actor.start.remote())
         stopping = asyncio.create_task(self.stopped.wait())
@@ -304,9 +367,14 @@ class RayActors:
             raise OSError(first_line(error)) from None
         finally:
             stopping.cancel()
-        process = RayProcess(actor, node, pid, path)
+        process = RayProcess(actor, node, pid, path, child, options["num_gpus"])
         self._processes.add(process)
         return process
+
+
+def _gpus_of(node: dict[str, Any]) -> bool:
+    """Whether this one of Ray's nodes has a whole GPU."""
+    return bool(node["Resources"].get("GPU", 0) >= 1)
 
 
 def _scale_file(data: Path, model: str) -> Path:
@@ -414,7 +482,8 @@ def draining_nodes() -> set[str]:
 
 
 def check(address: str) -> None:
-    """Raises UserError if Ray is not installed, or no gRPC server, as a head is one, answers at ``address``."""
+    """Raises UserError if Ray is not installed, Unavailable if no gRPC server, as a head is one, answers at
+    ``address``."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(f"cluster ray: Ray is not installed; {installs('ray')}")
     if address == "auto":
@@ -430,12 +499,12 @@ def check(address: str) -> None:
         raise _no_cluster(address, error) from None
 
 
-def _no_cluster(address: str, error: Exception) -> UserError:
-    return UserError(f"ray_address {address}: no Ray cluster answers ({error}); start one: ray start --head")
+def _no_cluster(address: str, error: Exception) -> Unavailable:
+    return Unavailable(f"ray_address {address}: no Ray cluster answers ({error}); start one: ray start --head")
 
 
 def connect(address: str) -> None:
-    """Become a driver of the Ray cluster. Raises UserError if there is none."""
+    """Become a driver of the Ray cluster. Raises Unavailable if there is none now."""
     check(address)
     import ray
 
@@ -481,6 +550,9 @@ def main() -> int:
             host.environment = child_environment(settings, token, {})
             actors = RayActors(settings, [], [], [host], check)
         refused = asyncio.run(supervise(actors))
+    except Unavailable as error:  # it may come: the service starts this process again
+        print(error, file=sys.stderr)
+        return LOST
     except UserError as error:
         refused = str(error)
     if refused:

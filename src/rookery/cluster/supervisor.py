@@ -3,11 +3,13 @@
 Promises:
 
 * A child ends with this process, however this process ends: the child exits when its standard input closes.
-* A child that ends is restarted, with a pause that grows while it keeps failing; the loss of its machine is no failure
-  (:data:`NODE_LOST`). A child whose exit code says that a restart cannot help
-  (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted until :meth:`Supervisor.retry`; its last log line is reported.
+* A child that ends is restarted, with a pause that grows while it keeps failing; so is one that cannot be started or
+  watched, whatever the error is. The loss of its machine is no failure (:data:`NODE_LOST`). A child whose exit code
+  says that a restart cannot help (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted until
+  :meth:`Supervisor.retry`; its last log line is reported.
 * Whoever waits for a child learns that it does not work: one that is not restarted, and one that has ended
   :data:`SAME_ENDS` times in a row in the same way, are reported, the latter after each further end.
+  :attr:`Child.failure` has the reason until it works again.
 * ``stop`` sends SIGTERM first (a worker drains) and kills a child that has not ended in time, even a stopped one.
 """
 
@@ -39,6 +41,8 @@ HEALTHY_SECONDS = 60.0
 """After a child has run this long, its next pause is the first again."""
 SAME_ENDS = 3
 """Ends of a child in the same way after which it is reported: a fault that passes does not come three times."""
+ROW_SECONDS = 3600.0
+"""Ends of a child that are further apart are not in a row: a fault that comes once a day is no loop."""
 _FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL)
 """Ends that say nothing about the child: somebody wanted them, or the machine had no memory."""
 _LOG_PREFIX = re.compile(r"^[\d-]+ [\d:,.]+ [A-Z]+ [\w.]+: ")
@@ -69,6 +73,10 @@ class Child:
     """The name by which the service knows it, of one worker."""
     ends: list[str] = field(default_factory=list)
     """How it ended, the last times in a row in the same way."""
+    ended: float = 0.0
+    """When it ended last (monotonic seconds)."""
+    failure: str = ""
+    """Why it does not work; empty where it works, or may."""
 
 
 class Process(Protocol):
@@ -128,7 +136,7 @@ class Supervisor:
         """Start those of these children again that refused to start: the cause may have passed."""
         refused = [child for child in children if child.state == "refused"] if self.running else []
         for child in refused:
-            child.state = "starting"
+            child.state, child.failure = "starting", ""
         self._keepers += [asyncio.create_task(self._keep(child)) for child in refused]
 
     def remove(self, children: Iterable[Child]) -> None:
@@ -166,17 +174,19 @@ class Supervisor:
             code: int | None = None
             try:
                 code = await self._live(child, path)
-            except OSError as error:  # no memory, or no room for its log: temporary
-                child.reason = f"could not be started: {error}"
+            except Exception as error:  # no memory, no thread, no room for its log, no answer of Ray: temporary
+                done = "watched" if child.state == "running" else "started"
+                child.reason = f"could not be {done}: {' '.join(str(error).split()) or type(error).__name__}"
             else:
                 ended = f"signal {-code}" if code < 0 else f"code {code}"
                 child.reason = f"ended with {ended}: {last_line(path)}"
             if self._stopping.is_set() or child.removed:
                 break
             if code == EXIT_REFUSED:
-                child.state = "refused"
+                line = _LOG_PREFIX.sub("", last_line(path))
+                child.state, child.failure = "refused", f"ended with code {code}: {line}"
                 log.error("%s refused to start and is not restarted: %s", child.name, last_line(path))
-                self._failed(child, _LOG_PREFIX.sub("", last_line(path)))
+                self._failed(child, line)
                 return
             self._count(child, code, child.reason)
             if code == NODE_LOST or time.monotonic() - began > HEALTHY_SECONDS:
@@ -190,14 +200,17 @@ class Supervisor:
 
     def _count(self, child: Child, code: int | None, reason: str) -> None:
         """Report a child that always ends in the same way, whatever the numbers in its last line are."""
+        before, child.ended, child.failure = child.ended, time.monotonic(), ""
         if code in _FROM_OUTSIDE or code == NODE_LOST:
             child.ends.clear()
             return
         same = re.sub(r"\d+", "0", reason)
-        child.ends = [*(end for end in child.ends if end == same), same][-SAME_ENDS:]
+        last = child.ends if child.ended - before <= ROW_SECONDS else []
+        child.ends = [*(end for end in last if end == same), same][-SAME_ENDS:]
         if len(child.ends) == SAME_ENDS:
             head, _, line = reason.partition(": ")
-            self._failed(child, f"{SAME_ENDS} times in a row it {head}: {_LOG_PREFIX.sub('', line)}")
+            child.failure = f"{SAME_ENDS} times in a row it {head}: {_LOG_PREFIX.sub('', line)}"
+            self._failed(child, child.failure)
 
     async def _live(self, child: Child, path: Path) -> int:
         """Run a child until it ends. Returns its exit code, negative for a signal."""
@@ -207,10 +220,17 @@ class Supervisor:
         child.state, child.pid = "running", process.pid
         if self._stopping.is_set() or child.removed:  # while it was being started
             _signal(process.terminate)
-        code = await process.wait()
-        del self._processes[child]
-        child.pid = 0
-        return code
+        healthy = asyncio.get_running_loop().call_later(HEALTHY_SECONDS, setattr, child, "failure", "")
+        try:
+            return await process.wait()
+        except Exception:
+            with contextlib.suppress(Exception):
+                process.kill()  # a second one would run beside it
+            raise
+        finally:
+            healthy.cancel()
+            del self._processes[child]
+            child.pid = 0
 
 
 async def spawn_process(child: Child, path: Path) -> Process:

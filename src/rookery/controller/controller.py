@@ -462,6 +462,10 @@ class Controller:
                 if model in stored_base_models(runner.row.spec):
                     runner.halt(f"worker: {failure}")
 
+    def host_failed(self, reason: str) -> None:
+        """The host of the built-in environments does not work: jobs that find none show the reason."""
+        self.context.rooms.hosts.fail(reason)
+
     async def _watch_jobs(self) -> None:
         """Pause the jobs of tenants without tokens for today, launch those that may start now, resume those that an
         outage or a limit paused; until cancelled."""
@@ -473,8 +477,9 @@ class Controller:
                     runner.halt(reason)
             for tenant in {row.tenant for row in self.jobs.waiting.values()}:
                 self._launch_admitted(tenant)
-            lasting = {kind for kind in self.retries.outages() if await self.context.outages.lasts(kind)}
-            for tenant, job in self.retries.due(lasting):
+            kinds = self.retries.outages()
+            answers = await asyncio.gather(*map(self.context.outages.lasts, kinds))
+            for tenant, job in self.retries.due([kind for kind, lasts in zip(kinds, answers, strict=True) if lasts]):
                 try:
                     await self.resume(tenant, job, by_itself=True)
                 except RookeryError as error:

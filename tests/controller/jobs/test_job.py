@@ -29,11 +29,12 @@ from tests.support.peers import (
 )
 
 from rookery import protocol
-from rookery.controller.fleet.env_hosts import SERVICE
+from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
 from rookery.controller.jobs.job_context import RATE_SECONDS
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable
 from rookery.protocol.connection import RegistrationRefused
+from rookery.spec.job import EnvironmentSpec
 from rookery.spec.parsing import SpecError
 from rookery.spec.policy import TARGETS
 from rookery.storage import models
@@ -1168,6 +1169,19 @@ async def test_a_waiting_job_keeps_the_weights_from_which_it_begins(service: Ser
     else:
         await service.controller.cancel("alice", job)
     assert found.hash not in {*service.artifacts.hashes()} - {one.hash for one in service.check_history(job)}
+
+
+async def test_reason_of_the_host_that_the_service_starts_is_shown_until_one_connects(service: Service) -> None:
+    await service.join()
+    hosts, spec = service.controller.context.rooms.hosts, EnvironmentSpec(hosted="task")
+    service.controller.host_failed("ray_address auto: no Ray cluster answers")
+    for owner, reason in ((SERVICE, " (ray_address auto: no Ray cluster answers)"), ("bob", "")):
+        with pytest.raises(Unavailable) as away:
+            await hosts.host_for(EnvironmentRef("job", owner, spec, {}), 0)
+        assert str(away.value) == f"no environment host offers 'task'{reason}"
+    await service.host(owner=SERVICE, environments={"builtin:jsonl": True}, instance="real").join()
+    with pytest.raises(Unavailable, match=r"offers 'task'$"):
+        await hosts.host_for(EnvironmentRef("job", SERVICE, spec, {}), 0)
 
 
 async def test_a_host_serves_its_owner_only(service: Service) -> None:

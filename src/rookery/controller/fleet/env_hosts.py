@@ -27,7 +27,7 @@ from rookery import protocol
 from rookery.aio import Signal
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.fleet.agents import Agents
-from rookery.errors import RookeryError, Unavailable, short
+from rookery.errors import RookeryError, Unavailable, short, without_paths
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
 from rookery.spec import values
@@ -168,6 +168,8 @@ class EnvironmentHosts:
         """The agents that drive episodes, in hosts or elsewhere."""
         self.hosts: dict[tuple[str, str], EnvironmentHost] = {}
         """By owner and instance."""
+        self._failure = ""
+        """Why the service's host does not work, for tenants, until one connects."""
         self._epoch = int(clock.time() * 1000)
         self._changed = Signal()
 
@@ -201,6 +203,8 @@ class EnvironmentHosts:
         for episode in hello.episodes:
             if episode not in host.episodes:
                 self.close_episode(host, episode)
+        if owner == SERVICE:
+            self._failure = ""
         offered = ", ".join(offer.name for offer in hello.environments)
         log.info("environment host %s offers %s", short(hello.instance), short(offered), extra={"tenant": owner})
         self._changed.notify()
@@ -284,6 +288,10 @@ class EnvironmentHosts:
         """Whether a host of this owner offers an environment of this name now."""
         return any(host.offers(owner, environment) for host in self.hosts.values())
 
+    def fail(self, reason: str) -> None:
+        """The process of the service's host does not work, for this ``reason``."""
+        self._failure = without_paths(reason)
+
     def count(self) -> int:
         return sum(host.connected for host in self.hosts.values())
 
@@ -296,7 +304,8 @@ class EnvironmentHosts:
         if able := await self._wait(lambda: self._able(environment), timeout):
             return min(able, key=lambda host: (len(host.episodes), host.joined))
         waited = f": waited {timeout:.0f} s for one" if timeout else ""
-        raise Unavailable(f"no environment host offers {environment.name.removeprefix(BUILTIN)!r}{waited}")
+        reason = f" ({self._failure})" if self._failure and environment.owner == SERVICE else ""
+        raise Unavailable(f"no environment host offers {environment.name.removeprefix(BUILTIN)!r}{waited}{reason}")
 
     async def holder(self, environment: EnvironmentRef, instance: str) -> EnvironmentHost:
         """The host that runs an episode, connected or not. When this process does not know it yet: waits until it
