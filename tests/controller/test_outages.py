@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -12,10 +14,10 @@ from tests.support.storing import new_database, postgres_cluster
 from tests.support.waiting import until
 
 from rookery.client import Client, Job
+from rookery.clock import SystemClock
+from rookery.controller import outages
 from rookery.errors import RookeryError
 from rookery.server.launcher import EmbeddedService
-
-pytestmark = pytest.mark.heavy
 
 OUTAGES = 2
 
@@ -37,6 +39,25 @@ def readiness(service: EmbeddedService, *, ready: bool) -> httpx.Response | None
     return answer if (answer.status_code == 200) == ready else None
 
 
+async def test_a_question_without_an_answer_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes a request and is silent: the outage lasts, and one question is asked."""
+    monkeypatch.setattr(outages, "PATIENCE_SECONDS", 0.01)
+    answer, answered, asked = asyncio.Event(), asyncio.Event(), list[object]()
+
+    async def transfer(call: object) -> None:
+        asked.append(call)
+        await answer.wait()
+        answered.set()
+
+    questions = outages.Outages(Mock(transfer=transfer), Mock(remote=False), SystemClock(), 1.0)
+    assert await asyncio.gather(*(questions.lasts("artifacts") for _ in range(3))) == [True] * 3
+    assert await questions.lasts("artifacts") and len(asked) == 1
+    answer.set()
+    await answered.wait()
+    assert not await questions.lasts("artifacts")
+
+
+@pytest.mark.heavy
 def test_jobs_resume_when_postgresql_is_back(tmp_path: Path) -> None:
     log = tmp_path / "data/logs/service.jsonl"
     with postgres_cluster() as cluster:

@@ -25,6 +25,7 @@ from tests.support.faces import ScriptedWorker, job, served, tokenizer
 
 from rookery.client import Client
 from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError
+from rookery.protocol import Shard
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.object_artifacts import ObjectArtifacts, open_store
 from rookery.storage.place import Owner
@@ -196,6 +197,25 @@ def test_a_store_that_does_not_answer_is_unavailable(
     artifacts = ObjectArtifacts(open_store("s3://bucket", f"http://127.0.0.1:{port}"), "s3://bucket", tmp_path)
     with pytest.raises(Unavailable, match="do not answer"):
         artifacts.hashes()
+
+
+@pytest.mark.parametrize("call", ["hashes", "open", "reading"])
+def test_a_store_that_takes_a_connection_and_is_silent_is_unavailable_soon(
+    call: str, tmp_path: Path, s3_keys: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RETRIES", 0), ("SMALL_SECONDS", 0.2), ("READ_SECONDS", 0.2)):
+        monkeypatch.setattr(f"rookery.storage.object_artifacts.{name}", value)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        artifacts = ObjectArtifacts.at("s3://bucket", f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
+        with pytest.raises(Unavailable, match="do not answer"):
+            match call:
+                case "hashes":
+                    artifacts.hashes()
+                case "open":
+                    artifacts.open("0" * 64)
+                case "reading":
+                    with artifacts.reading("0" * 64, Shard(name="a.bin", size=4, sha256="")) as chunks:
+                        b"".join(chunks)
 
 
 @pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.heavy)])

@@ -24,7 +24,8 @@ from rookery.errors import (
     UnreadableArtifact,
 )
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.store import Store
+from rookery.storage.store import Store, Writer
+from rookery.turns import in_thread
 
 Outage = Literal["database", "artifacts", "writes", "other"]
 """Kinds of outages: the database or the place of the artifacts is away, or a disk takes no writes, as one that is full
@@ -33,6 +34,10 @@ or read-only. Of these the service asks whether they are over."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 """An operation that meets an outage again and again, such as a store that denies one object, is executed again after so
 long, each time after twice as long."""
+
+
+PATIENCE_SECONDS = 2.0
+"""An outage is taken to last where its question has no answer within this time: those who ask wait for nothing else."""
 
 
 def outage_of(cause: BaseException) -> Outage | None:
@@ -63,15 +68,22 @@ class Outages:
         self._artifacts = artifacts
         self._clock = clock
         self._seconds = seconds
-        self._questions: dict[Outage, asyncio.Task[bool]] = {}
+        self._questions: dict[Outage, tuple[asyncio.Task[bool], float]] = {}
+        """The questions under way, and when the patience for each ends (seconds of the loop)."""
+        # A request for a large file, which hangs, must not delay the question whether the place answers again.
+        self._transfer: Writer = in_thread if artifacts.remote else store.transfer
 
     async def lasts(self, kind: Outage) -> bool:
-        """Whether the outage is not over, as far as the service can ask."""
-        question = self._questions.get(kind)
-        if question is None:
-            question = self._questions[kind] = asyncio.create_task(self._ask(kind))
-            question.add_done_callback(lambda _: self._questions.pop(kind))
-        return await asyncio.shield(question)
+        """Whether the outage is not over, as far as the service can ask. Returns within :data:`PATIENCE_SECONDS`, and
+        at once where a question has had no answer for so long."""
+        now = asyncio.get_running_loop().time()
+        if kind not in self._questions:
+            asked = asyncio.create_task(self._ask(kind))
+            self._questions[kind] = asked, now + PATIENCE_SECONDS
+            asked.add_done_callback(lambda _: self._questions.pop(kind))
+        question, until = self._questions[kind]
+        await asyncio.wait([question], timeout=max(0.0, until - now))
+        return question.result() if question.done() else True
 
     async def over(self, error: BaseException, attempt: int) -> None:
         """Return when the outage that ``error`` reports is over, or may be: the work met one ``attempt`` times before
@@ -87,10 +99,10 @@ class Outages:
             if kind == "database":
                 await store.run(store.database.ping)
             elif kind == "artifacts":
-                await store.transfer(self._artifacts.check)
+                await self._transfer(self._artifacts.check)
             elif kind == "writes":
                 await store.run(store.database.check_writes)
-                await store.transfer(self._artifacts.check_writes)
+                await self._transfer(self._artifacts.check_writes)
         except RookeryError:
             return True
         return False

@@ -6,7 +6,7 @@
   range. No file is held whole in memory.
 * A bucket and prefix belong to one database, whose mark is the object ``owner``: see :mod:`rookery.storage.place`.
 * A store that does not answer, denies, or has lost its bucket raises :class:`~rookery.errors.Unavailable`: what asked
-  pauses, and resumes by itself.
+  pauses, and resumes by itself. A store that takes a connection and is silent does not answer: no request waits long.
 
 Credentials and region are those of the usual ``AWS_…`` variables.
 
@@ -48,7 +48,7 @@ try:
         PermissionDeniedError,
         UnauthenticatedError,
     )
-    from obstore.store import ObjectStore, from_url
+    from obstore.store import MemoryStore, ObjectStore, from_url
 except ModuleNotFoundError:
     raise UserError(f"artifacts_url: obstore is missing; {installs('s3')}") from None
 
@@ -60,15 +60,27 @@ PROBE = "probe"
 PARTS_AT_ONCE = 4
 """Parts of 5 MiB of one file that are sent at once."""
 
-RETRIES, RETRY_SECONDS, REQUEST_SECONDS = 5, 20, 600
-"""Failed requests are repeated so often and for so long; one may take so long, as a large file on a slow line does."""
+RETRIES, RETRY_SECONDS = 5, 20
+"""Failed requests are repeated so often and for so long."""
+
+SMALL_SECONDS, UPLOAD_SECONDS = 10, 300
+"""Longest request about a mark, a manifest or a list, and for one part of a file, as on a slow line."""
+
+READ_SECONDS, FILE_SECONDS = 30, 86400
+"""Longest silence while a file is read, and the longest time that it may take in all."""
 
 
-def open_store(url: str, endpoint: str = "") -> ObjectStore:
-    """The store at ``url``; ``endpoint``: the address of a service that speaks S3, where it is not Amazon's. Raises
-    :class:`UserError` for a URL of no store."""
+def open_store(url: str, endpoint: str = "", *, seconds: int = 0, silent: int = 0) -> ObjectStore:
+    """The store at ``url``; ``endpoint``: the address of a service that speaks S3, where it is not Amazon's. A request
+    takes at most ``seconds`` (0: :data:`SMALL_SECONDS`), of which the store may be silent for ``silent`` (0: all).
+    Raises :class:`UserError` for a URL of no store."""
     config: Any = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else None
-    client: Any = {"timeout": timedelta(seconds=REQUEST_SECONDS), "allow_http": endpoint.startswith("http:")}
+    client: Any = {
+        "timeout": timedelta(seconds=seconds or SMALL_SECONDS),
+        "allow_http": endpoint.startswith("http:"),
+    }
+    if silent:
+        client["read_timeout"] = timedelta(seconds=silent)
     retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
     try:
         return from_url(url, config=config, client_options=client, retry_config=retry)
@@ -82,10 +94,28 @@ class ObjectArtifacts(Artifacts):
     remote = True
     _kinds = (BaseError,)
 
-    def __init__(self, store: ObjectStore, url: str, spool: Path) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        url: str,
+        spool: Path,
+        reads: ObjectStore | None = None,
+        uploads: ObjectStore | None = None,
+    ) -> None:
+        """``reads`` and ``uploads`` reach the same store for the content of files, which takes longer."""
         super().__init__(spool)
         self._store = store
+        self._reads, self._uploads = reads or store, uploads or store
         self._url = url
+
+    @classmethod
+    def at(cls, url: str, endpoint: str, spool: Path) -> ObjectArtifacts:
+        """The artifacts of the store at ``url``. Raises :class:`UserError` for a URL of no store."""
+        store = open_store(url, endpoint)
+        if isinstance(store, MemoryStore):
+            return cls(store, url, spool)
+        reads = open_store(url, endpoint, seconds=FILE_SECONDS, silent=READ_SECONDS)
+        return cls(store, url, spool, reads, open_store(url, endpoint, seconds=UPLOAD_SECONDS))
 
     @property
     def where(self) -> str:
@@ -164,7 +194,7 @@ class ObjectArtifacts(Artifacts):
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise UserError(
                 f"artifacts_url {self._url}: permission denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to keys"
-                " that may read, write, list and delete there"
+                f" that may read, write, list and delete there ({first_line(error)})"
             ) from error
         except ValueError as error:
             raise UserError(f"artifacts_url {self._url} cannot be used: {first_line(error)}") from None
@@ -199,7 +229,7 @@ class ObjectArtifacts(Artifacts):
             if start >= shard.size:
                 yield iter(())
                 return
-            found = obstore.get(self._store, f"{check_hash(hash)}/{shard.name}", options={"range": (start, shard.size)})
+            found = obstore.get(self._reads, f"{check_hash(hash)}/{shard.name}", options={"range": (start, shard.size)})
             yield map(bytes, found.stream(min_chunk_size=READ_BYTES))
 
     def path(self, hash: str, shard: str) -> Path:
@@ -275,7 +305,7 @@ class ObjectArtifacts(Artifacts):
         with self._errors(manifest.hash):
             for shard in manifest.shards:
                 path = f"{manifest.hash}/{shard.name}"
-                obstore.put(self._store, path, folder / shard.name, max_concurrency=PARTS_AT_ONCE)
+                obstore.put(self._uploads, path, folder / shard.name, max_concurrency=PARTS_AT_ONCE)
             try:
                 content = msgspec.json.encode(manifest)
                 obstore.put(self._store, f"{manifest.hash}/{MANIFEST}", content, mode="create")

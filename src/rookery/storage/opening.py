@@ -23,6 +23,6 @@ def artifacts_at(place: Place, folder: Path) -> Artifacts:
     if "://" not in url or url.startswith("file://"):
         at = Path(url.removeprefix("file://")).expanduser().absolute() if url else folder
         return Artifacts(at, make=False)
-    from rookery.storage.object_artifacts import ObjectArtifacts, open_store  # only they need the library
+    from rookery.storage.object_artifacts import ObjectArtifacts  # only it needs the library
 
-    return ObjectArtifacts(open_store(url, endpoint), url, folder)
+    return ObjectArtifacts.at(url, endpoint, folder)
