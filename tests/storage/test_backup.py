@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tarfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from rookery.cli import app
 from rookery.client import Client
 from rookery.errors import CorruptArtifact, UserError
+from rookery.storage import migrations
 from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.backup import back_up, readable, restore
 from rookery.storage.data_dir import DATABASE_FILE, DataFolder, sqlite_url
@@ -168,6 +170,20 @@ def test_restoring_over_something_is_refused_in_one_line(postgres: str, tmp_path
         restore(tmp_path / "nowhere", tmp_path / "second", "")
     with pytest.raises(UserError, match="has no database"):
         back_up(tmp_path / "nowhere", "", tmp_path / "another")
+
+
+def test_database_of_an_earlier_version_is_refused_as_it_is(tmp_path: Path) -> None:
+    """It is that of a service which this Rookery's restore would lock out."""
+    stored(tmp_path / "data")
+    back_up(tmp_path / "data", "", tmp_path / "backup")
+    with tarfile.open(Path(__file__).parents[1] / "data" / "data_folder_0001.tar.xz") as file:
+        file.extractall(tmp_path / "old", filter="data")
+    url = sqlite_url(tmp_path / "old")
+    with pytest.raises(UserError, match="is not empty; give a new one"):
+        restore(tmp_path / "backup", tmp_path / "new", url)
+    with closing(Database(url)) as database, database.reading() as connection:
+        assert migrations.revision(connection) == "0001"
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_damaged_backup_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@
   disk, pin them, and where one was deleted before it was pinned, another snapshot is taken. No writer waits for a
   backup.
 * A restore fills an empty data folder, and an empty PostgreSQL database where one is given; it hashes every artifact
-  and leaves nothing behind if one is damaged. Jobs resume at the last commits of the snapshot.
+  and leaves nothing behind if one is damaged. A database that is not empty is refused before anything else is done, and
+  stays as it is. Jobs resume at the last commits of the snapshot.
 * Artifacts are taken from, and restored to, the place that the settings name.
 """
 
@@ -25,7 +26,7 @@ from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, TypeDecorator, column, delete, func, insert, select, table
 
-from rookery.errors import NO_ROOM, NotFound, UserError, shortages
+from rookery.errors import NO_ROOM, NotFound, Unavailable, UserError, shortages
 from rookery.protocol import Manifest
 from rookery.storage import migrations
 from rookery.storage.artifacts import DATA_FOLDER, Artifacts, Place
@@ -90,6 +91,9 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
         raise UserError(f"data folder {data} is not empty; restore into a new one with --data")
     with _one_line(f"restore into {data}"), DataFolder(data) as folder:
         try:
+            if url:
+                with closing(Database(url)) as target:
+                    _refuse_filled(target)
             for name in ("artifacts", "jobs"):
                 shutil.copytree(backup / name, data / name, dirs_exist_ok=True)
             for name in (ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DATABASE_FILE):
@@ -169,12 +173,26 @@ def _snapshot(database: Database, target: str, artifacts: Artifacts, pins: Path)
 def _fill(url: str, source: Connection) -> None:
     """Copy every row to the empty database ``url``."""
     with closing(Database(url)) as target:
-        target.create()
         target.claim()
+        _refuse_filled(target)  # a service may have been there since
+        target.create()
         with target.writing() as connection:
-            if connection.execute(select(TenantRow.id).limit(1)).first() is not None:
-                raise UserError("the database that ROOKERY_DATABASE names is not empty; give a new one")
             _copy_rows(source, connection)
+
+
+def _refuse_filled(target: Database) -> None:
+    """Change nothing. Raises :class:`UserError` unless the database has no tables, or those of this version of Rookery
+    without a tenant."""
+    try:
+        if target.owner().identity is None:
+            return
+        with target.reading() as connection:
+            current = migrations.revision(connection) == migrations.HEAD
+            if current and connection.execute(select(TenantRow.id).limit(1)).first() is None:
+                return
+    except Unavailable as error:
+        raise UserError(f"the database that ROOKERY_DATABASE names cannot be read: {error.detail or error}") from None
+    raise UserError("the database that ROOKERY_DATABASE names is not empty; give a new one")
 
 
 def _copy_rows(source: Connection, target: Connection) -> None:
