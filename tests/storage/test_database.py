@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
+import pwd
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +23,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import event, select, text, update
+from sqlalchemy import event, make_url, select, text, update
 from sqlalchemy.exc import OperationalError
 from tests.support.draws import examples
 from tests.support.faces import served
@@ -39,6 +42,7 @@ from tests.support.storing import (
     submit,
     visit,
 )
+from tests.support.waiting import until
 
 from rookery.client import Client
 from rookery.controller.outages import outage_of
@@ -189,7 +193,7 @@ def test_a_sqlite_file_that_is_deleted_or_replaced_is_noticed(take: Callable[[Pa
             assert [row.id for row in database.read(tenants.list_tenants)] == ["alice"]
 
 
-@pytest.mark.parametrize("name", ["rookery.db", "link.db"])
+@pytest.mark.parametrize("name", ["rookery.db", "link.db", "rookery.db?timeout=60"])
 def test_a_sqlite_file_has_one_service(name: str, tmp_path: Path) -> None:
     (tmp_path / "link.db").symlink_to(tmp_path / "rookery.db")
     with closing(Database(f"sqlite:///{tmp_path}/rookery.db")) as one:
@@ -1135,6 +1139,59 @@ def test_a_service_that_finds_its_claim_free_after_another_one_had_it_does_not_t
                 one.claim()
         with pytest.raises(Unavailable, match="another service since"):
             one.write(tenants.create_tenant, "alice", "Alice", 0.0)
+
+
+def test_a_service_whose_epoch_was_passed_learns_it_although_it_has_its_lock(postgres: str) -> None:
+    """Else it would live on, and every write would be refused."""
+    with closing(Database(url := new_database(postgres))) as one:
+        one.claim()
+        one.create()
+        one.claim()
+        with connected(url) as connection:
+            connection.execute(text("UPDATE meta SET value = '99' WHERE name = 'epoch'"))
+        with pytest.raises(DatabaseInUse, match=r"had another service since \(epoch 99, not 1\); start this one again"):
+            one.claim()
+
+
+@contextmanager
+def pooler(url: str, folder: Path, mode: str, size: int) -> Iterator[str]:
+    """The address of a database behind pgbouncer."""
+    program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin") or pytest.skip("no pgbouncer here")
+    server = make_url(url)
+    lines = ["[databases]", f"* = host={server.query['host']} user=rookery", "[pgbouncer]", "listen_port = 6432",
+             f"unix_socket_dir = {folder}", "auth_type = any", f"pool_mode = {mode}",
+             f"default_pool_size = {size}"]  # fmt: skip
+    (folder / "pgbouncer.ini").write_text("\n".join(lines))
+    user: dict[str, Any] = {}
+    if os.geteuid() == 0:  # it refuses to run as root
+        nobody = pwd.getpwnam("nobody")
+        os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+        user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+    with subprocess.Popen([program, folder / "pgbouncer.ini"], stderr=subprocess.DEVNULL, **user) as process:
+        try:
+            until(lambda: (folder / ".s.PGSQL.6432").exists(), "pgbouncer does not listen")
+            yield str(server.set(query={"host": str(folder), "port": "6432"}))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("mode", "size"), [("transaction", 1), ("transaction", 5), ("session", 5)])
+def test_pooler_whose_clients_share_sessions_is_refused(postgres: str, mode: str, size: int) -> None:
+    """A claim there would be everybody's. Nothing has changed."""
+    url = new_database(postgres)
+    with closing(Database(url)) as direct, tempfile.TemporaryDirectory(prefix="rookery-pool-") as folder:
+        direct.claim()
+        direct.create()
+        with pooler(url, Path(folder), mode, size) as pooled, ExitStack() as opened:
+            one, other = (opened.enter_context(closing(Database(pooled))) for _ in range(2))
+            if mode == "session":
+                direct.close()
+                one.claim()
+                one.claim()
+            with pytest.raises(UserError, match=r"pooler in transaction mode|in use by another service") as refused:
+                other.claim()
+            assert ("pooler" in str(refused.value)) == (mode == "transaction")
+        direct.claim()
 
 
 def test_a_second_service_on_the_same_postgresql_is_refused(postgres: str, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@
   commit itself leaves its outcome to be read back.
 * A PostgreSQL database that one service has claimed refuses every other service until that connection ends: with its
   process, with its machine, or where the process stands still. Each claim is a new epoch, which every writing
-  transaction checks: a service that lost its claim changes nothing. The claim of a SQLite database is a lock of the
+  transaction checks: a service that lost its claim changes nothing. A pooler whose clients share sessions, as in its
+  transaction mode, is refused: a claim there is everybody's. The claim of a SQLite database is a lock of the
   kernel on the file ``<database>.lock``: it ends with the process.
 * A SQLite file that is deleted, moved or replaced while it is open is noticed at the next transaction: what is written
   to the old one would be lost with the process.
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import URL, Connection, create_engine, event, func, insert, inspect, select, update
+from sqlalchemy import URL, Connection, create_engine, event, func, insert, inspect, select, text, update
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -87,6 +88,16 @@ _CLAIM = int.from_bytes(b"rookery\0", "big")
 
 CALLERS_ERRORS = (IntegrityError, DataError)
 """Errors about the rows of the caller."""
+
+_LOCKED = text(
+    "SELECT count(*) > 0 FROM pg_locks WHERE locktype = 'advisory' AND granted AND pid = pg_backend_pid()"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    f" AND classid = {_CLAIM >> 32} AND objid = {_CLAIM & 0xFFFFFFFF} AND objsubid = 1"
+)
+"""Whether the session that answers holds the claim's lock."""
+
+POOLER_LOOKS = 3
+"""Looks at the sessions behind a pooler: with several, each may answer a look by chance as a session of one's own."""
 
 _EPOCH = select(MetaRow.value).where(MetaRow.name == "epoch")
 
@@ -235,14 +246,15 @@ class Database:
     def claim(self) -> None:
         """Reserve the database for this service until :meth:`close`; further calls renew the claim. It may be called
         before :meth:`create`. Raises :class:`DatabaseInUse` where another service has it and does not end within
-        :data:`CLAIM_WAIT_SECONDS` (on SQLite at once), :class:`Unavailable`, :class:`UserError`."""
+        :data:`CLAIM_WAIT_SECONDS` (on SQLite at once), or had it since; :class:`UserError` behind a pooler whose
+        clients share sessions, :class:`Unavailable`."""
         if self.engine.dialect.name == "sqlite":
             self._claim_file()
             return
         with self._plain_errors():
             try:
                 if self._claimed is not None:
-                    if self._claimed.execute(select(func.current_setting("transaction_read_only"))).scalar() == "off":
+                    if self._holds_claim(self._claimed):
                         return
                     self._give_up_claim()  # its address may lead to another server by now, where anybody can claim
             except DBAPIError:  # the claim ended with the connection
@@ -250,6 +262,7 @@ class Database:
             connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             free = False
             try:
+                self._refuse_shared_sessions(connection)
                 connection.execute(select(func.set_config("lock_timeout", f"{CLAIM_WAIT_SECONDS}s", False)))
                 connection.execute(select(func.pg_advisory_lock(_CLAIM)))
                 if (self.engine.dialect.server_version_info or (0,)) >= (14,):
@@ -272,6 +285,39 @@ class Database:
         self._waited = True
         raise self._in_use()
 
+    def _holds_claim(self, claimed: Connection) -> bool:
+        """Whether the claim is still one. Raises :class:`DatabaseInUse` where another service had one since."""
+        if claimed.execute(select(func.current_setting("transaction_read_only"))).scalar() != "off":
+            return False
+        if not claimed.execute(_LOCKED).scalar():
+            return False
+        if self._epoch is not None and int(found := claimed.execute(_EPOCH).scalar() or 0) > int(self._epoch):
+            raise self._had_another(found)
+        return True
+
+    def _refuse_shared_sessions(self, connection: Connection) -> None:
+        """Raises :class:`UserError` where sessions of the server are not those of its clients. The number by which a
+        client may cancel its statements tells whether a pooler is between them."""
+        first = _session(connection)
+        driver: Any = connection.connection.driver_connection
+        if driver.info.backend_pid == first:
+            return
+        for _ in range(POOLER_LOOKS):
+            with self.engine.connect() as other:  # in a transaction: it has its session until the end
+                shared = _session(other) == first or _session(connection) != first
+            if shared:
+                raise UserError(
+                    f"database {self._shown_url()}: a pooler in transaction mode answers there, whose clients share"
+                    " sessions: two services could use the database at once; give its direct address, or one of a"
+                    " pooler in session mode"
+                )
+
+    def _had_another(self, epoch: object) -> DatabaseInUse:
+        return DatabaseInUse(
+            f"database {self._shown_url()} had another service since (epoch {epoch}, not {self._epoch}); start this one"
+            " again"
+        )
+
     def _begin_epoch(self) -> None:
         """The claim is new. Raises :class:`DatabaseInUse` where another service had one since this one's last: this one
         remembers what was true before."""
@@ -283,10 +329,7 @@ class Database:
                 known = last is None or self._closed or found <= int(last)
                 own = bool(self._service) and _last_service(connection) == self._service  # its commit had no answer
                 if not (known or own):
-                    raise DatabaseInUse(
-                        f"database {self._shown_url()} had another service since (epoch {found}, not {last}); start"
-                        " this one again"
-                    )
+                    raise self._had_another(found)
                 self.ended = _last_service(connection) if self._waited else ""
                 self._epoch = _next_epoch(connection)
                 if self._service:
@@ -510,6 +553,11 @@ class Database:
             raise self._not_there("another database answers at its address")
 
 
+def _session(connection: Connection) -> int:
+    """The server's process that runs this statement of a connection to PostgreSQL."""
+    return int(connection.execute(select(func.pg_backend_pid())).scalar_one())
+
+
 def _of_caller(error: DBAPIError) -> bool:
     """Whether the database refused the caller's rows or statement. All other errors are about the database."""
     limit = str(getattr(error.orig, "sqlstate", None)).startswith(_POSTGRES_LIMIT_EXCEEDED)
@@ -523,9 +571,10 @@ def _reason(error: Exception) -> str:
 
 
 def _file(url: URL) -> str:
-    """The file of a SQLite database; empty for one in memory, and for a URL with options."""
+    """The file of a SQLite database; empty for one in memory, and for a URI of SQLite, whose options may change what
+    its file is."""
     path = url.database
-    return path if path and path != ":memory:" and not url.query else ""
+    return path if path and path != ":memory:" and not path.startswith("file:") else ""
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
