@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 import time
 from itertools import permutations
 
 import pytest
 
-from rookery.aio import PORTION_SECONDS, Portions, in_portions, unless, wait_event
+from rookery import aio
+from rookery.aio import PORTION_SECONDS, Portions, close_within, in_portions, unless, wait_event
 
 SECONDS = 0.05
 
@@ -81,3 +85,37 @@ async def test_other_tasks_run_between_portions() -> None:
     await portions.pause()
     assert turns == before + 1
     task.cancel()
+
+
+async def test_a_close_whose_thread_hangs_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed, hangs = list[int](), threading.Event()
+    await close_within(lambda: closed.append(1), "reads")
+    assert closed and not caplog.text
+    monkeypatch.setattr(aio, "CLOSE_SECONDS", 0.01)
+    await close_within(hangs.wait, "sinks")
+    assert "sinks: a call has not ended" in caplog.text
+    hangs.set()
+
+
+HANGS = """
+import asyncio, threading
+from rookery import aio
+
+aio.END_SECONDS = 0.1
+
+async def work():
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    if {fails}:
+        raise ValueError("refused")
+
+aio.run_to_end(work(), lambda error: (7, f"ended: {{error}}"))
+"""
+
+
+@pytest.mark.parametrize(("fails", "code", "said"), [(False, 0, ""), (True, 7, "ended: refused\n")])
+def test_a_process_ends_although_one_of_its_threads_hangs(fails: bool, code: int, said: str) -> None:
+    command = [sys.executable, "-c", HANGS.format(fails=fails)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, said)

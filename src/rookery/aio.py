@@ -7,7 +7,8 @@
 * :func:`cancel_all` ends tasks; :func:`first_of` and :func:`unless` run several until one of them ends.
 * :class:`Portions` and :func:`in_portions` divide long work on the event loop.
 * :class:`LoopThread` runs a service or an environment in a thread of another program.
-* :func:`restarting` keeps a background task running.
+* :func:`restarting` keeps a background task running; :func:`on_end_signals` ends a program in order.
+* :func:`close_within` closes what threads may hold, and :func:`run_to_end` a process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
@@ -30,6 +34,19 @@ PORTION_SECONDS = 0.005
 """Seconds of the event loop after which a long computation lets other tasks run."""
 
 
+END_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+"""Signals that ask a program to end: Ctrl-C, an init system, a terminal that closes."""
+
+TWICE_SECONDS = 1.0
+"""A signal that comes again within this time is the same one: programs that start others pass Ctrl-C on to them."""
+
+CLOSE_SECONDS = 10.0
+"""Longest wait at a stop for threads that may hang in a request to a store or a sink."""
+
+END_SECONDS = 5.0
+"""Longest wait of a process that has stopped for its threads."""
+
+
 async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock, pause: float = 1.0) -> None:
     """``work()``, which runs until it is cancelled; again after an error, such as that no memory was left."""
     while True:
@@ -38,6 +55,73 @@ async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock
         except Exception:
             log.exception("%s failed and starts again", getattr(work, "__qualname__", work))
         await clock.sleep(pause)
+
+
+def on_end_signals(call: Callable[[], object], *, twice: bool = False) -> None:
+    """Have ``call()`` run in this event loop when the process is asked to end. SIGHUP that is ignored, as by ``nohup``,
+    stays so. With ``twice`` a second signal ends the process at once, also while the loop stands still."""
+    loop, first = asyncio.get_running_loop(), time.monotonic()
+    given = {name: getattr(signal, name) for name in END_SIGNALS if hasattr(signal, name)}  # Windows has no SIGHUP
+    if given.get("SIGHUP") is not None and signal.getsignal(given["SIGHUP"]) is signal.SIG_IGN:
+        del given["SIGHUP"]
+    numbers = [*given.values()]
+
+    def end(number: int, frame: object) -> None:
+        if time.monotonic() - first > TWICE_SECONDS:
+            os._exit(128 + number)
+
+    def begin() -> None:
+        nonlocal first
+        first = time.monotonic()
+        for number in numbers if twice else ():
+            loop.remove_signal_handler(number)
+            signal.signal(number, end)
+        call()
+
+    with contextlib.suppress(NotImplementedError):  # Windows lacks it; Ctrl-C cancels there
+        for number in numbers:
+            loop.add_signal_handler(number, begin)
+
+
+async def close_within(close: Callable[[], object], name: str) -> None:
+    """Call ``close()``, which waits for threads. After :data:`CLOSE_SECONDS` they are left to themselves."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            close()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=run, name=f"close {name}", daemon=True).start()
+    if not await wait_event(ended, CLOSE_SECONDS):
+        log.warning("%s: a call has not ended after %.0f s, and is left behind", name, CLOSE_SECONDS)
+
+
+def run_to_end(work: Coroutine[Any, Any, None], codes: Callable[[Exception], tuple[int, str]]) -> None:
+    """Run the main part of a process. Calls in threads that asyncio waits for have :data:`END_SECONDS` to end
+    afterwards. If one of them does not, the process ends without it, with the code and the line that ``codes`` gives
+    for the error; 0 without one."""
+    code, line = 0, ""
+
+    def end() -> None:
+        if line:
+            print(line, file=sys.stderr)
+        logging.shutdown()
+        os._exit(code)
+
+    runner, timer = asyncio.Runner(), threading.Timer(END_SECONDS, end)
+    timer.daemon = True
+    try:
+        runner.run(work)
+    except Exception as error:
+        code, line = codes(error)
+        raise
+    finally:
+        timer.start()
+        runner.close()
+        timer.cancel()
 
 
 async def wait_event(event: asyncio.Event, seconds: float) -> bool:

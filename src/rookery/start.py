@@ -2,6 +2,8 @@
 
 Imports take seconds. Until a program sets its own handlers, Ctrl-C would print a traceback, and SIGTERM would be lost
 where the program is process 1, as in a container: Linux ignores there what has no handler.
+
+A command that has ended does not wait long for its threads: one may hang in a request to a server that is silent.
 """
 
 from __future__ import annotations
@@ -10,7 +12,11 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from types import FrameType
+
+THREADS_SECONDS = 5.0
+"""Longest wait of a command that has ended for its threads."""
 
 
 def main() -> None:
@@ -19,7 +25,17 @@ def main() -> None:
     from rookery.cli import main as run_command
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_command()
+    code = 1
+    try:
+        run_command()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    finally:
+        timer = threading.Timer(THREADS_SECONDS, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
 
 
 def _end_on_signals() -> None:

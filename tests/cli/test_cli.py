@@ -663,16 +663,38 @@ def test_run_of_an_edited_file_in_one_data_folder_is_refused(
     ended(process, signal.SIGINT)
 
 
-def test_serve_stops_on_sigterm(alone: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_serve_stops_on_sigterm_and_when_its_terminal_closes(alone: Path, number: signal.Signals) -> None:
     process = started(alone, "serve", "--port", 0, "--data", alone / "data", "--models", "")
     until(process, "stderr", "Rookery serves at http://127.0.0.1:")
     until(process, "stderr", "works: jobs, chat, the OpenAI API (http://127.0.0.1:")
     until(process, "stderr", "next, to get a worker: ROOKERY_TOKEN=$(cat ")
     until(process, "stderr", "offers")
-    code, said = ended(process, signal.SIGTERM)
+    code, said = ended(process, number)
     assert code == 0 and "Traceback" not in said
     for line in (alone / "data" / "logs" / "service.jsonl").read_text().splitlines():
         assert {"time", "level", "room", "message"} <= json.loads(line).keys()
+
+
+def test_a_second_signal_ends_a_stop_that_waits(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its child takes no signal. Signals in the second after the first are copies of that, as a wrapper sends them."""
+    monkeypatch.setenv("ROOKERY_STOP_SECONDS", "120")
+    process = started(alone, "serve", "--port", 0, "--data", alone / "data", "--models", "")
+    until(process, "stderr", "offers")
+    [host] = psutil.Process(process.pid).children()
+    host.suspend()
+    began = time.monotonic()
+    try:
+
+        def interrupted() -> int | None:
+            process.send_signal(signal.SIGINT)
+            return process.poll()
+
+        assert waiting.until(interrupted, "it waits for its child") == 130
+        assert 1.0 < time.monotonic() - began < 60
+    finally:
+        host.kill()
+        process.communicate()
 
 
 def test_unusable_data_folder_is_refused_with_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:

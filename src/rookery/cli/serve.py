@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import Annotated
 
 import typer
 
+from rookery.aio import run_to_end
 from rookery.children import interpreter
-from rookery.cli.options import DataOption
+from rookery.cli.options import FAILED, REFUSED, DataOption
 from rookery.cluster.base import preloaded
+from rookery.errors import UserError
 from rookery.settings import WORKER_SETTINGS, Settings, token_of, variable_notes
 
 
@@ -30,7 +31,8 @@ def serve(
     tls_key: Annotated[str | None, typer.Option(help="The PEM file of its key, if that is another one.")] = None,
     plan: Annotated[str | None, typer.Option(help="A plan file, which gives workers their roles.")] = None,
 ) -> None:
-    """Run the service until Ctrl-C: unfinished jobs resume, workers and environment hosts connect."""
+    """Run the service until Ctrl-C: unfinished jobs resume, workers and environment hosts connect. A second Ctrl-C does
+    not wait for the workers."""
     from rookery.server.launcher import serve as run_service
 
     settings = Settings.load(
@@ -45,7 +47,12 @@ def serve(
         tls_key=tls_key,
         plan=plan,
     )
-    asyncio.run(run_service(settings))
+    run_to_end(run_service(settings), _ending)
+
+
+def _ending(error: Exception) -> tuple[int, str]:
+    """The exit code and the line of a service that ends with this error."""
+    return REFUSED if isinstance(error, UserError) else FAILED, f"rookery: {error}"
 
 
 def worker(

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
@@ -31,7 +30,7 @@ from urllib.parse import quote
 import msgspec
 
 from rookery import protocol
-from rookery.aio import cancel_all
+from rookery.aio import cancel_all, on_end_signals
 from rookery.children import die_with_parent
 from rookery.environments.agent import LLM, Agent
 from rookery.environments.base import Environment
@@ -354,9 +353,7 @@ async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     host = Host(url, token_of(), builtins, ca_file=settings.trusted, rules=rules)
     running = asyncio.create_task(host.run())
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(NotImplementedError):  # Windows lacks it; Ctrl-C cancels there
-            loop.add_signal_handler(number, running.cancel)
+    on_end_signals(running.cancel)
     if end_with_parent:
         die_with_parent(partial(_end, loop, running))
     with contextlib.suppress(asyncio.CancelledError):

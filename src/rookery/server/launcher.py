@@ -2,8 +2,8 @@
 
 * A start is complete or has no effect: after a failure, everything already started is stopped, and the error is one
   line.
-* A stop happens in the reverse order and leaves nothing running; jobs resume at the next start. However this process
-  ends, its child processes end with it.
+* A stop happens in the reverse order and leaves nothing running but requests to a store or a sink that hang, for which
+  it does not wait; jobs resume at the next start. However this process ends, its child processes end with it.
 * Two services can run in one process: nothing is global except logging, which is restored.
 """
 
@@ -15,7 +15,6 @@ import errno
 import gc
 import hmac
 import logging
-import signal
 import socket
 import ssl
 import sys
@@ -33,7 +32,7 @@ from typing import Any, Self
 import uvicorn
 
 from rookery import protocol
-from rookery.aio import LoopThread, cancel_all, first_of, unless
+from rookery.aio import LoopThread, cancel_all, close_within, first_of, on_end_signals, unless
 from rookery.clock import RandomIds, SystemClock
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
@@ -228,7 +227,7 @@ class Service:
         clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
         service = incarnation(ids.new("service"), self.url, folder.root, [*folder.locks, *database.locks])
         lease = Lease(service, database.ended)
-        opened.callback(artifacts.release)
+        opened.push_async_callback(close_within, artifacts.release, "the lease on the artifacts")
         await _hold(artifacts, lease)
         await asyncio.to_thread(database.used_place, artifacts.where, service.id)
         opened.callback(writer.close)
@@ -236,25 +235,29 @@ class Service:
         await asyncio.to_thread(_register_keys, database, folder, ids.new("tenant"), clock.time())
         transfers = StorageWriter() if artifacts.remote else None
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
-        opened.callback(readers.close)
-        opened.callback(threads.close)
+        opened.push_async_callback(close_within, readers.close, "reads")
+        opened.push_async_callback(close_within, threads.close, "work of tenants")
         checks = EnvironmentChecks(EnvironmentRules.of(settings.server))
         checkers = TenantThreads(CHECKERS, "check")
-        opened.callback(checkers.close)
+        opened.push_async_callback(close_within, checkers.close, "checks")
         opened.callback(checks.close)  # runs first: a check that runs fails
         senders = TenantThreads(SENDERS, "sink")
-        opened.callback(senders.close)
+        opened.push_async_callback(close_within, senders.close, "sinks")
         schemas = SchemaChecks()
         opened.callback(schemas.close)
         graders = GraderTrials(settings.server.sandbox, settings.server.judges)
         opened.push_async_callback(graders.close)
         if transfers is not None:
-            opened.callback(transfers.close)
+            opened.push_async_callback(close_within, transfers.close, "artifacts")
         base_models = BaseModels(settings.cache)
         opened.push_async_callback(base_models.close)
 
         cluster: Cluster = ProcessCluster(
-            settings, self.url, worker_token, lambda *failure: controller.model_failed(*failure)
+            settings,
+            self.url,
+            worker_token,
+            lambda *failure: controller.model_failed(*failure),
+            lambda reason: controller.host_failed(reason),
         )
         controller = Controller(
             Store(database, writer, transfers, readers),
@@ -428,10 +431,10 @@ def prefer_event_loop() -> None:
 
 
 async def serve(settings: Settings) -> None:
-    """Run a service until SIGINT or SIGTERM and log to the terminal. Raises the errors of :meth:`Service.start`."""
+    """Run a service until SIGINT, SIGTERM or SIGHUP and log to the terminal; a second signal ends the process at once.
+    Raises the errors of :meth:`Service.start`."""
     interrupted = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
+    on_end_signals(interrupted.set, twice=True)
 
     async def run() -> None:
         async with Service(settings, [terminal_handler()]) as service:

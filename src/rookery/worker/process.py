@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 from concurrent.futures import Future
@@ -27,9 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rookery.aio import cancel_all
+from rookery.aio import cancel_all, on_end_signals
 from rookery.children import die_with_parent
-from rookery.errors import EXIT_REFUSED, Unavailable, UserError
+from rookery.errors import EXIT_REFUSED, StorageFull, Unavailable, UserError
 from rookery.folders import usable_cache
 from rookery.network import service_url
 from rookery.protocol.connection import RegistrationRefused
@@ -61,8 +60,7 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
     served to other workers on ``listening``. Raises ``UserError`` for an unusable cache folder."""
     loop = asyncio.get_running_loop()
     signalled, output = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled.set)
+    on_end_signals(signalled.set)
     prepare_model = partial(prepare, options.model, settings.cache)
     compute = Compute(
         prepare_model,
@@ -189,6 +187,9 @@ def main(argv: list[str] | None = None) -> int:
             address=address,
         )
         code, computing = asyncio.run(run(options, settings, listening))
+    except (StorageFull, Unavailable) as error:  # it may pass
+        print(error, file=sys.stderr)
+        return FAILED
     except UserError as error:
         print(error, file=sys.stderr)
         _report(given, settings, str(error))
