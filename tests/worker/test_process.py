@@ -416,6 +416,8 @@ def test_killed_worker_loses_no_received_token(service: Dialled, start: Start) -
 def test_lost_connection_loses_no_token(service: Dialled, start: Start) -> None:
     worker = start(before=SLOW)
     link, adapter, whole = begun(service)
+    link.send(protocol.VersionCommitted(policy="p", lease=1, ref=adapter))
+    service.until(lambda: any(adapter.hash in holding.hashes for holding in link.of(protocol.AdaptersCached)))
     names = ["claimed", "moved on", "left"]
     link.send(*(generate(name, adapter) for name in names))
     for name in names:
