@@ -213,7 +213,7 @@ class LimitSettings(Section):
     """Environment hosts of one tenant that are connected at once; further ones get status 429 and try again."""
     tenant_requests_per_second: float = Field(200.0, gt=0)
     """HTTP requests of one tenant in a second, with the requests of five seconds at once after a pause; further ones
-    get status 429."""
+    get status 429, and wait up to five seconds for it where the tenant is beyond ``tenant_service_share``."""
     tenant_service_share: float = Field(0.25, gt=0, le=64)
     """Seconds of the service's processor time that requests of one tenant may take in a second while other tenants work
     here, and 40% of them while jobs of others run: its further requests wait, and get status 429 after ten seconds,

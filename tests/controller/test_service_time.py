@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from rookery.controller.service_time import (
     LONGEST_WAIT,
     LONGEST_WORK_WAIT,
     MEMORY,
+    REFUSED_WAITING,
     KeylessTime,
     ServiceTime,
 )
@@ -136,6 +138,51 @@ async def test_requests_without_a_key_wait_for_no_absent_tenant_and_not_for_ever
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_refusals_take_no_more_than_the_share_of_their_tenant() -> None:
+    """Whatever the number of clients that send the next request at each refusal; requests of the tenant that are not
+    refused get their turns among them."""
+    times, clock = made(working="b")
+    began, ended, answered = clock.now, asyncio.Event(), Counter[str]()
+
+    async def refused() -> None:
+        while not ended.is_set():
+            assert await times.turn("a", lambda: False)
+            times.spend("a", 0.001)
+            answered["refused"] += 1
+            await asyncio.sleep(0)
+
+    async def valid() -> None:
+        while not ended.is_set():
+            await request(times, "a", 0.001)
+            answered["valid"] += 1
+            await asyncio.sleep(0)
+
+    clients = [asyncio.create_task(refused()) for _ in range(20)] + [asyncio.create_task(valid())]
+    while clock.now - began < 20:
+        assert await times.turn("b", lambda: False), "another tenant does not wait"
+        await asyncio.sleep(0)
+    ended.set()
+    await asyncio.gather(*clients)
+    spent, share = times.seconds["a"], 0.25 * BESIDE_JOBS
+    assert spent < BURST + share * (clock.now - began) + 0.001 * len(clients)
+    assert answered["valid"] > 0.5 * answered["refused"] / 20
+
+
+async def test_many_refusals_at_once_wait_up_to_a_number_and_not_for_ever() -> None:
+    times, clock = made(working="b")
+    times.spend("a", 1000.0)
+    assert await times.turn("a", lambda: True) and clock.now == 1000.0, "its client is gone"
+    clock.sleep = lambda seconds: asyncio.sleep(60)  # type: ignore[method-assign]
+    waiting = [asyncio.create_task(times.turn("a", lambda: False)) for _ in range(REFUSED_WAITING)]
+    await settle()
+    assert not any(task.done() for task in waiting) and not await times.turn("a", lambda: False), "too many wait"
+    assert await times.turn("b", lambda: False)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert await times.turn("a", lambda: True), "those that are gone leave their places"
 
 
 async def test_many_requests_at_once_do_not_all_begin() -> None:

@@ -36,7 +36,7 @@ from websockets.sync.client import ClientConnection, connect
 from rookery import protocol
 from rookery.bounds import CHUNKS, CONVERSATION, PROMPTS
 from rookery.clock import SystemClock
-from rookery.controller.service_time import BURST, KeylessTime, ServiceTime
+from rookery.controller.service_time import BURST, KeylessTime, RequestAccount, ServiceTime
 from rookery.errors import TooManyRequests
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.server.auth import Caller
@@ -808,21 +808,32 @@ def test_flood_of_small_frames_delays_no_other_client(tmp_path: Path, flood: str
         ("/wire/artifacts/0", {"signed": True}, False),
         ("/healthz", {}, False),
         ("/readyz", {}, False),
-        ("/api/v1/jobs", {"caller": Caller("ada", "tenant", "")}, False),
+        ("/api/v1/jobs", {"caller": Caller("bob", "tenant", "")}, False),
+        ("/api/v1/jobs", {"caller": Caller("ada", "tenant", ""), "account": RequestAccount(0.0)}, False),
+        ("/api/v1/jobs", {"caller": Caller("ada", "tenant", "")}, True),
+        ("/api/v1/jobs", {"caller": Caller("ada", "host", "")}, True),
+        ("/api/v1/jobs", {"caller": Caller("ada", "worker", "")}, True),
+        ("/wire/worker", {"caller": Caller("ada", "host", "")}, True),
+        ("/wire/worker", {"caller": Caller("ada", "tenant", ""), "account": RequestAccount(0.0)}, True),
+        ("/wire/worker", {"caller": Caller("bob", "host", "")}, False),
     ],
 )
-async def test_responses_without_a_valid_key_wait_for_the_share_of_their_address(
+async def test_responses_wait_whose_sender_did_not_wait_for_its_turn(
     path: str, found: dict[str, Any], waits: bool
 ) -> None:
-    """Probes, workers with a signature or a ticket, and tenants do not wait there."""
+    """Those without a valid key, for the share of their address, and refusals of the tenant ada, for that of ada.
+    Probes, workers with a signature or a ticket, tenants within their share and requests that began do not wait."""
+    kind = "websocket" if path == "/wire/worker" else "http"
+    response = "websocket.http.response" if kind == "websocket" else "http.response"
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["state"].update(found)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x"})
+        await send({"type": f"{response}.start", "status": 200, "headers": []})
+        await send({"type": f"{response}.body", "body": b"x"})
 
     clock, sent, wire = SystemClock(), list[str](), Wire()
-    tenants = ServiceTime(clock, lambda tenant: 1.0, TooManyRequests)
+    tenants = ServiceTime(clock, lambda tenant: 1.0, TooManyRequests, lambda: {"ada", "bob"})
+    tenants.spend("ada", 1000.0)
     keyless = KeylessTime(clock, lambda: True)
     quotas = SimpleNamespace(service_time=tenants, host_time=tenants, keyless_time=keyless)
     connections = Connections(10, Counter())
@@ -835,7 +846,7 @@ async def test_responses_without_a_valid_key_wait_for_the_share_of_their_address
 
     slot = Slot(wire, "::1")
     scope = {
-        "type": "http", "path": path, "client": ("::1", 1), "state": {"slot": slot},
+        "type": kind, "path": path, "client": ("::1", 1), "state": {"slot": slot},
         "app": SimpleNamespace(state=SimpleNamespace(context=service)),
     }  # fmt: skip
     request = asyncio.create_task(TimeKeeper(app)(scope, cast(Any, None), send))
@@ -843,6 +854,20 @@ async def test_responses_without_a_valid_key_wait_for_the_share_of_their_address
     assert request.done() is not waits and len(sent) == (0 if waits else 2)
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
+
+
+@pytest.mark.parametrize("role", ["tenant", "host"])
+def test_requests_of_every_role_count_against_the_rate(role: str, tmp_path: Path) -> None:
+    """Also those that the role may not send; the service's time for them is the tenant's."""
+    with served(tmp_path) as service, admin_of(service) as admin:
+        tenant = admin.post("/api/v1/tenants", json={"name": "ada"}).json()["id"]
+        assert admin.put(f"/api/v1/tenants/{tenant}/limits", json={"requests_per_second": 0.1}).status_code == 200
+        key = admin.post(f"/api/v1/tenants/{tenant}/keys", json={"role": role}).json()["key"]
+        before = service_seconds(service, "ada")
+        with httpx.Client(base_url=service.url, headers={"X-API-Key": key}, timeout=60) as client:
+            found = Counter(client.get("/api/v1/jobs").status_code for _ in range(10))
+        assert found == {429: 10}, found
+        assert service_seconds(service, "ada") > before
 
 
 class Wire(asyncio.Transport):

@@ -3,7 +3,9 @@
 The event loop answers everybody. While a tenant alone uses the service it may take all of its time. While others work
 here too, a tenant may take ``tenant_service_share`` seconds of it in a second: beyond that its next requests wait, one
 after another, and are refused with status 429 after :data:`LONGEST_WAIT`, those for work after
-:data:`LONGEST_WORK_WAIT`.
+:data:`LONGEST_WORK_WAIT`. The response to a request that is refused before it waits, such as one beyond the tenant's
+rate or of a key that opens another route, waits in the same line, for :data:`LONGEST_PAUSE` at most: a client that
+sends its next request at each refusal takes no more than its share.
 
 A request's time is known when it ends. It is charged the mean of the tenant's earlier requests when it begins, and the
 rest as it runs, so that a hundred requests in one moment do not all begin.
@@ -31,7 +33,7 @@ BURST = 0.25
 
 CHECK_BURST, LONGEST_PAUSE = 2.0, 5.0
 """The same of checks, some forty of small jobs; and the seconds that the longest check may delay the tenant's next, and
-that a tenant's debt may delay the next part of a stream or of a body."""
+that a tenant's debt may delay the next part of a stream or of a body, or a refusal."""
 
 BESIDE_JOBS = 0.4
 """Of its share, the part that a tenant may take while jobs of others run: each of their steps waits several times for
@@ -56,6 +58,50 @@ address. A scrape of the metrics takes 3 ms, a refused request 0.4 ms."""
 
 KEYLESS_ADDRESSES, KEYLESS_WAITING = 10_000, 256
 """Addresses whose time is known, and requests of one of them that wait at once."""
+
+REFUSED_WAITING = 1024
+"""Refusals of one tenant that wait at once. The SDKs of OpenAI and Tinker open up to 1,000 connections."""
+
+
+class ResponseLine:
+    """Responses that wait one after another while their sender is beyond its share."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        late: Callable[[str], float],
+        turns: WeakValueDictionary[str, asyncio.Lock],
+        most: int,
+        longest: float,
+    ) -> None:
+        """``late(sender)``: the seconds by which a sender is beyond its share. Responses take their turns among all
+        that hold one of the ``turns`` of their sender; ``most`` of a sender wait at once, each ``longest`` seconds."""
+        self._clock = clock
+        self._late = late
+        self._turns = turns
+        self._most, self._longest = most, longest
+        self._waiting: Counter[str] = Counter()
+
+    async def turn(self, sender: str, gone: Callable[[], bool]) -> bool:
+        """Returns when it is the turn of a response to the sender, or when its client is ``gone()``. False at once
+        where too many of them wait."""
+        lock = self._turns.setdefault(sender, asyncio.Lock())
+        if not lock.locked() and not self._late(sender):
+            return True
+        if self._waiting[sender] >= self._most:
+            return False
+        self._waiting[sender] += 1
+        try:
+            async with asyncio.timeout(self._longest), lock:
+                while (late := self._late(sender)) > 0 and not gone():
+                    await self._clock.sleep(max(late, SHORTEST_PAUSE))
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting[sender] -= 1
+            if not self._waiting[sender]:
+                del self._waiting[sender]
+        return True
 
 
 class RequestAccount:
@@ -96,6 +142,7 @@ class ServiceTime:
         """When each tenant's last request came."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as a request holds it or waits for it."""
+        self._refusals = ResponseLine(clock, self.late, self._turns, REFUSED_WAITING, LONGEST_PAUSE)
 
     def apart(self, *, longest_pause: float) -> ServiceTime:
         """Other work of the same tenants, which waits for itself alone, also while requests of others come."""
@@ -145,6 +192,12 @@ class ServiceTime:
                 return self._charge(tenant)
         return self._charge(tenant)
 
+    async def turn(self, tenant: str, gone: Callable[[], bool]) -> bool:
+        """Returns when it is the turn of a response that refuses a request of the tenant before :meth:`begin` let it
+        begin; after :data:`LONGEST_PAUSE` at most, or when its client is ``gone()``. False at once where too many of
+        them wait."""
+        return await self._refusals.turn(tenant, gone)
+
     def late(self, tenant: str) -> float:
         """Seconds by which the next part of a stream, of a body or of a host's messages waits, where the tenant took
         more than its share; :data:`LONGEST_PAUSE` at most."""
@@ -192,8 +245,7 @@ class KeylessTime:
         """By address: when, and the seconds beyond its share then."""
         self._all = (0.0, 0.0)
         """The same of all addresses."""
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._waiting: Counter[str] = Counter()
+        self._line = ResponseLine(clock, self._late, WeakValueDictionary(), KEYLESS_WAITING, LONGEST_WAIT)
 
     def spend(self, address: str, seconds: float) -> None:
         """The service has worked for a request of the address."""
@@ -204,23 +256,7 @@ class KeylessTime:
     async def turn(self, address: str, gone: Callable[[], bool]) -> bool:
         """Returns when it is the turn of a response to the address, after :data:`LONGEST_WAIT` at most, or when its
         client is ``gone()``. False at once where too many of them wait."""
-        lock = self._turns.setdefault(address, asyncio.Lock())
-        if not lock.locked() and not self._late(address):
-            return True
-        if self._waiting[address] >= KEYLESS_WAITING:
-            return False
-        self._waiting[address] += 1
-        try:
-            async with asyncio.timeout(LONGEST_WAIT), lock:
-                while (late := self._late(address)) > 0 and not gone():
-                    await self._clock.sleep(max(late, SHORTEST_PAUSE))
-        except TimeoutError:
-            pass
-        finally:
-            self._waiting[address] -= 1
-            if not self._waiting[address]:
-                del self._waiting[address]
-        return True
+        return await self._line.turn(address, gone)
 
     def _late(self, address: str) -> float:
         """The seconds by which the address is beyond its share, or all of them are beyond theirs."""

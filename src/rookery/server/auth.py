@@ -218,13 +218,15 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
 
 
 async def admit(service: ServiceContext, connection: HTTPConnection, caller: Caller) -> Caller:
-    """Count a request of a caller whose key is valid. Raises :class:`TooManyRequests`."""
+    """Count a request of a caller whose key is valid, whether or not its role may send it, and a WebSocket by a key of
+    the APIs. Raises :class:`TooManyRequests`."""
     connection.state.caller = caller
     TENANT.set(caller.id)
-    if caller.role in API:
+    is_request = connection.scope["type"] == "http"
+    if is_request or caller.role in API:
         quotas = service.context.rooms.quotas
         quotas.count_request(caller.id)
-        if connection.scope["type"] == "http":
+        if is_request:
             _open_request(service, connection, caller.id)
         reads = connection.scope.get("method") in ("GET", "HEAD")
         longest = LONGEST_WAIT if reads else LONGEST_WORK_WAIT

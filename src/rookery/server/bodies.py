@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import shortage
+from rookery.server.connections import Slot
 from rookery.server.responses import retry_headers
 from rookery.settings import Settings
 from rookery.spec import values
@@ -186,12 +187,22 @@ class TimeKeeper:
             nonlocal early, slot
             if (caller := state.get("caller")) is None:
                 early += seconds
-            elif caller.role != "worker":
+            elif caller.role != "worker" or scope["type"] == "http":  # workers connect, and send no requests with a key
                 if slot is not None:
                     slot.charge(partial(charges.spend, caller.id), partial(charges.late, caller.id))
                     slot = None
                 charges.spend(caller.id, seconds + early, state.get("account") if charges is service_time else None)
                 early = 0.0
+
+        async def turn(connection: Slot) -> bool:
+            """Returns when it is the turn of a response without a valid key, or of one that refuses a request before
+            its tenant's turn has come, or a WebSocket. False where too many of them wait."""
+            if keyless():
+                connection.charge(partial(quotas.keyless_time.spend, address))
+                return bool(await quotas.keyless_time.turn(address, lambda: connection.transport is None))
+            if (caller := state.get("caller")) is None or (charges is service_time and "account" in state):
+                return True
+            return bool(await charges.turn(caller.id, lambda: connection.transport is None))
 
         state["pause"] = pause
         SPENT.set(spent)
@@ -199,10 +210,9 @@ class TimeKeeper:
         async def sent(message: Message) -> None:
             """Sends a part of the response, and disconnects a client that reads none of it."""
             connection = state.get("slot")
-            if message["type"].endswith("http.response.start") and keyless() and connection is not None:
-                connection.charge(partial(quotas.keyless_time.spend, address))
-                if not await quotas.keyless_time.turn(address, lambda: connection.transport is None):
-                    service.connections.end_flood(connection)
+            starts = message["type"].endswith("http.response.start") and connection is not None
+            if starts and not await turn(connection):
+                service.connections.end_flood(connection)
             if keyless():
                 spent(len(message.get("body", b"")) * SENT_SECONDS)
             if scope["type"] != "http":
