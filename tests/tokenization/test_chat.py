@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from rookery.errors import UserError
 from rookery.tokenization import registry
-from rookery.tokenization.chat import Chat
+from rookery.tokenization.chat import LONG_REPLY, LONG_TEXT, Chat, PromptTooLong, read_tokens, tokenized
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 
@@ -396,6 +396,38 @@ def test_long_text_has_transformers_tokens(chats: dict[str, Chat], reference: Ca
     text = "What is 12 + 30?\ncafé 日本語 🦊\n" * 500
     for family, chat in chats.items():
         assert chat.encode(text) == reference(family)(text, add_special_tokens=False)["input_ids"]
+
+
+def test_long_replies_have_transformers_text(chats: dict[str, Chat], reference: Callable[[str], Any]) -> None:
+    for family, chat in chats.items():
+        tokens = chat.encode("What is 12 + 30?\ncafé 日本語 🦊\n" * 500)
+        assert len(tokens) > LONG_REPLY
+        assert chat.decode(tokens) == reference(family).decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("letters", "where"), [(LONG_TEXT, "here"), (LONG_TEXT + 1, "thread"), (4096, "here"), (1 << 20, "refused")]
+)
+async def test_a_long_prompt_is_tokenized_in_a_thread_and_one_far_too_long_is_not(
+    letters: int, where: str, chats: dict[str, Chat]
+) -> None:
+    chat, worked = chats["chatml"], list[str]()
+    messages = [user("x" * (letters - len("user")))]
+
+    async def threads(work: Callable[..., Any], *arguments: Any) -> Any:
+        worked.append("thread")
+        return work(*arguments)
+
+    if where == "refused":
+        with pytest.raises(PromptTooLong, match=f"^this model's maximum context length.* has {letters} characters"):
+            await tokenized(threads, chat, messages, chat.prompt, messages)
+    else:
+        assert await tokenized(threads, chat, messages, chat.prompt, messages) == chat.prompt(messages)
+    assert worked == (["thread"] if where == "thread" else [])
+    worked.clear()
+    for count in (LONG_REPLY, LONG_REPLY + 1):
+        assert await read_tokens(threads, len, [1] * count) == count
+    assert worked == ["thread"]
 
 
 def test_special_tokens_of_a_reply_are_shown_but_for_the_one_that_ended_it(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.prompts import (
     CallOptions,
-    Message,
     PreparedPrompt,
     check_logits,
     prepare_prompt,
@@ -30,7 +29,7 @@ from rookery.controller.views import Completion
 from rookery.errors import RookeryError, Unavailable, UserError, short
 from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import jobs, sessions, tenants, versions
-from rookery.tokenization.chat import Chat
+from rookery.tokenization.chat import Chat, Message, read_tokens
 
 SEED_BITS = 48
 """Size of a seed that is drawn here."""
@@ -173,13 +172,14 @@ class Completions:
         )
         with self.admitted(tenant, [prepared], options):
             result = await self.generate(tenant, prepared, options)
-        return self._completion(found, chat, prepared, result)
+        return await self._completion(found, chat, prepared, result)
 
-    @staticmethod
-    def _completion(found: Target, chat: Chat, prepared: PreparedPrompt, result: SamplingResult) -> Completion:
+    async def _completion(
+        self, found: Target, chat: Chat, prepared: PreparedPrompt, result: SamplingResult
+    ) -> Completion:
         ref = found.adapter
         return Completion(
-            text=chat.decode(result.tokens),
+            text=await read_tokens(self._context.threads, chat.decode, result.tokens),
             tokens=result.tokens,
             logprobs=result.logprobs,
             finish=result.finish,
@@ -229,7 +229,7 @@ class Completions:
         options = CallOptions(max_tokens, temperature, seed, kind="judge", logits=logits)
         with self.admitted(tenant, [prepared], options, job=job):
             result = await self.generate(tenant, prepared, options, job=job)
-        return self._completion(found, chat, prepared, result)
+        return await self._completion(found, chat, prepared, result)
 
     def _objectives(self, kind: str, model: str) -> tuple[float, float]:
         """(ttft_ms, tpot_ms) of a request; zeros without the gate."""

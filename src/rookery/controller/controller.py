@@ -407,13 +407,18 @@ class Controller:
         them, and the reward of the best constant reply."""
         spec, _, warnings = await self._validator.check(tenant, data)
         prompts, constant, notes = await self._validator.preview(tenant, spec)
-        return DryRun(spec=with_defaults(spec), warnings=[*warnings, *notes], prompts=prompts, constant=constant)
+        whole = await self.context.threads(with_defaults, spec)
+        return DryRun(spec=whole, warnings=[*warnings, *notes], prompts=prompts, constant=constant)
 
     async def differences(self, tenant: str, stored: Mapping[str, Any], data: Any) -> list[str]:
         """The fields in which a stored job differs from ``data``, which is validated as at a submission."""
         spec, _, _ = await self._validator.check(tenant, data)
-        found, other = with_defaults(spec), with_defaults(JobSpec.model_validate(stored))
-        return [name for name in found if found[name] != other[name]]
+
+        def differing() -> list[str]:
+            found, other = with_defaults(spec), with_defaults(JobSpec.model_validate(stored))
+            return [name for name in found if found[name] != other[name]]
+
+        return await self.context.threads(differing)
 
     async def pause(self, tenant: str, job: str) -> None:
         """Stop working on the job until it is resumed; its groups and versions stay."""

@@ -3,7 +3,7 @@ are sampled from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,38 +14,17 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.request import GenerationFailed, SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import UserError
-from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, Chat
+from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters
 from rookery.tokenization.detokenizer import StreamingText
 from rookery.tokenization.grammar import NOT_FOLLOWED, REPLY_FAILED
-
-Message = Mapping[str, Any]
 
 UNCHANGED_LOGITS = {"vllm"}
 """Engines that draw from the model's own distribution only."""
 
 
-def _texts(value: object) -> Iterator[str]:
-    """The texts in JSON-like data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for part in [*value.keys(), *value.values()] if isinstance(value, Mapping) else value:
-            yield from _texts(part)
-
-
 def _default(name: str) -> object:
     """Of a field of :class:`~rookery.protocol.LogitsParams`."""
     return getattr(protocol.LogitsParams(), name)
-
-
-class PromptTooLong(UserError):
-    """The prompt leaves no room for a completion in the model's context. The message begins as OpenAI's does, by
-    which litellm and crewAI recognise it."""
-
-    @classmethod
-    def of(cls, context: int, tokens: int) -> PromptTooLong:
-        """For a prompt of so many tokens."""
-        return cls(f"this model's maximum context length is {context} tokens; the prompt has {tokens}: shorten it")
 
 
 @dataclass(frozen=True)
@@ -80,20 +59,6 @@ class CallOptions:
     logits: protocol.LogitsParams | None = None
     score_prompt: bool = False
     """Whether the log-probabilities of the prompt are computed too."""
-
-
-def check_letters(
-    chat: Chat, source: Sequence[Message] | str | Sequence[int], tools: Sequence[Mapping[str, Any]]
-) -> None:
-    """Raises :class:`PromptTooLong` for a text that is far too long, before it is tokenized."""
-    texts = [source] if isinstance(source, str) else [part for m in source for part in _texts(m)]
-    letters, most = sum(map(len, texts)), chat.context * CHARACTERS_PER_TOKEN
-    letters += sum(len(part) for tool in tools for part in _texts(tool))
-    if letters > most:
-        raise PromptTooLong(
-            f"this model's maximum context length is {chat.context} tokens, at most {most} characters; the prompt"
-            f" has {letters}: shorten it"
-        )
 
 
 def prepare_prompt(

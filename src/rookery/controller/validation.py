@@ -7,7 +7,7 @@ objects answer "not found".
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,7 @@ from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.repositories import jobs, tenants, versions
 from rookery.storage.store import Store, Writer
+from rookery.tokenization.chat import Chat, Message, PromptTooLong, tokenized
 from rookery.tokenization.registry import (
     CATALOGUE,
     is_hub_id,
@@ -417,12 +418,16 @@ class JobValidator:
             finally:
                 hosts.close_episode(host, reset.episode)
             messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
-            text = chat.render(messages)
-            shown.append(PromptView(messages=messages, text=text, tokens=len(chat.encode(text))))
+            try:
+                text, tokens = await tokenized(services.threads, chat, messages, _rendered, chat, messages)
+            except PromptTooLong as error:
+                notes.append(f"the training prompt {number + 1} is not shown, and its episodes fail: {error}")
+            else:
+                shown.append(PromptView(messages=messages, text=text, tokens=tokens))
         if full := [view.tokens for view in shown if view.tokens >= chat.context]:
             notes.append(
-                f"{len(full)} of the first {len(shown)} prompts leave no room for a reply: the longest has {max(full)}"
-                f" tokens, the model's context is {chat.context}"
+                f"{len(full)} of the first {len(split.prompts)} prompts leave no room for a reply: the longest has"
+                f" {max(full)} tokens, the model's context is {chat.context}"
             )
         best = BestConstantView.model_validate(constant) if constant is not None else None
         return shown, best, [note for note in notes if note]
@@ -591,6 +596,12 @@ def with_defaults(spec: JobSpec) -> dict[str, Any]:
         options = find(spec.environment.id).check(spec.environment.options)
         shown["environment"] |= options.model_dump(mode="json", exclude_none=True)
     return shown
+
+
+def _rendered(chat: Chat, messages: Sequence[Message]) -> tuple[str, int]:
+    """The text of a conversation as the model reads it, and the number of its tokens."""
+    text = chat.render(messages)
+    return text, len(chat.encode(text))
 
 
 async def _whole(content: bytes) -> AsyncIterator[bytes]:

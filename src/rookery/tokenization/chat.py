@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import jinja2
 import jinja2.ext
@@ -41,6 +41,8 @@ from rookery.tokenization.tool_calls import (
     support_of,
 )
 
+T = TypeVar("T")
+
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``, with calls of tools also ``tool_calls``."""
 
@@ -52,9 +54,19 @@ CHARACTERS_PER_TOKEN = 32
 """A text with more characters than this times the model's context is too long, and is refused before it is tokenized.
 Ordinary text has three to five characters per token."""
 
-LONG_TEXT = 10_000
-"""Characters of a text that is encoded without Python's lock, so that other threads run meanwhile; the library does so
-in its own threads, and only for batches."""
+LONG_TEXT, LONG_REPLY = 10_000, 2_500
+"""Characters of a text that is encoded, and tokens of one that is decoded, without Python's lock, so that other threads
+run meanwhile; the library does so in its own threads, and only for batches."""
+
+
+class PromptTooLong(UserError):
+    """The prompt leaves no room for a completion in the model's context. The message begins as OpenAI's does, by
+    which litellm and crewAI recognise it."""
+
+    @classmethod
+    def of(cls, context: int, tokens: int) -> PromptTooLong:
+        """For a prompt of so many tokens."""
+        return cls(f"this model's maximum context length is {context} tokens; the prompt has {tokens}: shorten it")
 
 
 class Chat:
@@ -123,7 +135,13 @@ class Chat:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return self._decode(tokens, skip_special_tokens=True)
+
+    def _decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        if len(tokens) <= LONG_REPLY:
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        [text] = self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def grammars(self, vocabulary: int | None = None) -> GrammarTokenizer:
         """The tokens for grammars; ``vocabulary``: the number of logits, where it is not the tokenizer's size."""
@@ -157,7 +175,7 @@ class Chat:
         found = dict.fromkeys(token for token in tokens if token in self._added and self._added[token].special)
         if not found:
             return "", []
-        text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        text = self._decode(tokens, skip_special_tokens=False)
         return text, [self._added[token].content for token in found]
 
     @cached_property
@@ -326,6 +344,52 @@ class Chat:
         )
         tail = self.encode(text.rpartition(_SENTINEL)[2])[:1]
         return [token for token in tail if token in self._added and self._added[token].special]
+
+
+def check_letters(
+    chat: Chat, source: Sequence[Message] | str | Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+) -> int:
+    """The letters of a prompt: a conversation with ``tools``, a text, or token ids, which have none. Raises
+    :class:`PromptTooLong` for a text that is far too long, before it is tokenized."""
+    texts: list[object] = [source]
+    if not isinstance(source, str):
+        texts = [text for message in source if isinstance(message, Mapping) for text in message.values()]
+    letters, most = sum(map(len, _texts([*texts, *tools]))), chat.context * CHARACTERS_PER_TOKEN
+    if letters > most:
+        raise PromptTooLong(
+            f"this model's maximum context length is {chat.context} tokens; the prompt has {letters} characters, the"
+            f" model's context holds at most {most}: shorten it"
+        )
+    return letters
+
+
+async def tokenized(
+    threads: Callable[..., Awaitable[Any]],
+    chat: Chat,
+    messages: Sequence[Message],
+    work: Callable[..., T],
+    *arguments: Any,
+) -> T:
+    """``work(*arguments)``, which makes the tokens of a prompt of these ``messages``: where they are long in one of the
+    ``threads``, in the tenant's turn. Raises :class:`PromptTooLong` as :func:`check_letters` does."""
+    long = check_letters(chat, messages) > LONG_TEXT
+    return cast(T, await threads(work, *arguments)) if long else work(*arguments)
+
+
+async def read_tokens(
+    threads: Callable[..., Awaitable[Any]], work: Callable[[Sequence[int]], T], tokens: Sequence[int]
+) -> T:
+    """``work(tokens)``: where they are many in one of the ``threads``, in the tenant's turn."""
+    return cast(T, await threads(work, tokens)) if len(tokens) > LONG_REPLY else work(tokens)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The texts in JSON-like data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in [*value.keys(), *value.values()] if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 class _GenerationTag(jinja2.ext.Extension):

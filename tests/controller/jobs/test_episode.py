@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
@@ -313,6 +314,31 @@ async def test_text_far_longer_than_the_context_is_not_tokenized(service: Servic
     await service.host(script=lambda message: {"messages": text}).join()
     view = await service.ends(await run(service), "paused")
     assert "the prompt has 1048580 characters, the model's context holds at most" in view.reason
+
+
+async def test_a_dry_run_reads_long_prompts_as_the_run_does(service: Service) -> None:
+    """One far too long is not tokenized, and a long one not on the event loop."""
+    await service.worker().join()
+    texts, read = ["x" * 20_000, "x" * 12_000, "x"], list[tuple[int, bool]]()
+
+    class Watched(Chat):
+        def encode(self, text: str) -> list[int]:
+            read.append((len(text), threading.current_thread() is threading.main_thread()))
+            return super().encode(text)
+
+    service.chat = Watched.load(service.folder / "model")
+    read.clear()
+    given = iter(texts)
+    script = lambda message: {"messages": [protocol.ChatMessage(role="user", content=next(given))]}  # noqa: E731
+    await service.host(script=script).join()
+    plan = await service.controller.dry_run("alice", job_of())
+    assert [len(prompt.messages[0]["content"]) for prompt in plan.prompts] == [12_000, 1]
+    assert [prompt.tokens for prompt in plan.prompts] == [len(service.chat.prompt(p.messages)) for p in plan.prompts]
+    [long, short, *_] = read
+    assert 12_000 < long[0] < 13_000 and not long[1] and short[0] < 100 and short[1]
+    [unshown, full] = [line for line in plan.warnings if ("prompt" in line and "first" in line) or "not shown" in line]
+    assert "training prompt 1 is not shown, and its episodes fail" in unshown and "20004 characters" in unshown
+    assert full.startswith("1 of the first 3 prompts leave no room for a reply")
 
 
 async def test_call_too_large_for_a_frame_fails_alone(service: Service) -> None:

@@ -27,20 +27,11 @@ from rookery.controller.fleet.agents import AgentOutcome, AgentSession
 from rookery.controller.jobs.agent_turns import NONE, AgentTurn, TurnTree, assemble
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, TurnRecord, derive_seed
-from rookery.controller.prompts import (
-    CallOptions,
-    Message,
-    PreparedPrompt,
-    PromptTooLong,
-    check_letters,
-    check_logits,
-    prepare_prompt,
-    schema_problem,
-)
+from rookery.controller.prompts import CallOptions, PreparedPrompt, check_logits, prepare_prompt, schema_problem
 from rookery.controller.rollout.request import GenerationFailed, SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import NotFound, UserError, short
-from rookery.tokenization.chat import Chat
+from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters
 from rookery.tokenization.tool_calls import called, message_key
 
 DIGEST_BYTES = 16

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -46,9 +46,7 @@ from rookery.storage.models import EpisodeRow
 from rookery.storage.repositories import jobs
 from rookery.telemetry.spans import TraceSpan
 from rookery.telemetry.tracing import TracedCall
-from rookery.tokenization.chat import CHARACTERS_PER_TOKEN, LONG_TEXT, Message
-
-T = TypeVar("T")
+from rookery.tokenization.chat import PromptTooLong, read_tokens, tokenized
 
 REPLAY_LIMIT = 3
 """Times an episode is replayed in another host before it fails: more means the environment kills its hosts."""
@@ -278,7 +276,7 @@ class Episode:
             speaker = self._policy(observation.policy or job.first.name, turn)
             continued = observation.tokens
             if continued:
-                sequence = self._continue(sequences, continued, conversation, speaker, turn)
+                sequence = await self._continue(sequences, continued, conversation, speaker, turn)
             else:
                 sequence = await self._extend(sequences, conversation, speaker, turn)
             if sequence is None:
@@ -289,7 +287,7 @@ class Episode:
             speakers.append(speaker.name)
             conversation.append(protocol.ChatMessage(role="assistant", content=reply.text))
             sequence.reply, sequence.messages = reply, len(conversation)
-            raw, special = speaker.chat.decode_special(reply.tokens)
+            raw, special = await read_tokens(job.controller.threads, speaker.chat.decode_special, reply.tokens)
             step = protocol.StepEpisode(
                 call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=conversation,
                 raw=raw, special=special, logprobs=reply.logprobs if continued else [], finish=reply.finish,
@@ -351,23 +349,22 @@ class Episode:
         no room for a reply."""
         chat, messages = speaker.chat, [msgspec.structs.asdict(message) for message in conversation]
         last = next((one for one in reversed(sequences) if one.model == speaker.model), None)
-        letters = sum(len(message["role"]) + len(message["content"]) for message in messages)
-        most = chat.context * CHARACTERS_PER_TOKEN
-        if letters > most:  # far too long: tokenizing it would take seconds
-            if turn == 0:
-                raise EpisodeFailed(f"the prompt has {letters} characters, the model's context holds at most {most}")
-            return None
+        threads = self.job.controller.threads
         try:
             tokens = None
             if last is not None:
                 reply, end = last.reply, last.messages
-                tokens = await self._tokenize(
-                    messages, chat.extend, last.tokens.sequence, messages[: end - 1], reply.text, reply.tokens,
-                    messages[end:],
+                tokens = await tokenized(
+                    threads, chat, messages, chat.extend, last.tokens.sequence, messages[: end - 1], reply.text,
+                    reply.tokens, messages[end:],
                 )  # fmt: skip
             extends = tokens is not None
             if tokens is None:
-                tokens = await self._tokenize(messages, chat.prompt, messages)
+                tokens = await tokenized(threads, chat, messages, chat.prompt, messages)
+        except PromptTooLong as error:
+            if turn == 0:
+                raise EpisodeFailed(str(error)) from None
+            return None
         except RookeryError as error:
             raise EpisodeFailed(str(error)) from None
         if len(tokens) >= chat.context:
@@ -381,15 +378,19 @@ class Episode:
         sequences.append(_Sequence(speaker.model, Trajectory(prompt=tokens)))
         return sequences[-1]
 
-    def _continue(
+    async def _continue(
         self, sequences: list[_Sequence], tokens: list[int], conversation: list[protocol.ChatMessage],
         speaker: JobPolicy, turn: int,
     ) -> _Sequence | None:  # fmt: skip
         """The sequence of the speaker's base model that is the beginning of the environment's ``tokens``, extended to
         them, or a new one; the text of the tokens joins the ``conversation``. None when the context has no room for a
         reply."""
-        chat = speaker.chat
-        unknown = next((token for token in tokens if not chat.token_bytes.known(token)), None)
+        chat, threads = speaker.chat, self.job.controller.threads
+
+        def first_unknown(tokens: Sequence[int]) -> int | None:
+            return next((token for token in tokens if not chat.token_bytes.known(token)), None)
+
+        unknown = await read_tokens(threads, first_unknown, tokens)
         if unknown is not None:
             raise EpisodeFailed(
                 f"{self.job.environment.name} gave the token id {unknown}, which the model does not have"
@@ -409,14 +410,9 @@ class Episode:
         else:
             added = tokens[len(found.tokens.sequence) :]
             found.tokens.append_observation(added)
-        conversation.append(protocol.ChatMessage(role="user", content=chat.decode(added)))
+        text = await read_tokens(threads, chat.decode, added)
+        conversation.append(protocol.ChatMessage(role="user", content=text))
         return found
-
-    async def _tokenize(self, messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
-        """``work(*arguments)``, in a thread where the messages are long."""
-        if sum(len(message["content"]) for message in messages) <= LONG_TEXT:
-            return work(*arguments)
-        return await self.job.controller.threads(work, *arguments)
 
     def _version(self, policy: JobPolicy) -> AbstractContextManager[protocol.AdapterRef | None]:
         """The version that the policy's next reply begins with; it stays available within."""
@@ -450,8 +446,9 @@ class Episode:
         generation_seconds = max(0.0, clock.monotonic() - began - result.queue_seconds)
         self.seconds["queue"] += result.queue_seconds
         self.seconds["generation"] += generation_seconds
+        text = await read_tokens(job.controller.threads, chat.decode, result.tokens)
         reply = AssistantTurn(
-            result.tokens, result.logprobs, result.versions, finish=result.finish, text=chat.decode(result.tokens),
+            result.tokens, result.logprobs, result.versions, finish=result.finish, text=text,
             workers=result.workers, queue_seconds=result.queue_seconds, generation_seconds=generation_seconds,
         )  # fmt: skip
         if len(job.policies) > 1:

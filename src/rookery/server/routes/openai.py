@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rookery.aio import Portions, cancel_all, in_portions, unless, wait_event
-from rookery.controller.prompts import CallOptions, PreparedPrompt, PromptTooLong, Sampling, check_letters
+from rookery.controller.prompts import CallOptions, PreparedPrompt, Sampling
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import NotFound, RookeryError, TooManyRequests, Unauthorized, Unavailable, UserError, shortage
@@ -49,7 +49,7 @@ from rookery.server.responses import ERRORS as SERVICE_ERRORS
 from rookery.server.responses import METHODS, Stream, event_data, first_problem, json_response, problem, retry_headers
 from rookery.server.token_face import TokenFormat, TokenRequest
 from rookery.storage.columns import Page
-from rookery.tokenization.chat import Chat
+from rookery.tokenization.chat import Chat, PromptTooLong, check_letters
 from rookery.tokenization.tool_calls import READERS, CallReader, ForcedReader
 
 log = logging.getLogger("rookery.server.openai")
