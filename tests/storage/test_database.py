@@ -47,6 +47,7 @@ from tests.support.waiting import until
 from rookery.client import Client
 from rookery.controller.outages import outage_of
 from rookery.errors import Conflict, DatabaseAway, DatabaseReadOnly, NotFound, Unavailable, UserError
+from rookery.scheduling.job_rules import followed_version
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
@@ -627,6 +628,53 @@ def test_a_corrupt_head_is_replaced_by_the_newest_kept_version(database: Databas
         database.write(version_rows.rollback, "job-main", 0, "bad hash")
 
 
+@examples
+@given(data=st.data())
+def test_versions_are_found_by_their_steps_as_in_the_whole_line(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
+    """Whatever was retired and lost: the queries give what a look at all versions gives."""
+    database = Database(f"sqlite:///{tmp_path_factory.mktemp('line')}/rookery.db")
+    with closing(database):
+        database.create()
+        submit(database)
+        lease, head, step = database.write(jobs.next_lease, "job-main"), None, 0
+        for change in data.draw(st.lists(st.sampled_from(["commit", "commit", "retire", "rollback"]), max_size=20)):
+            kept = [one for one in all_versions(database) if one.kept]
+            if change == "commit" or head is None:
+                step += data.draw(st.integers(1, 3)) if head is not None else 0
+                head = commit(database, lease, head, [], step)
+            elif change == "retire":
+                if older := [one.version for one in kept if one.version != head]:
+                    database.write(version_rows.retire_version, "job-main", data.draw(st.sampled_from(older)))
+            elif len(kept) > 1:
+                back = database.write(version_rows.rollback, "job-main", head, "bad hash")
+                head, step = back.version, back.step
+        found = {one.version: one for one in all_versions(database)}
+        line, at = [], head
+        while at is not None:
+            line.append((at, found[at].step, found[at].kept))
+            at = found[at].parent
+        for every in range(1, 6):
+            assert database.read(version_rows.followed, "alice", "job-main", every) == followed_version(line, every)
+        for wanted in range(-1, step + 2):
+            newest = max((one.version for one in found.values() if one.step == wanted and not one.lost), default=None)
+            assert database.read(version_rows.newest_of_step, "alice", "job-main", wanted) == newest
+        shown = [one.version for one in found.values() if one.kept and one.step][::-1]
+        limit = data.draw(st.integers(1, 4))
+        pages, after = list[int](), ()
+        while page := database.read(version_rows.kept_of_policy, "alice", "job-main", Page(limit, after)):
+            pages += [one.version for one in page]
+            after = (page[-1].version,)
+        assert pages == shown
+        hashes = {one.hash: one.size for one in found.values() if one.kept}
+        assert database.read(tenants.stored, "alice") == (len(hashes), sum(hashes.values()))
+
+
+def all_versions(database: Database) -> list[models.VersionRow]:
+    return database.read(version_rows.versions, "alice", "job-main")
+
+
 # --- owners -----------------------------------------------------------------------------------------------------------
 
 _NOT_FOUND = """revoke_key get_upload get_job find_job get_policy version get_session get_model get_sampler
@@ -669,6 +717,10 @@ _EMPTY: dict[str, Any] = {
     "version_of_step": None,
     "last_evaluations": [],
     "secrets": [],
+    "kept_of_policy": [],
+    "followed": None,
+    "newest_of_step": None,
+    "held_out_losses": {},
 }
 _NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups set_secret".split()
 """The reply of each function that takes a tenant when bob names alice's rows."""
@@ -730,6 +782,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
         "key": "one",
         "page": Page(10),
         "descending": True,
+        "every": 1,
     }
     scoped = {
         name: (function, inspect.signature(function))

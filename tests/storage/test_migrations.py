@@ -123,7 +123,10 @@ def check_rows(database: Database) -> None:
     assert [(row["step"], row["version"], row["reward"]) for row in rows] == [(1, 1, 1.75), (2, 1, 2.75)]
     assert database.read(jobs.get_job, "alice", FINISHED).counters["trajectory_splits"] == 0
     (policy,) = database.read(jobs.policies, "alice", UNFINISHED)
-    assert [version.reward for version in database.read(versions.versions, "alice", policy.id)] == [None, 2.75]
+    stored = database.read(versions.versions, "alice", policy.id)
+    assert [version.reward for version in stored] == [None, 2.75]
+    sizes = [sum(shard.size for shard in version.manifest.shards) for version in stored]
+    assert [version.size for version in stored] == sizes and all(sizes)
     assert database.read(runs.rewards_of, [FINISHED, UNFINISHED], 64) == {
         FINISHED: [2.25, 2.25],
         UNFINISHED: [1.75, 2.75],

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, Literal
+
+from sqlalchemy import Connection
 
 from rookery import protocol
 from rookery.controller.activity import ActivityQueries
@@ -47,7 +49,6 @@ from rookery.controller.views import (
 )  # fmt: skip
 from rookery.protocol.gauges import over_workers
 from rookery.scheduling.health import JobHealth, advice_lines, alarms, several
-from rookery.scheduling.job_rules import followed_version
 from rookery.scheduling.usage import Usage
 from rookery.storage.columns import Page
 from rookery.storage.models import (
@@ -163,10 +164,7 @@ class JobQueries:
                 newest = policies[name].newest
                 version = newest.version if newest is not None else None
             else:
-                of_policy = {
-                    one.version: one for one in await self._store.read(version_rows.versions, job.tenant, row.id)
-                }
-                version = followed_version(_line(of_policy, row.head_version), follows["every"])
+                version = await self._store.read(version_rows.followed, job.tenant, row.id, follows["every"])
             found = _policy_view(row).model_copy(update={"name": name, "version": version or 0, "follows": row.name})
             views.append(found)
         return [await self._with_last_step(job, view) for view in views] if several(job.spec) else views
@@ -190,7 +188,7 @@ class JobQueries:
         return await self._rows(tenant, job, after, limit)
 
     async def _rows(self, tenant: str, job: str, after: int, limit: int | None) -> builtins.list[dict[str, Any]]:
-        return [finite(row) for row in await self._store.read(version_rows.steps, tenant, job, after, limit)]
+        return await self._store.read(_finite_steps, tenant, job, after, limit)
 
     async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
         """Metrics rows of later steps than ``after`` as they are committed, until the job has ended."""
@@ -228,7 +226,23 @@ class JobQueries:
     async def versions(self, tenant: str, job: str, policy: str, page: Page | None = None) -> Sequence[VersionView]:
         """The versions of a policy, oldest first, each with the metrics of its last step."""
         row = await find_policy(self._store, tenant, job, policy)
-        versions = await self._store.read(version_rows.versions, tenant, row.id, page)
+        rows = await self._store.read(version_rows.versions, tenant, row.id, page)
+        return await self._version_views(tenant, job, policy, rows)
+
+    async def checkpoints(
+        self, tenant: str, job: str, policy: PolicyView, page: Page
+    ) -> Sequence[tuple[VersionView, float | None]]:
+        """A page of the kept versions of a policy that contain a step, newest first, with the loss on held-out rows."""
+        rows = await self._store.read(version_rows.kept_of_policy, tenant, policy.id, page)
+        numbers = [row.version for row in rows]
+        losses = await self._store.read(version_rows.held_out_losses, tenant, policy.id, numbers)
+        views = await self._version_views(tenant, job, policy.name, rows)
+        return [(view, losses.get(view.version)) for view in views]
+
+    async def _version_views(
+        self, tenant: str, job: str, policy: str, versions: Sequence[VersionRow]
+    ) -> Sequence[VersionView]:
+        """Versions of a policy, each with the metrics of its last step."""
         found = await self._store.read(
             version_rows.steps_of_versions, tenant, job, policy, [version.version for version in versions]
         )
@@ -245,18 +259,12 @@ class JobQueries:
         return await self.evaluation_views(tenant, job, await self.evaluation_rows(tenant, job))
 
     async def evaluation_views(self, tenant: str, job: str, rows: Sequence[EvaluationRow]) -> Sequence[EvaluationView]:
-        names = {policy.id: policy.name for policy in await self._store.read(job_rows.policies, tenant, job)}
-        return [
-            EvaluationView(
-                policy=names[row.policy],
-                version=row.version,
-                prompts=row.prompts,
-                mean=row.mean,
-                stderr=row.stderr,
-                **{"held_out": [], **row.results},
-            )
-            for row in rows
-        ]
+        names = await self.policy_names(tenant, job)
+        return [evaluation_view(names, row) for row in rows]
+
+    async def policy_names(self, tenant: str, job: str) -> dict[str, str]:
+        """The names of a job's policies by their ids."""
+        return {policy.id: policy.name for policy in await self._store.read(job_rows.policies, tenant, job)}
 
     async def job_health(self, tenant: str, job: str) -> JobHealthView:
         """Alarms of a job; advice where there are none."""
@@ -477,12 +485,16 @@ def _steps(spec: Mapping[str, Any]) -> int | None:
     return None if None in wanted else sum(wanted)
 
 
-def _line(versions: Mapping[int, VersionRow], head: int | None) -> Iterator[tuple[int, int, bool]]:
-    """``(version, step, kept)`` of a policy's head and its ancestors, newest first."""
-    while head is not None:
-        row = versions[head]
-        yield row.version, row.step, row.kept
-        head = row.parent
+def evaluation_view(policies: Mapping[str, str], row: EvaluationRow) -> EvaluationView:
+    """``policies``: names by id."""
+    return EvaluationView(
+        policy=policies[row.policy], version=row.version, prompts=row.prompts, mean=row.mean, stderr=row.stderr,
+        **{"held_out": [], **row.results},
+    )  # fmt: skip
+
+
+def _finite_steps(connection: Connection, tenant: str, job: str, after: int, limit: int | None) -> list[dict[str, Any]]:
+    return [finite(row) for row in version_rows.steps(connection, tenant, job, after, limit)]
 
 
 def _policy_view(row: PolicyRow) -> PolicyView:

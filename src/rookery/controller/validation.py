@@ -498,8 +498,11 @@ class JobValidator:
             if not checkpoint:
                 return row.id
             policies = {policy.name: policy for policy in await store.read(jobs.policies, tenant, row.id)}
-            found = await store.read(versions.versions, tenant, _first(row.spec, policies).id)
-            return next(f"{row.id}@{one.version}" for one in found[::-1] if str(one.step) == step and not one.lost)
+            number = int(step) if NUMBER.fullmatch(step) else -1
+            found = await store.read(versions.newest_of_step, tenant, _first(row.spec, policies).id, number)
+            if found is None or str(number) != step:
+                raise NotFound("the name of no version")
+            return f"{row.id}@{found}"
         except (NotFound, StopIteration, ValueError):
             raise NotFound(f"no fine-tuned model {short(name)}; GET /v1/fine_tuning/jobs lists yours") from None
 

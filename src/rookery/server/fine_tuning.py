@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rookery.bounds import Line, SmallJson
-from rookery.controller.views import JobView, VersionView
+from rookery.controller.views import NUMBER, JobView, VersionView
 from rookery.environments.verifiers.graders import (
     GRADER_TYPES,
     AnyGrader,
@@ -363,6 +363,12 @@ def checkpoint(view: JobView, version: VersionView, loss: float | None) -> dict[
         "fine_tuning_job_id": fine_tuning_id(view.id), "step_number": version.step,
         "metrics": {name: value for name, value in found.items() if value is not None},
     }  # fmt: skip
+
+
+def checkpoint_version(view: JobView, id: str) -> int:
+    """The version that a checkpoint's id names; a number of no version for another text."""
+    number = id.removeprefix(f"{CHECKPOINT}{view.id.removeprefix('job-')}-")
+    return int(number) if number != id and NUMBER.fullmatch(number) else 0
 
 
 ERRORS = (

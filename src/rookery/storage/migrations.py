@@ -11,10 +11,11 @@ Alembic is imported only where there is something to migrate.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Column, Connection, Text, inspect, text
+from sqlalchemy import BigInteger, Column, Connection, Text, column, func, inspect, select, table, text, update
 
 from rookery.storage.models import Base, MetaRow
 
@@ -25,12 +26,21 @@ INITIAL = "0001"
 """The first revision. A database from before it has no revision, and is refused."""
 
 
-def _warm_start_of_policies(op: Operations) -> None:
+def _starts_of_policies_and_sizes_of_versions(op: Operations) -> None:
     op.add_column("policies", Column("warm_start", Text))
+    op.add_column("versions", Column("size", BigInteger, nullable=False, server_default="0"))
+    versions, connection = table("versions", column("hash"), column("manifest"), column("size")), op.get_bind()
+    manifests = select(versions.c.hash, func.max(versions.c.manifest)).group_by(versions.c.hash)
+    for hash, manifest in connection.execute(manifests).all():
+        size = sum(shard["size"] for shard in json.loads(manifest)["shards"])
+        connection.execute(update(versions).where(versions.c.hash == hash).values(size=size))
+    op.create_index("versions_by_step", "versions", ["policy", "step"])
+    op.create_index("versions_kept", "versions", ["tenant", "kept", "policy", "version"])
+    op.create_index("steps_by_version", "steps", ["job", "version"])
 
 
 REVISIONS: dict[str, Callable[[Operations], None]] = {
-    "0002": _warm_start_of_policies,
+    "0002": _starts_of_policies_and_sizes_of_versions,
 }
 """The change that leads to each later revision, in order."""
 

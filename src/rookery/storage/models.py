@@ -156,13 +156,19 @@ class PolicyRow(OwnedRow, kw_only=True):
 
 class VersionRow(OwnedRow):
     __tablename__ = "versions"
-    __table_args__ = (Index("versions_by_hash", "hash"),)
+    __table_args__ = (
+        Index("versions_by_hash", "hash"),
+        Index("versions_by_step", "policy", "step"),
+        Index("versions_kept", "tenant", "kept", "policy", "version"),
+    )
 
     policy: Mapped[OfPolicy]
     version: Mapped[Number]
     parent: Mapped[int | None]
     manifest: Mapped[Manifest]
     hash: Mapped[str]
+    size: Mapped[int]
+    """Bytes of its files."""
     step: Mapped[int]
     created: Mapped[float]
     reward: Mapped[float | None] = mapped_column(default=None)
@@ -179,6 +185,7 @@ class StepRow(OwnedRow):
     """The metrics of one committed optimizer step of a job."""
 
     __tablename__ = "steps"
+    __table_args__ = (Index("steps_by_version", "job", "version"),)
 
     job: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     step: Mapped[Number]

@@ -14,8 +14,6 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import FileResponse
-from starlette.types import Receive, Scope, Send
 
 from rookery.controller.validation import DATASET, Target
 from rookery.controller.views import JobView
@@ -34,6 +32,7 @@ from rookery.server.fine_tuning import (
     JobCreate,
     Start,
     checkpoint,
+    checkpoint_version,
     dataset_of,
     file_object,
     fine_tuning_id,
@@ -50,12 +49,13 @@ from rookery.server.fine_tuning import (
 )
 from rookery.server.multipart import Form, Multipart
 from rookery.server.openai import UnsupportedField
+from rookery.server.peft_archive import stream
 from rookery.server.responses import json_response, uploaded
 from rookery.server.routes.jobs import DATASET_ROWS, IdempotencyKey
 from rookery.server.routes.openai import ERRORS, OpenAIRoute
 from rookery.spec.fine_tuned import CHECKPOINT_OF
 from rookery.spec.parsing import SpecError
-from rookery.storage.columns import LONGEST_PAGE, Page
+from rookery.storage.columns import LONGEST_PAGE, PAGE, Page
 from rookery.storage.models import UploadRow
 from rookery.storage.repositories import tenants, versions
 from rookery.turns import TENANT
@@ -155,8 +155,12 @@ async def list_files(
     rows: list[UploadRow] = []
     if purpose == PURPOSE:
         rows = await _files(service, owner.id, after, limit + 1, descending=order == "desc")
-    data = [file_object(row) for row in rows[:limit]]
-    return json_response({"object": "list", "data": data, "has_more": len(rows) > limit})
+
+    def page() -> Response:
+        data = [file_object(row) for row in rows[:limit]]
+        return json_response({"object": "list", "data": data, "has_more": len(rows) > limit})
+
+    return await service.threads(page)
 
 
 async def _file(service: ServiceContext, tenant: str, file: str) -> UploadRow:
@@ -172,21 +176,11 @@ async def show_file(service: Service, owner: Owner, file_id: str) -> Response:
     return json_response(file_object(row))
 
 
-class WholeFile(FileResponse):
-    """A range that is asked for is ignored (RFC 9110, section 14.2): Starlette refuses some of them in plain text."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
-        await super().__call__({**scope, "headers": headers}, receive, send)
-
-
 @routes.get("/files/{file_id}/content")
 async def file_content(service: Service, owner: Owner, file_id: str) -> Response:
-    """The rows as they were uploaded."""
+    """The rows as they were uploaded. A range that is asked for is ignored (RFC 9110, section 14.2)."""
     row = await _file(service, owner.id, file_id)
-    context = service.context
-    path = await context.store.transfer(context.artifacts.path, row.hash, DATASET)
-    return WholeFile(path, media_type="application/octet-stream")
+    return await service.threads(stream, service.context.artifacts, row.hash, DATASET, None)
 
 
 @routes.delete("/files/{file_id}", response_model=dict[str, Any])
@@ -290,13 +284,13 @@ async def list_fine_tunings(
         cursor = (last.created, last.id)
     found: list[JobView] = []
     while len(found) <= limit:
-        views = await service.controller.queries.list(owner.id, Page(LONGEST_PAGE, cursor))
+        views = await service.controller.queries.list(owner.id, Page(PAGE, cursor))
         for view in views:
             metadata = view.spec.get("metadata") or {}
             chosen = not metadata if without else wanted.items() <= metadata.items()
             if is_fine_tuning(view.spec) and chosen:
                 found.append(view)
-        if len(views) < LONGEST_PAGE:
+        if len(views) < PAGE:
             break
         cursor = (views[-1].created, views[-1].id)
     data = [await _shown(service, view) for view in found[:limit]]
@@ -337,10 +331,14 @@ async def fine_tuning_events(
     view, store = await _job(service, owner.id, tuning), service.context.store
     lines = await store.read(tenants.events, owner.id, view.id, EVENTS_LISTED)
     steps = await store.read(versions.steps, owner.id, view.id, view.step - EVENTS_LISTED)
-    events = [(row.time, line_event(view, row.id, row.time, row.kind, row.text)) for row in lines]
-    events += [(row["time"], step_event(view, row)) for row in steps]
-    ordered = [event for _, event in sorted(events, key=lambda one: one[0], reverse=True)]
-    return json_response(page_of(ordered, after, limit))
+
+    def page() -> dict[str, Any]:
+        events = [(row.time, line_event(view, row.id, row.time, row.kind, row.text)) for row in lines]
+        events += [(row["time"], step_event(view, row)) for row in steps]
+        ordered = [event for _, event in sorted(events, key=lambda one: one[0], reverse=True)]
+        return page_of(ordered, after, limit)
+
+    return json_response(await service.threads(page))
 
 
 @routes.get("/fine_tuning/jobs/{tuning}/checkpoints", response_model=dict[str, Any])
@@ -351,10 +349,16 @@ async def fine_tuning_checkpoints(
     view, queries = await _job(service, owner.id, tuning), service.controller.queries
     if not view.policies:
         return json_response(page_of([], "", limit, ends=True))
-    kept = await queries.versions(owner.id, view.id, view.policies[0].name)
-    losses = {one.version: one.loss for one in await queries.evaluations(owner.id, view.id)}
-    rows = [checkpoint(view, one, losses.get(one.version)) for one in kept if one.kept and one.step]
-    return json_response(page_of(rows[::-1], after, limit, ends=True))
+    policy = view.policies[0]
+    page = Page(limit + 1)
+    if after:
+        last = Page(1, (checkpoint_version(view, after) + 1,))
+        [*known] = await queries.checkpoints(owner.id, view.id, policy, last)
+        if not known or checkpoint(view, *known[0])["id"] != after:
+            raise UnsupportedField(f"after: nothing in this list has the id {after[:80]!r}", "after")
+        page = Page(limit + 1, (known[0][0].version,))
+    rows = [checkpoint(view, *one) for one in await queries.checkpoints(owner.id, view.id, policy, page)]
+    return json_response(page_of(rows, "", limit, ends=True))
 
 
 # --- graders ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, union, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage.columns import Page, add, add_new, find, get, page_of, rows
@@ -108,15 +108,16 @@ def limit_tenant(connection: Connection, id: str, changes: Mapping[str, float | 
 def stored(connection: Connection, tenant: str) -> tuple[int, int]:
     """The number of adapters that the tenant stores (kept versions, checkpoints, uploads), and the bytes of those and
     of its datasets; equal ones count once."""
-    versions = select(VersionRow.hash, VersionRow.manifest).filter_by(tenant=tenant, kept=True)
-    adapters = {hash: sum(shard.size for shard in manifest.shards) for hash, manifest in connection.execute(versions)}
-    for query in (
+    adapters = union(
+        select(VersionRow.hash, VersionRow.size).filter_by(tenant=tenant, kept=True),
         select(CheckpointRow.hash, CheckpointRow.size).filter_by(tenant=tenant),
         select(UploadRow.hash, UploadRow.size).filter_by(tenant=tenant, kind="adapter"),
-    ):
-        adapters.update((row.hash, row.size) for row in connection.execute(query))
+    ).subquery()
+    count, size = connection.execute(
+        select(func.count(adapters.c.hash), func.coalesce(func.sum(adapters.c.size), 0))
+    ).one()
     datasets = select(func.coalesce(func.sum(UploadRow.size), 0)).filter_by(tenant=tenant, kind="dataset")
-    return len(adapters), sum(adapters.values()) + int(connection.execute(datasets).scalar_one())
+    return int(count), int(size) + int(connection.execute(datasets).scalar_one())
 
 
 def metadata_bytes(connection: Connection, tenant: str) -> int:

@@ -114,7 +114,7 @@ def add_version(
     connection.execute(_CHANGE_POLICY, {"policy": policy, "head_version": version})
     row = VersionRow(
         policy=policy, version=version, tenant=owner.tenant, parent=parent, manifest=manifest, hash=manifest.hash,
-        step=step, created=time, reward=reward,
+        size=sum(shard.size for shard in manifest.shards), step=step, created=time, reward=reward,
     )  # fmt: skip
     add(connection, row)
     return row
@@ -138,7 +138,8 @@ def steps(
 
 def trained_tokens(connection: Connection, tenant: str, job: str) -> int:
     """The tokens of all committed steps."""
-    found = connection.execute(select(StepRow.metrics).filter_by(tenant=tenant, job=job)).scalars()
+    query = select(type_coerce(StepRow.metrics, JsonPart(("tokens",)))).filter_by(tenant=tenant, job=job)
+    found = connection.execute(query).scalars()
     return sum(int(metrics.get("tokens") or 0) for metrics in found)
 
 
@@ -155,7 +156,7 @@ def steps_of_versions(
     if not versions:
         return {}
     query = select(StepRow).filter_by(tenant=tenant, job=job).order_by(StepRow.step)
-    query = query.where(StepRow.version.between(min(versions), max(versions)))
+    query = query.where(StepRow.version.in_(versions))
     found = fetch_all(connection, StepRow, query)
     rows = [row for row in found if row.metrics.get("policy", policy) == policy]
     return {row.version: {**row.metrics, "version": row.version} for row in rows}
@@ -176,6 +177,31 @@ def kept_versions(connection: Connection, tenant: str) -> list[tuple[str, str, i
 def versions(connection: Connection, tenant: str, policy: str, page: Page | None = None) -> list[VersionRow]:
     """Oldest first; empty for a policy that is not this tenant's."""
     return page_of(connection, VersionRow, (VersionRow.version,), page, policy=policy, tenant=tenant)
+
+
+def kept_of_policy(connection: Connection, tenant: str, policy: str, page: Page) -> list[VersionRow]:
+    """A page of the kept versions of a policy that contain a step, newest first."""
+    key: dict[str, Any] = {"tenant": tenant, "policy": policy, "kept": True}
+    return page_of(connection, VersionRow, (VersionRow.version,), page, VersionRow.step > 0, descending=True, **key)
+
+
+def followed(connection: Connection, tenant: str, policy: str, every: int) -> int | None:
+    """The version with which a follower of the policy replies, as
+    :func:`~rookery.scheduling.job_rules.followed_version` chooses it: every kept version is the head or one of its
+    ancestors. None without a version."""
+    head = aliased(VersionRow)
+    begun = select(head.step - head.step % every).join(PolicyRow, PolicyRow.id == head.policy)
+    begun = begun.where(head.policy == policy, head.version == PolicyRow.head_version)
+    query = select(func.min(VersionRow.version)).filter_by(tenant=tenant, policy=policy, kept=True)
+    found = connection.execute(query.where(VersionRow.step >= begun.scalar_subquery())).scalar()
+    return None if found is None else int(found)
+
+
+def newest_of_step(connection: Connection, tenant: str, policy: str, step: int) -> int | None:
+    """The newest version after ``step`` steps of the policy that is not lost."""
+    query = select(func.max(VersionRow.version)).filter_by(tenant=tenant, policy=policy, step=step, lost="")
+    found = connection.execute(query).scalar()
+    return None if found is None else int(found)
 
 
 def version(connection: Connection, tenant: str, policy: str, version: int) -> VersionRow:
@@ -290,6 +316,15 @@ def evaluations(
     query = (select(EvaluationRow) if answers else _FIGURES).where(EvaluationRow.tenant == tenant)
     order = (EvaluationRow.policy, EvaluationRow.version)
     return paged(connection, EvaluationRow, query.where(EvaluationRow.job == job), order, page)
+
+
+def held_out_losses(
+    connection: Connection, tenant: str, policy: str, versions: Sequence[int]
+) -> dict[int, float | None]:
+    """The losses on held-out rows of those of the policy's ``versions`` that were evaluated."""
+    query = _FIGURES.where(EvaluationRow.tenant == tenant, EvaluationRow.policy == policy)
+    found = fetch_all(connection, EvaluationRow, query.where(EvaluationRow.version.in_(versions)))
+    return {row.version: row.results.get("loss") for row in found}
 
 
 def last_evaluations(connection: Connection, tenant: str, job: str, after: int = -1) -> list[EvaluationRow]:
