@@ -821,7 +821,7 @@ def test_flood_of_small_frames_delays_no_other_client(tmp_path: Path, flood: str
 async def test_responses_wait_whose_sender_did_not_wait_for_its_turn(
     path: str, found: dict[str, Any], waits: bool
 ) -> None:
-    """Those without a valid key, for the share of their address, and refusals of the tenant ada, for that of ada.
+    """Responses without a valid key wait for the share of their address, refusals of the tenant ada for that of ada.
     Probes, workers with a signature or a ticket, tenants within their share and requests that began do not wait."""
     kind = "websocket" if path == "/wire/worker" else "http"
     response = "websocket.http.response" if kind == "websocket" else "http.response"
@@ -835,7 +835,9 @@ async def test_responses_wait_whose_sender_did_not_wait_for_its_turn(
     tenants = ServiceTime(clock, lambda tenant: 1.0, TooManyRequests, lambda: {"ada", "bob"})
     tenants.spend("ada", 1000.0)
     keyless = KeylessTime(clock, lambda: True)
-    quotas = SimpleNamespace(service_time=tenants, host_time=tenants, keyless_time=keyless)
+    hosts = tenants.apart(longest_pause=1000.0)
+    hosts.spend("ada", 1000.0)
+    quotas = SimpleNamespace(service_time=tenants, host_time=hosts, keyless_time=keyless)
     connections = Connections(10, Counter())
     context = SimpleNamespace(rooms=SimpleNamespace(quotas=quotas))
     service = SimpleNamespace(context=context, connections=connections)

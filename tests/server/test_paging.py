@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sqlalchemy import Connection, Engine, event, text
+from tests.support.draws import examples
 from tests.support.faces import job, served
 from tests.support.storing import visit
 
 from rookery.client import Client
 from rookery.protocol import Manifest
 from rookery.server.launcher import EmbeddedService
-from rookery.server.paging import NEXT, encoded
+from rookery.server.paging import FIRST_ROWS, NEXT, encoded, encoded_page
 from rookery.server.schemas import MetricsRow
-from rookery.storage.columns import LONGEST_PAGE, PAGE, Base, add, columns
+from rookery.storage.columns import LONGEST_PAGE, PAGE, Base, Page, add, columns
 from rookery.storage.db import Database
 from rookery.storage.models import (
     CheckpointRow,
@@ -29,7 +34,8 @@ from rookery.storage.models import (
     UploadRow,
     VersionRow,
 )
-from rookery.storage.repositories import jobs, sessions, tenants
+from rookery.storage.repositories import jobs, sessions, tenants, versions
+from rookery.turns import in_thread
 
 ROWS = 20_000
 
@@ -66,7 +72,7 @@ MOST_WORK = {
     "tenants": (3000, 3000),
     "keys": (5500, 5500),
     "secrets": (40, 40),
-    "versions": (2200, 2200),
+    "versions": (60, 60),
     "evaluations": (40, 40),
     "metrics": (40, 40),
     "events": (40, 40),
@@ -113,7 +119,7 @@ def fill(service: EmbeddedService) -> None:
             ),
             {"name": "printf('c%06d', i)", "created": TIME},
         ),
-        "versions": (VersionRow(**shared, **weights, parent=None, step=0, kept=False), {"version": "i"}),
+        "versions": (VersionRow(**shared, **weights, size=0, parent=None, step=0, kept=False), {"version": "i"}),
         "evaluations": (
             EvaluationRow(
                 policy=policy.id, version=-1, tenant=admin.id, job=first.id, prompts=1, mean=0.5, stderr=0.0,
@@ -219,6 +225,56 @@ def test_a_page_of_a_long_list_costs_what_it_holds(http: httpx.Client, work: Wor
         tracemalloc.stop()
     most = MOST_WORK[name]
     assert steps["first"] < most[0] and steps["last"] < most[1], steps
+
+
+def test_reads_of_a_long_job_cost_what_they_find(service: EmbeddedService, work: Work) -> None:
+    """Of a policy with twenty thousand versions that are not kept, and as many steps."""
+    database = Database(f"sqlite:///{service.settings.data}/rookery.db")
+    with closing(database):
+        tenant = database.read(tenants.list_tenants)[0].id
+        first = database.read(jobs.find_job, tenant, "first").id
+        [policy] = database.read(jobs.policies, tenant, first)
+        reads: list[tuple[Callable[..., Any], Sequence[Any]]] = [
+            (versions.followed, (tenant, policy.id, 10**6)),
+            (versions.newest_of_step, (tenant, policy.id, 1)),
+            (versions.kept_of_policy, (tenant, policy.id, Page(10))),
+            (versions.held_out_losses, (tenant, policy.id, [1, ROWS - 1])),
+            (versions.steps_of_versions, (tenant, first, "main", [1, ROWS - 1])),
+        ]
+        for function, arguments in reads:
+            before = work.done
+            database.read(function, *arguments)
+            assert work.done - before < 10, function
+
+
+async def walk(sizes: list[int], limit: int, most: int) -> list[tuple[list[int], int]]:
+    """The pages of rows of these sizes: the sizes of their rows, and their bytes."""
+    rows, pages, last, more = list(enumerate(sizes)), list[tuple[list[int], int]](), -1, True
+
+    async def fetch(count: int, behind: tuple[int, int] | None) -> list[tuple[int, int]]:
+        return rows[(last if behind is None else behind[0]) + 1 :][:count]
+
+    while more:
+        page = await encoded_page(in_thread, limit, fetch, lambda row: b"%d" % 10 ** row[1], lambda row: row[0], most)
+        pages.append(([size - 1 for size in json.loads(page.body, parse_int=len)], len(page.body)))
+        more = NEXT in page.headers
+        last = int(page.headers.get(NEXT, last))
+    return pages
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(sizes=st.lists(st.integers(0, 3000), max_size=80), even=st.integers(0, 3000), limit=st.integers(1, 100))
+async def test_pages_of_large_rows_are_bounded_in_bytes(sizes: list[int], even: int, limit: int) -> None:
+    """A walk meets every row once. A page but the last one reaches one of its limits; one of rows of the same size does
+    not go further."""
+    most = 10_000
+    for drawn in (sizes, [even] * 80):
+        pages = await walk(drawn, limit, most)
+        assert [size for found, _ in pages for size in found] == drawn
+        for found, size in pages:
+            assert len(found) == limit or size >= most or found == pages[-1][0]
+            if drawn is not sizes:
+                assert size <= 2 + max(FIRST_ROWS * (even + 2), most + even + 2 * limit)
 
 
 @pytest.mark.parametrize("name", [name for name, (path, _) in LISTS.items() if "tinker" not in path])

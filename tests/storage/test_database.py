@@ -628,7 +628,7 @@ def test_a_corrupt_head_is_replaced_by_the_newest_kept_version(database: Databas
         database.write(version_rows.rollback, "job-main", 0, "bad hash")
 
 
-@examples
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data())
 def test_versions_are_found_by_their_steps_as_in_the_whole_line(
     tmp_path_factory: pytest.TempPathFactory, data: Any
@@ -637,6 +637,7 @@ def test_versions_are_found_by_their_steps_as_in_the_whole_line(
     database = Database(f"sqlite:///{tmp_path_factory.mktemp('line')}/rookery.db")
     with closing(database):
         database.create()
+        database.write(tenants.create_tenant, "alice", "alice", 0.0)
         submit(database)
         lease, head, step = database.write(jobs.next_lease, "job-main"), None, 0
         for change in data.draw(st.lists(st.sampled_from(["commit", "commit", "retire", "rollback"]), max_size=20)):

@@ -3,6 +3,9 @@
 A list's route takes ``limit`` and ``after`` and returns the first rows behind the place ``after``. Where more follow,
 the response's header :data:`NEXT` is the ``after`` of the next page. The place is that of the last row of the page in
 the list's order, so a row that is added or deleted meanwhile moves no other into or out of the next page.
+
+Rows may be large, such as jobs with their specs: :func:`encoded_page` makes the response in a thread, a row at a time,
+and a page of them ends at :data:`PAGE_BYTES`.
 """
 
 from __future__ import annotations
@@ -17,11 +20,18 @@ from fastapi import Depends, Query, Response
 
 from rookery.errors import UserError
 from rookery.storage.columns import LONGEST_PAGE, PAGE, Page
+from rookery.storage.store import Writer
 
 T = TypeVar("T")
 
 NEXT = "X-Next-Page"
 """The header with the place of the next page."""
+
+PAGE_BYTES = 4 << 20
+"""A page of rows that may be large ends with the row that reaches it, also before its ``limit``."""
+
+FIRST_ROWS, MOST_ROWS = 8, 256
+"""Rows that are read first of such a page, and at most at once: their size decides how many follow."""
 
 Limit = Annotated[int, Query(ge=1, le=LONGEST_PAGE, description="Rows of the page")]
 Cursor = Annotated[str, Query(max_length=2000, description=f"The {NEXT} header of the page before")]
@@ -48,6 +58,51 @@ class Paging:
             found = found[: self._limit]
             mark_next(self._response, encoded(cursor(found[-1])))
         return found
+
+    async def encoded(
+        self,
+        threads: Writer,
+        fetch: Callable[[Page], Awaitable[Sequence[T]]],
+        encode: Callable[[T], bytes],
+        cursor: Callable[[T], tuple[str | float, ...]],
+        *kinds: type,
+    ) -> Response:
+        """The response with the rows of the page, as :func:`encoded_page` makes it. Raises :class:`UserError`."""
+        start = decoded(self._after, kinds)
+
+        async def read(count: int, last: T | None) -> Sequence[T]:
+            return await fetch(Page(count, start if last is None else cursor(last)))
+
+        return await encoded_page(threads, self._limit, read, encode, lambda row: encoded(cursor(row)))
+
+
+async def encoded_page(
+    threads: Writer,
+    limit: int,
+    fetch: Callable[[int, T | None], Awaitable[Sequence[T]]],
+    encode: Callable[[T], bytes],
+    cursor: Callable[[T], object],
+    most: int = PAGE_BYTES,
+) -> Response:
+    """A page of up to ``limit`` rows as a JSON list, which ends where it reaches ``most`` bytes. ``fetch(count, last)``
+    reads up to ``count`` rows behind the row ``last``; ``encode(row)`` makes JSON of one in one of the ``threads``.
+    Where more follow, the header :data:`NEXT` is the ``cursor(row)`` of the last one."""
+    parts: list[bytes] = []
+    last: T | None = None
+    size, more = 0, True
+    while more and len(parts) < limit and size < most:
+        fitting = (most - size) * len(parts) // max(1, size) if parts else FIRST_ROWS
+        count = max(1, min(limit - len(parts), fitting, MOST_ROWS))
+        rows = await fetch(count + 1, last)
+        more, rows = len(rows) > count, rows[:count]
+        made = await threads(lambda found: [*map(encode, found)], rows)
+        parts += made
+        size += sum(map(len, made))
+        last = rows[-1] if rows else last
+    response = Response(b"[" + b",".join(parts) + b"]", media_type="application/json")
+    if more and last is not None:
+        mark_next(response, cursor(last))
+    return response
 
 
 async def paging(response: Response, limit: Limit = PAGE, after: Cursor = "") -> Paging:

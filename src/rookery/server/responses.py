@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rookery.aio import Portions
 from rookery.errors import Conflict, RookeryError, TooManyRequests, Unavailable, UserError, nearest, short, shortage
 from rookery.network import service_url
+from rookery.storage.store import Writer
 from rookery.turns import charged
 
 log = logging.getLogger("rookery.server")
@@ -93,6 +94,16 @@ def _warn_of_proxy() -> None:
 def json_response(content: Any, status: int = 200) -> Response:
     """``content`` (JSON-like data, also structs) as a JSON response; numbers that are not finite become null."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def view_response(threads: Writer, view: BaseModel) -> Response:
+    """A view that may have megabytes, encoded in one of the ``threads``."""
+    return Response(await threads(encoded_view, view), media_type="application/json")
+
+
+def encoded_view(view: BaseModel, *, exclude_unset: bool = False) -> bytes:
+    """The JSON of a view; numbers that are not finite become null."""
+    return view.model_dump_json(exclude_unset=exclude_unset).encode()
 
 
 class Stream(StreamingResponse):

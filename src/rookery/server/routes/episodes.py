@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Response
 
 from rookery.controller.episode_views import EpisodePage, EpisodeReading, FailureView, GroupPage, GroupView
 from rookery.controller.views import JobHealthView
 from rookery.server.auth import AuthenticatedRoute, Service
 from rookery.server.paging import decoded, encoded
-from rookery.server.responses import ERRORS
+from rookery.server.responses import ERRORS, view_response
 from rookery.server.routes.jobs import OfJob
 from rookery.storage.models import GroupState
 from rookery.storage.repositories.episodes import EpisodeChoice
@@ -23,7 +23,7 @@ Reward = Annotated[float | None, Query(allow_inf_nan=False)]
 Name = Annotated[str, Path(max_length=200)]
 
 
-@routes.get("/jobs/{job}/groups")
+@routes.get("/jobs/{job}/groups", response_model=GroupPage)
 async def groups(
     service: Service,
     job: OfJob,
@@ -31,19 +31,21 @@ async def groups(
     state: GroupState | None = None,
     offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-) -> GroupPage:
+) -> Response:
     """Training groups, newest first, with their episodes' rewards and advantages."""
     queries = service.controller.queries.episodes
-    return await queries.groups(job.tenant, job.id, step=step, state=state, offset=offset, limit=limit)
+    found = await queries.groups(job.tenant, job.id, step=step, state=state, offset=offset, limit=limit)
+    return await view_response(service.threads, found)
 
 
-@routes.get("/jobs/{job}/groups/{group}")
-async def group(service: Service, job: OfJob, group: Name) -> GroupView:
+@routes.get("/jobs/{job}/groups/{group}", response_model=GroupView)
+async def group(service: Service, job: OfJob, group: Name) -> Response:
     """One group with the replies of its episodes."""
-    return await service.controller.queries.episodes.group(job.tenant, job.id, group)
+    found = await service.controller.queries.episodes.group(job.tenant, job.id, group)
+    return await view_response(service.threads, found)
 
 
-@routes.get("/jobs/{job}/episodes")
+@routes.get("/jobs/{job}/episodes", response_model=EpisodePage)
 async def episodes(
     service: Service,
     job: OfJob,
@@ -56,21 +58,23 @@ async def episodes(
     text: Annotated[str, Query(max_length=1000, description="Exact part of a text, or of an error")] = "",
     before: Annotated[str | None, Query(max_length=300, description="``next`` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 25,
-) -> EpisodePage:
+) -> Response:
     """Episodes that have ended, newest first, with their replies while their text is kept. A search of a text looks
     for a tenth of a second; ``next`` continues it."""
     cursor = decoded(before or "", (float, str), "before", "``next``") or None
     chosen = EpisodeChoice(step, version, group, failed, min_reward, max_reward, text, cursor, limit)
     rows, following = await service.controller.queries.episodes.episodes(job.tenant, job.id, chosen)
-    if following is None:
-        return EpisodePage(episodes=rows, next=None, reached=None)
-    return EpisodePage(episodes=rows, next=encoded(following), reached=following[0])
+    found = EpisodePage(episodes=rows, next=None, reached=None)
+    if following is not None:
+        found = EpisodePage(episodes=rows, next=encoded(following), reached=following[0])
+    return await view_response(service.threads, found)
 
 
-@routes.get("/jobs/{job}/episodes/{episode}")
-async def episode(service: Service, job: OfJob, episode: Name) -> EpisodeReading:
+@routes.get("/jobs/{job}/episodes/{episode}", response_model=EpisodeReading)
+async def episode(service: Service, job: OfJob, episode: Name) -> Response:
     """One episode: its conversation, what each turn earned, and its tokens with log-probabilities and versions."""
-    return await service.controller.queries.episodes.episode(job.tenant, job.id, episode)
+    found = await service.controller.queries.episodes.episode(job.tenant, job.id, episode)
+    return await view_response(service.threads, found)
 
 
 @routes.get("/jobs/{job}/failures")

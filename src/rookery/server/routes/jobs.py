@@ -15,6 +15,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,6 +24,7 @@ from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Resp
 from rookery.aio import cancel_all
 from rookery.controller.episode_views import DryRun, EpisodeView
 from rookery.controller.feeds import FeedRow
+from rookery.controller.queries import evaluation_view
 from rookery.controller.views import (
     NUMBER,
     BaseModelView,
@@ -36,9 +38,9 @@ from rookery.controller.views import (
 )  # fmt: skip
 from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
-from rookery.server.paging import Limit, Paged, mark_next
+from rookery.server.paging import Limit, Paged, encoded_page, mark_next
 from rookery.server.peft_archive import pack, unpack
-from rookery.server.responses import ERRORS, Stream, event_data, uploaded
+from rookery.server.responses import ERRORS, Stream, encoded_view, event_data, uploaded
 from rookery.server.schemas import (
     MetricsRow,
     RunPage,
@@ -61,8 +63,10 @@ routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=E
 JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSpec")]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
 STEPS, MOST_STEPS = 1000, 10_000
-"""Rows of one page of a job's metrics, unless a request asks for another number, and at most: they are small, but each
-is validated in the event loop."""
+"""Rows of one page of a job's metrics, unless a request asks for another number, and at most."""
+
+STEP_BYTES = 64 << 20
+"""Largest page of metrics: more than 2,000 rows, which the service's page asks for, can have."""
 
 StepLimit = Annotated[int, Query(ge=1, le=MOST_STEPS)]
 OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
@@ -114,10 +118,11 @@ async def dry_run(service: Service, owner: Owner, data: JobData) -> DryRun:
 
 
 @routes.get("/jobs", response_model=list[JobView], tags=["jobs"])
-async def list_jobs(service: Service, owner: Owner, page: Paged) -> Any:
-    """A page of the tenant's jobs, newest first. Where more follow, the header ``X-Next-Page`` has their ``after``."""
-    queries = service.controller.queries
-    return await page.read(partial(queries.list, owner.id), lambda view: (view.created, view.id), float, str)
+async def list_jobs(service: Service, owner: Owner, page: Paged) -> Response:
+    """A page of the tenant's jobs, newest first, of up to 4 MB. Where more follow, the header ``X-Next-Page`` has their
+    ``after``."""
+    fetch = partial(service.controller.queries.list, owner.id)
+    return await page.encoded(service.threads, fetch, encoded_view, lambda view: (view.created, view.id), float, str)
 
 
 @routes.get("/runs", response_model=RunPage, tags=["jobs"])
@@ -168,13 +173,19 @@ async def act(service: Service, job: OfJob, action: Literal["pause", "resume", "
 
 
 @routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], response_model_exclude_unset=True, tags=["results"])
-async def metrics(service: Service, job: OfJob, response: Response, after: After = -1, limit: StepLimit = STEPS) -> Any:
-    """One row per optimizer step, the first ``limit``. Where more follow, the header ``X-Next-Page`` has their
-    ``after``."""
-    rows = await service.controller.queries.metrics(job.tenant, job.id, after, limit + 1)
-    if len(rows) > limit:
-        mark_next(response, rows[limit - 1]["step"])
-    return rows[:limit]
+async def metrics(service: Service, job: OfJob, after: After = -1, limit: StepLimit = STEPS) -> Response:
+    """One row per optimizer step, the first ``limit``. Where more follow, the header ``X-Next-Page`` has
+    their ``after``."""
+
+    async def fetch(count: int, last: dict[str, Any] | None) -> Sequence[dict[str, Any]]:
+        behind = after if last is None else int(last["step"])
+        return await service.controller.queries.metrics(job.tenant, job.id, behind, count)
+
+    return await encoded_page(service.threads, limit, fetch, _encoded_metrics, itemgetter("step"), STEP_BYTES)
+
+
+def _encoded_metrics(row: dict[str, Any]) -> bytes:
+    return encoded_view(MetricsRow.model_validate(row), exclude_unset=True)
 
 
 @routes.get("/jobs/{job}/metrics/stream", response_class=Stream, tags=["results"])
@@ -213,12 +224,14 @@ async def events(
 @routes.get(
     "/jobs/{job}/trajectories", response_model=list[EpisodeView], response_model_exclude_unset=True, tags=["results"]
 )
-async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version: OfVersion = None) -> Any:
+async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version: OfVersion = None) -> Response:
     """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
-    return await service.controller.queries.episodes.trajectories(job.tenant, job.id, limit, version)
+    found = await service.controller.queries.episodes.trajectories(job.tenant, job.id, limit, version)
+    encoded = await service.threads(lambda: b",".join(encoded_view(view, exclude_unset=True) for view in found))
+    return Response(b"[" + encoded + b"]", media_type="application/json")
 
 
-@routes.get("/jobs/{job}/evaluations", tags=["results"])
+@routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], tags=["results"])
 async def evaluations(
     service: Service,
     job: OfJob,
@@ -226,20 +239,21 @@ async def evaluations(
     held_out: Annotated[
         bool, Query(description="With each prompt and its answer; without them, the list is empty")
     ] = True,
-) -> Sequence[EvaluationView]:
-    """A page of the evaluations on held-out prompts, by version."""
-    found = await page.read(
-        partial(service.controller.queries.evaluation_rows, job.tenant, job.id, answers=held_out),
-        lambda row: (row.policy, row.version), str, float,
+) -> Response:
+    """A page of the evaluations on held-out prompts, by version, of up to 4 MB."""
+    queries = service.controller.queries
+    names = await queries.policy_names(job.tenant, job.id)
+    return await page.encoded(
+        service.threads, partial(queries.evaluation_rows, job.tenant, job.id, answers=held_out),
+        lambda row: encoded_view(evaluation_view(names, row)), lambda row: (row.policy, row.version), str, float,
     )  # fmt: skip
-    return await service.controller.queries.evaluation_views(job.tenant, job.id, found)
 
 
-@routes.get("/jobs/{job}/policies/{policy}/versions", tags=["results"])
-async def versions(service: Service, job: OfJob, policy: str, page: Paged) -> Sequence[VersionView]:
-    """A page of a policy's versions, oldest first."""
+@routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], tags=["results"])
+async def versions(service: Service, job: OfJob, policy: str, page: Paged) -> Response:
+    """A page of a policy's versions, oldest first, of up to 4 MB."""
     fetch = partial(service.controller.queries.versions, job.tenant, job.id, policy)
-    return await page.read(fetch, lambda row: (row.version,), float)
+    return await page.encoded(service.threads, fetch, encoded_view, lambda row: (row.version,), float)
 
 
 @routes.get(

@@ -155,9 +155,9 @@ def steps_of_versions(
     """The metrics of the last step of each of these versions of the policy of this name."""
     if not versions:
         return {}
-    query = select(StepRow).filter_by(tenant=tenant, job=job).order_by(StepRow.step)
-    query = query.where(StepRow.version.in_(versions))
+    query = select(StepRow).filter_by(tenant=tenant, job=job).where(StepRow.version.in_(versions))
     found = fetch_all(connection, StepRow, query)
+    found.sort(key=lambda row: row.step)  # the database would sort by an index, and read all steps of the job
     rows = [row for row in found if row.metrics.get("policy", policy) == policy]
     return {row.version: {**row.metrics, "version": row.version} for row in rows}
 
@@ -179,10 +179,14 @@ def versions(connection: Connection, tenant: str, policy: str, page: Page | None
     return page_of(connection, VersionRow, (VersionRow.version,), page, policy=policy, tenant=tenant)
 
 
+_STEP = VersionRow.step + 0
+"""For a condition on kept versions, which are few: by an index of the column, the database would read all versions."""
+
+
 def kept_of_policy(connection: Connection, tenant: str, policy: str, page: Page) -> list[VersionRow]:
     """A page of the kept versions of a policy that contain a step, newest first."""
     key: dict[str, Any] = {"tenant": tenant, "policy": policy, "kept": True}
-    return page_of(connection, VersionRow, (VersionRow.version,), page, VersionRow.step > 0, descending=True, **key)
+    return page_of(connection, VersionRow, (VersionRow.version,), page, _STEP > 0, descending=True, **key)
 
 
 def followed(connection: Connection, tenant: str, policy: str, every: int) -> int | None:
@@ -193,15 +197,14 @@ def followed(connection: Connection, tenant: str, policy: str, every: int) -> in
     begun = select(head.step - head.step % every).join(PolicyRow, PolicyRow.id == head.policy)
     begun = begun.where(head.policy == policy, head.version == PolicyRow.head_version)
     query = select(func.min(VersionRow.version)).filter_by(tenant=tenant, policy=policy, kept=True)
-    found = connection.execute(query.where(VersionRow.step >= begun.scalar_subquery())).scalar()
+    found = connection.execute(query.where(begun.scalar_subquery() <= _STEP)).scalar()
     return None if found is None else int(found)
 
 
 def newest_of_step(connection: Connection, tenant: str, policy: str, step: int) -> int | None:
     """The newest version after ``step`` steps of the policy that is not lost."""
-    query = select(func.max(VersionRow.version)).filter_by(tenant=tenant, policy=policy, step=step, lost="")
-    found = connection.execute(query).scalar()
-    return None if found is None else int(found)
+    query = select(VersionRow.version).filter_by(tenant=tenant, policy=policy, step=step, lost="")
+    return max(connection.execute(query).scalars(), default=None)
 
 
 def version(connection: Connection, tenant: str, policy: str, version: int) -> VersionRow:
