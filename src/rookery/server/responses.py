@@ -103,7 +103,7 @@ async def view_response(threads: Writer, view: BaseModel) -> Response:
 
 def encoded_view(view: BaseModel, *, exclude_unset: bool = False) -> bytes:
     """The JSON of a view; numbers that are not finite become null."""
-    return view.model_dump_json(exclude_unset=exclude_unset).encode()
+    return view.model_dump_json(exclude_unset=exclude_unset, by_alias=True).encode()
 
 
 class Stream(StreamingResponse):
