@@ -70,7 +70,7 @@ ARROWS: dict[str, set[str]] = {
 """The imports that each room may have. ``server`` and ``cli`` stand above all; only ``cli`` imports ``server``."""
 
 CONTROLLER_FLOORS = [
-    {"views"},
+    {"views", "indexed"},
     {"episode_views", "spec_warnings", "service_time", "outages", "sink_run"},
     {"services", "quotas", "fleet", "feeds", "mlflow", "trackio_run", "wandb_run"},
     {"weights", "timeline", "planned", "job_sinks"},

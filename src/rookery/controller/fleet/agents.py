@@ -17,10 +17,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 
 from rookery.aio import Signal, first_of, wait_event
 from rookery.clock import Clock
+from rookery.controller.indexed import IndexedDict
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable
 from rookery.storage.data_dir import hash_key
 from rookery.storage.repositories.jobs import EpisodeStanding
@@ -42,6 +43,9 @@ ENDED_SECONDS = 3600.0
 """Time for which a late call to an evaluation's episode, which is not stored, learns that it has ended."""
 
 ENDED_SESSIONS = 20_000
+
+ASKED_JOBS = 20_000
+"""Jobs of which it is known when a process asked for an episode last."""
 
 State = Literal["waiting", "running", "ended"]
 Event = Literal["opened", "returned", "called", "finished", "failed", "closed"]
@@ -202,10 +206,10 @@ class Agents:
         self._clock = clock
         self._random = random_bytes
         self._stored = stored
-        self._live: dict[str, AgentSession] = {}
+        self._live: IndexedDict[str, AgentSession] = IndexedDict(job=lambda session: session.job)
         self._waiting: dict[str, dict[str, AgentSession]] = {}
         """By job and episode, in order."""
-        self._asked: dict[str, float] = {}
+        self._asked: LRUCache[str, float] = LRUCache(ASKED_JOBS)
         """By job, when a process asked for an episode last."""
         self._asking: Counter[str] = Counter()
         self._ended: TTLCache[str, EndedKeys] = TTLCache(ENDED_SESSIONS, ENDED_SECONDS, clock.monotonic)
@@ -385,9 +389,9 @@ class Agents:
 
     def _last_active(self, job: str, now: float) -> float:
         """When an agent of the job called last, or began."""
-        begun = [one for one in self._live.values() if one.job == job and one.begun and one.state == "running"]
+        begun = [one for one in self._live.of(job=job) if one.begun and one.state == "running"]
         return max((now if one.calls else one.since for one in begun), default=0.0)
 
     def _attended(self, job: str) -> bool:
         """Whether an agent works at an episode of the job."""
-        return any(one.job == job and one.state == "running" for one in self._live.values())
+        return any(one.state == "running" for one in self._live.of(job=job))

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -27,6 +28,7 @@ from rookery import protocol
 from rookery.aio import Signal
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.fleet.agents import Agents
+from rookery.controller.indexed import IndexedDict
 from rookery.errors import RookeryError, Unavailable, short, without_paths
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
@@ -116,8 +118,8 @@ class EnvironmentHost:
     connected: bool = True
     left: float = 0.0
     """When its connection ended."""
-    episodes: set[str] = field(default_factory=set)
-    """The episodes that may continue there; a host that reconnects is sent a close for any other."""
+    episodes: IndexedDict[str, str] = field(default_factory=lambda: IndexedDict(job=_job_of))
+    """The names of the episodes that may continue there; a host that reconnects is sent a close for any other."""
     called: set[str] = field(default_factory=set)
     """Of these, those that this process has called there: no other host continues them."""
     calls: dict[str, HostCall] = field(default_factory=dict)
@@ -166,12 +168,13 @@ class EnvironmentHosts:
         self._questions: set[asyncio.Task[None]] = set()
         self.agents = agents
         """The agents that drive episodes, in hosts or elsewhere."""
-        self.hosts: dict[tuple[str, str], EnvironmentHost] = {}
+        self.hosts: IndexedDict[tuple[str, str], EnvironmentHost] = IndexedDict(owner=lambda host: host.owner)
         """By owner and instance."""
         self._failure = ""
         """Why the service's host does not work, for tenants, until one connects."""
         self._epoch = int(clock.time() * 1000)
-        self._changed = Signal()
+        self._changed: WeakValueDictionary[str, Signal] = WeakValueDictionary()
+        """By owner, while somebody waits for a host: notified when one of the owner's comes or goes."""
 
     # --- connections --------------------------------------------------------------------------------------------------
 
@@ -193,8 +196,8 @@ class EnvironmentHosts:
         self._epoch += 1
         outbox = Outbox(connection, self._epoch, self._clock)
         if host is None:
-            host = EnvironmentHost(owner, hello, outbox, self._clock.monotonic(), episodes=continuing)
-            self.hosts[owner, hello.instance] = host
+            host = self.hosts[owner, hello.instance] = EnvironmentHost(owner, hello, outbox, self._clock.monotonic())
+            host.episodes.update({name: name for name in continuing})
         else:
             host.hello, host.outbox, host.connected = hello, outbox, True
             host.interrupt()
@@ -207,7 +210,7 @@ class EnvironmentHosts:
             self._failure = ""
         offered = ", ".join(offer.name for offer in hello.environments)
         log.info("environment host %s offers %s", short(hello.instance), short(offered), extra={"tenant": owner})
-        self._changed.notify()
+        self._notify(owner)
         return host
 
     @staticmethod
@@ -221,11 +224,16 @@ class EnvironmentHosts:
             host.left = self._clock.monotonic()
             host.interrupt()
             log.info("environment host %s left", short(host.hello.instance), extra={"tenant": host.owner})
-            away = [other for other in self.hosts.values() if other.owner == host.owner and not other.connected]
+            away = [other for other in self.hosts.of(owner=host.owner) if not other.connected]
             if host.owner and len(away) > self._settings.limits.tenant_hosts:  # whatever episodes it said it had
                 first = min(away, key=lambda other: other.left)
                 del self.hosts[first.owner, first.hello.instance]
-            self._changed.notify()
+            self._notify(host.owner)
+
+    def _notify(self, owner: str) -> None:
+        """Wake the episodes that wait for a host of this owner."""
+        if (changed := self._changed.get(owner)) is not None:
+            changed.notify()
 
     async def _continuing(self, owner: str, hello: protocol.HostHello) -> set[str]:
         """Of the episodes that a host has from before this process, those of its owner whose jobs have not ended.
@@ -234,9 +242,9 @@ class EnvironmentHosts:
         if not hello.episodes or (owner, hello.instance) in self.hosts:
             return set()
         unfinished = set(await self._unfinished(owner))
-        elsewhere = set[str]().union(*(host.called for host in self.hosts.values()))
-        known = {name for name in hello.episodes if name.rsplit("-", 2)[0] in unfinished}  # JOB-GROUP-MEMBER
-        return known - elsewhere
+        known = [name for name in hello.episodes if _job_of(name) in unfinished]
+        elsewhere = [host.called for one in {owner, SERVICE} for host in self.hosts.of(owner=one)]
+        return {name for name in known if not any(name in called for called in elsewhere)}
 
     @staticmethod
     def _check(owner: str, hello: Any) -> None:
@@ -286,7 +294,7 @@ class EnvironmentHosts:
 
     def connected(self, owner: str, environment: str) -> bool:
         """Whether a host of this owner offers an environment of this name now."""
-        return any(host.offers(owner, environment) for host in self.hosts.values())
+        return any(host.offers(owner, environment) for host in self.hosts.of(owner=owner))
 
     def fail(self, reason: str) -> None:
         """The process of the service's host does not work, for this ``reason``."""
@@ -301,7 +309,7 @@ class EnvironmentHosts:
         """The host with the fewest episodes that offers the environment, within its ``return_timeout`` or ``timeout``.
         Raises :class:`Unavailable`."""
         timeout = environment.spec.return_timeout if timeout is None else timeout
-        if able := await self._wait(lambda: self._able(environment), timeout):
+        if able := await self._wait(environment, lambda: self._able(environment), timeout):
             return min(able, key=lambda host: (len(host.episodes), host.joined))
         waited = f": waited {timeout:.0f} s for one" if timeout else ""
         reason = f" ({self._failure})" if self._failure and environment.owner == SERVICE else ""
@@ -316,17 +324,20 @@ class EnvironmentHosts:
                 return known
             return next((host for host in self._able(environment) if host.deterministic(environment.name)), None)
 
-        return await self._wait(found, environment.spec.return_timeout) or await self.host_for(environment, 0)
+        waited = await self._wait(environment, found, environment.spec.return_timeout)
+        return waited or await self.host_for(environment, 0)
 
     def _able(self, environment: EnvironmentRef) -> list[EnvironmentHost]:
-        return [host for host in self.hosts.values() if host.offers(environment.owner, environment.name)]
+        hosts = self.hosts.of(owner=environment.owner)
+        return [host for host in hosts if host.offers(environment.owner, environment.name)]
 
-    async def _wait(self, find: Callable[[], T], timeout: float) -> T:
-        """``find()`` as soon as it is true, or after the timeout."""
+    async def _wait(self, environment: EnvironmentRef, find: Callable[[], T], timeout: float) -> T:
+        """``find()`` as soon as a host of the environment's owner makes it true, or after the timeout."""
+        changed = self._changed.setdefault(environment.owner, Signal())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not find():
-                    await self._changed.next.wait()
+                    await changed.next.wait()
         return find()
 
     async def prompts(
@@ -393,10 +404,10 @@ class EnvironmentHosts:
         """The answer of the episode's environment, within its ``step_timeout`` if ``limited``. Raises
         :class:`EnvironmentFailed` or :class:`HostLost`."""
         if message.episode not in host.called:
-            for other in self.hosts.values():  # it has a copy from before this process
+            for other in self.hosts.of(owner=host.owner):  # it has a copy from before this process
                 if other is not host and message.episode in other.episodes:
                     self.close_episode(other, message.episode)
-        host.episodes.add(message.episode)
+        host.episodes[message.episode] = message.episode
         host.called.add(message.episode)
         answer = await self._call(host, environment, message, protocol.Observation, limited=limited)
         if answer.error:
@@ -404,7 +415,7 @@ class EnvironmentHosts:
         return answer
 
     def close_episode(self, host: EnvironmentHost, episode: str) -> None:
-        host.episodes.discard(episode)
+        host.episodes.pop(episode, None)
         host.called.discard(episode)
         if host.connected:
             host.outbox.post(protocol.CloseEpisode(episode=episode))
@@ -413,7 +424,7 @@ class EnvironmentHosts:
         """The job has ended: close the episodes that its hosts still run."""
         for host in self.hosts.values():
             host.active.pop(job, None)
-            for episode in sorted(name for name in host.episodes if name.startswith(f"{job}-")):
+            for episode in sorted(host.episodes.of(job=job)):
                 self.close_episode(host, episode)
 
     async def _call(
@@ -469,10 +480,15 @@ class EnvironmentHosts:
         def replaced() -> bool:
             return any(deterministic or other.joined > host.left for other in self._able(environment))
 
-        if not await self._wait(lambda: host.connected or replaced(), timeout):
+        if not await self._wait(environment, lambda: host.connected or replaced(), timeout):
             raise HostLost(f"its environment host did not reconnect within {timeout:g} s", deterministic)
         if not host.connected:
             raise HostLost("its environment host left", deterministic)
+
+
+def _job_of(episode: str) -> str:
+    """The job of an episode, whose name is JOB-GROUP-MEMBER."""
+    return episode.rsplit("-", 2)[0]
 
 
 def _problem(prompts: Iterable[bytes]) -> str:

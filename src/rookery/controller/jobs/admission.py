@@ -37,8 +37,7 @@ class JobAdmission:
 
     def _running(self, tenant: str) -> list[int]:
         """The tokens that each of the tenant's running jobs may hold."""
-        rows = [runner.row for runner in self._jobs.runners.values()]
-        return [tokens_in_memory(row.spec) for row in rows if row.tenant == tenant]
+        return [tokens_in_memory(runner.row.spec) for runner in self._jobs.runners.of(tenant=tenant)]
 
     def waits_for(self, row: JobRow) -> str:
         """Why a waiting job may not start, and its place."""

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 from rookery import protocol
 from rookery.aio import Signal
+from rookery.controller.indexed import IndexedDict
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.runner import JobRunner
 from rookery.spec.job import stored_base_models
@@ -21,9 +22,9 @@ class JobRegistry:
     """The jobs of this process: their tasks, counts, and the signals that wake their followers."""
 
     def __init__(self) -> None:
-        self.runners: dict[str, JobRunner] = {}
+        self.runners: IndexedDict[str, JobRunner] = IndexedDict(tenant=lambda runner: runner.row.tenant)
         """By the job's id, while it has a task."""
-        self.waiting: dict[str, JobRow] = {}
+        self.waiting: IndexedDict[str, JobRow] = IndexedDict(tenant=lambda row: row.tenant)
         """Queued jobs that wait for a place among those of their tenant, the first to come first."""
         self.totals: Counter[str] = Counter()
         """Counters of the jobs whose tasks have ended, and of all steps."""
@@ -43,12 +44,12 @@ class JobRegistry:
 
     def tenants(self) -> set[str]:
         """The tenants whose jobs have a task."""
-        return {runner.row.tenant for runner in self.runners.values()}
+        return set(self.runners.groups("tenant"))
 
     def models(self, tenant: str | None = None) -> set[str]:
         """The base models of the jobs that have a task, of one tenant or of all."""
-        rows = [runner.row for runner in self.runners.values()]
-        return {model for row in rows if tenant in (None, row.tenant) for model in stored_base_models(row.spec)}
+        runners = self.runners.values() if tenant is None else self.runners.of(tenant=tenant)
+        return {model for runner in runners for model in stored_base_models(runner.row.spec)}
 
     def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
         """The versions that running jobs of a base model sample from."""
@@ -64,7 +65,7 @@ class JobRegistry:
 
     def waiting_of(self, tenant: str) -> list[JobRow]:
         """The tenant's jobs that wait for a place, in order."""
-        return [row for row in self.waiting.values() if row.tenant == tenant]
+        return list(self.waiting.of(tenant=tenant))
 
     def signal(self, job: str) -> Signal:
         """Notified when the job's state or metrics changed. Kept while somebody holds it."""
