@@ -3,9 +3,10 @@ wait, and another tenant notices nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.support.peers import HANG, MODEL, Service, eventually, job_of, settle
 
 from rookery.controller.sessions import operations
 from rookery.controller.usage import FLUSH_SECONDS
-from rookery.errors import Conflict, NotFound, TooManyRequests
+from rookery.errors import Conflict, NotFound, TooManyRequests, Unavailable
 from rookery.storage.repositories import jobs, tenants
 
 DAY = 86400.0
@@ -398,3 +399,130 @@ async def test_overrides_hold_after_a_restart_and_null_is_the_setting(service: S
     with pytest.raises(NotFound):
         await service.controller.limit_tenant("nobody", {"jobs": 1})
     await settle()
+
+
+# --- requests in one moment -------------------------------------------------------------------------------------------
+
+ABOUT = {"note": "x" * 600}
+LORA = {"rank": 4, "train_attn": True, "train_mlp": False}
+
+
+async def sampling(alice: Client, number: int) -> object:
+    return await alice.sample(f"{alice.session}:sample:0", number, count=2, max_tokens=8)
+
+
+async def session(alice: Client, number: int) -> object:
+    return await alice.sessions.create("alice", f"k{number}", sdk_version="1", name="", about=ABOUT)
+
+
+async def job(alice: Client, number: int) -> object:
+    return await alice.service.controller.submit("alice", job_of())
+
+
+async def run(alice: Client, number: int) -> object:
+    name = f"some/model-{number}"
+    return await alice.sessions.create_run(
+        "alice", alice.session, number + 1, operations.CreateModel(seed=1), base_model=name, lora=LORA, about={}
+    )
+
+
+async def adapter(alice: Client, number: int) -> object:
+    made = await alice.sessions.create_run(
+        "alice", alice.session, number + 1, operations.CreateModel(seed=number), base_model=MODEL, lora=LORA, about={}
+    )
+    if isinstance(outcome := await alice.outcome(made), operations.OperationFailed):
+        raise TooManyRequests(outcome.error, 1.0)
+    return made
+
+
+async def stored_adapters(service: Service) -> int:
+    return service.database.read(tenants.stored, "alice")[0]
+
+
+async def waiting_jobs(service: Service) -> int:
+    return len(service.controller.jobs.waiting_of("alice"))
+
+
+async def generations(service: Service) -> int:
+    return service.controller.context.rooms.quotas.in_use("alice")["requests"]
+
+
+async def described(service: Service) -> int:
+    return service.database.read(tenants.metadata_bytes, "alice")
+
+
+async def models(service: Service) -> int:
+    return len(service.controller.context.rooms.quotas.models("alice"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "ask", "used", "most"),
+    [
+        ({"tenant_requests": 9}, sampling, generations, 9),
+        ({"tenant_request_tokens": 70}, sampling, generations, 6),  # of 20 tokens each
+        ({"tenant_jobs": 1, "tenant_waiting_jobs": 3}, job, waiting_jobs, 3),
+        ({"tenant_metadata_bytes": 6000}, session, described, 6000 + 1400),  # the last one may exceed it
+        ({"tenant_metadata_bytes": 6000}, job, described, 6000 + 5000),
+        ({"tenant_models": 2, "allowed_models": "*"}, run, models, 2),
+        ({"tenant_adapters": 4}, adapter, stored_adapters, 4),
+    ],
+)
+async def test_requests_in_one_moment_exceed_no_limit(
+    service: Service, ask: Callable[..., Awaitable[object]], used: Callable[[Service], Awaitable[int]], most: int
+) -> None:
+    """All that came while the first one was being stored passed."""
+    worker = await join(service)
+    await service.host(script=lambda message: HANG).join()
+    alice = await Client(service).begin()
+    await alice.sampler(None)
+    if ask is not adapter:
+        worker.generating.clear()
+    quotas = service.controller.context.rooms.quotas
+    before = await used(service)
+    found = await asyncio.gather(*(ask(alice, number) for number in range(30)), return_exceptions=True)
+    refusals = [one for one in found if isinstance(one, TooManyRequests)]
+    others = [one for one in found if isinstance(one, BaseException) and not isinstance(one, TooManyRequests)]
+    assert not others and len(refusals) < 30, "as many as there is room for"
+    assert before < await used(service) <= most
+    assert refusals, "or nothing was limited"
+    worker.generating.set()
+    await eventually(lambda: not quotas.in_use("alice"))
+
+
+async def test_requests_that_fail_use_nothing_of_a_limit(service: Service) -> None:
+    await join(service)
+    alice, quotas = await Client(service).begin(), service.controller.context.rooms.quotas
+    await alice.sampler(None)
+
+    def absent(real: Any, *arguments: Any) -> None:
+        raise Unavailable("the server went away")
+
+    for name in ("open_future", "add_session", "submit_job", "add_model"):
+        service.database.intercept(name, absent)
+    for ask in (sampling, session, job, adapter):
+        for found in await asyncio.gather(*(ask(alice, number) for number in range(5)), return_exceptions=True):
+            assert isinstance(found, Unavailable), found
+    assert not quotas.in_use("alice") and quotas.models("alice") == {MODEL}
+
+
+@pytest.mark.parametrize("settings", [{"tenant_requests": 12}])
+async def test_samples_of_an_earlier_process_run_within_the_limit(service: Service) -> None:
+    """Else a service that ended because of them ends again."""
+    worker = await join(service)
+    worker.generating.clear()
+    alice = await Client(service).begin()
+    sampler = await alice.sampler(None)
+    sent = [await alice.sample(sampler, number, count=2) for number in range(6)]
+    await service.controller.limit_tenant("alice", {"requests": 5})
+    await service.crash()
+    await service.start()
+    worker, quotas = await join(service), service.controller.context.rooms.quotas
+    worker.generating.clear()
+    await eventually(lambda: len(worker.active) == 4)
+    with pytest.raises(TooManyRequests, match="4 generations of yours wait or run, allowed: at most 5"):
+        await alice.sample(sampler, 7, count=2)
+    assert quotas.in_use("alice")["requests"] == 4
+    worker.generating.set()
+    for request in sent:
+        assert isinstance(await alice.outcome(request), operations.SampleResult)
+    await eventually(lambda: not quotas.in_use("alice"))

@@ -112,9 +112,7 @@ class Completions:
         they exceed a limit together, unless a ``job`` asks."""
         quotas, model = self._context.rooms.quotas, prompts[0].target.model
         tokens = sum(len(prepared.prompt) + self._most_tokens(prepared, options) for prepared in prompts)
-        if not job:
-            quotas.check_generation(tenant, model, tokens, len(prompts))
-        with quotas.generating(tenant, model, tokens, len(prompts)):
+        with quotas.generating(tenant, model, tokens, len(prompts), limited=not job):
             yield
 
     async def generate(

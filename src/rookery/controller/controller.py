@@ -14,7 +14,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -365,35 +365,42 @@ class Controller:
     async def submit(self, tenant: str, data: Any, key: str | None = None) -> tuple[JobView, bool]:
         """Validate a job, make it durable, start it; returns it and True. A repeated ``key`` returns the first job and
         False, also where a limit is reached since, or something that the job names is deleted."""
-        quotas = self.context.rooms.quotas
         known = None if key is None else await self.context.store.read(jobs.keyed_job, tenant, key)
-        if known is None:
-            quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
         try:
-            spec, policies, warnings = await self._validator.check(tenant, data, known=known is not None)
+            if known is None:
+                with self.context.rooms.quotas.queueing(tenant, len(self.jobs.waiting_of(tenant))):
+                    row, created = await self._store_job(tenant, data, key)
+            else:
+                row, created = await self._store_job(tenant, data, key, known)
         except SpecError:
             if known is None or not await self.context.threads(repeats, known.spec, data):
                 raise
-            return await self._repeated(known), False
-        dumped = spec.model_dump(mode="json")
-        if known is None:
-            await quotas.check_metadata(tenant, dumped)
-        id, now = self.context.ids.new("job"), self.context.clock.time()
-        row, created = await self.context.store.write(
-            jobs.submit_job,
-            JobRow(id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key),
-            [replace(policy, job=id) for policy in policies],
-            warnings,
-        )
+            row, created = known, False
+        return await (self.queries.show(tenant, row.id) if created else self._repeated(row)), created
+
+    async def _store_job(
+        self, tenant: str, data: Any, key: str | None, known: JobRow | None = None
+    ) -> tuple[JobRow, bool]:
+        """The durable row of a job, and whether it is new; it is started then. ``known``: the one with that key."""
+        spec, policies, warnings = await self._validator.check(tenant, data, known=known is not None)
+        dumped, id, now = spec.model_dump(mode="json"), self.context.ids.new("job"), self.context.clock.time()
+        async with AsyncExitStack() as reserved:
+            if known is None:
+                await reserved.enter_async_context(self.context.rooms.quotas.describing(tenant, dumped))
+            row, created = await self.context.store.write(
+                jobs.submit_job,
+                JobRow(id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key),
+                [replace(policy, job=id) for policy in policies],
+                warnings,
+            )
         if created:
             self.jobs.states["queued"] += 1
             log.info("job %s submitted", row.name, extra={"tenant": tenant, "job": row.id})
             self.sinks.follow(row)
             self._admit(row)
-            return await self.queries.show(tenant, row.id), True
-        if row.spec != dumped:
+        elif row.spec != dumped:
             raise Conflict(f"the key {key!r} was used for another job ({row.id}); use a new key for a new job")
-        return await self._repeated(row), False
+        return row, created
 
     async def _repeated(self, row: JobRow) -> JobView:
         """A job that was submitted before. Its first submission may have ended before the job was launched."""
@@ -480,7 +487,7 @@ class Controller:
             for runner in list(self.jobs.runners.values()):
                 if reason := self.context.rooms.quotas.used_up(runner.row.tenant):
                     runner.halt(reason)
-            for tenant in {row.tenant for row in self.jobs.waiting.values()}:
+            for tenant in self.jobs.waiting.groups("tenant"):
                 self._launch_admitted(tenant)
             kinds = self.retries.outages()
             answers = await asyncio.gather(*map(self.context.outages.lasts, kinds))
@@ -499,19 +506,22 @@ class Controller:
                 return
             if not by_itself:
                 self.admission.hold(job, 0.0)
-            self.context.rooms.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
-            runner = self.jobs.runners.get(job)
-            if runner is not None and runner.unstored:
-                raise Unavailable(f"job {job} cannot resume: its pause could not be stored yet: {runner.unstored}")
-            if row.state in FINAL_JOB_STATES:
-                raise Conflict(f"job {job} is {row.state}: submit a new one, with warm_start to go on from its weights")
-            if row.state == "paused":
-                if runner is not None:  # it paused itself just now
-                    await asyncio.wait([runner.task])
-                self.jobs.totals["jobs_resumed"] += by_itself
-                self._admit(await self._set_state(row, "queued", ""))
-            else:
-                await self._launch_if_queued(tenant, job)
+            with self.context.rooms.quotas.queueing(tenant, len(self.jobs.waiting_of(tenant))):
+                await self._resume(row, by_itself)
+
+    async def _resume(self, row: JobRow, by_itself: bool) -> None:
+        runner = self.jobs.runners.get(row.id)
+        if runner is not None and runner.unstored:
+            raise Unavailable(f"job {row.id} cannot resume: its pause could not be stored yet: {runner.unstored}")
+        if row.state in FINAL_JOB_STATES:
+            raise Conflict(f"job {row.id} is {row.state}: submit a new one, with warm_start to go on from its weights")
+        if row.state == "paused":
+            if runner is not None:  # it paused itself just now
+                await asyncio.wait([runner.task])
+            self.jobs.totals["jobs_resumed"] += by_itself
+            self._admit(await self._set_state(row, "queued", ""))
+        else:
+            await self._launch_if_queued(row.tenant, row.id)
 
     async def rollback(self, tenant: str, job: str) -> None:
         """Go back from a version whose bytes are absent to the newest one that is there, and resume the paused job.

@@ -91,4 +91,5 @@ class Deletions:
                 await commands.delete_upload(tenant, upload.hash)
             for saved in await store.read(sessions.list_checkpoints, tenant):  # a tenant may have a few thousand
                 await self._clients.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
+        self._context.rooms.quotas.forget(tenant)
         log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})

@@ -5,6 +5,8 @@ a job: what its spec may ask of the service's memory, decided before anything is
   either. ``weight`` is a tenant's share of engines and trainers, relative to the others' (1 without an override).
 * A request beyond a limit is refused with the numbers and the time after which to try again, and is counted under the
   setting's name. Jobs are not refused for work in progress: they wait (:mod:`rookery.controller.jobs.runner`).
+* A limit is reserved where it is checked, with nothing awaited in between, and released when that work has ended or
+  is counted elsewhere: however many requests come in one moment, they use no more of it than they would one by one.
 * A day is one of UTC. Its tokens, sampled and trained ones, are stored with the usage: a crash forgets those since the
   last flush.
 * The options of a job's environment travel with every episode: they are small, and rows are stored once as a dataset.
@@ -13,16 +15,19 @@ a job: what its spec may ask of the service's memory, decided before anything is
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
+from weakref import WeakValueDictionary
 
+from rookery.aio import Signal
 from rookery.clock import Clock
 from rookery.controller.service_time import CHECK_BURST, LONGEST_PAUSE, KeylessTime, ServiceTime
 from rookery.errors import TooManyRequests
@@ -58,6 +63,9 @@ RETRY_SECONDS = {
 }  # fmt: skip
 """When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
 stay until somebody deletes them."""
+
+STORING_RETRY_SECONDS = 2.0
+"""When to try again where a limit of stored things is reached only with those that are stored now."""
 
 METADATA_SECONDS = 60.0
 """At the limit of its rows' bytes a tenant's rows are read again after this time: some may be deleted."""
@@ -101,12 +109,14 @@ class Quotas:
         self._clock = clock
         self._store = store
         self._refused = refused
-        self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """By tenant and base model: generations of clients that wait or run."""
-        self._hosts: Counter[str] = Counter()
-        """By tenant: connections of environment hosts."""
-        self._request_tokens: Counter[str] = Counter()
-        """By tenant: tokens that those hold at most."""
+        self._in_use: dict[str, Counter[str]] = {}
+        """By tenant and limit: the generations and hosts that there are, and all that is reserved."""
+        self._models: dict[str, Counter[str]] = {}
+        """By tenant: base models of generations that wait or run, and of training runs that are created."""
+        self._released: WeakValueDictionary[str, Signal] = WeakValueDictionary()
+        """By tenant, while its generations wait for room: notified when some was released."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By tenant: of generations that wait for room. A lock lives as long as a task holds it or waits for it."""
         self.queued: Counter[str] = Counter()
         """By tenant: bytes of operations that wait, or belong to a step that is not committed."""
         self._queued_of: Counter[str] = Counter()
@@ -115,6 +125,8 @@ class Quotas:
         """By tenant beyond its limit: the training run that has room there, until the tenant is below it again."""
         self._metadata: dict[str, tuple[int, float]] = {}
         """By tenant: the bytes of its rows, and when they were read."""
+        self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By tenant: of the read of those bytes."""
         share, refuse = partial(self.limit, name="service_share"), partial(self._refuse, "service_share")
         self.service_time = ServiceTime(clock, share, refuse, working)
         self.host_time = self.service_time.apart(longest_pause=LONGEST_PAUSE)
@@ -135,6 +147,12 @@ class Quotas:
         self._day, tokens = await self._store.read(tenants.tokens_of_day)
         self._tokens = Counter(tokens)
 
+    def forget(self, tenant: str) -> None:
+        """The tenant is deleted."""
+        known: tuple[dict[str, Any], ...] = (self._metadata, self._allowance, self.overrides, self.weights)
+        for of_tenant in known:
+            of_tenant.pop(tenant, None)
+
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def override(self, tenant: str, limits: Mapping[str, float]) -> None:
@@ -153,7 +171,7 @@ class Quotas:
             "limits": {**limits, "weight": self.weights.get(tenant, 1.0)},
             "overrides": self.overrides.get(tenant, {}),
             "tokens_today": self.day()[1].get(tenant, 0),
-            "requests": self._requests[tenant].total(),
+            "requests": self.in_use(tenant)["requests"],
             "service_seconds": self.service_seconds(tenant),
         }
 
@@ -176,40 +194,67 @@ class Quotas:
             raise self._refuse("requests_per_second", f"more than {rate:g} requests in a second", (1 - left) / rate)
         self._allowance[tenant] = (now, left - 1)
 
-    def check_generation(self, tenant: str, model: str, tokens: int, count: int = 1) -> None:
-        """``count`` generations that a client asks for, of at most so many tokens. Raises :class:`TooManyRequests`."""
-        self.check_tokens(tenant)
-        self.check_model(tenant, model)
-        now = self._requests[tenant].total()
-        self._check("requests", tenant, now, count, "generations of yours wait or run")
-        self._check("request_tokens", tenant, self._request_tokens[tenant], tokens, "tokens of yours wait or run")
+    @contextmanager
+    def generating(
+        self, tenant: str, model: str, tokens: int, count: int = 1, *, limited: bool = True
+    ) -> Iterator[None]:
+        """``count`` generations that a client asks for, of at most so many tokens, wait or run within. Raises
+        :class:`TooManyRequests` for ``limited`` ones beyond a limit."""
+        if limited:
+            self.check_tokens(tenant)
+            self.check_model(tenant, model)
+            self._check("requests", tenant, count, "generations of yours wait or run")
+            self._check("request_tokens", tenant, tokens, "tokens of yours wait or run")
+        with self._using(tenant, model, requests=count, request_tokens=tokens):
+            yield
 
-    def _check(self, name: str, tenant: str, now: float, more: float, what: str) -> None:
-        """Raises :class:`TooManyRequests` if ``more`` beside those there are ``now`` exceed a limit."""
-        most = self.limit(tenant, name)
-        if now and now + more > most:
+    async def generate_in_turn(self, reserved: ExitStack, tenant: str, model: str, tokens: int, count: int) -> None:
+        """As :meth:`generating`, until ``reserved`` is closed: of generations that an earlier process accepted. They
+        wait until there is room, one after another."""
+        async with self._turns.setdefault(tenant, asyncio.Lock()):
+            released = self._released.setdefault(tenant, Signal())
+            while not (self._fits("requests", tenant, count) and self._fits("request_tokens", tenant, tokens)):
+                await released.next.wait()
+            reserved.enter_context(self.generating(tenant, model, tokens, count, limited=False))
+
+    def in_use(self, tenant: str) -> Counter[str]:
+        """By limit, the generations and hosts of the tenant that there are, and all that is reserved."""
+        return Counter(self._in_use.get(tenant, {}))
+
+    def _fits(self, name: str, tenant: str, more: float, now: float = 0.0) -> bool:
+        """Whether ``more`` beside those in use, and ``now`` others, are within a limit. One alone always is."""
+        now += self.in_use(tenant)[name]
+        return not now or now + more <= self.limit(tenant, name)
+
+    def _check(self, name: str, tenant: str, more: float, what: str, now: float = 0.0) -> None:
+        """Raises :class:`TooManyRequests` where ``more`` do not fit."""
+        if not self._fits(name, tenant, more, now):
+            now, most = now + self.in_use(tenant)[name], self.limit(tenant, name)
             raise self._refuse(name, f"{now:.0f} {what}, allowed: at most {most:.0f}")
 
     @contextmanager
-    def generating(self, tenant: str, model: str, tokens: int, count: int = 1) -> Iterator[None]:
-        """``count`` generations of a client wait or run within."""
-        self._requests[tenant][model] += count
-        self._request_tokens[tenant] += tokens
+    def _using(self, tenant: str, model: str = "", **amounts: int) -> Iterator[None]:
+        """The amounts count against the limits of these names within, and the base model as one that is used."""
+        counts = (self._in_use, amounts), (self._models, {model: 1} if model else {})
+        for counted, more in counts:
+            counted.setdefault(tenant, Counter()).update(more)
         try:
             yield
         finally:
-            self._requests[tenant][model] -= count
-            self._request_tokens[tenant] -= tokens
+            for counted, more in counts:
+                left = counted.pop(tenant, Counter())
+                left.subtract(more)
+                if left := +left:  # none of them is zero
+                    counted[tenant] = left
+            if (released := self._released.get(tenant)) is not None:
+                released.notify()
 
     @contextmanager
     def hosting(self, tenant: str) -> Iterator[None]:
         """An environment host of the tenant is connected within. Raises :class:`TooManyRequests`."""
-        self._check("hosts", tenant, self._hosts[tenant], 1, "environment hosts of yours are connected")
-        self._hosts[tenant] += 1
-        try:
+        self._check("hosts", tenant, 1, "environment hosts of yours are connected")
+        with self._using(tenant, hosts=1):
             yield
-        finally:
-            self._hosts[tenant] -= 1
 
     def check_queued(self, tenant: str, run: str, size: int, *, data: bool, frees: bool) -> None:
         """A client sends an operation of ``size`` bytes to a training run. Raises :class:`TooManyRequests`.
@@ -245,13 +290,16 @@ class Quotas:
         if first not in self._queued_of or self.queued[tenant] <= self.limit(tenant, "queued_bytes"):
             self._first.pop(tenant, None)
 
-    def check_waiting_jobs(self, tenant: str, now: int) -> None:
-        """The tenant, ``now`` jobs of which are queued, wants to run another one. Raises :class:`TooManyRequests`."""
-        self._check("waiting_jobs", tenant, now, 1, "jobs of yours are queued")
+    @contextmanager
+    def queueing(self, tenant: str, now: int) -> Iterator[None]:
+        """The tenant, ``now`` jobs of which are queued, queues another one within. Raises :class:`TooManyRequests`."""
+        self._check("waiting_jobs", tenant, 1, "jobs of yours are queued", now)
+        with self._using(tenant, waiting_jobs=1):
+            yield
 
     def models(self, tenant: str) -> set[str]:
         """The base models that the tenant uses now."""
-        return self._models_in_use(tenant) | {model for model, count in self._requests[tenant].items() if count}
+        return self._models_in_use(tenant) | self._models.get(tenant, Counter()).keys()
 
     def check_model(self, tenant: str, model: str) -> None:
         """The tenant asks for work on a base model. Raises :class:`TooManyRequests`."""
@@ -261,32 +309,70 @@ class Quotas:
                 "models", f"{model}: you use {len(used)} base models ({', '.join(sorted(used))}), allowed: {most:g}"
             )
 
+    @contextmanager
+    def using_model(self, tenant: str, model: str) -> Iterator[None]:
+        """The tenant uses a base model within. Raises :class:`TooManyRequests`."""
+        self.check_model(tenant, model)
+        with self._using(tenant, model):
+            yield
+
     async def check_stored(self, tenant: str) -> None:
-        """The tenant is about to store something. Raises :class:`TooManyRequests` at a limit; so the last thing stored
-        may exceed it."""
+        """The tenant will store something. Raises :class:`TooManyRequests` at a limit."""
+        await self._check_stored(tenant, Counter)
+
+    @asynccontextmanager
+    async def storing(self, tenant: str, *, adapters: int = 0, size: int = 0) -> AsyncIterator[None]:
+        """The tenant stores so many adapters and bytes within. Raises :class:`TooManyRequests` at a limit; so the last
+        thing stored may exceed it. Things that others have begun to store before count, too."""
+        before = self.in_use(tenant)
+        with self._using(tenant, adapters=adapters, bytes=size):
+            mine = Counter(adapters=adapters, bytes=size)
+            await self._check_stored(tenant, lambda: before & (self.in_use(tenant) - mine))
+            yield
+
+    async def _check_stored(self, tenant: str, reserved: Callable[[], Counter[str]]) -> None:
+        """``reserved()``: adapters and bytes that are about to be stored."""
         adapters, size = await self._store.read(tenants.stored, tenant)
         for name, stored in (("adapters", adapters), ("bytes", size)):
-            most = self.limit(tenant, name)
-            if stored >= most:
+            most, soon = self.limit(tenant, name), reserved()[name]
+            if stored + soon >= most:
                 what = "adapters" if name == "adapters" else "bytes of adapters and datasets"
+                if stored < most:
+                    reason = f"you store {stored} {what}, and {soon} more now, allowed: {most:.0f}"
+                    raise self._refuse(name, reason, STORING_RETRY_SECONDS)
                 raise self._refuse(
                     name, f"you store {stored} {what}, allowed: {most:.0f}; delete some, or ask the administrator"
                 )
 
-    async def check_metadata(self, tenant: str, text: Any = "") -> None:
-        """The tenant is about to store a row with ``text``, which is JSON-like. Raises :class:`TooManyRequests` at the
-        limit. The sum is kept in memory, and read again at the limit: rows may be deleted."""
-        now, most = self._clock.monotonic(), self.limit(tenant, "metadata_bytes")
-        known, read = self._metadata.get(tenant, (0, -math.inf))
-        if read == -math.inf or (known >= most and now - read > METADATA_SECONDS):
-            known, read = await self._store.read(tenants.metadata_bytes, tenant), now
-        if known >= most:
+    @asynccontextmanager
+    async def describing(self, tenant: str, text: Any = "") -> AsyncIterator[None]:
+        """A row with ``text``, which is JSON-like, is stored within. Raises :class:`TooManyRequests` at the limit. The
+        sum is kept in memory, and read again at the limit: rows may be deleted."""
+        await self._read_metadata(tenant)
+        size, most = ROW_BYTES + len(json.dumps(text)), self.limit(tenant, "metadata_bytes")
+        if (now := self._described(tenant)) >= most:
             raise self._refuse(
                 "metadata_bytes",
-                f"your jobs, sessions, training runs, samplers and checkpoints take {known} bytes of the database,"
+                f"your jobs, sessions, training runs, samplers and checkpoints take {now} bytes of the database,"
                 f" allowed: {most:.0f}; delete jobs or checkpoints, or ask the administrator",
             )
-        self._metadata[tenant] = (known + ROW_BYTES + len(json.dumps(text)), read)
+        with self._using(tenant, metadata_bytes=size):
+            yield
+        known, read = self._metadata.get(tenant, (0, -math.inf))
+        self._metadata[tenant] = (known + size, read)
+
+    def _described(self, tenant: str) -> int:
+        """The bytes of the tenant's rows, with those that are stored now."""
+        return self._metadata.get(tenant, (0, -math.inf))[0] + self.in_use(tenant)["metadata_bytes"]
+
+    async def _read_metadata(self, tenant: str) -> None:
+        """Read the bytes of the tenant's rows if they are not known, or may be fewer."""
+        async with self._reading.setdefault(tenant, asyncio.Lock()):
+            before, read = self._metadata.setdefault(tenant, (0, -math.inf))
+            now, full = self._clock.monotonic(), self._described(tenant) >= self.limit(tenant, "metadata_bytes")
+            if read == -math.inf or (full and now - read > METADATA_SECONDS):
+                found = await self._store.read(tenants.metadata_bytes, tenant)
+                self._metadata[tenant] = (found + self._metadata[tenant][0] - before, now)
 
     # --- tokens of a day ----------------------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ The controller is real, its workers follow a script and time passes when a test 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -390,13 +392,19 @@ async def test_weights_stay_while_requests_sample_from_them(service: Service) ->
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 
-async def trained(service: Service, *, crash_after: int | None) -> str:
-    """The state's content after four steps and a gradient, with a crash of everything within one of the gradients."""
+async def away(service: Service) -> None:
+    """The client is silent until nothing of it is in memory."""
+    await wait(service, 200.0)
+    assert not service.controller.sessions.runs
+
+
+async def trained(service: Service, interrupt: Callable[[Service], Awaitable[None]], after: int | None) -> str:
+    """The state's content after four steps and a gradient, with an interruption within one of the gradients."""
     visitor = await Client(service).begin()
     for number in range(4):
         await visitor.gradient(number, 2, 3)
-        if number == crash_after:
-            await restart(service)
+        if number == after:
+            await interrupt(service)
         stepped = await visitor.step()
         assert isinstance(stepped, operations.OptimStepResult), stepped
         await visitor.gradient(number, 5)  # two batches in each gradient but the first
@@ -407,14 +415,17 @@ async def trained(service: Service, *, crash_after: int | None) -> str:
     return service.artifacts.path(row.hash, "adapter_model.safetensors").read_text()
 
 
-async def test_a_crash_between_two_versions_costs_no_gradient(tmp_path: Path) -> None:
-    """It costs computation: the state is the same in the end."""
+@pytest.mark.parametrize("interrupt", [restart, away])
+async def test_a_crash_between_two_versions_costs_no_gradient(
+    tmp_path: Path, interrupt: Callable[[Service], Awaitable[None]]
+) -> None:
+    """It costs computation, and so does a client that was away: the state is the same in the end."""
     ends = []
-    for crash in (None, 0, 2):
-        service = Service(tmp_path / str(crash), session_poll=0.05)
+    for after in (None, 0, 2):
+        service = Service(tmp_path / str(after), session_poll=0.05, suspect_seconds=1e9, stuck_seconds=1e9)
         await service.start()
         await join(service)
-        ends.append(await trained(service, crash_after=crash))
+        ends.append(await trained(service, interrupt, after))
         await service.close()
     assert len(set(ends)) == 1
 
@@ -525,3 +536,88 @@ async def test_queued_operations_of_a_killed_client_wait_and_are_dropped(
     assert record.__dict__["tenant"] == "alice" and record.getMessage().startswith("2 operations")
     refused = await killed.step()
     assert isinstance(refused, operations.OperationFailed) and "no step was taken" in refused.error
+
+
+async def work_of(action: Callable[[], Awaitable[object]]) -> int:
+    """The bytecode instructions that sessions and quotas execute meanwhile."""
+    count = 0
+
+    def traced(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if not any(part in frame.f_code.co_filename for part in ("controller/sessions", "controller/quotas")):
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        await action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+async def test_work_for_a_session_does_not_grow_with_the_runs_of_others(service: Service) -> None:
+    """Each heartbeat compared every session with all runs of all tenants."""
+    [worker] = service.peers
+    silent, free, works = await Client(service).begin(), asyncio.Event(), await Client(service).begin()
+    _, policy = await silent.store.read(sessions.get_model, "alice", silent.model)
+
+    async def hold(op: Any) -> None:
+        if isinstance(op, protocol.ForwardBackward) and op.policy == policy.id:
+            await free.wait()
+
+    async def one_beat() -> None:
+        await service.clock.advance(service.settings.worker.heartbeat_seconds, steps=1)
+        await works.sessions.heartbeat("alice", works.session)
+        service.controller.context.rooms.quotas.models("alice")
+
+    worker.answer = hold
+    for number in range(2):
+        await silent.send(forward([1, 2, number]))
+    alive, counts = [works], list[int]()
+    for _ in range(2):
+        alive += [await Client(service, "bob").begin() for _ in range(5)]
+        for _ in range(3):
+            await wait(service, 40.0)
+            for client in alive:
+                await client.sessions.heartbeat(client.tenant, client.session)
+        assert len(works.sessions.runs) == 1 + len(alive)
+        counts.append(min([await work_of(one_beat) for _ in range(3)]))  # in another one expired rows are deleted
+    free.set()
+    assert counts[0] == counts[1] > 0
+
+
+async def test_runs_of_a_suspended_session_leave_memory_and_return(service: Service) -> None:
+    visitor, other = await Client(service).begin(), await Client(service, "bob").begin()
+    await visitor.gradient()
+    await visitor.step()
+    for _ in range(4):
+        await wait(service, 50.0)
+        await other.sessions.heartbeat("bob", other.session)
+    assert set(visitor.sessions.runs) == {other.model}
+    assert service.controller.context.rooms.quotas.queued["alice"] == 0
+    await visitor.sessions.heartbeat("alice", visitor.session)
+    assert isinstance(await visitor.gradient(), operations.ForwardBackwardResult)
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+
+
+async def test_client_samples_again_after_its_samples_were_dropped(tmp_path: Path) -> None:
+    service = Service(
+        tmp_path, session_poll=0.05, session_idle=20.0, session_abandon=40.0, suspect_seconds=1e9, stuck_seconds=1e9,
+    )  # fmt: skip
+    await service.start()
+    worker, visitor = await join(service), Client(service)
+    visitor.session = (await visitor.sessions.create("alice", None, sdk_version="0.38.0", name="", about={})).id
+    sampler = await visitor.sampler(None)
+    worker.generating.clear()
+    dropped = await visitor.sample(sampler, 0)
+    await wait(service, 120.0)  # then nothing of the session is in memory
+    assert isinstance(await visitor.outcome(dropped), operations.OperationFailed)
+    worker.generating.set()
+    await visitor.sessions.heartbeat("alice", visitor.session)
+    async with asyncio.timeout(10):
+        assert isinstance(await visitor.outcome(await visitor.sample(sampler, 1)), operations.SampleResult)
+    await service.close()

@@ -87,10 +87,6 @@ class Futures:
         """Futures without a result."""
         return len(self._open)
 
-    def has_open(self, run: str) -> bool:
-        """Whether an operation of the training run has no result, or is about to be durable."""
-        return any(id.startswith(f"{run}/") for id in self._open)
-
     async def open(
         self, tenant: str, id: str, operation: AnyOperation, run: str | None = None, seq: int = 0
     ) -> tuple[Future, bool]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from rookery import protocol
 from rookery.aio import TaskGroup, cancel_all, in_portions
 from rookery.controller.context import ControllerContext
+from rookery.controller.indexed import IndexedDict
 from rookery.controller.outages import storage_outage
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
@@ -81,6 +82,13 @@ class _RunningSample:
     """The reason why it waits for a place to be back."""
 
 
+@dataclass(frozen=True, eq=False)
+class _ScheduledRequest:
+    session: str
+    id: str
+    task: asyncio.Task[SamplingResult]
+
+
 class Samplers:
     def __init__(self, context: ControllerContext, futures: Futures, idle_seconds: float) -> None:
         self._context = context
@@ -90,9 +98,9 @@ class Samplers:
         """Monotonic time at which each sampler's use was last stored."""
         self._steady = (context.clock.time(), context.clock.monotonic())
         """Since when, on both clocks, this process runs and the clock of the stored times goes as fast as time."""
-        self._running: dict[str, _RunningSample] = {}
-        self._requests: dict[asyncio.Task[SamplingResult], SamplingRequest] = {}
-        """The requests that the rollout scheduler has."""
+        self._running: IndexedDict[str, _RunningSample] = IndexedDict(session=lambda sample: sample.row.session)
+        self._requests: IndexedDict[str, _ScheduledRequest] = IndexedDict(session=lambda one: one.session)
+        """The requests that the rollout scheduler has, by their ids."""
         self._suspended: dict[str, asyncio.Event] = {}
         """By suspended session: set when it resumes."""
 
@@ -117,31 +125,34 @@ class Samplers:
             of_path = path is not None and known.path == path and base_model in (None, known.base_model)
             if of_path or (path is None and not known.path and known.model is None and known.base_model == base_model):
                 return known
-        await context.rooms.quotas.check_metadata(tenant)
         if path is not None:
             checkpoint, run, policy = await find_checkpoint(context, tenant, path)
             if base_model is not None and base_model != run.base_model:
                 raise UserError(f"{path} is of {run.requested_model}, not of {requested_model}")
-            return await context.store.write(
-                add_sampler, sampler_row(id, session, now, run, policy, checkpoint, path=path)
-            )
-        if base_model is None or requested_model is None:
+            row = sampler_row(id, session, now, run, policy, checkpoint, path=path)
+        elif base_model is None or requested_model is None:
             raise UserError("give base_model or model_path")
-        row = SamplerRow(
-            id=id,
-            tenant=tenant,
-            session=session,
-            base_model=base_model,
-            requested_model=requested_model,
-            created=now,
-            used=now,
-        )
-        return await context.store.write(add_sampler, row)
+        else:
+            row = SamplerRow(
+                id=id,
+                tenant=tenant,
+                session=session,
+                base_model=base_model,
+                requested_model=requested_model,
+                created=now,
+                used=now,
+            )
+        async with context.rooms.quotas.describing(tenant):
+            return await context.store.write(add_sampler, row)
 
-    def start(self, future: Future, operation: Sample, row: SamplerRow) -> None:
-        """Sample; the result goes to ``future``."""
-        work = asyncio.create_task(self._sample_until_stored(future, operation, row), name=f"sample {future.id}")
+    def start(self, future: Future, operation: Sample, row: SamplerRow, reserved: ExitStack | None = None) -> None:
+        """Sample; the result goes to ``future``. ``reserved`` is the part of the tenant's limits that the sample has;
+        without it, as after a restart, the sample waits for one."""
+        stack = ExitStack() if reserved is None else reserved
+        sampling = self._sample_until_stored(future, operation, row, stack if reserved is None else None)
+        work = asyncio.create_task(sampling, name=f"sample {future.id}")
         task = asyncio.create_task(self._deliver(future), name=f"result of {future.id}")
+        work.add_done_callback(lambda done: stack.close())
         self._running[future.id] = _RunningSample(row, work, task)
         task.add_done_callback(lambda done: self._running.pop(future.id))
 
@@ -154,13 +165,13 @@ class Samplers:
 
     async def end(self, session: str) -> None:
         """The session is finished: cancel its samples."""
-        tasks = [sample.task for sample in self._running.values() if sample.row.session == session]
+        tasks = [sample.task for sample in self._running.of(session=session)]
         self.drop(session, CANCELLED)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def drop(self, session: str, error: str) -> int:
         """Give up the session's samples: ``error`` is their result. Returns how many."""
-        return sum(self._cancel(sample, error) for sample in self._running.values() if sample.row.session == session)
+        return sum(self._cancel(sample, error) for sample in self._running.of(session=session))
 
     @staticmethod
     def _cancel(sample: _RunningSample, error: str) -> bool:
@@ -169,17 +180,16 @@ class Samplers:
         sample.error = error
         return sample.work.cancel()
 
-    @property
-    def sessions(self) -> set[str]:
-        """Sessions whose samples run or wait."""
-        return {sample.row.session for sample in self._running.values()}
+    def has(self, session: str) -> bool:
+        """Whether samples of the session run or wait."""
+        return self._running.has(session=session)
 
     def suspend(self, session: str) -> None:
         """Take the session's requests that no worker runs yet out of the scheduler, until :meth:`resume`."""
         self._suspended.setdefault(session, asyncio.Event())
-        for task, request in list(self._requests.items()):
-            if request.job == session and self._context.rooms.rollouts.unstarted(session, request.id):
-                task.cancel()
+        for request in self._requests.of(session=session):
+            if self._context.rooms.rollouts.unstarted(session, request.id):
+                request.task.cancel()
 
     def resume(self, session: str) -> None:
         if (resumed := self._suspended.pop(session, None)) is not None:
@@ -228,9 +238,13 @@ class Samplers:
             result = failure(future, error)
         await self._futures.finish(future, result)
 
-    async def _sample_until_stored(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
-        """Sample, again after each outage that the sample meets."""
-        attempt = 0
+    async def _sample_until_stored(
+        self, future: Future, operation: Sample, row: SamplerRow, waits: ExitStack | None
+    ) -> SampleResult:
+        """Sample, again after each outage that the sample meets; first it ``waits`` for its part of the limits."""
+        quotas, attempt = self._context.rooms.quotas, 0
+        if waits is not None:
+            await quotas.generate_in_turn(waits, row.tenant, row.base_model, operation.tokens, operation.count)
         while True:
             try:
                 return await self._sample(future, operation, row)
@@ -244,10 +258,9 @@ class Samplers:
             sample.outage, attempt = "", attempt + 1
 
     async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
-        with self._context.rooms.quotas.generating(row.tenant, row.base_model, operation.tokens, operation.count):
-            adapter = await self._adapter(row)
-            async with self._context.rooms.collector.pin(adapter):
-                return await self._generate_all(future, operation, row, adapter)
+        adapter = await self._adapter(row)
+        async with self._context.rooms.collector.pin(adapter):
+            return await self._generate_all(future, operation, row, adapter)
 
     async def _generate_all(
         self, future: Future, operation: Sample, row: SamplerRow, adapter: protocol.AdapterRef | None
@@ -296,8 +309,8 @@ class Samplers:
         while True:
             if (resumed := self._suspended.get(request.job)) is not None:
                 await resumed.wait()
-            task = asyncio.ensure_future(self._context.rooms.rollouts.sample(request))
-            self._requests[task] = request
+            task = asyncio.create_task(self._context.rooms.rollouts.sample(request))
+            self._requests[request.id] = _ScheduledRequest(request.job, request.id, task)
             try:
                 return await task
             except asyncio.CancelledError:
@@ -305,7 +318,7 @@ class Samplers:
                 if current is None or current.cancelling():  # else suspend() cancelled the request alone
                     raise
             finally:
-                del self._requests[task]
+                del self._requests[request.id]
 
     async def _adapter(self, row: SamplerRow) -> protocol.AdapterRef | None:
         """The weights to sample with now. Raises :class:`FutureExpired` if they were deleted."""

@@ -7,6 +7,8 @@
 * A session without a heartbeat for ``idle`` seconds is suspended until the next one: it releases its trainer slots, and
   its queued operations wait. They are dropped after ``abandon`` seconds; after ``expire`` seconds the session is
   finished (:mod:`rookery.controller.sessions.times`).
+* Memory follows work: the runs of suspended and of finished sessions that have no operation are unloaded, and loaded
+  again by the next one. Nothing that is done for one session, or at each heartbeat, looks at the runs of the others.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
 
 from rookery.controller.context import ControllerContext
+from rookery.controller.indexed import IndexedDict
 from rookery.controller.sessions.futures import Future, FutureExpired, Futures, QueueStatus
 from rookery.controller.sessions.operations import (
     AnyOperation,
@@ -70,12 +76,20 @@ class Sessions:
         self.futures = Futures(context, times.poll)
         self.samplers = Samplers(context, self.futures, times.sampler_idle)
         self._slots = slots
-        self.runs: dict[str, TrainingRun] = {}
+        self.runs: IndexedDict[str, TrainingRun] = IndexedDict(
+            session=lambda run: run.row.session,
+            tenant=lambda run: run.row.tenant,
+            model=lambda run: run.row.base_model,
+        )
+        """Training runs in memory, by their ids."""
+        self._queued: dict[str, TrainingRun] = {}
+        """Among them, all that have queued operations."""
         self.loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as a task holds it or waits for it."""
         self._open: dict[str, SessionRow] = {}
         """Rows of sessions that are not finished."""
         self._seen: dict[str, float] = {}
+        """When each session's client gave its last sign of life (monotonic seconds), the longest ago first."""
         self._suspended: set[str] = set()
         self._stored: dict[str, float] = {}
         """When each session's last sign of life was stored."""
@@ -94,6 +108,7 @@ class Sessions:
                 assert isinstance(operation, Sample)
                 sampler = await store.read(sessions.get_sampler, row.tenant, operation.sampler)
                 await self._row(row.tenant, sampler.session)
+                self._seen.setdefault(sampler.session, self._context.clock.monotonic())
                 self._context.rooms.models.provide(sampler.base_model)
                 self._context.rooms.rollouts.expect_resumptions()
                 self.samplers.start(future, operation, sampler)
@@ -109,8 +124,10 @@ class Sessions:
         while True:
             await clock.sleep(settings.worker.heartbeat_seconds)
             self._slots.review()
-            for run in list(self.runs.values()):
+            for id, run in list(self._queued.items()):
                 run.expire_gap(self.times.seq_gap)
+                if not run.queued:
+                    del self._queued[id]
             self._suspend_silent()
             now = clock.monotonic()
             if now - swept > SWEEP_SECONDS:
@@ -125,26 +142,32 @@ class Sessions:
         """Suspend the sessions without a heartbeat, and drop the operations of those that are silent for too long. A
         session that its client finished runs its last operations."""
         times, now = self.times, self._context.clock.monotonic()
-        for session in {run.row.session for run in self.runs.values()} | self.samplers.sessions:
-            silent, runs = now - self._seen.setdefault(session, now), self._runs_of(session)
-            if silent <= times.idle:
+        for session, seen in list(takewhile(lambda known: now - known[1] > times.idle, self._seen.items())):
+            runs = self.runs.of(session=session)
+            if not runs and not self.samplers.has(session):
+                self._forget(session)
                 continue
             if session not in self._open:
                 for run in runs:
                     run.release_slot()
                 continue
-            for run in runs:
-                run.suspend()
-            self.samplers.suspend(session)
-            self._suspended.add(session)
-            if silent > times.abandon:
+            if session not in self._suspended:
+                self._suspended.add(session)
+                for run in runs:
+                    run.suspend()
+            self.samplers.suspend(session)  # also requests that came back from a lost worker
+            if now - seen > times.abandon:
                 error = f"dropped: session {session} had no heartbeat for {times.abandon:.0f} s"
                 count = sum(run.drop(error) for run in runs) + self.samplers.drop(session, error)
                 if count:
                     log.warning("%d operations %s", count, error, extra={"tenant": self._open[session].tenant})
 
-    def _runs_of(self, session: str) -> list[TrainingRun]:
-        return [run for run in self.runs.values() if run.row.session == session]
+    def _forget(self, session: str) -> None:
+        """The session's client is away, and nothing of it is in memory."""
+        del self._seen[session]
+        self._stored.pop(session, None)
+        self._open.pop(session, None)
+        self._resume(session)
 
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
@@ -159,26 +182,21 @@ class Sessions:
                 extra = {"tenant": session.tenant}
                 log.info("session %s is finished: no heartbeat for %.0f s", session.id, limit, extra=extra)
                 await self.finish(session.tenant, session.id, "lost")
-        await self._forget_idle()
+        await self._unload_idle()
         for id in await store.read(sessions.over_models, now - times.result):
             if id not in self.runs:
                 await context.rooms.collector.delete_unnamed(sessions.end_model, id)
 
-    async def _forget_idle(self) -> None:
-        """Remove from memory the idle runs of finished sessions, and the sessions of clients that are away."""
+    async def _unload_idle(self) -> None:
+        """Remove from memory the runs without an operation whose sessions are suspended or finished. Another one loads
+        them again, as a start of the service does."""
         for id, run in list(self.runs.items()):
             row = await self._row(run.row.tenant, run.row.session)
-            # submit() reads the session last: from then on its operation is among the futures, then in the queue.
-            if row.finished is not None and run.resting and not self.futures.has_open(id):
-                del self.runs[id]
-                await run.close()
-        away = self._context.clock.monotonic() - self.times.idle
-        used = {run.row.session for run in self.runs.values()} | self.samplers.sessions
-        for session in [id for id, seen in self._seen.items() if seen < away and id not in used]:
-            del self._seen[session]
-            self._stored.pop(session, None)
-            self._open.pop(session, None)
-            self._suspended.discard(session)
+            if run.unused and (row.finished is not None or row.id in self._suspended):
+                async with self.loading.setdefault(id, asyncio.Lock()):
+                    if run.unused and self.runs.get(id) is run:
+                        del self.runs[id]
+                        await run.close()
 
     def _time(self) -> float:
         return self._context.clock.time()
@@ -194,10 +212,11 @@ class Sessions:
             id=self._context.ids.new("session"), tenant=tenant, idempotency_key=key, created=now, seen=now,
             sdk_version=sdk_version, name=name, about=about,
         )  # fmt: skip
-        if key is None or not await self._context.store.read(sessions.has_session, tenant, key):
-            await self._context.rooms.quotas.check_metadata(tenant, about)
-        log.info("session with SDK %s", sdk_version, extra={"tenant": tenant})
-        return await self._context.store.write(sessions.add_session, row)
+        async with AsyncExitStack() as reserved:
+            if key is None or not await self._context.store.read(sessions.has_session, tenant, key):
+                await reserved.enter_async_context(self._context.rooms.quotas.describing(tenant, about))
+            log.info("session with SDK %s", sdk_version, extra={"tenant": tenant})
+            return await self._context.store.write(sessions.add_session, row)
 
     async def get(self, tenant: str, id: str) -> SessionRow:
         """The session, whose client is alive. Raises :class:`NotFound`."""
@@ -206,7 +225,8 @@ class Sessions:
             await self._context.store.write(sessions.seen_session, id, self._time())
             self._stored[id] = now
             row = await self._row(tenant, id)  # it may have been finished meanwhile
-        self._seen[id] = now
+        self._seen.pop(id, None)
+        self._seen[id] = self._context.clock.monotonic()  # it is the last one now
         self._resume(id)
         return row
 
@@ -214,7 +234,7 @@ class Sessions:
         if session in self._suspended:
             self._suspended.discard(session)
             self.samplers.resume(session)
-            for run in self._runs_of(session):
+            for run in self.runs.of(session=session):
                 run.resume()
 
     async def heartbeat(self, tenant: str, id: str) -> None:
@@ -231,7 +251,7 @@ class Sessions:
             self._open.pop(id, None)  # the database may have stored it and failed to answer
         self._resume(id)
         await self.samplers.end(id)
-        for run in self._runs_of(id):
+        for run in self.runs.of(session=id):
             run.release_slot()
 
     async def _row(self, tenant: str, id: str) -> SessionRow:
@@ -280,23 +300,30 @@ class Sessions:
             id=id, tenant=tenant, session=session, base_model=name, requested_model=base_model or "", policy=policy,
             lora=lora, about=about, created=now, used=now,
         )  # fmt: skip
-        try:
-            known, shape = await context.store.read(sessions.get_model, tenant, id)
-            if (known.base_model, shape.rank, [*shape.targets]) != (name, rank, targets):
-                raise UserError(f"model {id} was created before, of another base model, rank or layers")
-        except NotFound:
-            context.rooms.quotas.check_model(tenant, name)
-            await context.rooms.quotas.check_stored(tenant)
-            await context.rooms.quotas.check_metadata(tenant, about)
-            new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)
-            await context.store.write(sessions.add_model, row, new)
-        self._context.rooms.models.provide(name)
-        return await self.submit(tenant, id, 0, operation)
+        quotas = context.rooms.quotas
+        with ExitStack() as reserved:  # the model is in use by it, until the run is loaded
+            try:
+                known, shape = await context.store.read(sessions.get_model, tenant, id)
+                if (known.base_model, shape.rank, [*shape.targets]) != (name, rank, targets):
+                    raise UserError(f"model {id} was created before, of another base model, rank or layers")
+            except NotFound:
+                reserved.enter_context(quotas.using_model(tenant, name))
+                await quotas.check_stored(tenant)
+                new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)
+                async with quotas.describing(tenant, about):
+                    await context.store.write(sessions.add_model, row, new)
+            context.rooms.models.provide(name)
+            return await self.submit(tenant, id, 0, operation)
 
     def models_in_use(self, tenant: str | None = None) -> set[str]:
         """The base models of the runs whose clients are not idle, of one tenant or of all."""
-        rows = [run.row for run in self.runs.values() if run.row.session not in self._suspended]
-        return {row.base_model for row in rows if tenant in (None, row.tenant)}
+
+        def used(runs: Iterable[TrainingRun]) -> Iterator[str]:
+            return (run.row.base_model for run in runs if run.row.session not in self._suspended)
+
+        if tenant is not None:
+            return set(used(self.runs.of(tenant=tenant)))
+        return {model for model in self.runs.groups("model") if any(used(self.runs.of(model=model)))}
 
     async def run(self, tenant: str, id: str) -> TrainingRun:
         """The training run, loaded if it was not in memory. Raises :class:`NotFound`."""
@@ -309,7 +336,10 @@ class Sessions:
                     await self._row(tenant, row.session)
                     run = TrainingRun(self._context, self.futures, self._slots, row, policy)
                     await run.load()
-                    self.runs[id] = run
+                    self._seen.setdefault(row.session, self._context.clock.monotonic())
+                    if row.session in self._suspended:
+                        run.suspend()
+                    self.runs[id] = self._queued[id] = run
         if run.row.tenant != tenant:
             raise NotFound(f"no model {id}")
         return run
@@ -318,11 +348,16 @@ class Sessions:
         """Queue an operation of a training run at ``seq`` (None: after all that arrived); returns the request's id.
         Raises :class:`OperationRefused`, and :class:`TooManyRequests` beyond a limit."""
         run = await self.run(tenant, id)
+        with run.expecting():
+            return await self._submit(run, seq, operation)
+
+    async def _submit(self, run: TrainingRun, seq: int | None, operation: AnyOperation) -> str:
+        tenant, id, quotas = run.row.tenant, run.row.id, self._context.rooms.quotas
         await self._check(run, operation)
         await self._require_open(tenant, run.row.session)
         self._context.rooms.models.provide(run.row.base_model)
         number = run.last_seq + 1 if seq is None else seq
-        name, size, quotas = f"{id}/{number}", operation.size, self._context.rooms.quotas
+        name, size = f"{id}/{number}", operation.size
         if self.futures.find(tenant, name) is None:
             data = isinstance(operation, ForwardBackwardOperation)
             try:
@@ -332,13 +367,23 @@ class Sessions:
                 raise
         quotas.count_queued(tenant, id, size)  # until it is in the queue, which counts it
         try:
-            future, created = await self.futures.open(tenant, name, operation, id, number)
+            future, created = await self._open_future(run, number, operation)
             problem = run.enqueue(future, operation) if created else ""
+            self._queued[id] = run
         finally:
             quotas.count_queued(tenant, id, -size)
         if problem:
             await self.futures.finish(future, OperationFailed(error=problem, category="user"))
         return future.id
+
+    async def _open_future(self, run: TrainingRun, number: int, operation: AnyOperation) -> tuple[Future, bool]:
+        """As :meth:`Futures.open`. An operation that stores a row counts as one from now on."""
+        tenant, id = run.row.tenant, run.row.id
+        async with AsyncExitStack() as reserved:
+            if isinstance(operation, SaveState | SaveSampler):
+                describing = self._context.rooms.quotas.describing(tenant, getattr(operation, "about", ""))
+                await reserved.enter_async_context(describing)
+            return await self.futures.open(tenant, f"{id}/{number}", operation, id, number)
 
     async def _check(self, run: TrainingRun, operation: AnyOperation) -> None:
         """Raises as :meth:`submit` does."""
@@ -351,7 +396,6 @@ class Sessions:
             quotas.check_tokens(tenant)
         elif isinstance(operation, SaveState | SaveSampler):
             await quotas.check_stored(tenant)
-            await quotas.check_metadata(tenant, getattr(operation, "about", ""))
 
     async def submit_in_turn(self, tenant: str, id: str, seq: int | None, operation: AnyOperation) -> str:
         """As :meth:`submit`. An operation that is refused for longer than clients repeat it takes its turn with the
@@ -399,13 +443,15 @@ class Sessions:
         """Sample ``operation.count`` texts; returns the request's id."""
         row = await self._context.store.read(sessions.get_sampler, tenant, operation.sampler)
         await self._require_open(tenant, row.session)
-        name = f"{row.id}/{number}"
-        if self.futures.find(tenant, name) is None:
-            self._context.rooms.quotas.check_generation(tenant, row.base_model, operation.tokens, operation.count)
-        self._context.rooms.models.provide(row.base_model)
-        future, created = await self.futures.open(tenant, name, operation, seq=number)
-        if created:
-            self.samplers.start(future, operation, row)
+        name, quotas = f"{row.id}/{number}", self._context.rooms.quotas
+        with ExitStack() as reserved:
+            new = self.futures.find(tenant, name) is None
+            if new:
+                reserved.enter_context(quotas.generating(tenant, row.base_model, operation.tokens, operation.count))
+            self._context.rooms.models.provide(row.base_model)
+            future, created = await self.futures.open(tenant, name, operation, seq=number)
+            if created:  # a repetition that is to start it waits for its part of the limits
+                self.samplers.start(future, operation, row, reserved.pop_all() if new else None)
         return future.id
 
     async def delete_checkpoint(self, tenant: str, run: str, kind: str, name: str) -> None:

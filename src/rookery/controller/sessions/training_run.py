@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -81,6 +82,8 @@ class TrainingRun:
         self._idle = False
         """The task waits for an operation, or for the client."""
         self._suspended = False
+        self._expected = 0
+        """Requests that may queue an operation."""
         self._outage = ""
         """The reason why the present operation waits for a place to be back."""
         self._abandoned = asyncio.Event()
@@ -143,9 +146,28 @@ class TrainingRun:
             self._policy_run.recall(_forward_request(operation))
 
     @property
+    def queued(self) -> bool:
+        """Whether operations wait in the queue."""
+        return bool(len(self._queue))
+
+    @property
     def resting(self) -> bool:
         """No operation runs or waits."""
         return self._idle and not len(self._queue) and not self._given_up
+
+    @property
+    def unused(self) -> bool:
+        """No operation runs, waits, or is about to."""
+        return self.resting and not self._expected
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """An operation may be queued within."""
+        self._expected += 1
+        try:
+            yield
+        finally:
+            self._expected -= 1
 
     async def close(self) -> None:
         """The run gets no more operations: release all that it holds in workers."""
@@ -259,6 +281,8 @@ class TrainingRun:
             if self._holder.busy:
                 self._slots.idle(self._holder)
             self._idle = True
+            if self._suspended:
+                self.release_slot()
             await self._arrived.wait()
             self._idle = False
 
@@ -368,7 +392,8 @@ class TrainingRun:
         await self._context.chat(self.row.base_model)  # prepares the model if it was not
         seed = operation.seed if operation.seed is not None else derive_seed(self.row.id)
         manifest = await self._trainer.init(seed, None)
-        await self._commit(manifest, future, operations.ModelCreated(model_id=self.row.id))
+        async with self._storing_first():
+            await self._commit(manifest, future, operations.ModelCreated(model_id=self.row.id))
         log.info("training run %s created", self.row.id, extra={"tenant": self.row.tenant})
 
     async def _forward_backward(
@@ -412,7 +437,8 @@ class TrainingRun:
         content = operations.encode(saved)
         overwrite = operation.overwrite or operation.kind != "weights"  # the API protects only these
         outcome = (future.id, content)
-        await context.rooms.collector.delete_unnamed(sessions.save_checkpoint, row, overwrite, outcome)
+        async with context.rooms.quotas.storing(row.tenant, adapters=1):
+            await context.rooms.collector.delete_unnamed(sessions.save_checkpoint, row, overwrite, outcome)
         self._futures.deliver(future, saved, len(content))
 
     async def _save_sampler(self, operation: operations.SaveSampler) -> operations.SamplerSaved:
@@ -439,7 +465,14 @@ class TrainingRun:
             else:
                 manifest = await self._trainer.init(0, ref)
             loaded = operations.StateLoaded(path=operation.path, model_id=self.row.id)
-            await self._commit(manifest, future, loaded, replaces=True, uploaded=not operation.optimizer)
+            async with self._storing_first():
+                await self._commit(manifest, future, loaded, replaces=True, uploaded=not operation.optimizer)
+
+    def _storing_first(self) -> AbstractAsyncContextManager[None]:
+        """The model's first version is stored within; a later one takes the room of the one before it. Raises
+        :class:`~rookery.errors.TooManyRequests` at a limit of the tenant."""
+        first = self._versions.head is None
+        return self._context.rooms.quotas.storing(self.row.tenant, adapters=1) if first else nullcontext()
 
     def _check_head(self) -> VersionRow:
         """The newest version, which the next operation builds on. Raises :class:`UserError` if there is none,
