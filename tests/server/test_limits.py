@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,14 +38,18 @@ from rookery import protocol
 from rookery.bounds import CHUNKS, CONVERSATION, PROMPTS
 from rookery.clock import SystemClock
 from rookery.controller.service_time import BURST, KeylessTime, RequestAccount, ServiceTime
-from rookery.errors import TooManyRequests
+from rookery.errors import TooManyRequests, Unauthorized
 from rookery.protocol.envhost import MOST_EPISODES
-from rookery.server.auth import Caller
+from rookery.server.auth import Caller, FailedKeys, Keys
 from rookery.server.bodies import INLINE_BYTES, BodyInvalid, BodyRefused, BoundedRequest, TimeKeeper, parse
 from rookery.server.connections import BYTE_SECONDS, CONNECTION_SECONDS, QUEUED, BoundedWebSocket, Connections, Slot
 from rookery.server.launcher import EmbeddedService
 from rookery.server.openai_responses import ResponsesRequest
 from rookery.server.tinker.schemas import ModelInput
+from rookery.storage.db import Database
+from rookery.storage.models import KeyRow
+from rookery.storage.repositories import jobs
+from rookery.turns import SPENT
 
 JSON = {"Content-Type": "application/json"}
 
@@ -968,3 +973,71 @@ def test_wrong_keys_are_limited_and_valid_ones_are_not(tmp_path: Path) -> None:
             assert refused.value.response.status_code == 429
         assert admin.get("/api/v1/health").status_code == 200
         assert metric(service, "keys_failed_total") == 3 and metric(service, "keys_limited_total") == 5
+
+
+async def test_wrong_keys_of_one_moment_are_tried_no_more_than_one_by_one() -> None:
+    """All that came while the first one was looked up were looked up."""
+    failed, tried = FailedKeys(3, ["known"]), list[str]()
+
+    async def look_up(key: str) -> None:
+        tried.append(key)
+        await asyncio.sleep(0)
+        if key.startswith("wrong"):
+            raise Unauthorized("unknown")
+
+    async def request(key: str, address: str = "here") -> str:
+        try:
+            async with failed.turn(address, key):
+                await look_up(key)
+        except (Unauthorized, TooManyRequests) as error:
+            return type(error).__name__
+        return "valid"
+
+    right = ["right"] * 5 + [f"right-{number}" for number in range(50)]
+    assert await asyncio.gather(*map(request, right)) == ["valid"] * 55
+    tried.clear()
+    found = await asyncio.gather(*(request(f"wrong-{number}") for number in range(50)))
+    assert found == ["Unauthorized"] * 3 + ["TooManyRequests"] * 47 and len(tried) == 3
+    assert await asyncio.gather(*map(request, [*right, "known"])) == ["valid"] * 56
+    assert await request("right-new") == "TooManyRequests"
+    assert await request("right-new", "elsewhere") == "valid"
+    async with failed.turn("elsewhere", "episode", agent=True):
+        pass
+    for number in range(20_000):
+        async with failed.turn("elsewhere", f"episode-{number}", agent=True):
+            pass
+    assert await request("right-49") == "valid", "keys of episodes push out no tenant's"
+    assert await request("episode") == "TooManyRequests"
+
+
+async def test_stored_keys_of_agents_are_read_apart_and_charged_to_the_request() -> None:
+    """They were read in front of all tenants' work, for nobody."""
+    begun, free, charged, reads = threading.Event(), threading.Event(), list[float](), list[str]()
+    standing = jobs.EpisodeStanding("alice", "job", "one two", "done", "", "running", None)
+
+    class Reads:
+        def read(self, function: Any, name: str, *given: Any) -> Any:
+            reads.append(name)
+            if function is not jobs.find_episode:
+                return KeyRow(hash=name, tenant="alice", label="", created=0.0, role="tenant")
+            begun.set()
+            assert free.wait(10)
+            return standing
+
+    keys = Keys(cast(Database, Reads()), SystemClock())
+    SPENT.set(charged.append)
+    asked = [asyncio.create_task(keys.episode("one", f"episode-{number}")) for number in range(3)]
+    await asyncio.to_thread(begun.wait)
+    assert await keys.find("key") is not None, "a tenant's key waits for no agent's"
+    free.set()
+    assert await asyncio.gather(*asked) == [standing] * 3
+    assert await keys.episode("two", "episode-0") is standing
+    assert reads.count("episode-0") == 1, "it has ended, and is known for a while"
+    await keys.episode("wrong", "episode-0")
+    assert reads.count("episode-0") == 2, "a key that it does not have may be new"
+    standing = replace(standing, state="open")
+    for _ in range(2):
+        assert (await keys.episode("one", "episode-9")) is standing
+    assert reads.count("episode-9") == 2, "one that runs may end"
+    assert len(charged) == len(reads)
+    keys.close()

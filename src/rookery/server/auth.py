@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from cachetools import LRUCache, TTLCache
 from fastapi import Depends, Request, Response
@@ -40,9 +42,12 @@ from rookery.server.signin import SignIns
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
-from rookery.storage.repositories import tenants
+from rookery.storage.repositories import jobs, tenants
+from rookery.storage.repositories.jobs import EpisodeStanding
 from rookery.storage.store import Writer
-from rookery.turns import TENANT
+from rookery.turns import SPENT, TENANT, measured
+
+T = TypeVar("T")
 
 REFUSALS = (
     "bodies_refused", "connections_refused", "connections_evicted", "connections_flooding", "keys_failed",
@@ -76,46 +81,83 @@ class FailedKeys:
         self._limit = per_minute
         self._known = frozenset(known)
         self._failed: TTLCache[str, int] = TTLCache(10_000, MINUTE)
-        self._valid: TTLCache[str, None] = TTLCache(10_000, 86400.0)
+        self._valid: dict[bool, TTLCache[str, None]] = {agent: TTLCache(10_000, 86400.0) for agent in (False, True)}
+        """Keys that were valid: those of tenants, and those of episodes, of which there are many more."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By address. A lock lives as long as a request holds it or waits for it."""
 
     def check(self, address: str, key: str) -> None:
         """Raises :class:`TooManyRequests`."""
-        if self._failed.get(address, 0) >= self._limit and key not in self._valid and key not in self._known:
+        if self._failed.get(address, 0) >= self._limit and not self._was_valid(key):
             raise TooManyRequests(f"{self._limit} requests with a wrong key in a minute; try again later", MINUTE)
 
-    def record(self, address: str, key: str, *, valid: bool) -> None:
-        if valid:
-            self._valid[key] = None
-        else:
-            self._failed[address] = self._failed.get(address, 0) + 1
+    @asynccontextmanager
+    async def turn(self, address: str, key: str, *, agent: bool = False) -> AsyncIterator[None]:
+        """A key, of an ``agent`` or of a tenant, is looked up within, and was valid if that raises no
+        :class:`Unauthorized`. Keys of an address that were not valid before are looked up one after another: of those
+        that come in one moment no more are tried than one by one. Raises :class:`TooManyRequests`."""
+        async with AsyncExitStack() as turn:
+            if not self._was_valid(key):
+                await turn.enter_async_context(self._turns.setdefault(address, asyncio.Lock()))
+            self.check(address, key)
+            try:
+                yield
+            except Unauthorized:
+                self.failed(address)
+                raise
+            self._valid[agent][key] = None
+
+    def failed(self, address: str) -> None:
+        """A key that came from the address is wrong."""
+        self._failed[address] = self._failed.get(address, 0) + 1
+
+    def _was_valid(self, key: str) -> bool:
+        return key in self._known or any(key in keys for keys in self._valid.values())
 
 
 class Keys:
-    """Valid keys by their hash. A key is read in a thread that does nothing else, and is known for
-    :data:`KEY_SECONDS`: authentication waits for nobody's work."""
+    """Valid keys by their hash, of tenants and of episodes. Either kind is read in a thread that does nothing else, and
+    is known for :data:`KEY_SECONDS`: authentication waits for nobody's work, and delays nobody's. The request is
+    charged for the time."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
         self._known: TTLCache[str, KeyRow] = TTLCache(10_000, KEY_SECONDS, clock.monotonic)
-        self._thread = ThreadPoolExecutor(1, "keys")
+        self._episodes: TTLCache[str, EpisodeStanding] = TTLCache(10_000, KEY_SECONDS, clock.monotonic)
+        self._thread, self._agents = ThreadPoolExecutor(1, "keys"), ThreadPoolExecutor(1, "agents' keys")
 
     async def find(self, key: str) -> KeyRow | None:
         """The row of a key that is valid now."""
         now = self._clock.time()
         row = self._known.get(key)
         if row is None:
-            find = partial(self._database.read, tenants.valid_key, key, now)
-            row = await asyncio.get_running_loop().run_in_executor(self._thread, find)
+            row = await self._read(self._thread, tenants.valid_key, key, now)
             if row is not None:
                 self._known[key] = row
         return row if row is not None and (row.expires is None or now < row.expires) else None
 
     async def stored(self, key: str) -> KeyRow | None:
         """The row of a key that may be valid no more."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._database.read, tenants.find_key, key
-        )
+        return await self._read(self._thread, tenants.find_key, key)
+
+    async def episode(self, key: str, episode: str) -> EpisodeStanding | None:
+        """The episode that a key is to open, as it is stored. One that has ended is known for a while."""
+        found = self._episodes.get(episode)
+        if found is None or key not in found.agent_keys.split():
+            found = await self._read(self._agents, jobs.find_episode, episode)
+            if found is not None and not found.runs_again:
+                self._episodes[episode] = found
+        return found
+
+    async def _read(self, thread: ThreadPoolExecutor, function: Callable[..., T], *given: Any) -> T:
+        taken: list[float] = []
+        read = partial(measured, partial(self._database.read, function, *given), taken.append)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, read)
+        finally:
+            if (spent := SPENT.get()) is not None:
+                spent(sum(taken))
 
     def forget(self, key: str) -> None:
         """The key was revoked."""
@@ -123,13 +165,30 @@ class Keys:
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._agents.shutdown()
 
 
 Cursor = tuple[str | float, ...]
 """Of a row in a list: the values of the columns by which the list is ordered."""
 
-DELETED = 10_000
-"""Deleted files and jobs whose places are known."""
+DELETED, DELETING_TENANTS = 1_000, 1_000
+"""Deleted files and jobs of a tenant whose cursors are known, and tenants of which some are."""
+
+
+class DeletedCursors:
+    """The cursors of files and fine-tuning jobs that were deleted: their clients continue the lists there. Each tenant
+    has its last ones."""
+
+    def __init__(self) -> None:
+        self._of: LRUCache[str, LRUCache[str, Cursor]] = LRUCache(DELETING_TENANTS)
+
+    def add(self, tenant: str, id: str, cursor: Cursor) -> None:
+        """The file or job ``id`` was deleted from the list that had it there."""
+        self._of.setdefault(tenant, LRUCache(DELETED))[id] = cursor
+
+    def find(self, tenant: str, id: str) -> Cursor:
+        """Empty for an unknown one."""
+        return self._of[tenant].get(id, ()) if tenant in self._of else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +213,7 @@ class ServiceContext:
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop, so that streams end and do not delay it."""
 
-    deleted: LRUCache[tuple[str, str], Cursor] = field(default_factory=lambda: LRUCache(DELETED))
-    """By tenant and id: the places of files and fine-tuning jobs that were deleted in the lists that had them. Their
-    clients continue the lists there."""
-
+    deleted: DeletedCursors = field(default_factory=DeletedCursors)
     uploading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload"))
     """Threads that write what workers upload, each for as long as that takes."""
 
@@ -193,20 +249,14 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
     service = await service_context(connection)
     if caller is None and (key := _key_hash(connection) or service.signins.key_of(connection)):
         address = connection.client.host if connection.client is not None else ""
-        try:
-            service.failed_keys.check(address, key)
-        except TooManyRequests:
-            service.refusals["keys_limited"] += 1
-            raise
-        row = await service.keys.find(key)
-        service.failed_keys.record(address, key, valid=row is not None)
-        service.refusals["keys_failed"] += row is None
-        if row is None and _key_text(connection).startswith(KEY_PREFIX):
-            raise Unauthorized(
-                f"this is an agent's key ({KEY_PREFIX}…): it opens its own episode's base_url, and no other address"
-            )
-        if row is None:
-            raise Unauthorized(refusal_of(await service.keys.stored(key)))
+        async with _looked_up(service, address, key):
+            row = await service.keys.find(key)
+            if row is None and _key_text(connection).startswith(KEY_PREFIX):
+                raise Unauthorized(
+                    f"this is an agent's key ({KEY_PREFIX}…): it opens its own episode's base_url, and no other address"
+                )
+            if row is None:
+                raise Unauthorized(refusal_of(await service.keys.stored(key)))
         caller = await admit(service, connection, Caller(row.tenant, row.role, key))
     if caller is None:
         raise Unauthorized("no API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
@@ -215,6 +265,17 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
             raise Forbidden("this needs the administrator's key (admin.key in the service's data folder)")
         raise Forbidden(f"this is a key of the role {caller.role}; this needs one of the role {' or '.join(roles)}")
     return caller
+
+
+@asynccontextmanager
+async def _looked_up(service: ServiceContext, address: str, key: str, *, agent: bool = False) -> AsyncIterator[None]:
+    """As :meth:`FailedKeys.turn`, with the counters of the metrics page."""
+    try:
+        async with service.failed_keys.turn(address, key, agent=agent):
+            yield
+    except (Unauthorized, TooManyRequests) as error:
+        service.refusals["keys_failed" if isinstance(error, Unauthorized) else "keys_limited"] += 1
+        raise
 
 
 async def admit(service: ServiceContext, connection: HTTPConnection, caller: Caller) -> Caller:
@@ -242,14 +303,9 @@ async def authenticate_agent(connection: HTTPConnection) -> AgentSession:
     if not key:
         raise Unauthorized("no API key; send 'Authorization: Bearer tml-ep-…', the key of the episode")
     address = connection.client.host if connection.client is not None else ""
-    service.failed_keys.check(address, key)
-    try:
-        tenant, session = await service.context.rooms.hosts.agents.find(str(connection.path_params["episode"]), key)
-    except Unauthorized:
-        service.failed_keys.record(address, key, valid=False)
-        service.refusals["keys_failed"] += 1
-        raise
-    service.failed_keys.record(address, key, valid=True)
+    agents, episode = service.context.rooms.hosts.agents, str(connection.path_params["episode"])
+    async with _looked_up(service, address, key, agent=True):
+        tenant, session = await agents.find(episode, key, partial(service.keys.episode, key))
     await admit(service, connection, Caller(tenant, "tenant", key))
     if isinstance(session, RookeryError):
         raise session

@@ -38,15 +38,15 @@ async def test_nothing_but_the_keys_of_an_evaluation_is_kept_after_its_end() -> 
     session = session_of(clock, "eval")
     with agents.present(session):
         key = hash_key(await agents.give(session))
-        assert await agents.find("job-e0", key) == ("tenant", session)
+        assert await agents.find("job-e0", key, nothing_stored) == ("tenant", session)
     sampler = weakref.ref(session.sampler)
     del session
     gc.collect()
     assert sampler() is None
-    tenant, error = await agents.find("job-e0", key)
+    tenant, error = await agents.find("job-e0", key, nothing_stored)
     assert tenant == "tenant" and isinstance(error, EpisodeEnded)
     with pytest.raises(Unauthorized, match="does not open the episode"):
-        await agents.find("job-e0", hash_key("another"))
+        await agents.find("job-e0", hash_key("another"), nothing_stored)
 
 
 async def test_the_first_key_of_an_agent_stays_valid_however_often_it_is_given_another() -> None:
@@ -61,7 +61,7 @@ async def test_the_first_key_of_an_agent_stays_valid_however_often_it_is_given_a
             given.append(hash_key(await agents.give(session)))
             keys = session.keys
             for key in (given[0], given[-1]):
-                assert await agents.find("job-e0", key) == ("tenant", session)
+                assert await agents.find("job-e0", key, nothing_stored) == ("tenant", session)
     assert keys == [given[0], *given[-KEYS_KEPT + 1 :]]
 
 

@@ -300,15 +300,18 @@ class Agents:
                 self._offer(session)
             raise
 
-    async def find(self, episode: str, key_hash: str) -> tuple[str, AgentSession | RookeryError]:
+    async def find(
+        self, episode: str, key_hash: str, stored: Callable[[str], Awaitable[EpisodeStanding | None]]
+    ) -> tuple[str, AgentSession | RookeryError]:
         """The tenant of the episode that a key opens, and its running session; instead of that, the error of a call,
-        where the episode has ended or will run again. Raises :class:`Unauthorized`."""
+        where the episode has ended or will run again. ``stored(episode)`` reads for a caller that is not known yet.
+        Raises :class:`Unauthorized`."""
         known, ended = self._live.get(episode), self._ended.get(episode)
         if known is not None and key_hash in known.keys:
             return known.tenant, known.refusal() if known.state == "ended" else known
         if ended is not None and key_hash in ended.keys:
             return ended.tenant, EpisodeEnded(f"episode {episode} has ended: its key opens nothing any more")
-        found = await self._stored(episode)
+        found = await stored(episode)
         if found is None or key_hash not in found.agent_keys.split():
             raise Unauthorized(
                 f"the key does not open the episode {episode[:80]}: an agent's key ({KEY_PREFIX}…) opens its own"

@@ -124,7 +124,7 @@ async def _files(service: ServiceContext, tenant: str, after: str, count: int, *
         try:
             cursor = _cursor(await _file(service, tenant, after))
         except MissingObject as error:
-            cursor = service.deleted.get((tenant, after), ())
+            cursor = service.deleted.find(tenant, after)
             if not cursor:
                 raise UnsupportedField(f"after: {error}", "after") from None
     found: list[UploadRow] = []
@@ -188,7 +188,7 @@ async def delete_file(service: Service, owner: Owner, file_id: str) -> Response:
     """Delete a file that no job which has not ended uses."""
     row = await _file(service, owner.id, file_id)
     await service.controller.delete_upload(owner.id, row.hash)
-    service.deleted[owner.id, FILE + row.hash] = _cursor(row)
+    service.deleted.add(owner.id, FILE + row.hash, _cursor(row))
     return json_response({"id": FILE + row.hash, "object": "file", "deleted": True})
 
 
@@ -279,7 +279,7 @@ async def list_fine_tunings(
     }
     without = request.query_params.get("metadata") == "null"
     cursor: Cursor = ()
-    if after and not (cursor := service.deleted.get((owner.id, after), ())):
+    if after and not (cursor := service.deleted.find(owner.id, after)):
         last = await _job(service, owner.id, after, "after")
         cursor = (last.created, last.id)
     found: list[JobView] = []
@@ -445,5 +445,5 @@ async def delete_model(service: Service, owner: Owner, model: str) -> Response:
     if not is_fine_tuning(view.spec):
         raise MissingObject(f"no fine-tuned model {model[:80]!r}; GET /v1/fine_tuning/jobs lists yours", "model")
     await service.controller.delete_job(owner.id, job)
-    service.deleted[owner.id, fine_tuning_id(job)] = (view.created, view.id)
+    service.deleted.add(owner.id, fine_tuning_id(job), (view.created, view.id))
     return json_response({"id": model, "object": "model", "deleted": True})

@@ -101,7 +101,7 @@ async def use_link(
     try:
         key = service.signins.redeem(link)
     except Exception:
-        service.failed_keys.record(address, link_hash, valid=False)
+        service.failed_keys.failed(address)
         service.refusals["keys_failed"] += 1
         raise
     service.signins.set_cookie(response, key, secure=client_scheme(request) == "https")
@@ -121,7 +121,7 @@ async def account(service: Service, owner: Owner) -> AccountView:
     view = context.rooms.quotas.view(owner.id)
     adapters, size = await context.store.read(tenants.stored, owner.id)
     used = {
-        "jobs": sum(runner.row.tenant == owner.id for runner in service.controller.jobs.runners.values()),
+        "jobs": len(service.controller.jobs.runners.of(tenant=owner.id)),
         "waiting_jobs": len(service.controller.jobs.waiting_of(owner.id)),
         "requests": view["requests"], "tokens_per_day": view["tokens_today"], "adapters": adapters, "bytes": size,
         "models": len(service.controller.jobs.models(owner.id)),
