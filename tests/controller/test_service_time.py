@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from tests.support.peers import settle
+from tests.support.work import work_of
 
 from rookery.children import add_child_seconds
 from rookery.controller.service_time import (
@@ -270,3 +271,27 @@ async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp
     assert before == pytest.approx(times.seconds["a"]), "charged once"
     await times.begin("a")
     assert times.debt("a") - before >= FIRST_GUESS + MEMORY * (1.0 - FIRST_GUESS)
+
+
+async def test_a_request_looks_at_no_tenant_that_was_here_before() -> None:
+    times, clock = made()
+    counts = []
+    for number in range(2):
+        for other in range(100):
+            await request(times, f"{number}-{other}", 0.0)
+        for _ in range(2):
+            clock.now += 100
+            await request(times, "alice", 1.0)  # a debt, so that others' requests matter
+        counts.append(await work_of(lambda: request(times, "alice", 1.0), "controller/service_time"))
+    assert counts[0] == counts[1] > 0
+
+
+async def test_any_other_tenant_of_the_last_seconds_works_here() -> None:
+    times, clock = made()
+    for tenant in ("bob", "alice", "alice", "bob", "alice"):
+        await request(times, tenant, 1.0)
+        clock.now += 4
+        assert times.in_use() and (times.late("alice") > 0) == (times.debt("alice") > BURST)
+    clock.now += 8  # bob's last request is too long ago
+    await request(times, "alice", 1.0)
+    assert times.debt("alice") > BURST and times.late("alice") == 0.0

@@ -21,6 +21,7 @@ import asyncio
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import islice
 from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
@@ -139,7 +140,7 @@ class ServiceTime:
         """By tenant: when, and the seconds beyond its share then."""
         self._means: dict[str, float] = {}
         self._seen: dict[str, float] = {}
-        """When each tenant's last request came."""
+        """When each tenant's last request came, the newest last."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as a request holds it or waits for it."""
         self._refusals = ResponseLine(clock, self.late, self._turns, REFUSED_WAITING, LONGEST_PAUSE)
@@ -176,6 +177,7 @@ class ServiceTime:
     async def begin(self, tenant: str, longest: float = LONGEST_WAIT) -> RequestAccount:
         """Returns when it is the turn of a request of the tenant. Raises :class:`TooManyRequests` where that would take
         more than ``longest`` seconds."""
+        self._seen.pop(tenant, None)
         began = self._seen[tenant] = self._clock.monotonic()
         lock = self._turns.setdefault(tenant, asyncio.Lock())
         if lock.locked() or (self.debt(tenant) > self._burst and self._others_work(tenant)):
@@ -229,7 +231,8 @@ class ServiceTime:
 
     def _others_work(self, tenant: str) -> bool:
         now = self._clock.monotonic()
-        if any(other != tenant and now - seen < ACTIVE_SECONDS for other, seen in self._seen.items()):
+        newest = islice(reversed(self._seen.items()), 2)  # of which one at least is another tenant's
+        if any(other != tenant and now - seen < ACTIVE_SECONDS for other, seen in newest):
             return True
         return bool(self._working() - {tenant})
 

@@ -6,15 +6,14 @@ The controller is real, its workers follow a script and time passes when a test 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from tests.support.driven import ADAM, Client, forward, join, restart
 from tests.support.peers import ScriptedWorker, Service, eventually, settle
+from tests.support.work import work_of
 
 from rookery import protocol
 from rookery.controller.prompts import CallOptions
@@ -538,27 +537,6 @@ async def test_queued_operations_of_a_killed_client_wait_and_are_dropped(
     assert isinstance(refused, operations.OperationFailed) and "no step was taken" in refused.error
 
 
-async def work_of(action: Callable[[], Awaitable[object]]) -> int:
-    """The bytecode instructions that sessions and quotas execute meanwhile."""
-    count = 0
-
-    def traced(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        if not any(part in frame.f_code.co_filename for part in ("controller/sessions", "controller/quotas")):
-            return None
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return traced
-
-    before = sys.gettrace()
-    sys.settrace(traced)
-    try:
-        await action()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 async def test_work_for_a_session_does_not_grow_with_the_runs_of_others(service: Service) -> None:
     """Each heartbeat compared every session with all runs of all tenants."""
     [worker] = service.peers
@@ -577,7 +555,7 @@ async def test_work_for_a_session_does_not_grow_with_the_runs_of_others(service:
     worker.answer = hold
     for number in range(2):
         await silent.send(forward([1, 2, number]))
-    alive, counts = [works], list[int]()
+    alive, counts, parts = [works], list[int](), ("controller/sessions", "controller/quotas")
     for _ in range(2):
         alive += [await Client(service, "bob").begin() for _ in range(5)]
         for _ in range(3):
@@ -585,7 +563,9 @@ async def test_work_for_a_session_does_not_grow_with_the_runs_of_others(service:
             for client in alive:
                 await client.sessions.heartbeat(client.tenant, client.session)
         assert len(works.sessions.runs) == 1 + len(alive)
-        counts.append(min([await work_of(one_beat) for _ in range(3)]))  # in another one expired rows are deleted
+        counts.append(
+            min([await work_of(one_beat, *parts) for _ in range(3)])
+        )  # in another one expired rows are deleted
     free.set()
     assert counts[0] == counts[1] > 0
 
