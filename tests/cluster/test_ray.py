@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -24,6 +25,8 @@ from tests.support.tinkered import free_port
 from tests.support.waiting import PATIENCE_SECONDS, until
 
 from rookery import Client, Job
+from rookery.cluster.ray import RayActors
+from rookery.cluster.supervisor import Child
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 
@@ -207,40 +210,59 @@ def test_workers_return_with_the_head(tmp_path: Path, model: str) -> None:
             second.shutdown()
 
 
-def gpus_of(client: Client, kind: str) -> list[str]:
-    """The GPUs that Ray reserved for the workers that serve, sorted."""
-    return sorted(
-        psutil.Process(worker.pid).environ().get("CUDA_VISIBLE_DEVICES", "none") for worker in serving(client, kind)
-    )
+REPORTS = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with open(os.environ["REPORTS"], "a") as file:
+    print(sys.argv[1], os.environ.get("CUDA_VISIBLE_DEVICES", "none"), os.getpid(), file=file)
+sys.stdin.read()
+"""
 
 
-def test_workers_get_the_gpus_of_nodes_that_join_after_the_service_started(tmp_path: Path, model: str) -> None:
-    """Reserved ones move to them; a preemptible one returns with the only node that has one, to a GPU of its own."""
+async def test_workers_get_the_gpus_of_nodes_that_join_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reserved ones move to them; a preemptible one returns with the only node that has one, and has it reserved."""
     from ray.cluster_utils import Cluster
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
-        settings = Settings.load(
-            {"ROOKERY_DATA": str(tmp_path / "data"), "ROOKERY_CACHE": str(tmp_path / "cache")},
-            port=0, models=model, cluster="ray", ray_address=cluster.address, ray_spot_workers=1, drain_seconds=2,
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "reports.py").write_text(REPORTS)
+    environment = {"PYTHONPATH": str(tmp_path), "REPORTS": str(tmp_path / "reports")}
+    reserved, spot = (Child(name, ["reports", name], environment) for name in ("reserved", "spot"))
+
+    def reported(name: str) -> list[list[str]]:
+        """The GPUs and the process of each start of this worker."""
+        path = tmp_path / "reports"
+        lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return [line[1:] for line in lines if line[0] == name]
+
+    async def starts(child: Child, gpus: str, more_than: int) -> int:
+        """Wait for a start with these GPUs that is not among the first ``more_than``; their number then."""
+        await asyncio.to_thread(
+            until, lambda: len(found := reported(child.name)) > more_than and found[-1][0] == gpus,
+            lambda: (child, reported("reserved"), reported("spot")),
         )  # fmt: skip
-        try:
-            with EmbeddedService(settings) as service, Client(service.url, service.key) as client:
-                until(lambda: gpus_of(client, "reserved") == ["none"], "no reserved worker")
-                cluster.add_node(num_cpus=1, num_gpus=1)
-                until(lambda: gpus_of(client, "reserved") == ["0"], "it does not move")
-                psutil.Process(serving(client, "reserved")[0].pid).kill()
-                until(lambda: gpus_of(client, "reserved") == [], "the killed worker serves")
-                until(lambda: gpus_of(client, "reserved") == ["0"], "it does not return")
-                for _ in range(2):
-                    node = cluster.add_node(**SPOT, num_gpus=1)
-                    until(lambda: gpus_of(client, "preemptible") == ["0"], "no preemptible worker has the GPU")
-                    cluster.remove_node(node, allow_graceful=False)
-                    until(lambda: gpus_of(client, "preemptible") == [], "the lost worker serves")
-        finally:
-            cluster.shutdown()
+        return len(reported(child.name))
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
+    try:
+        ray.init(address=cluster.address, namespace="gpus", configure_logging=False, log_to_driver=False)
+        settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_spot_workers=1, drain_seconds=1)
+        actors = RayActors(settings, [reserved], [spot], [], lambda nodes: None)
+        ended = asyncio.create_task(actors.run())
+        count = await starts(reserved, "none", 0)
+        cluster.add_node(num_cpus=1, num_gpus=1)  # Ray sets signal handlers: this is the main thread
+        count = await starts(reserved, "0", count)
+        psutil.Process(int(reported("reserved")[-1][1])).kill()
+        await starts(reserved, "0", count)
+        for count in (0, len(reported("spot"))):
+            node = cluster.add_node(**SPOT, num_gpus=1)
+            await starts(spot, "0", count)
+            cluster.remove_node(node, allow_graceful=False)
+        actors.stopped.set()
+        assert await ended == ""
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.mark.parametrize("listens", [False, True])
