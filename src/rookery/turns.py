@@ -1,7 +1,8 @@
-"""Whose work a task does, and threads in which tenants take turns.
+"""Whose work a task does, and lines and threads in which tenants take turns.
 
 * :data:`TENANT` names the tenant for whom the current task works: the one whose key a request brought, or the owner of
-  the job that runs. It is empty for the service's own work. Tasks inherit it.
+  the job that runs. It is empty for the service's own work. Tasks inherit it; :func:`work_of` changes it.
+* :class:`TenantLines` holds what waits: in order for each tenant, and the tenants take turns.
 * :class:`TenantThreads` runs blocking calls, one at a time for each tenant, and the tenants take turns. A tenant with
   a thousand slow calls delays another one by a single call, and the service's own calls by none.
 * :func:`metered` measures the processor time that a coroutine takes of the event loop; :func:`charged` does so in a
@@ -13,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rookery.children import take_child_seconds
 
@@ -28,6 +29,45 @@ T = TypeVar("T")
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """The id of the tenant whose work this is; empty for the service's own."""
+
+
+@contextmanager
+def work_of(tenant: str) -> Iterator[None]:
+    """Within, the current task and the tasks that it starts work for ``tenant``."""
+    turn = TENANT.set(tenant)
+    try:
+        yield
+    finally:
+        TENANT.reset(turn)
+
+
+class TenantLines(Generic[T]):
+    """Items that wait, in order for each tenant. The tenants take turns, and the service's own items are one more
+    line."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, deque[T]] = OrderedDict()
+        """By tenant, the next one first; none is empty."""
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def add(self, tenant: str, item: T) -> None:
+        self._lines.setdefault(tenant, deque()).append(item)
+
+    def take(self, fits: Callable[[T], bool] = lambda item: True) -> T | None:
+        """Remove the first item of the first line whose first item ``fits``, and put that line behind the others; None
+        where there is none. A line that is passed over keeps its place."""
+        tenant = next((tenant for tenant, line in self._lines.items() if fits(line[0])), None)
+        if tenant is None:
+            return None
+        line = self._lines[tenant]
+        item = line.popleft()
+        if line:
+            self._lines.move_to_end(tenant)
+        else:
+            del self._lines[tenant]
+        return item
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sqlalchemy import event
 from tests.support.storing import everything, make_ready, new_group, submit
 
 from rookery.errors import Conflict, NotFound, StorageFull, Unavailable
 from rookery.storage.db import Database
 from rookery.storage.repositories import jobs, tenants
-from rookery.storage.store import StorageWriter
+from rookery.storage.store import GROUPED_CALLS, StorageWriter
+from rookery.turns import work_of
 
 
 class Store:
@@ -131,6 +134,72 @@ async def test_close_waits_for_submitted_calls() -> None:
         await writer(store.note, 1)
 
 
+# --- tenants ----------------------------------------------------------------------------------------------------------
+
+
+class Transactions(Store):
+    """Notes the calls of each transaction, also of those with a single call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[tuple[str, int]]] = []
+        self._open = False
+
+    @contextmanager
+    def batch_transaction(self) -> Iterator[None]:
+        self.calls.append([])
+        self._open = True
+        yield
+        self._open = False
+
+    def keep(self, tenant: str, number: int) -> None:
+        if not self._open:
+            self.calls.append([])
+        self.calls[-1].append((tenant, number))
+
+    async def run(self, writer: StorageWriter, order: list[tuple[str, bool]]) -> None:
+        """Submit a call of each tenant in this order, with or without a transaction that others share."""
+        blocker = asyncio.create_task(writer(lambda: self.wait()))
+        await asyncio.sleep(0)
+        tasks = []
+        for number, (tenant, shares) in enumerate(order):
+            with work_of(tenant):
+                call = self.keep if shares else lambda tenant, number: self.keep(tenant, number)
+                tasks.append(asyncio.create_task(writer(call, tenant, number)))
+        await asyncio.sleep(0)
+        self.gate.set()
+        await asyncio.gather(blocker, *tasks)
+
+
+async def written(order: list[tuple[str, bool]]) -> list[list[tuple[str, int]]]:
+    writer, store = StorageWriter(), Transactions()
+    await store.run(writer, order)
+    writer.close()
+    return store.calls
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans()), max_size=60), st.integers(0, 300))
+def test_tenants_keep_their_order_and_take_turns(order: list[tuple[str, bool]], flood: int) -> None:
+    """The n-th call of a tenant waits for n calls of each other one; a transaction that nothing shares counts as much
+    as one that others share."""
+    order = [("flood", True)] * flood + order
+    transactions = asyncio.run(written(order))
+    ran = [call for calls in transactions for call in calls]
+    for tenant in (tenants := {tenant for tenant, _ in order}):
+        mine = [number for number, (of, _) in enumerate(order) if of == tenant]
+        assert [number for of, number in ran if of == tenant] == mine
+        for place, number in enumerate(mine, 1):
+            before = next(index for index, calls in enumerate(transactions) if (tenant, number) in calls)
+            alone = all(shares for _, shares in order)
+            assert before < (-(-place * len(tenants) // GROUPED_CALLS) if alone else place * len(tenants))
+
+
+async def test_a_write_waits_for_one_transaction_of_thousands_of_others() -> None:
+    transactions = await written([("busy", True)] * 5000 + [("small", True)])
+    assert ("small", 5000) in transactions[0] and len(transactions[0]) == GROUPED_CALLS
+
+
 # --- the database's side ----------------------------------------------------------------------------------------------
 
 
@@ -221,3 +290,29 @@ async def test_the_writer_batches_calls_of_the_database(database: Database, writ
     assert commits <= 10, "far fewer waits for the disk than calls"
     stored = (await writer(database.read, jobs.open_groups, "job"))[0]
     assert {episode.turns for episode in stored.episodes} == {b"said"}
+
+
+def test_threads_that_write_to_sqlite_take_turns(database: Database) -> None:
+    """SQLite lets a thread that waits ask again after a while: it would miss the moment between two transactions."""
+    began, stop, transactions = threading.Event(), threading.Event(), 0
+
+    def write_on() -> None:
+        nonlocal transactions
+        while not stop.is_set():
+            with database.batch_transaction():
+                for _ in range(20):
+                    database.write(tenants.add_event, "alice", None, 0.0, "text", "busy")
+            transactions += 1
+            began.set()
+
+    busy = threading.Thread(target=write_on)
+    busy.start()
+    began.wait()
+    passed = []
+    for _ in range(10):
+        before = transactions
+        database.write(tenants.add_event, "alice", None, 0.0, "text", "seldom")
+        passed.append(transactions - before)
+    stop.set()
+    busy.join()
+    assert max(passed) <= 3, passed

@@ -91,7 +91,7 @@ from rookery.storage.store import Store, Writer
 from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
 from rookery.tokenization.chat import Chat
-from rookery.turns import in_thread
+from rookery.turns import in_thread, work_of
 
 log = logging.getLogger("rookery.controller")
 
@@ -493,7 +493,8 @@ class Controller:
             answers = await asyncio.gather(*map(self.context.outages.lasts, kinds))
             for tenant, job in self.retries.due([kind for kind, lasts in zip(kinds, answers, strict=True) if lasts]):
                 try:
-                    await self.resume(tenant, job, by_itself=True)
+                    with work_of(tenant):
+                        await self.resume(tenant, job, by_itself=True)
                 except RookeryError as error:
                     log.warning("job %s cannot resume yet: %s", job, error, extra={"tenant": tenant, "job": job})
                     self.retries.outage(tenant, job, outage_of(error) or "other")

@@ -1,4 +1,5 @@
-"""Deletions of tenants, and those of artifacts that an outage interrupted: the service completes them by itself."""
+"""Deletions of tenants, and those of artifacts that an outage interrupted: the service completes them by itself. The
+deletion of a tenant is that tenant's work, so that it follows the tenant's writes that were submitted before."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from rookery.controller.sessions.sessions import Sessions
 from rookery.errors import Conflict, RookeryError
 from rookery.storage.repositories import jobs, sessions, tenants
 from rookery.storage.store import every
+from rookery.turns import work_of
 
 log = logging.getLogger("rookery.controller")
 
@@ -54,7 +56,8 @@ class Deletions:
                     f"tenant {tenant} has {len(unfinished)} jobs that have not ended ({shown}); delete it with force"
                     " (rookery tenants delete --force), which cancels them"
                 )
-            await store.write(tenants.delete_tenant, tenant, self._context.clock.time())
+            with work_of(tenant):
+                await store.write(tenants.delete_tenant, tenant, self._context.clock.time())
         await self._clear_tenant(tenant)
 
     async def watch(self) -> None:
@@ -73,6 +76,12 @@ class Deletions:
 
     async def _clear_tenant(self, tenant: str) -> None:
         """Delete what a deleted tenant stored."""
+        with work_of(tenant):
+            await self._delete_rows(tenant)
+        self._context.rooms.quotas.forget(tenant)
+        log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
+
+    async def _delete_rows(self, tenant: str) -> None:
         store, commands = self._context.store, self._commands
         async with self._locks.setdefault(tenant, asyncio.Lock()):
             for job in await store.read(jobs.unfinished_job_ids, tenant):  # before anything that may fail: they cost
@@ -91,5 +100,3 @@ class Deletions:
                 await commands.delete_upload(tenant, upload.hash)
             for saved in await store.read(sessions.list_checkpoints, tenant):  # a tenant may have a few thousand
                 await self._clients.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)
-        self._context.rooms.quotas.forget(tenant)
-        log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})

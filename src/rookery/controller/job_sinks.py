@@ -241,6 +241,7 @@ class JobSinks:
         del self._tasks[key]
 
     async def _follow_in_turn(self, room: asyncio.Semaphore, row: JobRow, number: int, spec: SinkSpec) -> None:
+        TENANT.set(row.tenant)
         store = self._services.store
         with suppress(RookeryError):  # without it, only a sink of a job that ended just before a stop is known
             await store.write(jobs.open_sink, row.id, number)
@@ -255,7 +256,6 @@ class JobSinks:
             await store.write(jobs.close_sink, row.id, number)
 
     async def _follow(self, row: JobRow, number: int, spec: SinkSpec) -> None:
-        TENANT.set(row.tenant)
         clock, signal = self._services.clock, self._signal(row.id)
         sending, pause = _Sending(self._services, self._senders, row, number, spec), FIRST_PAUSE
         reported: set[str] = set()

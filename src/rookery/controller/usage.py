@@ -30,6 +30,7 @@ from rookery.settings import Settings
 from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import TENANT_TOTAL
 from rookery.storage.store import Store
+from rookery.turns import work_of
 
 log = logging.getLogger("rookery.controller.usage")
 
@@ -100,11 +101,13 @@ class UsageMeter:
                 log.error("usage is not stored yet: %s", error)
 
     async def save(self) -> None:
-        """Store the counters; they are durable when this returns."""
+        """Store the counters; they are durable when this returns. It is the service's work, whatever asks for it: in
+        one line, earlier counters never replace later ones."""
         changed, self._changed = self._changed, set()
         usage = {account: msgspec.to_builtins(self._usage[account]) for account in changed}
         try:
-            await self._store.write(tenants.save_usage, usage, msgspec.to_builtins(self._fleet), self._quotas.day())
+            with work_of(""):
+                await self._store.write(tenants.save_usage, usage, msgspec.to_builtins(self._fleet), self._quotas.day())
         except BaseException:
             self._changed |= changed
             raise

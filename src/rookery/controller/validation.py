@@ -561,7 +561,7 @@ class JobValidator:
     @asynccontextmanager
     async def _staging(self) -> AsyncIterator[Staging]:
         """An artifact to be written, which is removed without a commit."""
-        staging = await self._services.store.run(self._services.artifacts.begin)
+        staging = await self._services.threads(self._services.artifacts.begin)
         try:
             yield staging
         finally:

@@ -233,7 +233,7 @@ class Service:
         opened.callback(writer.close)
         self.admin_key, worker_token = folder.admin_key(), folder.worker_token()
         await asyncio.to_thread(_register_keys, database, folder, ids.new("tenant"), clock.time())
-        transfers = StorageWriter() if artifacts.remote else None
+        transfers = StorageWriter("transfers")
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.push_async_callback(close_within, readers.close, "reads")
         opened.push_async_callback(close_within, threads.close, "work of tenants")
@@ -247,8 +247,7 @@ class Service:
         opened.callback(schemas.close)
         graders = GraderTrials(settings.server.sandbox, settings.server.judges)
         opened.push_async_callback(graders.close)
-        if transfers is not None:
-            opened.push_async_callback(close_within, transfers.close, "artifacts")
+        opened.push_async_callback(close_within, transfers.close, "artifacts")
         base_models = BaseModels(settings.cache)
         opened.push_async_callback(base_models.close)
 

@@ -136,6 +136,8 @@ class Database:
         Raises :class:`UserError` for one that names no usable database.
         """
         self._shared = threading.local()
+        self._next, self._writing = threading.Lock(), threading.Lock()
+        """Of SQLite's writers in this process, one holds the second lock and the next one holds the first."""
         self._claimed: Connection | None = None
         self._lock: int | None = None
         """The descriptor of the lock file that is the claim of a SQLite database."""
@@ -450,10 +452,24 @@ class Database:
     @contextmanager
     def _begin(self) -> Iterator[Connection]:
         """A writing transaction. Raises :class:`Unavailable` where another service has claimed the database since."""
-        with self._plain_errors(), self.engine.begin() as connection:
+        with self._turn(), self._plain_errors(), self.engine.begin() as connection:
             if self._epoch is not None:
                 self._check_epoch(connection.execute(_EPOCH.with_for_update(read=True)).scalar())
             yield connection
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Within, no other thread of this process writes to a SQLite database; the threads take turns. SQLite lets a
+        thread that waits ask again and again: beside a busy one it would not get through."""
+        if self.engine.dialect.name != "sqlite":
+            yield
+            return
+        with self._next:
+            self._writing.acquire()
+        try:
+            yield
+        finally:
+            self._writing.release()
 
     def _check_epoch(self, epoch: str | None) -> None:
         if self._epoch is not None and epoch != self._epoch:

@@ -1,7 +1,10 @@
 """The asynchronous database, and the writer thread that runs blocking calls one after another.
 
 * ``database.write(jobs.add_groups, job, groups)`` blocks; ``await store.write(jobs.add_groups, job, groups)`` runs the
-  same in the writer, where calls keep their order, and a submitted call runs even if its caller is cancelled.
+  same in the writer. A submitted call runs even if its caller is cancelled.
+* The calls of one tenant (:data:`~rookery.turns.TENANT`) keep their order, and the tenants take turns. The service's
+  own calls are one more line: whatever must follow a tenant's calls, such as a deletion of what they write, is
+  submitted as that tenant's work (:func:`~rookery.turns.work_of`).
 * Database calls that wait in the writer at the same time share one transaction; each returns once it is durable.
 """
 
@@ -9,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from sqlalchemy import Connection
 from rookery.errors import StorageFull
 from rookery.storage.columns import LONGEST_PAGE, Page
 from rookery.storage.db import Database
+from rookery.turns import TENANT, TenantLines
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,8 +42,7 @@ async def every(
 
 
 class Writer(Protocol):
-    """Runs blocking calls one after another, off the event loop; a submitted call runs even if its caller is
-    cancelled."""
+    """Runs blocking calls off the event loop; a submitted call runs even if its caller is cancelled."""
 
     def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> Coroutine[Any, Any, T]: ...
 
@@ -58,6 +60,7 @@ class BatchTransaction(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
+    tenant: str
     run: Callable[[], Any]
     store: BatchTransaction | None
     """The database whose method it is; None for calls that cannot share a transaction."""
@@ -81,12 +84,12 @@ class _Call:
 
 
 class StorageWriter:
-    """One thread, so a transaction never waits for another of this process. If the disk has no room for all calls of a
-    shared transaction, each call gets a separate one."""
+    """One thread. Each transaction is filled from the tenants' lines, one call of each in turn. If the disk has no room
+    for all calls of a shared transaction, each call gets a separate one."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "writer") -> None:
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._closed = False
         self._thread.start()
 
@@ -97,7 +100,7 @@ class StorageWriter:
         owner = getattr(call, "__self__", None)
         store = owner if isinstance(owner, BatchTransaction) else None
         future: asyncio.Future[T] = loop.create_future()
-        self._queue.put(_Call(partial(call, *arguments, **named), store, loop, future))
+        self._queue.put(_Call(TENANT.get(), partial(call, *arguments, **named), store, loop, future))
         return await future
 
     def close(self) -> None:
@@ -107,28 +110,37 @@ class StorageWriter:
         self._thread.join()
 
     def _work(self) -> None:
-        waiting: deque[_Call | None] = deque()
-        while True:
-            if not waiting:
-                waiting.append(self._queue.get())
+        waiting, closing = TenantLines[_Call](), False
+        while waiting or not closing:
             with suppress(Empty):
-                while True:
-                    waiting.append(self._queue.get_nowait())
-            first = waiting.popleft()
-            if first is None:
-                return
-            calls = [first]
-            while waiting and len(calls) < GROUPED_CALLS and _share(first, waiting[0]):
-                calls.append(waiting.popleft())  # type: ignore[arg-type]
+                block = not waiting
+                while not closing:
+                    submitted = self._queue.get(block)
+                    block, closing = False, submitted is None
+                    if submitted is not None:
+                        waiting.add(submitted.tenant, submitted)
+            calls = _next_transaction(waiting)
             for call, outcome in zip(calls, _execute(calls), strict=True):
                 with suppress(RuntimeError):  # its loop is closed: nobody waits for it
                     call.loop.call_soon_threadsafe(call.settle, *outcome)
 
 
+def _next_transaction(waiting: TenantLines[_Call]) -> list[_Call]:
+    """The calls that run next: one, or several of one database. The first line of all is served."""
+    if (first := waiting.take()) is None:
+        return []
+    calls = [first]
+    while first.store is not None and len(calls) < GROUPED_CALLS:
+        if (other := waiting.take(lambda call: call.store is first.store)) is None:
+            break
+        calls.append(other)
+    return calls
+
+
 def _execute(calls: list[_Call]) -> list[tuple[Any, BaseException | None]]:
     """Run the calls in one transaction; their results and errors."""
-    store = calls[0].store
-    if len(calls) == 1 or store is None:
+    store = calls[0].store if len(calls) > 1 else None
+    if store is None:
         return [call.attempt() for call in calls]
     try:
         with store.batch_transaction():
@@ -139,23 +151,21 @@ def _execute(calls: list[_Call]) -> list[tuple[Any, BaseException | None]]:
         return [(None, error) for _ in calls]
 
 
-def _share(first: _Call, other: _Call | None) -> bool:
-    return other is not None and first.store is not None and first.store is other.store
-
-
 class Store:
     """``database`` behind ``writer``."""
 
     def __init__(
         self, database: Database, writer: Writer, transfers: Writer | None = None, readers: Writer | None = None
     ) -> None:
-        """``transfers`` runs calls of artifacts that lie behind a network; else the writer does. ``readers`` runs calls
-        that only read: they see what is durable and wait for nobody's changes; else the writer does."""
+        """``transfers`` runs calls that read or write whole artifacts, for which no transaction waits; else the writer
+        does. ``readers`` runs calls that only read: they see what is durable and wait for nobody's changes; else the
+        writer does."""
         self.database = database
         self._writer = writer
         self._readers: Writer = readers or writer
         self.transfer: Writer = transfers or writer
-        """Runs calls that read or write whole artifacts, one after another."""
+        """Runs calls that read or write whole artifacts, one after another. An artifact is durable when such a call
+        returns; a row that names it is written after that."""
 
     def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
         """Run any blocking call in the writer, such as one of the artifact store or several of :attr:`database`."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from rookery.children import lower_thread_priority
 from rookery.tokenization.grammar import Grammar, GrammarTokenizer, ReplyGrammar
-from rookery.turns import TENANT, TenantThreads
+from rookery.turns import TenantThreads, work_of
 from rookery.worker.memory import MemoryUse
 
 KEPT_BYTES = 64 << 20
@@ -47,11 +47,8 @@ class Grammars:
         kept = self._find(tenant, schema)
         if kept is not None and not tokens:
             return ReplyGrammar(kept)
-        turn = TENANT.set(tenant)
-        try:
+        with work_of(tenant):
             return await self._threads(self._prepare, tenant, schema, tokens)
-        finally:
-            TENANT.reset(turn)
 
     def memory(self) -> MemoryUse:
         """Of the grammars that are kept, by estimate."""

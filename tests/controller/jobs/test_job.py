@@ -27,6 +27,7 @@ from tests.support.peers import (
     peft_config,
     settle,
 )
+from tests.support.storing import submit as submit_row
 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
@@ -43,11 +44,13 @@ from rookery.storage.repositories import tenants
 from rookery.storage.repositories import versions as version_rows
 from rookery.storage.repositories.jobs import (
     get_job,
+    list_jobs,
     open_groups,
     policies,
     ready_groups,
     recent_episodes,
 )
+from rookery.turns import work_of
 
 
 async def run(service: Service, tenant: str = "alice", **changes: Any) -> str:
@@ -930,6 +933,21 @@ async def test_deletion_of_a_tenant_that_an_outage_interrupts_is_completed(servi
     await eventually(lambda: not service.artifacts.hashes())
     with pytest.raises(NotFound, match="is deleted"):
         await service.controller.delete_tenant("alice", True)
+
+
+async def test_the_deletion_of_a_tenant_follows_its_writes(service: Service) -> None:
+    store, gate = service.controller.context.store, threading.Event()
+    holding = asyncio.create_task(store.run(gate.wait))
+    with work_of("alice"):
+        event = ("alice", None, 0.0, "text", "a write")
+        events = [asyncio.create_task(store.write(tenants.add_event, *event)) for _ in range(200)]
+        submitting = asyncio.create_task(store.run(submit_row, service.database, "alice", "late"))
+    await asyncio.sleep(0)
+    deleting = asyncio.create_task(service.controller.delete_tenant("alice", True))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(holding, *events, submitting, deleting)
+    assert not service.database.read(list_jobs, "alice")
 
 
 # --- in and out -------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from rookery.storage.repositories.sessions import (
     release_sampler,
     used_sampler,
 )
+from rookery.turns import work_of
 
 log = logging.getLogger("rookery.controller.sessions.samplers")
 
@@ -208,7 +209,8 @@ class Samplers:
         for row in await context.store.read(idle_samplers, context.clock.time() - self._idle_seconds):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
-                await context.rooms.collector.delete_unnamed(release_sampler, row.id)
+                with work_of(row.tenant):
+                    await context.rooms.collector.delete_unnamed(release_sampler, row.id)
 
     def status(self, future: Future) -> QueueStatus | None:
         """Why a sample has no result yet; None for a future that is no running sample."""

@@ -46,8 +46,9 @@ from rookery.controller.validation import JobValidator
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError
 from rookery.spec.policy import TARGETS
-from rookery.storage.models import ModelRow, PolicyRow, SamplerRow, SessionRow
+from rookery.storage.models import FutureRow, ModelRow, PolicyRow, SamplerRow, SessionRow
 from rookery.storage.repositories import sessions
+from rookery.turns import work_of
 
 log = logging.getLogger("rookery.controller.sessions.sessions")
 
@@ -100,18 +101,23 @@ class Sessions:
         """Resume the operations that an earlier process acknowledged and did not finish."""
         store = self._context.store
         for row in await store.read(sessions.open_futures):
-            if row.model is not None:
-                run = await self.run(row.tenant, row.model)
-                self._context.rooms.models.provide(run.row.base_model)
-            else:
-                future, operation = self.futures.reopen(row)
-                assert isinstance(operation, Sample)
-                sampler = await store.read(sessions.get_sampler, row.tenant, operation.sampler)
-                await self._row(row.tenant, sampler.session)
-                self._seen.setdefault(sampler.session, self._context.clock.monotonic())
-                self._context.rooms.models.provide(sampler.base_model)
-                self._context.rooms.rollouts.expect_resumptions()
-                self.samplers.start(future, operation, sampler)
+            with work_of(row.tenant):
+                await self._resume_operation(row)
+
+    async def _resume_operation(self, row: FutureRow) -> None:
+        rooms, store = self._context.rooms, self._context.store
+        if row.model is not None:
+            run = await self.run(row.tenant, row.model)
+            rooms.models.provide(run.row.base_model)
+            return
+        future, operation = self.futures.reopen(row)
+        assert isinstance(operation, Sample)
+        sampler = await store.read(sessions.get_sampler, row.tenant, operation.sampler)
+        await self._row(row.tenant, sampler.session)
+        self._seen.setdefault(sampler.session, self._context.clock.monotonic())
+        rooms.models.provide(sampler.base_model)
+        rooms.rollouts.expect_resumptions()
+        self.samplers.start(future, operation, sampler)
 
     async def stop(self) -> None:
         for run in self.runs.values():
@@ -174,14 +180,16 @@ class Sessions:
         context, store, times, now = self._context, self._context.store, self.times, self._time()
         await store.write(sessions.drop_futures, now - times.result)
         for row in await store.read(sessions.expired_checkpoints, now):
-            await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
+            with work_of(row.tenant):
+                await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
         await self.samplers.retire()
         limit = times.expire
         for session in await store.read(sessions.silent_sessions, now - limit):
             if context.clock.monotonic() - self._seen.get(session.id, -math.inf) > limit:
                 extra = {"tenant": session.tenant}
                 log.info("session %s is finished: no heartbeat for %.0f s", session.id, limit, extra=extra)
-                await self.finish(session.tenant, session.id, "lost")
+                with work_of(session.tenant):
+                    await self.finish(session.tenant, session.id, "lost")
         await self._unload_idle()
         for id in await store.read(sessions.over_models, now - times.result):
             if id not in self.runs:
