@@ -1,4 +1,4 @@
-"""Frames have a bounded size, and arrays that are divided over several come together again."""
+"""Frames have a bounded size, tenants' take turns, and arrays that are divided over several come together again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from rookery import protocol
 from rookery.aio import cancel_all
-from rookery.protocol.connection import Channel, stay_connected
+from rookery.clock import SystemClock
+from rookery.protocol.connection import Channel, Outbox, stay_connected
 from rookery.worker.connection import send_done
 from rookery.worker.generation import FRAME_BYTES
 
@@ -129,3 +130,61 @@ async def test_a_peer_that_does_not_read_holds_output_back_soon() -> None:
         await blocked.wait()
         await cancel_all(connected)
     assert accepted < 1 << 20
+
+
+class Gated(Sent):
+    """A connection that accepts a frame at each turn of the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.accepted = asyncio.Semaphore(0), asyncio.Queue[bytes]()
+
+    async def send(self, frame: bytes) -> None:
+        await self.gate.acquire()
+        await super().send(frame)
+        self.accepted.put_nowait(frame)
+
+    async def accept(self, count: int) -> None:
+        for _ in range(count):
+            self.gate.release()
+            await self.accepted.get()
+
+    def episodes(self) -> list[str]:
+        return [message.episode for frame in self.frames if (message := protocol.decode(protocol.to_host, frame))]
+
+
+def reset(episode: str, prompt: bytes = b"1") -> protocol.Reset:
+    return protocol.Reset(call="", episode=episode, job="job", environment="task", options={}, prompt=prompt, seed=0)
+
+
+async def test_a_tenants_messages_delay_anothers_by_one() -> None:
+    connection = Gated()
+    outbox = Outbox(connection, 1, SystemClock())
+    offers = [outbox.offer(reset(f"a{number}"), "a") for number in range(1000)]
+    writing = asyncio.create_task(outbox.write())
+    await asyncio.sleep(0)
+    outbox.offer(reset("b0"), "b")
+    outbox.post(protocol.CloseEpisode(episode="a0"), "a")
+    outbox.post(protocol.CloseEpisode(episode="b0"), "b")
+    outbox.post(protocol.CloseEpisode(episode="stale"))
+    offers[1].cancel()
+    await connection.accept(6)
+    assert connection.episodes() == ["a0", "stale", "b0", "a2", "b0", "a3"]
+    assert [offer.done() for offer in offers[:5]] == [True, True, True, True, False]
+    await cancel_all(writing)
+
+
+async def test_a_frame_is_made_in_its_turn_and_one_too_large_fails_alone() -> None:
+    connection = Gated()
+    outbox = Outbox(connection, 1, SystemClock())
+    first, large, last = reset("one"), reset("large", bytes(protocol.MAX_FRAME)), reset("last")
+    offers = [outbox.offer(message, "a") for message in (first, large, last)]
+    writing = asyncio.create_task(outbox.write())
+    await asyncio.sleep(0)
+    last.episode = "changed"  # no frame of it is kept
+    await connection.accept(2)
+    assert connection.episodes() == ["one", "changed"]
+    with pytest.raises(protocol.FrameTooLarge, match="Reset has 671"):
+        await offers[1]
+    await asyncio.gather(offers[0], offers[2])
+    await cancel_all(writing)

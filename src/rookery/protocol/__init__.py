@@ -110,6 +110,10 @@ class BadFrame(ValueError):
 class FrameTooLarge(BadFrame):
     """A message above :data:`MAX_FRAME`, for which the receiver would close the connection."""
 
+    def __init__(self, kind: str, size: int) -> None:
+        super().__init__(f"{kind} has {size} bytes, a message at most {MAX_FRAME}")
+        self.size = size
+
 
 _encoder = msgspec.msgpack.Encoder()
 from_worker = msgspec.msgpack.Decoder(FromWorker)
@@ -128,7 +132,7 @@ def frame_of(message: Message) -> bytes:
     """:func:`encode` for a connection. Raises :class:`FrameTooLarge`."""
     frame = encode(message)
     if len(frame) > MAX_FRAME:
-        raise FrameTooLarge(f"{type(message).__name__} has {len(frame)} bytes, a message at most {MAX_FRAME}")
+        raise FrameTooLarge(type(message).__name__, len(frame))
     return frame
 
 

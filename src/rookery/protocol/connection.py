@@ -3,7 +3,8 @@
 Both ends see a :class:`Connection`: whole binary frames in order, until it is closed.
 
 * The service runs :func:`serve_peer` per connection: hello, registration, messages in order, end. Its outgoing messages
-  wait in the :class:`Outbox` of that connection, so a peer that does not read delays only itself.
+  wait in the :class:`Outbox` of that connection, so a peer that does not read delays only itself. Where a peer serves
+  several tenants, one with a thousand messages delays another one by a single message.
 * A worker or host runs :func:`stay_connected`: dial with its key, hello, welcome, converse, dial again with backoff. A
   :class:`Channel` sends its heartbeats and handles the service's messages.
 * A frame that does not decode, or that is larger than :data:`~rookery.protocol.MAX_FRAME`, ends the connection. A
@@ -18,7 +19,9 @@ import logging
 import random
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -30,10 +33,11 @@ from websockets.asyncio.client import ClientConnection, connect
 from rookery.aio import cancel_all, first_of
 from rookery.clock import Clock
 from rookery.network import client_tls, proxy_of, service_url
-from rookery.protocol import MAX_FRAME, BadFrame, decode, encode, frame_of
+from rookery.protocol import MAX_FRAME, BadFrame, FrameTooLarge, decode, encode, frame_of
 from rookery.protocol.common import PROTOCOL, HelloRejected, Message
 from rookery.protocol.envhost import HostWelcome
 from rookery.protocol.worker import Welcome
+from rookery.turns import TenantLines
 
 log = logging.getLogger("rookery.protocol.connection")
 
@@ -88,8 +92,15 @@ class Connection(Protocol):
 # --- the service's end ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Offer:
+    message: Message
+    sent: asyncio.Future[None]
+
+
 class Outbox:
-    """Messages on their way to one peer, and the time of its last frame. Each connection has its own."""
+    """Messages on their way to one peer, and the time of its last frame. Each connection has its own. Those of a tenant
+    are sent in order, and tenants take turns; the service's own are sent before those of tenants."""
 
     def __init__(self, connection: Connection, epoch: int, clock: Clock) -> None:
         self.connection = connection
@@ -97,25 +108,58 @@ class Outbox:
         self.last_frame = clock.monotonic()
         """Time of the last frame that counted; the caller sets it."""
         self._clock = clock
-        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self._first: deque[bytes] = deque()
+        """The service's own frames."""
+        self._lines: TenantLines[bytes | _Offer] = TenantLines()
+        self._filled = asyncio.Event()
+        """Set while something waits."""
         self._sending_since: float | None = None
 
-    def post(self, message: Message) -> None:
-        """Send ``message`` as soon as the connection accepts it. If it never does, the connection ends."""
-        self.post_frame(encode(message))
+    def post(self, message: Message, tenant: str | None = None) -> None:
+        """Send ``message`` as soon as the connection accepts it, or in the tenant's turn after that. If the connection
+        never accepts it, it ends."""
+        if tenant is None:
+            self._first.append(encode(message))
+        else:
+            self._lines.add(tenant, encode(message))
+        self._filled.set()
 
-    def post_frame(self, frame: bytes) -> None:
-        """:meth:`post` for a message that is encoded already."""
-        self._frames.put_nowait(frame)
+    def offer(self, message: Message, tenant: str) -> asyncio.Future[None]:
+        """Send a message of any size in the tenant's turn; its frame is made then. The future is done when the
+        connection has accepted it, and has :class:`~rookery.protocol.FrameTooLarge` where nothing of it is sent. Cancel
+        it to withdraw a message that still waits."""
+        offer = _Offer(message, asyncio.get_running_loop().create_future())
+        self._lines.add(tenant, offer)
+        self._filled.set()
+        return offer.sent
 
     async def write(self) -> None:
         """Send posted messages until the connection ends."""
         with contextlib.suppress(ConnectionClosed):  # the reader of the same connection sees it and reports it
             while True:
-                frame = await self._frames.get()
-                self._sending_since = self._clock.monotonic()
-                await self.connection.send(frame)
-                self._sending_since = None
+                await self._filled.wait()
+                if self._first:
+                    await self._send(self._first.popleft())
+                elif (waiting := self._lines.take()) is None:
+                    self._filled.clear()
+                elif isinstance(waiting, bytes):
+                    await self._send(waiting)
+                elif not waiting.sent.done():
+                    await self._send_offer(waiting)
+
+    async def _send_offer(self, offer: _Offer) -> None:
+        try:
+            await self._send(frame_of(offer.message))
+        except FrameTooLarge as error:
+            offer.sent.set_exception(error)
+            return
+        if not offer.sent.done():
+            offer.sent.set_result(None)
+
+    async def _send(self, frame: bytes) -> None:
+        self._sending_since = self._clock.monotonic()
+        await self.connection.send(frame)
+        self._sending_since = None
 
     def problem(self, patience: float) -> str:
         """Why the peer must be considered lost, or an empty string: nothing received for ``patience`` seconds, or a

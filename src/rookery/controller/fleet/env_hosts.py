@@ -8,7 +8,8 @@
 * :class:`HostLost` is raised to an episode whose instance does not return in time, at once when another host offers
   the environment and either the environment is deterministic (the episode can be replayed there) or that host is the
   successor of the lost one.
-* Every call has a deadline. A tenant's host serves that tenant only; built-ins come from the service's hosts.
+* Every call has a deadline. A tenant's host serves that tenant only; built-ins come from the service's hosts, which get
+  the calls of tenants in turns. The frame of a call is made when its turn comes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from rookery.spec.job import BUILTIN, EnvironmentSpec
 
 T = TypeVar("T")
 A = TypeVar("A", protocol.Prompts, protocol.Observation)
+EnvironmentMessage = protocol.GetPrompts | protocol.Reset | protocol.StepEpisode
 
 log = logging.getLogger("rookery.controller.fleet.env_hosts")
 
@@ -120,8 +122,8 @@ class EnvironmentHost:
     """When its connection ended."""
     episodes: IndexedDict[str, str] = field(default_factory=lambda: IndexedDict(job=_job_of))
     """The names of the episodes that may continue there; a host that reconnects is sent a close for any other."""
-    called: set[str] = field(default_factory=set)
-    """Of these, those that this process has called there: no other host continues them."""
+    called: dict[str, str] = field(default_factory=dict)
+    """Of these, those that this process has called there, with their tenants: no other host continues them."""
     calls: dict[str, HostCall] = field(default_factory=dict)
     """Unanswered calls."""
     active: dict[str, float] = field(default_factory=dict)
@@ -408,7 +410,7 @@ class EnvironmentHosts:
                 if other is not host and message.episode in other.episodes:
                     self.close_episode(other, message.episode)
         host.episodes[message.episode] = message.episode
-        host.called.add(message.episode)
+        host.called[message.episode] = environment.tenant
         answer = await self._call(host, environment, message, protocol.Observation, limited=limited)
         if answer.error:
             raise EnvironmentFailed(answer.error[:LONGEST_ERROR])
@@ -416,9 +418,9 @@ class EnvironmentHosts:
 
     def close_episode(self, host: EnvironmentHost, episode: str) -> None:
         host.episodes.pop(episode, None)
-        host.called.discard(episode)
+        tenant = host.called.pop(episode, None)
         if host.connected:
-            host.outbox.post(protocol.CloseEpisode(episode=episode))
+            host.outbox.post(protocol.CloseEpisode(episode=episode), tenant)  # behind its calls
 
     def close_job(self, job: str) -> None:
         """The job has ended: close the episodes that its hosts still run."""
@@ -431,23 +433,20 @@ class EnvironmentHosts:
         self,
         host: EnvironmentHost,
         environment: EnvironmentRef,
-        message: protocol.GetPrompts | protocol.Reset | protocol.StepEpisode,
+        message: EnvironmentMessage,
         expected: type[A],
         *,
         limited: bool = True,
     ) -> A:
         message = msgspec.structs.replace(message, call=self._ids.new("call"))
-        kind = type(message).__name__.removesuffix("Episode").lower()
-        frame, timeout = protocol.encode(message), environment.spec.step_timeout if limited else None
-        if len(frame) > protocol.MAX_FRAME:  # the host would close the connection, which carries all calls
-            limit = f"at most {protocol.MAX_FRAME >> 20} MB can be sent to a host; make prompts and messages shorter"
-            raise EnvironmentFailed(f"{kind} has {len(frame)} bytes, {limit}")
+        kind = _kind(message)
+        timeout = environment.spec.step_timeout if limited else None
         try:
             while True:
                 await self._reconnected(host, environment)
                 loop = asyncio.get_running_loop()
                 call = host.calls[message.call] = HostCall(environment.job, loop.time(), loop.create_future())
-                host.outbox.post_frame(frame)
+                await self._send(host, environment.tenant, message, call)
                 answer = await self._answered(host, call, kind, timeout)
                 if isinstance(answer, expected):
                     return answer
@@ -455,6 +454,25 @@ class EnvironmentHosts:
                     raise EnvironmentFailed(f"{kind} was answered with {type(answer).__name__}: the host is faulty")
         finally:
             host.calls.pop(message.call, None)
+
+    @staticmethod
+    async def _send(host: EnvironmentHost, tenant: str, message: EnvironmentMessage, call: HostCall) -> None:
+        """Send a call in its tenant's turn; its time counts from then on. Returns where the connection ends before.
+        Raises :class:`EnvironmentFailed` for one that no host accepts: it would close the connection, which carries all
+        calls."""
+        sent = host.outbox.offer(message, tenant)
+        try:
+            await asyncio.wait([sent, call.answer], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sent.cancel()
+        if sent.cancelled():
+            return
+        try:
+            sent.result()
+        except protocol.FrameTooLarge as large:
+            limit = f"at most {protocol.MAX_FRAME >> 20} MB can be sent to a host; make prompts and messages shorter"
+            raise EnvironmentFailed(f"{_kind(message)} has {large.size} bytes, {limit}") from None
+        call.since = asyncio.get_running_loop().time()
 
     @staticmethod
     async def _answered(host: EnvironmentHost, call: HostCall, kind: str, timeout: float | None) -> Any:
@@ -489,6 +507,10 @@ class EnvironmentHosts:
 def _job_of(episode: str) -> str:
     """The job of an episode, whose name is JOB-GROUP-MEMBER."""
     return episode.rsplit("-", 2)[0]
+
+
+def _kind(message: EnvironmentMessage) -> str:
+    return type(message).__name__.removesuffix("Episode").lower()
 
 
 def _problem(prompts: Iterable[bytes]) -> str:
