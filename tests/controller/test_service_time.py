@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import pytest
 from tests.support.peers import settle
@@ -26,7 +27,9 @@ from rookery.controller.service_time import (
     LONGEST_WORK_WAIT,
     MEMORY,
     REFUSED_WAITING,
+    SHORTEST_PAUSE,
     KeylessTime,
+    ResponseLine,
     ServiceTime,
 )
 from rookery.controller.validation import JobValidator
@@ -184,6 +187,21 @@ async def test_many_refusals_at_once_wait_up_to_a_number_and_not_for_ever() -> N
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert await times.turn("a", lambda: True), "those that are gone leave their places"
+
+
+async def test_responses_that_have_waited_for_long_do_not_come_all_at_once() -> None:
+    paused, most = list[float](), list[int]()
+
+    class Pausing(Manual):
+        async def sleep(self, seconds: float) -> None:
+            paused.append(seconds)
+            most.append(paused.count(SHORTEST_PAUSE))
+            await asyncio.sleep(0 if seconds == SHORTEST_PAUSE else 60)
+            paused.remove(seconds)
+
+    line = ResponseLine(Pausing(), lambda sender: 60.0, WeakValueDictionary(), 100, 0.0)
+    assert await asyncio.gather(*(line.turn("a", lambda: False) for _ in range(50))) == [True] * 50
+    assert len(most) >= 50 and max(most) == 1
 
 
 async def test_many_requests_at_once_do_not_all_begin() -> None:

@@ -76,12 +76,14 @@ class ResponseLine:
         longest: float,
     ) -> None:
         """``late(sender)``: the seconds by which a sender is beyond its share. Responses take their turns among all
-        that hold one of the ``turns`` of their sender; ``most`` of a sender wait at once, each ``longest`` seconds."""
+        that hold one of the ``turns`` of their sender; ``most`` of a sender wait at once. Those that have waited
+        ``longest`` seconds follow each other by :data:`SHORTEST_PAUSE`."""
         self._clock = clock
         self._late = late
         self._turns = turns
         self._most, self._longest = most, longest
         self._waiting: Counter[str] = Counter()
+        self._overdue: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def turn(self, sender: str, gone: Callable[[], bool]) -> bool:
         """Returns when it is the turn of a response to the sender, or when its client is ``gone()``. False at once
@@ -97,7 +99,9 @@ class ResponseLine:
                 while (late := self._late(sender)) > 0 and not gone():
                     await self._clock.sleep(max(late, SHORTEST_PAUSE))
         except TimeoutError:
-            pass
+            overdue = self._overdue.setdefault(sender, asyncio.Lock())
+            async with overdue:  # they came together, and their clients' next requests would
+                await self._clock.sleep(SHORTEST_PAUSE)
         finally:
             self._waiting[sender] -= 1
             if not self._waiting[sender]:
