@@ -107,8 +107,8 @@ class OneWorkerPerGroup(WorkerPool):
 
     homes: dict[str, Worker]
 
-    def choose(self, inflight: InflightRequest, interactive: bool, waiting: Collection[str]) -> Worker | None:
-        found = super().choose(inflight, interactive, waiting)
+    def choose(self, inflight: InflightRequest, reserved: bool, waiting: Collection[str]) -> Worker | None:
+        found = super().choose(inflight, reserved, waiting)
         return self.homes.setdefault(inflight.request.generate.group, found) if found is not None else None
 
     def find_migration(self, model: str) -> Migration | None:

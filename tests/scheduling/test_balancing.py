@@ -449,12 +449,12 @@ async def test_nothing_decoding_moves_before_the_plateau_is_known(tmp_path: Path
     await room.close()
 
 
-async def test_interactive_requests_are_not_moved(tmp_path: Path) -> None:
+async def test_requests_in_reserved_rows_are_not_moved(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=4)
     old = await frozen(room, "old", 2)
     rollouts = [room.sample(seed) for seed in texts(2)]
     await eventually(lambda: len(old.active) == 2)
-    chats = [room.sample(seed, "a", f"chat-{seed}", interactive=True, episode="") for seed in texts(2)]
+    chats = [room.sample(seed, "a", f"chat-{seed}", client=True, episode="") for seed in texts(2)]
     await eventually(lambda: len(old.active) == 4)
     new = await frozen(room, "new", 2)
     await eventually(lambda: len(new.active) == 2)

@@ -228,7 +228,7 @@ class Busy:
 def question(tenant: str = "bob", name: str = "sample-1") -> SamplingRequest:
     generate = protocol.Generate(
         request=name, adapter=None, prompt=[1], shared_prefix=1, max_tokens=8, temperature=1.0, seed=1, stop_tokens=[2],
-        interactive=True,
+        client=True,
     )  # fmt: skip
     return SamplingRequest(tenant, name, MODEL, generate)
 

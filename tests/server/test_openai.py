@@ -635,7 +635,7 @@ async def test_objectives_follow_the_settings_and_requests_end_with_the_service(
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
         whole = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
         await eventually(lambda: len(worker.generates) == 2)  # a request runs from when it was sent
-        assert all(generate.interactive for generate in worker.generates)
+        assert all(generate.client and generate.reserved for generate in worker.generates)
         assert {generate.tpot_ms for generate in worker.generates} == {80.0 if slo_gate else 0.0}
         due = [generate.ttft_ms for generate in worker.generates]  # less the time that they waited for a worker
         assert all(0 < ttft <= 900 for ttft in due) if slo_gate else due == [0.0, 0.0]

@@ -114,14 +114,14 @@ def free(machine: Machine, held: GenerationManager, key: str) -> None:
     held.collect([end])
 
 
-@pytest.mark.parametrize("fields", [{"interactive": True}, {"ttft_ms": 2000.0}], ids=["in its room", "among rollouts"])
+@pytest.mark.parametrize("fields", [{"reserved": True}, {}], ids=["in a reserved row", "among rollouts, no objective"])
 async def test_a_chat_does_not_wait_behind_rollouts_for_the_memory_of_adapters(fields: dict[str, Any]) -> None:
     machine = Machine()
     held = await filled(machine)
     held.generate(order("later-rollout", ref("a")))
-    held.generate(order("chat", ref("a"), **fields))
+    held.generate(order("chat", ref("a"), client=True, **fields))
     await eventually(lambda: machine.begun == ["chat"])
-    held.generate(order("d-chat", ref("d"), **fields))
+    held.generate(order("d-chat", ref("d"), client=True, **fields))
     await settle()
     assert held.waiting() == 3
     free(machine, held, "b1")
@@ -142,14 +142,14 @@ async def test_clients_keep_an_adapter_from_others_for_a_while_only(monkeypatch:
     machine = Machine()
     held = await filled(machine)
     monkeypatch.setattr(generation, "FENCE_SECONDS", 0.0)
-    held.generate(order("chat", ref("a"), interactive=True))
+    held.generate(order("chat", ref("a"), client=True))
     await eventually(lambda: machine.begun == ["chat"])
     end = protocol.TokenChunk(
         request="a-rollout/1.1", offset=0, tokens=[], logprobs=[], version=1, policy="a", finish="stop"
     )
     machine.users["a1"].remove("a-rollout/1.1")
     held.collect([end])
-    held.generate(order("next", ref("a"), interactive=True))
+    held.generate(order("next", ref("a"), client=True))
     await settle()
     assert held.waiting() == 2 and machine.begun == ["chat"]
     free(machine, held, "a1")
@@ -185,7 +185,7 @@ async def test_a_request_that_another_worker_may_run_is_aborted_with_the_reason(
 
 
 CIRCUMSTANCES = {
-    "request", "assignment", "adapter", "prefix_tokens", "interactive", "tenant", "weight", "order", "ttft_ms",
+    "request", "assignment", "adapter", "prefix_tokens", "client", "reserved", "tenant", "weight", "order", "ttft_ms",
     "tpot_ms", "episode", "group",
 }  # fmt: skip
 
@@ -195,7 +195,7 @@ def test_a_held_text_continues_under_other_circumstances() -> None:
     assert names == CIRCUMSTANCES | set(protocol.TEXT_PARAMETERS), "a new parameter must be one of these"
     held = HeldRequest(order("r", ref("a")), "r/1.1")
     earlier = SamplingRequest("alice", "job", "model", held.generate)
-    for field, value in {"weight": 3.0, "tenant": "b", "order": 5.0, "interactive": True, "group": "g"}.items():
+    for field, value in {"weight": 3.0, "tenant": "b", "order": 5.0, "reserved": True, "group": "g"}.items():
         assert held.continues(other := order("r", ref("a"), **{field: value})), field
         assert replace(earlier, generate=other).continues_text_of(earlier), "the service decides alike"
     others = {"seed": 2, "prompt": [2], "max_tokens": 9, "stop": ["x"], "logits": protocol.LogitsParams(top_p=0.5)}

@@ -1097,7 +1097,7 @@ def test_chats_are_answered_between_the_layers_of_a_training_slice(service: Dial
     link.send(forward("f", parent, batch(service)))
     service.until(lambda: link.of(protocol.Heartbeat)[-1].training == 1)
     for chat in ("late", "second"):
-        link.send(generate(chat, interactive=True, ttft_ms=500.0, tpot_ms=0.01))
+        link.send(generate(chat, client=True, reserved=True, ttft_ms=500.0, tpot_ms=0.01))
         link.some(chat, 1)
         assert not link.stream("late").finish and not link.of(protocol.OperationDone)[1:]
     assert link.done("f").error == "" and len(link.finished("second").tokens) == LONG

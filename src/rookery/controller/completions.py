@@ -145,7 +145,7 @@ class Completions:
             prompt_logprobs=len(prepared.prompt) if score_prompt else 0,
             top_logprobs=logits.top_logprobs if score_prompt and logits is not None else 0,
             logits=logits,
-            interactive=not job,
+            client=not job,
             ttft_ms=0.0 if job else ttft,
             tpot_ms=0.0 if job else tpot,
         )

@@ -282,12 +282,15 @@ class Generate(Message, kw_only=True):
     """With each scored token, how many of the likeliest tokens in its place are returned."""
     logits: LogitsParams | None = None
     """None: tokens are drawn from the model's own distribution."""
-    interactive: bool = False
-    """Admitted before requests that are not interactive, which may lose their rows to it and resume later from the same
-    token. Does not affect the text."""
+    client: bool = False
+    """A client waits for the result: rollouts and training leave it its time, also where it has no reserved row, and
+    its tokens are sent first."""
+    reserved: bool = False
+    """It has a reserved row: admitted before requests without one, which may lose their rows to it and resume later
+    from the same token. The service decides so when it assigns the request. Does not affect the text."""
     ttft_ms: float = 0.0
-    """Milliseconds from now until its first token is due; 0: no objective. Rollouts and training slices of the worker
-    run as far as the objectives allow (:mod:`rookery.scheduling.slo`)."""
+    """Of a client's request: milliseconds from now until its first token is due; 0: no objective. Rollouts and training
+    slices of the worker run as far as the objectives allow (:mod:`rookery.scheduling.slo`)."""
     tpot_ms: float = 0.0
     """The same for each further token, on average."""
     tenant: Name = ""
@@ -295,8 +298,8 @@ class Generate(Message, kw_only=True):
     weight: float = 1.0
     """The tenant's share of that time, relative to those of the others."""
     order: float = 0.0
-    """Of the waiting requests of a kind, interactive or not, the least is admitted first, among equals the first to
-    come: the tenant's token counter (:mod:`rookery.scheduling.queues`) when the request was assigned."""
+    """Of the waiting requests with a reserved row, and of those without one, the least is admitted first, among equals
+    the first to come: the tenant's token counter (:mod:`rookery.scheduling.queues`) when the request was assigned."""
 
     def same_text(self, other: Generate) -> bool:
         """Whether the tokens of one are those of the other, if the same version samples both: service and workers ask

@@ -5,8 +5,8 @@ Promises:
 * It dials at once and sends heartbeats while the base model is loading; ``Ready`` follows when it is loaded.
 * Every message carries the epoch of the connection that it is sent on.
 * Every adapter that is cached, and every pull that fails, is reported to the controller.
-* Sampled tokens are sent at most one flush interval later, and at once when their request has ended or, if it is
-  interactive, has begun. Heartbeats go between the messages of a flush.
+* Sampled tokens are sent at most one flush interval later, and at once when their request has ended or, if it is a
+  client's, has begun. Heartbeats go between the messages of a flush.
 * The end of a connection loses no token: requests stay held until a controller claims them. Training operations end,
   because the controller sends those that it still wants again; states of committed versions are offloaded. What no
   controller claims within the rejoin period is deleted.

@@ -169,11 +169,6 @@ class HeldRequest:
         return chunk
 
 
-def _is_client(generate: protocol.Generate) -> bool:
-    """Whether a client waits for it; the service sends some of theirs to run among rollouts."""
-    return generate.interactive or generate.ttft_ms > 0 or generate.tpot_ms > 0
-
-
 def _version_of(generate: protocol.Generate) -> tuple[str, int, str] | None:
     ref = generate.adapter
     return None if ref is None else (ref.policy, ref.version, ref.hash)
@@ -273,7 +268,7 @@ class GenerationManager:
             await self._with_adapter(
                 generate.adapter,
                 lambda core, folder: core.submit(generate, folder, arrived, grammar),
-                client=_is_client(generate),
+                client=generate.client,
             )
         except Exception as error:
             if held.pending_switch is not None:
@@ -316,7 +311,7 @@ class GenerationManager:
             await self._with_adapter(
                 ref,
                 lambda core, folder: core.switch(key, ref, folder, recompute=switch.recompute),
-                client=_is_client(held.generate),
+                client=held.generate.client,
                 runs=True,
             )
             held.generate = msgspec.structs.replace(held.generate, adapter=ref)
@@ -359,7 +354,7 @@ class GenerationManager:
         if self._adapter_room.waited < FENCE_SECONDS:
             return True
         users = [held.generate for held in self.held.values() if held.submitted and not held.finish]
-        return any(one.adapter is not None and one.adapter.hash == ref.hash and not _is_client(one) for one in users)
+        return any(one.adapter is not None and one.adapter.hash == ref.hash and not one.client for one in users)
 
     # --- from the engine --------------------------------------------------------------------------------------------
 
@@ -370,7 +365,7 @@ class GenerationManager:
             held = self._by_key.get(chunk.request)
             if held is None:
                 continue  # aborted
-            urgent |= held.generate.interactive and not held.log.tokens  # a client waits for its first token
+            urgent |= held.generate.client and not held.log.tokens  # a client waits for its first token
             received = held.log.receive(chunk, held.start)
             held.top_logprobs += chunk.top_logprobs
             assert received == len(chunk.tokens), f"{chunk.request}: the engine sampled token {chunk.offset} twice"
@@ -389,7 +384,7 @@ class GenerationManager:
         sent at ``now``. None: it has been sent everything."""
         chunks, room = [], FRAME_BYTES
         unsent = [held for held in self.held.values() if held.unsent]
-        for held in sorted(unsent, key=lambda held: (held.unsent_scores, not held.generate.interactive)):
+        for held in sorted(unsent, key=lambda held: (held.unsent_scores, not held.generate.client)):
             while room > 0 and held.unsent:
                 chunks.append(chunk := held.next_chunk(room, now))
                 room -= _encoded_bytes(chunk)

@@ -60,11 +60,11 @@ async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path, t
     worker.generating.clear()
     rollouts = [room.sample(number) for number in range(8)]
     await eventually(lambda: len(worker.active) == 5)
-    chats = [room.sample(number, tenant, f"chat-{number}", interactive=True, episode="") for number in range(5)]
+    chats = [room.sample(number, tenant, f"chat-{number}", client=True, episode="") for number in range(5)]
     await eventually(lambda: len(worker.active) == 5 + rows)
     await settle()
-    assert [g.request for g in worker.generates if g.interactive] == [f"chat-{n}-{n}" for n in range(rows)]
-    assert not any(g.interactive for g in worker.generates[:5])
+    assert [g.request for g in worker.generates if g.reserved] == [f"chat-{n}-{n}" for n in range(rows)]
+    assert not any(g.reserved for g in worker.generates[:5])
     worker.generating.set()
     for number, reply in enumerate(await asyncio.gather(*rollouts)):
         check(reply, number)
@@ -103,7 +103,7 @@ async def test_clients_take_the_rows_that_jobs_of_others_do_not_use(tmp_path: Pa
     worker.generating.clear()
     replies = [room.sample(number) for number in range(2)]
     await eventually(lambda: len(worker.active) == 2)
-    replies += [room.sample(number, "b", "chat", interactive=True, episode="") for number in range(9)]
+    replies += [room.sample(number, "b", "chat", client=True, episode="") for number in range(9)]
     await eventually(lambda: len(worker.active) == 8)
     await settle()
     assert room.rollouts.waiting() == 3
@@ -120,7 +120,7 @@ async def test_many_waiting_chats_of_a_tenant_are_refused_at_once(tmp_path: Path
     replies = [room.sample(number) for number in range(4)]
     await eventually(lambda: len(worker.active) == 4)
     replies += [
-        room.sample(number, "b", f"chat-{number}", request=f"chat-{number}", interactive=True, episode="")
+        room.sample(number, "b", f"chat-{number}", request=f"chat-{number}", client=True, episode="")
         for number in range(100)
     ]
     await eventually(lambda: room.rollouts.waiting() == 98)
@@ -144,7 +144,7 @@ async def test_a_chat_goes_to_a_worker_where_its_tenant_has_not_its_share(tmp_pa
 
     async def chats(tenant: str, *numbers: int) -> list[asyncio.Task[SamplingResult]]:
         names = [f"{tenant}-{number}" for number in numbers]
-        made = [room.sample(1, tenant, name, request=name, interactive=True, episode="") for name in names]
+        made = [room.sample(1, tenant, name, request=name, client=True, episode="") for name in names]
         await settle()
         return made
 
@@ -156,8 +156,8 @@ async def test_a_chat_goes_to_a_worker_where_its_tenant_has_not_its_share(tmp_pa
     replies += [room.sample(number) for number in range(2)]
     await eventually(lambda: len(first.active) == 2)
     replies += await chats("b", 0, 1, 2)
-    assert [g.request for g in first.generates if g.interactive] == ["b-0", "b-1"], "its share"
-    assert [g.request for g in other.generates if g.interactive] == ["c-0", "c-1", "c-2", "b-2"]
+    assert [g.request for g in first.generates if g.reserved] == ["b-0", "b-1"], "its share"
+    assert [g.request for g in other.generates if g.reserved] == ["c-0", "c-1", "c-2", "b-2"]
     for worker in (first, other):
         worker.generating.set()
     await asyncio.gather(*replies)
@@ -169,7 +169,7 @@ async def test_jobs_have_their_share_of_rows_where_other_tenants_clients_are_lat
     worker = await room.worker("a", max_rows=4)
     worker.generating.clear()
     [known] = room.fleet.all()
-    replies = [room.sample(9, "c", "chat", interactive=True, episode="")]
+    replies = [room.sample(9, "c", "chat", client=True, episode="")]
     await eventually(lambda: len(worker.active) == 1)
     room.rollouts.on_heartbeat(known, beat(interactive=1, slo_slack=-0.1))
     replies += [room.sample(number, tenant, tenant) for tenant in "bc" for number in range(4)]
@@ -200,7 +200,7 @@ async def test_tokens_are_streamed_to_the_caller(tmp_path: Path) -> None:
     await room.close()
 
 
-def test_the_engine_admits_interactive_requests_first_and_changes_no_text() -> None:
+def test_the_engine_admits_requests_with_reserved_rows_first_and_changes_no_text() -> None:
     calm = make()
     for number in range(3):
         calm.submit(order(f"r{number}", seed=number, max_tokens=20, adapter=None))
@@ -213,8 +213,8 @@ def test_the_engine_admits_interactive_requests_first_and_changes_no_text() -> N
     for _ in range(5):
         engine.step()
     chunks = engine.drain()
-    engine.submit(order("chat", seed=9, max_tokens=4, interactive=True))
-    engine.submit(order("chat too", seed=10, max_tokens=4, interactive=True))
+    engine.submit(order("chat", seed=9, max_tokens=4, client=True, reserved=True))
+    engine.submit(order("chat too", seed=10, max_tokens=4, client=True, reserved=True))
     engine.step()
     assert engine.active == 2 and engine.waiting == 3 and engine.stats["preempted"] == 2
     ended: list[str] = []
@@ -229,11 +229,11 @@ def test_the_engine_admits_interactive_requests_first_and_changes_no_text() -> N
     assert texts == expected
 
 
-def test_growing_texts_preempt_requests_that_are_not_interactive() -> None:
+def test_growing_texts_preempt_requests_without_a_reserved_row() -> None:
     alone = make()
     engine = make(max_rows=4, kv_budget_bytes=780 * alone.store.token_bytes)
     for number in range(4):
-        engine.submit(order(f"r{number}", seed=number, max_tokens=200, interactive=number == 3))
+        engine.submit(order(f"r{number}", seed=number, max_tokens=200, client=number == 3, reserved=number == 3))
     texts = finish(engine)
     assert engine.stats["preempted"] > 0
     for number in range(4):

@@ -440,7 +440,7 @@ async def test_a_worker_holds_its_rows_and_a_few_more(tmp_path: Path) -> None:
     replies = [room.sample(number) for number in range(14)]
     await eventually(lambda: sum(len(w.active) for w in workers) == 10)
     assert room.rollouts.waiting() == 4
-    replies += [room.sample(number, "a", "chat", interactive=True, episode="") for number in range(20, 29)]
+    replies += [room.sample(number, "a", "chat", client=True, episode="") for number in range(20, 29)]
     await eventually(lambda: sum(len(w.active) for w in workers) == 14)
     await settle()
     assert room.rollouts.waiting() == 9
@@ -723,12 +723,12 @@ async def test_older_versions_are_accepted_only_from_resumed_requests(
     await room.close()
 
 
-async def test_a_closed_gate_admits_only_interactive_requests(tmp_path: Path) -> None:
+async def test_a_closed_gate_admits_only_clients_requests(tmp_path: Path) -> None:
     room = Room(tmp_path)
     room.closed = {"one"}
     one = await room.worker("one")
     replies = [room.sample(number) for number in range(3)]
-    chat = room.sample(9, "b", "chat", interactive=True, episode="")
+    chat = room.sample(9, "b", "chat", client=True, episode="")
     check(await chat, 9)
     await settle()
     assert room.rollouts.waiting() == 3
@@ -743,12 +743,12 @@ async def test_a_closed_gate_admits_only_interactive_requests(tmp_path: Path) ->
 
 
 async def test_migrated_requests_resume_elsewhere_with_their_tokens(tmp_path: Path) -> None:
-    """Requests that do not decode yet move first, then those with the fewest tokens; interactive ones stay."""
+    """Requests that do not decode yet move first, then those with the fewest tokens; clients' stay."""
     room = Room(tmp_path, dispatch_ahead=0)
     one = await room.worker("one", max_rows=4, chunk=2)
     one.generating.clear()
     seeds = full(5)
-    replies = [room.sample(seed, interactive=seed == seeds[4]) for seed in seeds]
+    replies = [room.sample(seed, client=seed == seeds[4]) for seed in seeds]
     await eventually(lambda: len(one.active) == 5)
     for times, seed in ((3, seeds[0]), (1, seeds[1]), (2, seeds[2])):
         for _ in range(times):
@@ -770,7 +770,7 @@ async def test_migrated_requests_resume_elsewhere_with_their_tokens(tmp_path: Pa
     one.generating.set()
     for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
         check(reply, seed)
-    assert {g.request for g in one.generates if g.interactive} == {f"job-{seeds[4]}"}
+    assert {g.request for g in one.generates if g.reserved} == {f"job-{seeds[4]}"}
     await room.close()
 
 
@@ -861,7 +861,7 @@ def test_every_request_ends_once_with_its_text_under_all_events(tmp_path: Path, 
                     first = random.random() < 0.2
                     in_flight = "finish" if first else random.choice(["finish", "switch", "recompute"])
                     asked[number] = {
-                        "adapter": head, "in_flight": in_flight, "interactive": first, "tenant": random.choice("ab"),
+                        "adapter": head, "in_flight": in_flight, "client": first, "tenant": random.choice("ab"),
                         "episode": "" if first else f"e{number}",
                     }  # fmt: skip
                     sample(number)
@@ -942,8 +942,8 @@ def test_every_request_ends_once_with_its_text_under_all_events(tmp_path: Path, 
         )
         kept = sum(len(text_of(number, 12)[0]) for number in asked)
         assert rollouts.sampled_tokens >= kept
-        # only interactive requests drop tokens: when they are cancelled
-        if not any(request["interactive"] for request in asked.values()):
+        # only clients' requests drop tokens: when they are cancelled
+        if not any(request["client"] for request in asked.values()):
             assert rollouts.sampled_tokens == kept, "every token counted once"
         await room.close()
 

@@ -35,7 +35,8 @@ class Group:
     """Share of the prompt that is the group's."""
     members: int = 1
     adapter: str = ""
-    interactive: bool = False
+    client: bool = False
+    reserved: bool = False
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
     tokens: int = 3
@@ -70,7 +71,8 @@ groups = st.builds(
     shared=st.sampled_from([0.0, 0.5, 1.0]),
     members=st.sampled_from([1, 2, 5]),
     adapter=st.sampled_from(WEIGHTS),
-    interactive=st.booleans(),
+    client=st.booleans(),
+    reserved=st.booleans(),
     ttft_ms=st.sampled_from([0.0, 1.0, 2000.0]),
     tpot_ms=st.sampled_from([0.0, 1.0, 250.0]),
     tokens=st.sampled_from([1, 2, 5, 34]),
@@ -120,7 +122,8 @@ def generate(number: int, group: Group, member: int, turn: int = 0, before: tupl
     prompt = [1 + (number + index) % 200 for index in range(group.prompt)]
     changes: dict[str, Any] = {
         "adapter": adapter(group.adapter), "prompt": [*prompt, *before], "max_tokens": group.tokens,
-        "shared_prefix": int(group.shared * len(prompt)), "seed": member, "interactive": group.interactive,
+        "shared_prefix": int(group.shared * len(prompt)), "seed": member,
+        "client": group.client or group.reserved, "reserved": group.reserved,
         "ttft_ms": group.ttft_ms, "tpot_ms": group.tpot_ms, "order": group.order, "in_flight": group.in_flight,
         "episode": f"e{number}.{member}" if group.episode else "", "tenant": group.tenant,
     }  # fmt: skip
@@ -200,9 +203,11 @@ def _computed(engine: NativeEngine) -> float:
 
 @given(mixes)
 @settings(max_examples=examples(30))
-@example(Mix([(0, Group(members=8, ttft_ms=1.0))], step_seconds=10.0))  # objectives without priority, late
-@example(Mix([(0, Group(members=8)), (2, Group(prompt=31, members=3, ttft_ms=1.0))], rows=2, step_seconds=10.0))
-@example(Mix([(0, Group(members=4)), (2, Group(adapter="full", ttft_ms=1.0, interactive=True))], step_seconds=10.0))
+@example(Mix([(0, Group(members=8, client=True, ttft_ms=1.0))], step_seconds=10.0))  # objectives without priority, late
+@example(
+    Mix([(0, Group(members=8)), (2, Group(prompt=31, members=3, client=True, ttft_ms=1.0))], rows=2, step_seconds=10.0)
+)
+@example(Mix([(0, Group(members=4)), (2, Group(adapter="full", ttft_ms=1.0, reserved=True))], step_seconds=10.0))
 def test_every_step_computes_until_all_requests_have_ended(mix: Mix) -> None:
     run = Run(mix)
     last = max(at for at, _ in mix.groups)
@@ -222,7 +227,7 @@ def test_requests_with_objectives_in_rows_of_rollouts_are_never_held_back() -> N
     clock = Clock()
     engine = gated(clock)
     for number in range(4):
-        engine.submit(chat(f"chat-{number}", interactive=False, seed=number, max_tokens=5))
+        engine.submit(chat(f"chat-{number}", reserved=False, seed=number, max_tokens=5))
     engine.submit(order("r", max_tokens=5))
     for _ in range(2):
         engine.step()
@@ -239,7 +244,7 @@ def test_a_request_that_waits_behind_rollouts_does_not_hold_them_back() -> None:
     engine = gated(clock, max_rows=2)
     for name in ("r0", "r1"):
         engine.submit(order(name, max_tokens=4))
-    engine.submit(chat("late", interactive=False, max_tokens=2))
+    engine.submit(chat("late", reserved=False, max_tokens=2))
     clock.now += 100
     assert engine.gate.allows_training(), "training cannot help it either"
     steps = 0

@@ -41,7 +41,7 @@ def gated(clock: Callable[[], float], *, enabled: bool = True, **options: Any) -
 
 
 def chat(name: str = "chat", **changes: Any) -> protocol.Generate:
-    return order(name, **{"interactive": True, "ttft_ms": 2000.0, "tpot_ms": 100.0, "seed": 99, **changes})
+    return order(name, **{"client": True, "reserved": True, "ttft_ms": 2000.0, "tpot_ms": 100.0, "seed": 99, **changes})
 
 
 def ref(version: int) -> protocol.AdapterRef:
@@ -248,7 +248,7 @@ def test_rollouts_fill_the_cache_again_after_a_burst_of_chats(adapter: protocol.
     for number in range(4):
         prompt = list(range(number + 1, 150))
         engine.submit(chat(f"c{number}", prompt=prompt, shared_prefix=len(prompt), max_tokens=2))
-    while any(request.params.interactive for request in (*engine.admission.running, *engine.admission.waiting)):
+    while any(request.params.reserved for request in (*engine.admission.running, *engine.admission.waiting)):
         engine.step()
         engine.drain()
     assert engine.gate.cache_cuts == 1 and steps(3) < before

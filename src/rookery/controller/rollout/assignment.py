@@ -119,8 +119,8 @@ class Assignment:
     worker: Worker
     name: str
     """The epoch of the connection and a number: never used twice. Tokens of another assignment are ignored."""
-    interactive: bool
-    """Whether it occupies the worker's room for interactive requests."""
+    reserved: bool
+    """Whether it has one of the worker's rows that are reserved for clients."""
     order: float
     """Among the worker's waiting requests: the least is admitted first."""
     last_activity: float

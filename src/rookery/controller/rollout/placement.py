@@ -67,10 +67,10 @@ class WorkerSlots:
     requests: dict[str, InflightRequest] = field(default_factory=dict)
     """By assignment, in the order in which these were made."""
     decoding: int = 0
-    interactive: int = 0
-    """Requests in the room of interactive ones."""
+    reserved: int = 0
+    """Requests in its reserved rows."""
     clients: Counter[str] = field(default_factory=Counter)
-    """Clients' requests by tenant, in either room …"""
+    """Clients' requests by tenant, in rows of either kind …"""
     rollouts: Counter[str] = field(default_factory=Counter)
     """… and jobs'."""
     given: dict[str, float] = field(default_factory=dict)
@@ -126,8 +126,8 @@ class WorkerSlots:
 
     @property
     def serving(self) -> bool:
-        """Whether it has interactive requests."""
-        return bool(self.interactive or (self.heartbeats and self.heartbeats[-1].interactive))
+        """Whether it has requests in reserved rows, or with objectives."""
+        return bool(self.reserved or (self.heartbeats and self.heartbeats[-1].interactive))
 
     @property
     def saturated(self) -> bool:
@@ -154,7 +154,7 @@ class WorkerPool:
         self._slots: dict[str, WorkerSlots] = {}
         """By the worker's name."""
         self._common: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
-        self._interactive: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
+        self._reserved: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
         self._missing: defaultdict[str, Counter[frozenset[str]]] = defaultdict(Counter)
         """By model: the sets of adapters that serving workers miss, and how many workers miss each."""
         self._quickest: dict[str, WorkerSlots] = {}
@@ -186,7 +186,7 @@ class WorkerPool:
             slots.tags = frozenset({ANY, BASE, *worker.cached})
         self._count_missing(slots, worker.missing_adapters if worker.state == "serving" else None)
         slots.accepts_rollouts = gate
-        self._reindex(slots, interactive=True)
+        self._reindex(slots, reserved=True)
 
     def remove(self, worker: Worker) -> list[InflightRequest]:
         """It is lost. Returns its requests, in the order of their assignment."""
@@ -197,7 +197,7 @@ class WorkerPool:
         if self._quickest.get(worker.hello.model) is slots:
             del self._quickest[worker.hello.model]
         self._count_missing(slots, None)
-        for index in (self._common, self._interactive):
+        for index in (self._common, self._reserved):
             index[worker.hello.model].remove(worker.name)
         return list(slots.requests.values())
 
@@ -239,7 +239,7 @@ class WorkerPool:
         """Seconds for which it has had at least one request, on this connection."""
         return self.slots(worker).busy.seconds
 
-    def assign(self, inflight: InflightRequest, worker: Worker, *, interactive: bool, resumed: bool) -> Assignment:
+    def assign(self, inflight: InflightRequest, worker: Worker, *, reserved: bool, resumed: bool) -> Assignment:
         """The request's stay at the worker begins: the one place that makes an assignment."""
         slots, now = self._slots[worker.name], self._clock.monotonic()
         slots.busy.add(1)
@@ -249,8 +249,8 @@ class WorkerPool:
         turn = tokens * max(1, int(worker.hello.max_rows * self._turn_share))
         order = slots.counters[tenant] // turn * turn  # requests of a turn stay together
         slots.counters.charge(tenant, tokens)
-        slots.interactive += interactive
-        if inflight.request.generate.interactive:
+        slots.reserved += reserved
+        if inflight.request.generate.client:
             slots.clients[tenant] += 1
         else:
             slots.rollouts[tenant] += 1
@@ -259,11 +259,11 @@ class WorkerPool:
                 slots.peak = count, now
         name = f"{worker.epoch}.{next(self._numbers)}"  # an epoch is never used twice, also not by another controller
         inflight.assignment = assignment = Assignment(
-            worker, name, interactive, order, now, resumed, since=now, queued_at=inflight.queued_at
+            worker, name, reserved, order, now, resumed, since=now, queued_at=inflight.queued_at
         )
         assignment.chunk_end = len(inflight.result.tokens) + self._chunk
         slots.requests[name] = inflight
-        self._reindex(slots, interactive)
+        self._reindex(slots, reserved)
         return assignment
 
     def find(self, worker: Worker, assignment: str) -> InflightRequest | None:
@@ -273,25 +273,22 @@ class WorkerPool:
 
     def begin(self, inflight: InflightRequest) -> None:
         """The first token of the request's assignment has arrived: the worker decodes it."""
-        assert inflight.assignment is not None
-        inflight.assignment.decoding_since = self._clock.monotonic()
-        slots = self._slots[inflight.assignment.worker.name]
-        slots.counters.reach(inflight.assignment.order)
+        inflight.stay.decoding_since = self._clock.monotonic()
+        slots = self._slots[inflight.stay.worker.name]
+        slots.counters.reach(inflight.stay.order)
         slots.decoding += 1
         self._reindex(slots)
 
     def last_activity(self, inflight: InflightRequest) -> float:
         """When the request's worker last worked for it: sent its tokens, or, while it waits for a row or memory there,
         computed those of others."""
-        stay = inflight.assignment
-        assert stay is not None
+        stay = inflight.stay
         waits = inflight.state == "assigned"
         return max(stay.last_activity, self.slots(stay.worker).served_at) if waits else stay.last_activity
 
     def release(self, inflight: InflightRequest) -> None:
         """The request's stay at its worker, if that is not lost, ends: the one place that drops an assignment."""
-        assignment = inflight.assignment
-        assert assignment is not None
+        assignment = inflight.stay
         if assignment.target is not None:
             self._reserve(assignment, -1)
         inflight.assignment = None
@@ -300,36 +297,36 @@ class WorkerPool:
             del slots.requests[assignment.name]
             slots.busy.add(-1)
             slots.decoding -= assignment.decoding_since is not None
-            slots.interactive -= assignment.interactive
-            (slots.clients if inflight.request.generate.interactive else slots.rollouts)[inflight.request.tenant] -= 1
-            self._reindex(slots, assignment.interactive)
+            slots.reserved -= assignment.reserved
+            (slots.clients if inflight.request.generate.client else slots.rollouts)[inflight.request.tenant] -= 1
+            self._reindex(slots, assignment.reserved)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
-    def has_capacity(self, model: str, interactive: bool) -> bool:
+    def has_capacity(self, model: str, reserved: bool) -> bool:
         """Whether some worker may accept some request."""
-        return self._select(model, interactive, (ANY,) if interactive else (ANY, _late_tag(ANY))) is not None
+        return self._select(model, reserved, (ANY,) if reserved else (ANY, _late_tag(ANY))) is not None
 
-    def choose(self, inflight: InflightRequest, interactive: bool, waiting: Collection[str]) -> Worker | None:
-        """The worker for a request, in the common room or in that of interactive requests. ``waiting``: tenants whose
-        rollouts wait for a worker. Beyond their share, a tenant's clients leave others' jobs as many rows as these had
-        at once lately; where objectives are not kept, rollouts of tenants without clients there get their share."""
+    def choose(self, inflight: InflightRequest, reserved: bool, waiting: Collection[str]) -> Worker | None:
+        """The worker for a request, in a common row or in a reserved one. ``waiting``: tenants whose rollouts wait for
+        a worker. Beyond their share, a tenant's clients leave others' jobs as many rows as these had at once lately;
+        where objectives are not kept, rollouts of tenants without clients there get their share."""
         model, tenant, tags = inflight.request.model, inflight.request.tenant, self._tags_for(inflight)
-        if inflight.request.generate.interactive:
-            workers = self._in_order(model, interactive, tags, inflight.refused)
+        if inflight.request.generate.client:
+            workers = self._in_order(model, reserved, tags, inflight.refused)
             return next((one for one in workers if self._fits_client(self._slots[one.name], tenant, waiting)), None)
-        if (worker := self._select(model, interactive, tags, inflight.refused)) is not None:
+        if (worker := self._select(model, reserved, tags, inflight.refused)) is not None:
             return worker
         late = self._in_order(model, False, [*map(_late_tag, tags)], inflight.refused)
         return next((one for one in late if self._fits_late(self._slots[one.name], tenant)), None)
 
     def _in_order(
-        self, model: str, interactive: bool, tags: Collection[str], refused: Collection[str]
+        self, model: str, reserved: bool, tags: Collection[str], refused: Collection[str]
     ) -> Iterator[Worker]:
         """The workers with room, the best first, of which a tenant may have its share; at most :data:`CHOICES`."""
         passed = set(refused)
         for _ in range(CHOICES):
-            worker = self._select(model, interactive, tags, passed)
+            worker = self._select(model, reserved, tags, passed)
             if worker is None:
                 return
             yield worker
@@ -367,7 +364,7 @@ class WorkerPool:
         """The worker where a decoding request, at the end of a chunk, should continue under the same version; None:
         where it is. A worker that has not its adapter is no target."""
         assignment, request, tokens = inflight.assignment, inflight.request, len(inflight.result.tokens)
-        if assignment is None or tokens < assignment.chunk_end or assignment.interactive:
+        if assignment is None or tokens < assignment.chunk_end or assignment.reserved:
             return None
         assignment.chunk_end = tokens + self._chunk
         index, source = self._common[request.model], assignment.worker
@@ -386,9 +383,8 @@ class WorkerPool:
 
     def reserve(self, inflight: InflightRequest, target: Worker) -> None:
         """Room for the request at its next worker, until :meth:`release`."""
-        assert inflight.assignment is not None
-        inflight.assignment.target = target
-        self._reserve(inflight.assignment, 1)
+        inflight.stay.target = target
+        self._reserve(inflight.stay, 1)
 
     def _reserve(self, assignment: Assignment, count: int) -> None:
         for worker, leaving in ((assignment.worker, count), (assignment.target, 0)):
@@ -404,7 +400,7 @@ class WorkerPool:
         if index is None or (move := balance(index.fullest(), index.first((ANY,)))) is None:
             return None
         requests = self._slots[move.source].requests.values()
-        able = [inflight for inflight in reversed(requests) if not _is_interactive(inflight)]
+        able = [inflight for inflight in reversed(requests) if not inflight.stay.reserved]
         if move.executing:
             able.sort(key=lambda inflight: len(inflight.result.tokens))
         else:
@@ -438,13 +434,11 @@ class WorkerPool:
         name, slow = slots.worker.name, slots.heartbeats[-1].slowdowns if slots.heartbeats else TAKING_TURNS
         return WorkerRollouts(name, slots.site, max(left, default=0), tokens, slots.train_seconds, slow)
 
-    def _select(
-        self, model: str, interactive: bool, tags: Iterable[str], without: Collection[str] = ()
-    ) -> Worker | None:
-        index = (self._interactive if interactive else self._common).get(model)
+    def _select(self, model: str, reserved: bool, tags: Iterable[str], without: Collection[str] = ()) -> Worker | None:
+        index = (self._reserved if reserved else self._common).get(model)
         if index is None:
             return None
-        name = select(index.first(tags, without), 0 if interactive else self._dispatch_ahead)
+        name = select(index.first(tags, without), 0 if reserved else self._dispatch_ahead)
         return self._slots[name].worker if name is not None else None
 
     def _tags_for(self, inflight: InflightRequest) -> list[str]:
@@ -467,8 +461,8 @@ class WorkerPool:
             counts[missing] += 1
         slots.missing = missing
 
-    def _reindex(self, slots: WorkerSlots, interactive: bool = False) -> None:
-        """The worker's figures have changed; with ``interactive`` also those of its room for interactive requests."""
+    def _reindex(self, slots: WorkerSlots, reserved: bool = False) -> None:
+        """The worker's figures have changed; with ``reserved`` also those of its reserved rows."""
         worker = slots.worker
         pending, executing, free = slots.load
         rows = self._saturation_of(worker).saturated_rows
@@ -480,9 +474,9 @@ class WorkerPool:
         if slots.saturated:
             tags = frozenset(map(_late_tag, tags))
         self._common[worker.hello.model].put(common, tags if slots.accepts_rollouts else frozenset())
-        if interactive:
-            reserved = WorkerLoad(worker.name, 0, slots.interactive, max(0, worker.hello.max_rows - slots.interactive))
-            self._interactive[worker.hello.model].put(reserved, slots.tags)
+        if reserved:
+            figures = WorkerLoad(worker.name, 0, slots.reserved, max(0, worker.hello.max_rows - slots.reserved))
+            self._reserved[worker.hello.model].put(figures, slots.tags)
 
     def _saturation_of(self, worker: Worker) -> SaturationEstimator:
         hello = worker.hello
@@ -491,10 +485,6 @@ class WorkerPool:
     def _find(self, worker: Worker) -> WorkerSlots | None:
         slots = self._slots.get(worker.name)
         return slots if slots is not None and slots.worker is worker else None
-
-
-def _is_interactive(inflight: InflightRequest) -> bool:
-    return inflight.assignment is not None and inflight.assignment.interactive
 
 
 def _late_tag(tag: str) -> str:

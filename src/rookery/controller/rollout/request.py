@@ -38,9 +38,9 @@ class GenerationFailed(RookeryError):
 class SamplingRequest:
     """A generation and the queue that it belongs to.
 
-    ``generate.request`` is the request's id, the same after any restart. ``generate.interactive`` says that a client
-    waits for the result. ``generate.adapter`` carries no ticket and ``generate.prefix_tokens`` is empty: the scheduler
-    fills them in for the worker that gets the request."""
+    ``generate.request`` is the request's id, the same after any restart. ``generate.adapter`` carries no ticket,
+    and ``generate.prefix_tokens`` and ``generate.reserved`` are not set: the scheduler fills them in for the worker
+    that gets the request."""
 
     tenant: str
     job: str
@@ -127,6 +127,12 @@ class InflightRequest:
     """Start of the time for which no worker serves its model."""
     queued_at: float = 0.0
     """When it was queued last."""
+
+    @property
+    def stay(self) -> Assignment:
+        """Its assignment, of a request that a worker has."""
+        assert self.assignment is not None, f"no worker has request {self.request.id}"
+        return self.assignment
 
     def advance(self, event: Event) -> tuple[Action, ...]:
         """Enter the state that follows ``event``. Returns the actions to be taken, in their order. Raises

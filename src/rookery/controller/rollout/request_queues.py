@@ -43,7 +43,7 @@ class RequestQueues:
 
     def _of(self, request: SamplingRequest) -> FairQueue[InflightRequest]:
         queues = self.models[request.model]
-        return queues.interactive if request.generate.interactive else queues.common
+        return queues.interactive if request.generate.client else queues.common
 
     def position(self, tenant: str, job: str) -> int | None:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
@@ -113,7 +113,7 @@ class RequestQueues:
 def _line(request: SamplingRequest) -> str:
     """Requests of one line are served one after the other: those of a job; and of clients' requests without a job those
     for one version, since a worker that may not take the first of them may take none."""
-    if request.job != request.id or not request.generate.interactive:
+    if request.job != request.id or not request.generate.client:
         return request.job
     adapter = request.adapter
     return f"{adapter.policy}@{adapter.version}" if adapter is not None else "@"

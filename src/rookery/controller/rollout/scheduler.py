@@ -106,8 +106,8 @@ class Details(NamedTuple):
 
     worker: Worker | None = None
     """The worker that gets the request, or will get it."""
-    interactive: bool = False
-    """Whether the request gets the worker's room for interactive requests."""
+    reserved: bool = False
+    """Whether the request gets a reserved row of the worker."""
     recompute: bool = False
     """Whether a newer version computes the attention cache again."""
 
@@ -141,7 +141,7 @@ class RolloutScheduler:
         self._resume_until = 0.0
         """Until then, workers that hold requests of an earlier controller are reconnecting."""
         self.closed: set[Worker] = set()
-        """Workers that get no rollouts now; interactive requests pass all the same. Call :meth:`dispatch` after a
+        """Workers that get no rollouts now; clients' requests pass all the same. Call :meth:`dispatch` after a
         change."""
         self.sampled_tokens = 0
         """Tokens received."""
@@ -179,7 +179,7 @@ class RolloutScheduler:
         request = inflight.request
         resumption = self.resumptions.get(request.id)
         if resumption is not None and self._still_held(resumption):
-            self.apply(inflight, "claim", Details(resumption.worker, request.generate.interactive))
+            self.apply(inflight, "claim", Details(resumption.worker, request.generate.client))
         else:
             self._dispatch(request.model)
         returns = False
@@ -284,8 +284,8 @@ class RolloutScheduler:
     def migrate(self, worker: Worker, limit: int | None = None) -> int:
         """Take up to ``limit`` rollouts from ``worker``; they resume elsewhere, ahead of others, with the tokens
         received. Requests that do not decode yet are taken first, then those with the fewest tokens. Returns how many
-        were taken. Close the worker before, or they come back; interactive requests stay."""
-        able = [one for one in self.pool.slots(worker).requests.values() if not one.request.generate.interactive]
+        were taken. Close the worker before, or they come back; clients' requests stay."""
+        able = [one for one in self.pool.slots(worker).requests.values() if not one.request.generate.client]
         able.sort(key=lambda inflight: (inflight.state != "assigned", len(inflight.result.tokens)))
         taken = able if limit is None else able[: max(0, limit)]
         for inflight in reversed(taken):
@@ -338,18 +338,18 @@ class RolloutScheduler:
         """Assign waiting requests to workers with room; then move requests that could begin sooner elsewhere."""
         queue, pool = self.queues.models[model], self.pool
 
-        def fits(interactive: bool) -> Callable[[InflightRequest], bool] | None:
-            if not pool.has_capacity(model, interactive):
+        def fits(reserved: bool) -> Callable[[InflightRequest], bool] | None:
+            if not pool.has_capacity(model, reserved):
                 return None
-            return lambda inflight: pool.choose(inflight, interactive, queue.common.tenants) is not None
+            return lambda inflight: pool.choose(inflight, reserved, queue.common.tenants) is not None
 
         now = self._clock.monotonic()
         resumed = now >= self._resume_until
         while queue and (taken := queue.take(fits(True), fits(False) if resumed else None, now)):
-            inflight, interactive = taken
-            worker = pool.choose(inflight, interactive, queue.common.tenants)
+            inflight, reserved = taken
+            worker = pool.choose(inflight, reserved, queue.common.tenants)
             assert worker is not None
-            self.apply(inflight, "assign", Details(worker, interactive))
+            self.apply(inflight, "assign", Details(worker, reserved))
         while migration := pool.find_migration(model):
             self._migrate(migration)
 
@@ -365,8 +365,7 @@ class RolloutScheduler:
 
     def _refuse(self, inflight: InflightRequest, reason: str, leave: Event, end: Event) -> None:
         """Its worker cannot generate the request, which leaves for another worker; or ends, if all have refused it."""
-        assert inflight.assignment is not None
-        inflight.refused[inflight.assignment.worker.name] = reason
+        inflight.refused[inflight.stay.worker.name] = reason
         if self.pool.has_able(inflight):
             self._requeue(inflight, leave, "rejected")
         else:
@@ -395,13 +394,13 @@ class RolloutScheduler:
         resumption = self.resumptions.pop(request.id, None)
         resumed = resumption is not None and resumption.worker is worker
         self.queues.on_assigned(inflight)
-        assignment = self.pool.assign(inflight, worker, interactive=details.interactive, resumed=resumed)
+        assignment = self.pool.assign(inflight, worker, reserved=details.reserved, resumed=resumed)
         generate = msgspec.structs.replace(
             request.generate,
             assignment=assignment.name,
             adapter=self._references.adapter_ref(worker, request.adapter) if request.adapter is not None else None,
             prefix_tokens=inflight.result.tokens,
-            interactive=details.interactive,
+            reserved=assignment.reserved,
             tenant=request.tenant,
             weight=self._weights.get(request.tenant, 1.0),
             order=assignment.order,
@@ -410,8 +409,7 @@ class RolloutScheduler:
         worker.post(generate)
 
     def _drop(self, inflight: InflightRequest) -> None:
-        stay = inflight.assignment
-        assert stay is not None
+        stay = inflight.stay
         time = self._clock.time()
         spans = inflight.spans(time, self._clock.monotonic())
         self.pool.release(inflight)
@@ -422,13 +420,12 @@ class RolloutScheduler:
         self.pool.reserve(inflight, details.worker)
 
     def _abort(self, inflight: InflightRequest, *, resume: bool = False) -> None:
-        stay = inflight.assignment
-        assert stay is not None
+        stay = inflight.stay
         stay.worker.post(protocol.Abort(request=inflight.request.id, assignment=stay.name, resume=resume))
 
     def _retarget(self, inflight: InflightRequest, details: Details) -> None:
-        stay, ref = inflight.assignment, inflight.request.adapter
-        assert stay is not None and ref is not None
+        stay, ref = inflight.stay, inflight.request.adapter
+        assert ref is not None
         inflight.versions.add(ref.version)
         switch = protocol.SwitchAdapter(
             request=inflight.request.id,
@@ -459,7 +456,7 @@ class RolloutScheduler:
                     self.resumptions[request] = Resumption(worker, self._clock.monotonic())
             elif inflight.state == "waiting":
                 self.resumptions[request] = Resumption(worker, self._clock.monotonic())
-                self.apply(inflight, "claim", Details(worker, inflight.request.generate.interactive))
+                self.apply(inflight, "claim", Details(worker, inflight.request.generate.client))
         worker.active_requests.clear()
         rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
         self.queues.models[worker.hello.model].common.turn = max(1, int(rows * self.rules.tenant_turn_share))

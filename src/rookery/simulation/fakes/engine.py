@@ -1,7 +1,7 @@
 """A fake engine: continuous batching as the native engine does it, where a slice takes its stated time and yields the
 texts of :mod:`rookery.simulation.fakes.text`.
 
-* At most ``rows`` requests run; others wait in their ``order``, ``interactive`` ones first.
+* At most ``rows`` requests run; others wait in their ``order``, those with a ``reserved`` row first.
 * One slice is prompt tokens of new requests (a group's prompt once, an episode's cached turns not again), or one token
   for every running request. The two kinds alternate.
 * Consecutive decode steps between which no request begins or ends can be taken together: they cost one event.
@@ -248,7 +248,7 @@ class FakeEngine:
         self._slice = ""
 
     def _queue(self, row: Row) -> None:
-        insort(self._waiting, row, key=lambda row: (not row.request.interactive, row.request.order))
+        insort(self._waiting, row, key=lambda row: (not row.request.reserved, row.request.order))
 
     def _stop(self, row: Row) -> None:
         """Take the row out of the queue or the batch."""

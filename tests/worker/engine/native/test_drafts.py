@@ -123,7 +123,7 @@ def orders_of(temperature: float) -> list[protocol.Generate]:
     return [
         *group,
         *other,
-        order("base", "", group="", temperature=temperature, max_tokens=17, interactive=True),
+        order("base", "", group="", temperature=temperature, max_tokens=17, client=True, reserved=True),
         order("resumed", "c", prefix_tokens=prompt(2, 5), temperature=temperature, group="of c"),
         order("stopped", "a", stop_tokens=list(range(0, VOCABULARY, 7)), temperature=temperature),
         order("string", "a", stop=["A", "BC"], temperature=temperature),

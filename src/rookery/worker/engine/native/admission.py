@@ -3,9 +3,9 @@
 * In the requests' ``order``, among equals first come, first served, up to ``max_rows`` and the cache's budget; beyond,
   requests wait. When growing texts fill the budget, the youngest request is preempted: it returns to the head of the
   queue.
-* ``interactive`` requests wait ahead of the others and preempt them, the youngest first. While there are any, rollouts
-  leave a headroom of the cache; when interactive requests need more, the rollouts' part is halved and the youngest
-  beyond it are given back, to run on other workers (:class:`rookery.scheduling.slo.CacheBudget`).
+* Requests with a ``reserved`` row wait ahead of the others and preempt them, the youngest first. While there are any,
+  rollouts leave a headroom of the cache; when requests with reserved rows need more, the rollouts' part is halved and
+  the youngest beyond it are given back, to run on other workers (:class:`rookery.scheduling.slo.CacheBudget`).
 * A group's prompt is cached once for all its members, and retained after them while there is room; so is the tail of an
   episode, for its next turn. A prompt that is computed while its group waits is retained the same way: a waiting
   request owns no memory.
@@ -122,8 +122,8 @@ class Admission:
 
     def enqueue(self, request: EngineRequest) -> None:
         self._on_version(request)
-        interactive = self._num_interactive()
-        first, index = (0, interactive) if request.params.interactive else (interactive, len(self.waiting))
+        reserved = self._num_reserved()
+        first, index = (0, reserved) if request.params.reserved else (reserved, len(self.waiting))
         while index > first and self.waiting[index - 1].params.order > request.params.order:
             index -= 1
         self.waiting.insert(index, request)
@@ -133,13 +133,13 @@ class Admission:
         the caller to end."""
         leaving: list[EngineRequest] = []
         if self._budget is not None:
-            self._budget.observe(self._held(interactive=True))
+            self._budget.observe(self._held(reserved=True))
         while self.waiting:
             request = self.waiting[0]
             free = len(self.running) < self._max_rows
             if free and self._within_budget(request, leaving) and self._allocate(request):
                 self.running.append(self.waiting.popleft())
-            elif request.params.interactive and any(not row.params.interactive for row in self.running):
+            elif request.params.reserved and any(not row.params.reserved for row in self.running):
                 self._preempt(self._youngest())
             elif not self.running and self._store.retained:
                 self._store.discard(lambda key, metadata: True)  # they divide the free memory into too small ranges
@@ -148,47 +148,47 @@ class Admission:
         return leaving
 
     def _within_budget(self, request: EngineRequest, leaving: list[EngineRequest]) -> bool:
-        """Whether a rollout fits the budget of rollouts; the first one always does. An interactive request does, and
-        may cut that budget: the youngest rollouts beyond it are freed and added to ``leaving``."""
+        """Whether a rollout fits the budget of rollouts; the first one always does. A request with a reserved row does,
+        and may cut that budget: the youngest rollouts beyond it are freed and added to ``leaving``."""
         budget = self._budget
         if budget is None:
             return True
         need = request.tail_length + request.params.shared_prefix
-        if not request.params.interactive:
-            applies = budget.frozen or any(row.params.interactive for row in self.running)
-            held = self._held(interactive=False) if applies else 0
+        if not request.params.reserved:
+            applies = budget.frozen or any(row.params.reserved for row in self.running)
+            held = self._held(reserved=False) if applies else 0
             return not held or held + need <= budget.rollouts
-        rollouts = [row for row in self.running if not row.params.interactive]
+        rollouts = [row for row in self.running if not row.params.reserved]
         refs = [row.params.adapter for row in rollouts if row.params.adapter is not None]
         versions = {ref.policy: ref.version for ref in sorted(refs, key=lambda ref: ref.version)}
-        if budget.cut(self._held(interactive=True) + need, versions):
-            while rollouts and self._held(interactive=False) > budget.rollouts:
+        if budget.cut(self._held(reserved=True) + need, versions):
+            while rollouts and self._held(reserved=False) > budget.rollouts:
                 row = rollouts.pop()
                 self.running.remove(row)
                 self._free(row)
                 leaving.append(row)
         return True
 
-    def _held(self, *, interactive: bool) -> int:
+    def _held(self, *, reserved: bool) -> int:
         """Tokens of the cache that running requests of a kind hold; a shared prompt counts once."""
-        rows = [row for row in self.running if row.params.interactive == interactive and row.slot is not None]
+        rows = [row for row in self.running if row.params.reserved == reserved and row.slot is not None]
         prefixes = {id(row.prefix): row.prefix for row in rows if row.prefix is not None}
         return sum(row.slot.capacity for row in rows) + sum(prefix.slot.capacity for prefix in prefixes.values())
 
     def _on_version(self, request: EngineRequest) -> None:
         adapter = request.params.adapter
-        if self._budget is not None and adapter is not None and not request.params.interactive:
+        if self._budget is not None and adapter is not None and not request.params.reserved:
             self._budget.on_version(adapter.policy, adapter.version)
 
     def _youngest(self) -> EngineRequest:
-        """The request to preempt; an interactive one only if all are."""
-        return next((row for row in reversed(self.running) if not row.params.interactive), self.running[-1])
+        """The request to preempt; one with a reserved row only if all have one."""
+        return next((row for row in reversed(self.running) if not row.params.reserved), self.running[-1])
 
     def _preempt(self, request: EngineRequest) -> None:
         """Moves a running request to the head of the queue of its kind."""
         self.running.remove(request)
         self._free(request)
-        self.waiting.insert(0 if request.params.interactive else self._num_interactive(), request)
+        self.waiting.insert(0 if request.params.reserved else self._num_reserved(), request)
         self._stats["preempted"] += 1
 
     def reset(self) -> None:
@@ -197,9 +197,9 @@ class Admission:
             self._preempt(row)
         self._store.discard(lambda key, metadata: True)
 
-    def _num_interactive(self) -> int:
-        """Waiting interactive requests; they are at the head of the queue."""
-        return sum(request.params.interactive for request in self.waiting)
+    def _num_reserved(self) -> int:
+        """Waiting requests with a reserved row; they are at the head of the queue."""
+        return sum(request.params.reserved for request in self.waiting)
 
     def grow_running(self) -> None:
         """Makes room for the next token of every running request; preempts the youngest while there is none."""
@@ -286,7 +286,7 @@ class Admission:
             if plan.work and not plan.fits(count, before):
                 break
             chunk = sequence_chunk(lora(row.key), tokens[start : start + count], start, target.slot, prefix)
-            plan.add(target, chunk, row.params.tenant, client=self._gate.of_client(row))
+            plan.add(target, chunk, row.params.tenant, client=row.params.client)
         if plan.work:
             for prefix, tenant in self.waiting_prefixes(plan.fits):
                 chunk = sequence_chunk(lora(prefix.key[0]), prefix.tokens, 0, prefix.slot, None)

@@ -6,7 +6,7 @@ Beyond what every engine promises (``engine.base``):
   ``prefix_tokens``, on its cache being kept, retained or lost, nor on when it was admitted (bit for bit on CPU).
 * Beyond ``max_rows`` or the cache's budget, requests queue, first come first served. When growing texts fill the
   budget, the youngest is preempted: it returns to the head of the queue and resumes later.
-* ``interactive`` requests wait ahead of the others and preempt them, the youngest first.
+* Requests with a ``reserved`` row wait ahead of the others and preempt them, the youngest first.
 * One ``step`` computes at most ``prefill_tokens`` prompt tokens that attend to at most ``prefill_keys`` keys (or those
   of one request), or one token of every running request, with drafts some more. Rows whose grammars take longer than
   ``mask_seconds`` together take turns.
@@ -275,7 +275,7 @@ class NativeEngine:
             needs = "a row or memory" if row.slot is None else "a decode step" if row.decodes else "its prompt"
             held = "" if self.weights.serves(row.key) else ", other weights are in use"
             name, params = row.params.request, row.params
-            kind = "interactive" if params.interactive else "with an objective" if gate.is_client(row) else "a rollout"
+            kind = "in a reserved row" if params.reserved else "a client's" if params.client else "a rollout"
             parts.append(f"{name} ({kind}, {len(row.tokens)} of {params.max_tokens} tokens) needs {needs}{held}")
         return "; ".join(parts)
 
@@ -410,7 +410,7 @@ class NativeEngine:
         if not rows:
             return 0
         self._computed = Counter(row.params.tenant for row in rows)
-        self._of_clients = Counter(row.params.tenant for row in rows if self.gate.of_client(row))
+        self._of_clients = Counter(row.params.tenant for row in rows if row.params.client)
         self.runner.prepare_adapters(self.loras.lora_key(row.key) for row in rows)
         rows.sort(key=lambda row: (self.loras.slot_order(row.key), row.key))
         drafts = self._drafts(rows)

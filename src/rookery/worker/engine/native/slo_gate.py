@@ -1,9 +1,9 @@
 """The SLO gate of the native engine: applies :mod:`rookery.scheduling.slo` to its requests, and counts the result.
 
-* A request with an objective (``ttft_ms``, ``tpot_ms``) is tracked from its arrival to its end. While there is none,
-  every method returns at once and everything runs.
-* A *client's* request is interactive or tracked: the service also sends requests with objectives to run in rows of
-  rollouts, in their order. The gate holds back rollouts and training for clients' requests, and never one of those.
+* A client's request with an objective (``ttft_ms``, ``tpot_ms``) is tracked from its arrival to its end. While there is
+  none, every method returns at once and everything runs.
+* The gate holds back rollouts and training for clients' requests, and never one of those. Some of these have no
+  ``reserved`` row: the service sends them to run in rows of rollouts, in their order.
 * It holds nothing back for a request that only other rows' ends can help: one that waits behind rollouts.
 * It holds nothing back for the requests of tenants whose clients used more than their share of the worker, while others
   have work there (:class:`rookery.scheduling.slo.ClientTime`): they take turns with them, as rollouts do.
@@ -44,7 +44,7 @@ TRAIN_PASSES = 3
 
 @dataclass
 class TrackedRequest:
-    """An interactive request with objectives; monotonic times in seconds."""
+    """A client's request with objectives; monotonic times in seconds."""
 
     request: EngineRequest
     arrived: float
@@ -67,7 +67,7 @@ class TrackedRequest:
     @property
     def helped(self) -> bool:
         """Whether it can compute when rollouts do not: it runs, or waits ahead of them."""
-        return self.request.params.interactive or self.request.slot is not None
+        return self.request.params.reserved or self.request.slot is not None
 
     @property
     def prefill(self) -> int:
@@ -144,8 +144,9 @@ class SloGate:
 
     def track(self, request: EngineRequest) -> None:
         """The engine has the request now."""
-        if self._enabled and (request.params.ttft_ms or request.params.tpot_ms):
-            self.tracked[request.params.request] = TrackedRequest(request, self._clock())
+        params = request.params
+        if self._enabled and params.client and (params.ttft_ms or params.tpot_ms):
+            self.tracked[params.request] = TrackedRequest(request, self._clock())
 
     def set_arrival(self, name: str, arrived: float) -> None:
         """The request came to the worker before the engine had it, at this monotonic time."""
@@ -173,13 +174,9 @@ class SloGate:
             working = {request.params.tenant for request in requests}.union(self.trained)
             self.beyond = self._used.beyond(working, weights, self._clock())
 
-    def of_client(self, row: EngineRequest) -> bool:
-        """Whether it is a client's request."""
-        return row.params.interactive or row.params.request in self.tracked
-
     def is_client(self, row: EngineRequest) -> bool:
         """Whether it is a client's request that the gate never holds back."""
-        return self.of_client(row) and row.params.tenant not in self.beyond
+        return row.params.client and row.params.tenant not in self.beyond
 
     def decode_rows(self, rows: list[EngineRequest]) -> list[EngineRequest]:
         """The rows among ``rows`` (in order of admission) that the next decode step computes."""

@@ -11,7 +11,7 @@ Beyond what every engine promises (``engine.base``):
   computes: ``recompute`` or not, no cache outlives its version.
 * A version is refused where vLLM's log-probabilities of its canary (``model.canary``) are those of the base model
   although its weights are not, or differ from its trainer's by more than a limit: its job pauses with that reason.
-* ``interactive`` requests are scheduled first. There are no objectives of latency.
+* Requests with a ``reserved`` row are scheduled first. There are no objectives of latency.
 * Full-parameter versions are refused.
 """
 
@@ -116,7 +116,7 @@ class VllmEngine:
         return key in self._adapters and key not in self._evicting
 
     def tenants(self) -> dict[str, int]:
-        if any(request.params.interactive for request in self._requests.values()):
+        if any(request.params.client for request in self._requests.values()):
             return {}
         return Counter(request.params.tenant for request in self._requests.values())
 
@@ -304,7 +304,7 @@ class VllmEngine:
             temperature=order.temperature,
             max_tokens=request.remaining(self.limits.max_context),
             stop_tokens=order.stop_tokens,
-            priority=INTERACTIVE if order.interactive else ROLLOUT,
+            priority=INTERACTIVE if order.reserved else ROLLOUT,
             scored=request.scored_positions if request.prompt_logprobs is None else range(0),
             top_logprobs=order.top_logprobs,
         )
