@@ -50,7 +50,9 @@ def episode_text(number: int) -> bytes:
         ChatMessage(role="assistant", content=f"{number + 1}"),
     ]
     step = TurnRecord(1.0, {"right": 1.0}, "stop", 40, 0.1, 1.2, 0.01, [(0, "worker-1")], "main")
-    result = EpisodeResult([trajectory], turns, [f"{number + 1}"], 1.0, {"right": 1.0}, "done", {}, [step])
+    result = EpisodeResult(
+        [trajectory], turns, [f"{number + 1}"], 1.0, {"right": 1.0}, "done", {}, [step], speakers=["main"]
+    )
     return msgspec.msgpack.encode(result)
 
 

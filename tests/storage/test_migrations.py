@@ -31,6 +31,7 @@ from tests.support.driven import Client, join
 from tests.support.peers import Service
 from tests.support.storing import connected, running_postgres
 
+from rookery.controller.jobs.trajectory import decode_result, decode_turns
 from rookery.controller.sessions import operations
 from rookery.errors import UserError
 from rookery.storage import migrations
@@ -140,6 +141,10 @@ def check_rows(database: Database) -> None:
     assert database.read(tenants.job_usage, "alice", FINISHED)["reserved"]["decode"]["cost"] == 4.0
     (fleet,) = database.read(tenants.fleet_usage).values()
     assert (fleet["reserved"]["seconds"], fleet["reserved"]["cost"], fleet["reserved"]["idle"]) == (30.0, 30.0, 21.0)
+    for _, episode in database.read(jobs.recent_episodes, "alice", FINISHED, 8):
+        result, turns = decode_result(episode.trajectories, "main"), decode_turns(episode.turns, "main")
+        assert [turn.policy for turn in turns] == result.speakers == ["main"], "their only policy has no name there"
+        assert result.of("main") == result and result.of("other") is None
     for row in database.read(sessions.futures_behind, MODEL, -1):
         assert row.outcome is not None and operations.decode_result(row.outcome)
         assert not row.call or operations.decode_operation(row.call)

@@ -218,7 +218,7 @@ def demands_of(
             raise UserError(f"{spec.name}: the policy {name} trains all parameters, and a plan is for adapters")
         found.append(
             JobDemand(
-                name=f"{spec.name}/{name}"[:NAME] if len(spec.trained) > 1 else spec.name,
+                name=f"{spec.name}/{name}"[:NAME] if spec.several_trained else spec.name,
                 turns=len(spec.policies),
                 policies=len(spec.trained),
                 group_size=algorithm.group_size,

@@ -35,13 +35,13 @@ from rookery.controller.jobs.trajectory import (
     EpisodeResult,
     ReplySpan,
     Trajectory,
+    decode_result,
     decode_turns,
-    episode_result_decoder,
 )
 from rookery.errors import UserError
 from rookery.scheduling.health import EPISODES_READ, RecentEpisode
 from rookery.spec import values
-from rookery.spec.job import stored_base_model
+from rookery.spec.job import stored_base_model, stored_policies
 from rookery.storage.models import EpisodeRow, GroupRow, GroupState
 from rookery.storage.repositories import jobs
 from rookery.storage.repositories.episodes import (
@@ -85,15 +85,15 @@ class EpisodeQueries:
         """One group with the replies of its episodes."""
         row = await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(get_group, tenant, job, group)
-        return await self._context.threads(_whole_group, found, algorithm(row.spec))
+        return await self._context.threads(_whole_group, found, algorithm(row.spec), stored_policies(row.spec))
 
     async def episodes(
         self, tenant: str, job: str, chosen: EpisodeChoice
     ) -> tuple[list[EpisodeLine], tuple[float, str] | None]:
         """A page of episodes, newest first, and where the next one begins. A search may end before it found a page."""
-        await self._store.read(jobs.get_job, tenant, job)
-        found = await self._store.read(episodes_page, tenant, job, chosen)
-        rows = await self._context.threads(lambda: [_line(group, episode) for group, episode in found.episodes])
+        row = await self._store.read(jobs.get_job, tenant, job)
+        found, policies = await self._store.read(episodes_page, tenant, job, chosen), stored_policies(row.spec)
+        rows = await self._context.threads(lambda: [_line(group, one, policies) for group, one in found.episodes])
         return rows, found.next
 
     async def episode(self, tenant: str, job: str, episode: str) -> EpisodeReading:
@@ -108,21 +108,23 @@ class EpisodeQueries:
             metrics=found.metrics, messages=None, turns=[], trajectories=[], finish=None, seconds=None,
         )  # fmt: skip
         if found.trajectories:
-            names = row.spec.get("policies") or {"main": {}}
-            models = {name: stored_base_model(row.spec, name) for name in names}
+            models = {name: stored_base_model(row.spec, name) for name in stored_policies(row.spec)}
             chats = {model: await self._chat(model) for model in set(models.values())}
             by_policy = {name: chats[model] for name, model in models.items()}
             await self._context.threads(_add_texts, shown, found.trajectories, found.train_logprobs, by_policy)
         elif found.turns:
-            replies = await self._context.threads(decode_turns, found.turns)
+            replies = await self._context.threads(decode_turns, found.turns, stored_policies(row.spec)[0])
             shown.messages = [MessageView(role="assistant", content=reply.text) for reply in replies]
         return shown
 
     async def trajectories(self, tenant: str, job: str, limit: int, version: int | None = None) -> list[EpisodeView]:
         """The episodes that ended last: text, tokens, log-probabilities, versions, reward."""
-        await self._store.read(jobs.get_job, tenant, job)
-        found = await self._store.read(jobs.recent_episodes, tenant, job, limit, version)
-        return await self._context.threads(lambda: [_episode(group, episode) for group, episode in found])
+        row = await self._store.read(jobs.get_job, tenant, job)
+        found, first = (
+            await self._store.read(jobs.recent_episodes, tenant, job, limit, version),
+            stored_policies(row.spec)[0],
+        )
+        return await self._context.threads(lambda: [_episode(group, episode, first) for group, episode in found])
 
     async def failures(self, tenant: str, job: str, limit: int) -> list[FailureView]:
         """The most frequent errors of failed episodes."""
@@ -132,8 +134,10 @@ class EpisodeQueries:
 
     async def recent(self, tenant: str, job: str) -> list[RecentEpisode]:
         """The newest episodes, as alarms read them."""
+        row = await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(episodes_page, tenant, job, EpisodeChoice(limit=EPISODES_READ))
-        return await self._context.threads(lambda: [_recent(episode) for _, episode in found.episodes])
+        first = stored_policies(row.spec)[0]
+        return await self._context.threads(lambda: [_recent(episode, first) for _, episode in found.episodes])
 
     async def _chat(self, model: str) -> Chat | None:
         """The tokenizer of a base model; None where it is not on this machine: nothing is fetched to show a text."""
@@ -174,20 +178,21 @@ def _group(group: GroupRow, name: str) -> GroupView:
     )  # fmt: skip
 
 
-def _whole_group(group: GroupRow, name: str) -> GroupView:
-    """With the replies of its episodes."""
+def _whole_group(group: GroupRow, name: str, policies: Sequence[str]) -> GroupView:
+    """With the replies of its episodes; ``policies``: those of the job."""
     view = _group(group, name)
     view.members = [
-        member.model_copy(update=_texts(episode)) for member, episode in zip(view.members, group.episodes, strict=True)
+        member.model_copy(update=_texts(episode, policies))
+        for member, episode in zip(view.members, group.episodes, strict=True)
     ]
     return view
 
 
-def _line(group: GroupRow, episode: EpisodeRow) -> EpisodeLine:
-    """An episode of a list."""
+def _line(group: GroupRow, episode: EpisodeRow, policies: Sequence[str]) -> EpisodeLine:
+    """An episode of a list; ``policies``: those of the job."""
     return _member(
         EpisodeLine, episode, None, group=group.id, ordinal=group.ordinal, consumed_by=group.consumed_by,
-        prompt=shown_prompt(group.prompt), **_texts(episode),
+        prompt=shown_prompt(group.prompt), **_texts(episode, policies),
     )  # fmt: skip
 
 
@@ -199,32 +204,34 @@ def _member(kind: type[Member], episode: EpisodeRow, advantage: float | None, **
     )  # fmt: skip
 
 
-def _texts(episode: EpisodeRow) -> dict[str, Any]:
-    """The replies of an episode with their policies, their length and end; empty where its text is not kept."""
+def _texts(episode: EpisodeRow, policies: Sequence[str]) -> dict[str, Any]:
+    """The replies of an episode, their policies where the job has several of these, their length and end; empty where
+    its text is not kept."""
     if episode.trajectories:
-        outcome = episode_result_decoder.decode(episode.trajectories)
-        length = outcome.num_action_tokens
-        return {"replies": outcome.replies, "speakers": outcome.speakers, "tokens": length, "finish": outcome.finish,
+        outcome = decode_result(episode.trajectories, policies[0])
+        length, speakers = outcome.num_action_tokens, outcome.speakers if len(policies) > 1 else []
+        return {"replies": outcome.replies, "speakers": speakers, "tokens": length, "finish": outcome.finish,
                 "metrics": outcome.metrics}  # fmt: skip
-    replies = decode_turns(episode.turns)
-    length, spoke = sum(len(reply.tokens) for reply in replies), [reply.policy for reply in replies]
-    return {"replies": [reply.text for reply in replies], "speakers": spoke if all(spoke) else [], "tokens": length,
-            "finish": None, "metrics": episode.metrics}  # fmt: skip
+    replies = decode_turns(episode.turns, policies[0])
+    length, speakers = sum(len(reply.tokens) for reply in replies), [reply.policy for reply in replies]
+    return {"replies": [reply.text for reply in replies], "speakers": speakers if len(policies) > 1 else [],
+            "tokens": length, "finish": None, "metrics": episode.metrics}  # fmt: skip
 
 
-def _recent(episode: EpisodeRow) -> RecentEpisode:
+def _recent(episode: EpisodeRow, first: str) -> RecentEpisode:
     failed = episode.state == "failed"
     if not episode.trajectories:
         return RecentEpisode(failed, episode.reward, (), (), episode.error)
-    outcome = episode_result_decoder.decode(episode.trajectories)
+    outcome = decode_result(episode.trajectories, first)
     finishes = [step.finish for step in outcome.steps]
     rewards = {name: outcome.reward + outcome.rewards.get(name, 0.0) for name in {*outcome.speakers}}
     return RecentEpisode(failed, episode.reward, outcome.replies, finishes, speakers=outcome.speakers, rewards=rewards)
 
 
 def _add_texts(shown: EpisodeReading, stored: bytes, logprobs: bytes, chats: Mapping[str, Chat | None]) -> None:
-    """Fill in the part of an episode's view that its stored text holds. ``chats``: by policy."""
-    outcome = episode_result_decoder.decode(stored)
+    """Fill in the part of an episode's view that its stored text holds. ``chats``: by policy, that of the job's first
+    one first."""
+    outcome = decode_result(stored, next(iter(chats)))
     replies = [index for index, message in enumerate(outcome.turns) if message.role == "assistant"]
     for step, index in zip(reversed(outcome.steps), reversed(replies), strict=False):
         step.message = index if step.message < 0 else step.message  # the last replies: examples of a prompt come first
@@ -298,9 +305,7 @@ def _actions(outcome: EpisodeResult) -> list[tuple[int, int]]:
     for speaker in itertools.compress(outcome.speakers, trained):
         number, reply = spans[speaker].popleft()
         found += [(number, at) for at in range(reply.start, reply.stop)]
-    if found:
-        return found
-    return [(n, at) for n, one in enumerate(outcome.trajectories) for at, action in enumerate(one.mask) if action]
+    return found
 
 
 def _decode_logprobs(stored: bytes) -> list[float]:
@@ -312,10 +317,11 @@ def _decode_logprobs(stored: bytes) -> list[float]:
     return list(numbers)
 
 
-def _episode(group: GroupRow, episode: EpisodeRow) -> EpisodeView:
+def _episode(group: GroupRow, episode: EpisodeRow, first: str) -> EpisodeView:
+    """``first``: the job's first policy."""
     kept: dict[str, Any] = {}
     if episode.trajectories:
-        result = episode_result_decoder.decode(episode.trajectories)
+        result = decode_result(episode.trajectories, first)
         kept["messages"] = [MessageView.model_validate(message) for message in result.turns]
         kept["trajectories"] = [TrajectoryView.model_validate(one) for one in result.trajectories]
         kept |= {"finish": result.finish, "seconds": result.seconds}

@@ -67,9 +67,9 @@ class RecentEpisode:
     """Why each reply ended."""
     error: str = ""
     speakers: Sequence[str] = ()
-    """The policy of each reply, where there are several."""
+    """The policy of each reply."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """The reward of each policy that replied, where there are several."""
+    """The reward of each policy that replied."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from rookery.aio import cancel_all
-from rookery.controller.jobs.trajectory import episode_result_decoder
+from rookery.controller.jobs.trajectory import decode_result
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.assignment import Event
 from rookery.controller.rollout.request import InflightRequest
@@ -267,7 +267,7 @@ def _trajectories(site: SimulatedService, jobs: dict[str, str]) -> str:
     for job, tenant in jobs.items():
         stored = site.database.read(recent_episodes, tenant, job, site.settings.server.trajectory_keep)
         for group, episode in sorted(stored, key=lambda pair: (pair[0].split, pair[0].ordinal, pair[1].member)):
-            result = episode_result_decoder.decode(episode.trajectories)
+            result = decode_result(episode.trajectories, "")
             found.update(msgspec.msgpack.encode((group.ordinal, episode.member, result.reward, result.trajectories)))
     return found.hexdigest()
 

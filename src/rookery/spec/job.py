@@ -321,7 +321,7 @@ class JobSpec(StrictModel):
         if given != wanted:
             shown = given or f"hosted: {self.environment.hosted}"
             raise ValueError(f"environment: given {shown}, the algorithm {algorithm} needs {{id: {wanted}, …}}")
-        if len(self.policies) > 1:
+        if self.several_policies:
             raise ValueError(f"policies: {algorithm} trains one policy; leave the others out")
         name, policy = self.policy
         if policy.algorithm is not None or policy.sampling is not None:
@@ -394,6 +394,16 @@ class JobSpec(StrictModel):
         return [name for name, policy in self.policies.items() if policy.train]
 
     @property
+    def several_policies(self) -> bool:
+        """Whether it has several policies: figures and lines of its log then name the one that they are about."""
+        return len(self.policies) > 1
+
+    @property
+    def several_trained(self) -> bool:
+        """Whether several of its policies train: groups and steps then name the ones that took them."""
+        return len(self.trained) > 1
+
+    @property
     def policy(self) -> tuple[str, PolicySpec]:
         """The first policy, the only one of :meth:`of_policy`, with its name."""
         return next(iter(self.policies.items()))
@@ -404,6 +414,11 @@ class JobSpec(StrictModel):
         algorithm, (_, policy) = self.algorithm, self.policy
         compares = algorithm.kl_weight > 0 or algorithm.name == "dpo"
         return compares and algorithm.kl_reference == "start" and policy.warm_start is not None
+
+
+def stored_policies(spec: Mapping[str, Any]) -> list[str]:
+    """The names of the policies of a stored job, that of the one that begins an episode first."""
+    return [*(spec.get("policies") or {"main": {}})]
 
 
 def stored_base_model(spec: Mapping[str, Any], policy: str) -> str:
@@ -427,4 +442,4 @@ def without_weights(spec: Mapping[str, Any], policy: str, job: str) -> str:
 
 def stored_base_models(spec: Mapping[str, Any]) -> set[str]:
     """The base models that a stored job needs."""
-    return {stored_base_model(spec, policy) for policy in spec.get("policies") or {"main": {}}}
+    return {stored_base_model(spec, policy) for policy in stored_policies(spec)}

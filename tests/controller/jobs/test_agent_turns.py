@@ -34,8 +34,8 @@ def record(calls: Calls) -> tuple[TurnTree, list[list[int]]]:
         logprobs = [-0.001 * (number + 1)] * len(sampled)
         tree.add(
             AgentTurn(
-                sampled, logprobs, [0] * len(sampled), finish="stop", text="", call=number, parent=parent,
-                added=prompt[length:], trained=trained,
+                sampled, logprobs, [0] * len(sampled), finish="stop", text="", policy="main",
+                call=number, parent=parent, added=prompt[length:], trained=trained,
             )
         )  # fmt: skip
         made.append([*prompt, *sampled])
@@ -45,7 +45,7 @@ def record(calls: Calls) -> tuple[TurnTree, list[list[int]]]:
 @given(CALLS)
 def test_every_sampled_token_is_trained_on_at_most_once(calls: Calls) -> None:
     tree, _ = record(calls)
-    found = assemble(tree, "main")
+    found = assemble(tree)
     assert sorted(found.order) == list(range(len(calls)))
     actions = [
         (token, logprob)
@@ -63,7 +63,7 @@ def test_every_sampled_token_is_trained_on_at_most_once(calls: Calls) -> None:
 @given(CALLS)
 def test_every_call_is_the_beginning_of_a_trajectory(calls: Calls) -> None:
     tree, made = record(calls)
-    sequences = [trajectory.sequence for trajectory in assemble(tree, "main").trajectories]
+    sequences = [trajectory.sequence for trajectory in assemble(tree).trajectories]
     for index, sequence in enumerate(made):
         assert tree.sequence(index) == sequence
         assert any(one[: len(sequence)] == sequence for one in sequences)
@@ -94,7 +94,7 @@ def test_a_conversation_without_branches_is_one_trajectory() -> None:
         if number:
             plain.append_observation([7, number])
         plain.append_action(turn, "main")
-    assert assemble(tree, "main").trajectories == [plain]
+    assert assemble(tree).trajectories == [plain]
 
 
 @given(CALLS)
@@ -115,8 +115,8 @@ def test_stored_replies_are_read_as_they_were(calls: Calls) -> None:
     tree, _ = record(calls)
     stored = msgspec.msgpack.encode(tree.turns)
     again = TurnTree(agent_turns_decoder.decode(stored))
-    assert assemble(again, "main") == assemble(tree, "main")
-    assert [turn.tokens for turn in decode_turns(stored)] == [turn.tokens for turn in tree.turns]
+    assert assemble(again) == assemble(tree)
+    assert [turn.tokens for turn in decode_turns(stored, "main")] == [turn.tokens for turn in tree.turns]
 
 
 def test_replies_are_encoded_when_they_are_new_or_delivered_and_not_again() -> None:
@@ -131,5 +131,6 @@ def test_replies_are_encoded_when_they_are_new_or_delivered_and_not_again() -> N
         changed = [index for index, (old, new) in enumerate(zip(before, parts[1:], strict=False)) if old is not new]
         assert changed == ([number - 1] if number % 3 == 2 else [])
         before = parts[1:]
-    assert decode_turns(b"".join(encoded.parts(turns[:1]))) == decode_turns(msgspec.msgpack.encode(turns[:1]))
-    assert decode_turns(b"".join(encoded.parts([]))) == []
+    first = decode_turns(msgspec.msgpack.encode(turns[:1]), "main")
+    assert decode_turns(b"".join(encoded.parts(turns[:1])), "main") == first
+    assert decode_turns(b"".join(encoded.parts([])), "main") == []

@@ -57,6 +57,7 @@ async def test_a_turn_extends_the_tokens_that_were_sampled(service: Service) -> 
         outcome = episode_result_decoder.decode(episode.trajectories)
         said = turns_decoder.decode(episode.turns)
         assert outcome.finish == "done"
+        assert [turn.policy for turn in said] == outcome.speakers == ["main"] * 3
         assert [turn.role for turn in outcome.turns] == ["user", "assistant"] * 3
         assert [t.content for t in outcome.turns if t.role == "assistant"] == [turn.text for turn in said]
         for turn, reply in enumerate(said):

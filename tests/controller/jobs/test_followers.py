@@ -137,7 +137,7 @@ async def test_a_published_version_does_not_change_a_follower_in_its_reply(servi
     await service.ends(job)
     met: dict[str, set[int]] = {}
     for group, row in service.database.read(jobs.recent_episodes, "alice", job, 100):
-        turns = [turn for turn in decode_turns(row.turns) if turn.policy == "opponent"]
+        turns = [turn for turn in decode_turns(row.turns, "main") if turn.policy == "opponent"]
         met.setdefault(group.id, set()).update(version for turn in turns for version in turn.versions)
     assert all(len(versions) == 1 and versions <= {0, 2, 4, 6, 8, 10, 12} for versions in met.values()), met
     assert len(set().union(*met.values())) > 1

@@ -236,7 +236,7 @@ def test_after_a_restart_episodes_continue_on_the_head(tmp_path: Path, in_flight
             ]
             policy = service.database.read(jobs.policies, "alice", job)[0].id
             kept = {v.version for v in service.database.read(version_rows.versions, "alice", policy) if v.kept}
-            return any(e.version not in kept and decode_turns(e.turns) for e in open_ones)
+            return any(e.version not in kept and decode_turns(e.turns, "main") for e in open_ones)
 
         await until(halfway)
         await service.crash()
@@ -271,7 +271,7 @@ def test_groups_sampled_by_a_lost_version_are_dropped(tmp_path: Path) -> None:
                 t
                 for g in service.database.read(jobs.open_groups, job)
                 for e in g.episodes
-                for t in decode_turns(e.turns)
+                for t in decode_turns(e.turns, "main")
             ]
             return any(head_of(service, job) in turn.versions for turn in said)
 

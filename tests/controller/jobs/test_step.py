@@ -49,7 +49,7 @@ def episode(
     for number, length in enumerate(lengths):
         made = Trajectory(prompt=[1, number + 1])
         for _ in range(length):
-            made.append_action(protocol.TokenLog([token], [-1.0], [0]))
+            made.append_action(protocol.TokenLog([token], [-1.0], [0]), "main")
             made.append_observation([0])
             token += 1
         trajectories.append(made)

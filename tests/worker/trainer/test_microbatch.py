@@ -91,7 +91,7 @@ def group(rng: Random, number: int) -> CompleteGroup:
         made = Trajectory(prompt=list(prompt))
         for _ in range(rng.randint(1, 3)):
             said = [rng.randrange(173) for _ in range(rng.randint(1, 7))]
-            made.append_action(protocol.TokenLog(said, [-4.0 - rng.random() for _ in said], [0] * len(said)))
+            made.append_action(protocol.TokenLog(said, [-4.0 - rng.random() for _ in said], [0] * len(said)), "main")
             made.append_observation([rng.randrange(173)])
         return made
 
@@ -148,7 +148,7 @@ def test_gradient_of_each_policy_is_that_of_a_job_split_by_hand(tmp_path: Path) 
             whole.append_action(protocol.TokenLog(tokens, logprobs, [0] * len(tokens)), speaker)
             for name, part in split.items():
                 if name == speaker:
-                    part.append_action(protocol.TokenLog(tokens, logprobs, [0] * len(tokens)))
+                    part.append_action(protocol.TokenLog(tokens, logprobs, [0] * len(tokens)), speaker)
                 else:
                     part.append_observation(tokens)
         rewards = {name: rng.gauss(0, 1) for name in names}

@@ -271,9 +271,7 @@ class AgentCalls:
 
     def _models(self, policy: JobPolicy) -> list[bool]:
         """For each reply, whether the policy's model gave it."""
-        return [
-            self._job.policies[turn.policy or self._job.first.name].model == policy.model for turn in self.tree.turns
-        ]
+        return [self._job.policies[turn.policy].model == policy.model for turn in self.tree.turns]
 
     def _most_tokens(self, prepared: PreparedCall, options: CallOptions) -> int:
         """The most tokens of the reply to a call."""
@@ -338,7 +336,7 @@ class AgentCalls:
 
     def result(self, outcome: AgentOutcome, seconds: Mapping[str, float]) -> EpisodeResult:
         """The finished episode. Raises ``ValueError`` with the line why it cannot count."""
-        turns, first = self.tree.turns, self._job.first.name
+        turns = self.tree.turns
         if not turns:
             refused = self.session.calls_refused
             tried = f": {refused.total()} calls were refused ({refused.most_common(1)[0][0]})" if refused else ""
@@ -350,14 +348,14 @@ class AgentCalls:
             )
         if len(outcome.metrics) > METRICS:
             raise ValueError(f"its agent gave {len(outcome.metrics)} different metrics, allowed: {METRICS}")
-        spoke = [turn.policy or first for turn in turns]
+        spoke = [turn.policy for turn in turns]
         for name in outcome.rewards:
             if name not in spoke:
                 raise ValueError(
                     f"its agent rewards the policy {short(repr(name))}, which has no reply in the episode; reward"
                     f" those that replied: {', '.join(dict.fromkeys(spoke))}"
                 )
-        made = assemble(self.tree, first)
+        made = assemble(self.tree)
         conversation: list[protocol.ChatMessage] = []
         steps: list[TurnRecord] = []
         order = {index: number for number, index in enumerate(made.order)} | {NONE: -1}
@@ -368,7 +366,7 @@ class AgentCalls:
             steps.append(
                 TurnRecord(
                     0.0, {}, turn.finish, len(turn.tokens), turn.queue_seconds, turn.generation_seconds, 0.0,
-                    turn.workers, turn.policy or first, trained=turn.trained, message=len(conversation) - 1,
+                    turn.workers, turn.policy, trained=turn.trained, message=len(conversation) - 1,
                     follows=None if parent == number - 1 else parent,
                 )
             )  # fmt: skip
@@ -377,7 +375,7 @@ class AgentCalls:
         return EpisodeResult(
             made.trajectories, conversation, [turns[index].text for index in made.order], outcome.reward,
             dict(outcome.metrics), "done", dict(seconds), steps, dict(outcome.rewards),
-            [spoke[index] for index in made.order] if len(self._job.policies) > 1 else [],
+            [spoke[index] for index in made.order],
         )  # fmt: skip
 
 

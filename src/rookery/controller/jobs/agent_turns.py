@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rookery.controller.jobs.trajectory import AssistantTurn, Trajectory
+from rookery.controller.jobs.trajectory import AssistantTurn, Trajectory, with_policy
 from rookery.protocol import ChatMessage
 
 NONE = -1
@@ -41,6 +41,11 @@ class AgentTurn(AssistantTurn, kw_only=True):
 
 
 agent_turns_decoder = msgspec.msgpack.Decoder(list[AgentTurn])
+
+
+def decode_agent_turns(turns: bytes, first: str) -> list[AgentTurn]:
+    """As :func:`~rookery.controller.jobs.trajectory.decode_turns`, for the turns of an agent."""
+    return with_policy(agent_turns_decoder.decode(turns), first) if turns else []
 
 
 @dataclass
@@ -123,9 +128,8 @@ class Assembled:
     """The places of the replies."""
 
 
-def assemble(tree: TurnTree, first: str) -> Assembled:
-    """``first``: the policy of a reply that names none. A trajectory that has nothing to be trained on stays, for
-    readers."""
+def assemble(tree: TurnTree) -> Assembled:
+    """A trajectory that has nothing to be trained on stays, for readers."""
     trajectories: list[Trajectory] = []
     order: list[int] = []
     done: set[int] = set()
@@ -138,7 +142,7 @@ def assemble(tree: TurnTree, first: str) -> Assembled:
             if index in done or not turn.trained:
                 trajectory.append_observation(turn.tokens)
             else:
-                trajectory.append_action(turn, turn.policy or first)
+                trajectory.append_action(turn, turn.policy)
             if index not in done:
                 order.append(index)
                 done.add(index)

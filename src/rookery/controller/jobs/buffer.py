@@ -105,13 +105,13 @@ class GroupBuffer:
 
     async def _drop(self, groups: Sequence[CompleteGroup], reason: str) -> None:
         self._job.progress.counters["groups_dropped_stale"] += len(groups)
-        if len(self._job.policies) > 1:
+        if self._job.spec.several_policies:
             self._job.progress.counters[f"groups_dropped_stale/{self.policy.name}"] += len(groups)
         await self._remove(groups, reason)
 
     async def _remove(self, groups: Sequence[CompleteGroup], reason: str) -> None:
         names, progress, controller = [group.id for group in groups], self._job.progress, self._job.controller
-        policy = self.id if len(self._job.trained) > 1 else ""
+        policy = self.id if self._job.spec.several_trained else ""
         await progress.store(jobs.drop_groups, names, reason, controller.clock.time(), policy=policy)
         self.ready = [group for group in self.ready if group.id not in names]
         self._changed.notify()

@@ -27,7 +27,7 @@ from rookery.bounds import METRICS
 from rookery.controller.fleet.agents import AgentFailed, AgentOutcome, AgentSession
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
 from rookery.controller.jobs.agent_calls import AgentCalls
-from rookery.controller.jobs.agent_turns import agent_turns_decoder
+from rookery.controller.jobs.agent_turns import decode_agent_turns
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import (
     AssistantTurn,
@@ -96,7 +96,7 @@ class Episode:
     """Its requests and the calls of its environment, where they are traced."""
 
     def __post_init__(self) -> None:
-        self.turns: list[Any] = decode_turns(self.row.turns) if self.row is not None else []
+        self.turns: list[Any] = decode_turns(self.row.turns, self.job.first.name) if self.row is not None else []
         self._instance = self.row.host_instance if self.row is not None else ""
         """The host instance that ran the turns."""
         self._keys = self.row.agent_keys.split() if self.row is not None else []
@@ -186,7 +186,7 @@ class Episode:
         """Let an agent drive: one in ``host``, or in the process that opens the episode. What the same agent sampled
         before stays."""
         job, agents = self.job, self.job.controller.rooms.hosts.agents
-        known = agent_turns_decoder.decode(self.row.turns) if self.row is not None and self.row.turns else []
+        known = decode_agent_turns(self.row.turns, job.first.name) if self.row is not None else []
         turns = known if self._agent is None else self._agent.tree.turns
         if not self._keys:  # it begins, or another process repeats its calls
             turns = [msgspec.structs.replace(turn, delivered=False) for turn in turns]
@@ -328,7 +328,7 @@ class Episode:
         trajectories = [sequence.tokens for sequence in sequences]
         return EpisodeResult(
             trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds), steps, rewards,
-            speakers if len(job.policies) > 1 else [],
+            speakers,
         )  # fmt: skip
 
     def _policy(self, name: str, turn: int) -> JobPolicy:
@@ -450,9 +450,8 @@ class Episode:
         reply = AssistantTurn(
             result.tokens, result.logprobs, result.versions, finish=result.finish, text=text,
             workers=result.workers, queue_seconds=result.queue_seconds, generation_seconds=generation_seconds,
+            policy=policy.name,
         )  # fmt: skip
-        if len(job.policies) > 1:
-            reply.policy = policy.name
         if job.controller.records.tracer is not None:
             self._trace_request(reply, policy, generate)
         return reply, result
@@ -500,7 +499,7 @@ class Episode:
         if self.row is None:
             return
         first, ref = self.job.first.name, self.refs[self.job.first.name]
-        of_first = (version for turn in self.turns if turn.policy in ("", first) for version in turn.versions)
+        of_first = (version for turn in self.turns if turn.policy == first for version in turn.versions)
         version = next(of_first, ref.version if ref is not None else 0)
         parts = self._encoded.parts(self.turns)
         await self.job.progress.store(jobs.save_turns, self.id, parts, version=version, host_instance=self._instance)

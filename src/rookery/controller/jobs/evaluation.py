@@ -68,7 +68,7 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
         mean, stderr = summarise(results)
         failed = [result.error for result in results if result.error]
         progress.counters["evaluation_failures"] += len(failed)
-        whose = f"{policy.name} " if len(job.policies) > 1 else ""
+        whose = f"{policy.name} " if job.spec.several_policies else ""
         if math.isnan(mean):
             text = f"{whose}version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
             await progress.add_event("evaluation", text)
@@ -127,7 +127,7 @@ async def _run(
     """The result for ``policy``; one without a reply of it counts as failed."""
     seed = derive_seed(job.spec.seed, "evaluation", job.spec.evaluation.seed, number)
     name = f"{job.row.id}-e{versions[policy.name]}-{number}"
-    if len(job.policies) > 1:
+    if job.spec.several_policies:
         name += f"-{policy.name}"
     opened = job.spec.environment.id == AGENT
     if opened:  # another program may have an earlier attempt, whose end is not that of this one

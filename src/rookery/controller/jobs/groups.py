@@ -24,7 +24,7 @@ from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.buffer import LEAST_EPISODES, GroupBuffer
 from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, derive_seed, episode_result_decoder
+from rookery.controller.jobs.trajectory import EpisodeResult, decode_result, decode_turns, derive_seed
 from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import RookeryError
 from rookery.scheduling.job_rules import FailureRateMonitor
@@ -76,8 +76,9 @@ class Groups:
 
     async def restore(self) -> None:
         """Load the complete groups of an earlier run."""
+        first = self._job.first.name
         groups = [
-            (group, {e.id: episode_result_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"})
+            (group, {e.id: decode_result(e.trajectories, first) for e in group.episodes if e.state == "done"})
             for group in await self._store.read(jobs.ready_groups, self._job.row.id)
         ]
         for buffer in self._buffers:
@@ -100,8 +101,8 @@ class Groups:
         versions = policy.versions
         assert versions is not None
         if self._in_flight != "finish" and policy.about.train:
-            turns = [turn for episode in group.episodes for turn in decode_turns(episode.turns)]
-            mine = [turn for turn in turns if (turn.policy or first) == name]
+            turns = [turn for episode in group.episodes for turn in decode_turns(episode.turns, first)]
+            mine = [turn for turn in turns if turn.policy == name]
             return None if any(versions.lost().intersection(turn.versions) for turn in mine) else head
         began = [e.version if name == first else e.versions.get(name) for e in group.episodes]
         row = versions.version(min((version for version in began if version is not None), default=head))
@@ -196,7 +197,7 @@ class Groups:
         parts = [(buffer, part) for buffer, part in found if part is not None]
         if len(episodes) >= LEAST_EPISODES:
             oldest = min((part.min_version for _, part in parts), default=None)
-            policies = [buffer.id for buffer, _ in parts] if len(self._buffers) > 1 else []
+            policies = [buffer.id for buffer, _ in parts] if self._job.spec.several_trained else []
             await write(
                 jobs.finish_group, group.id, "ready" if parts else "dropped", self._clock.time(), min_version=oldest,
                 policies=policies, reason="" if parts else "no policy that trains has two episodes in it",
@@ -225,7 +226,7 @@ class Groups:
     async def _run_episode(self, group: GroupRow, row: EpisodeRow, refs: Refs) -> EpisodeResult | None:
         """Run one episode and store its end; None when it failed."""
         if row.state != "open":
-            return episode_result_decoder.decode(row.trajectories) if row.state == "done" else None
+            return decode_result(row.trajectories, self._job.first.name) if row.state == "done" else None
         self._untrimmed += 1
         episode = Episode(self._job, row.id, refs, group.prompt, row.seed, group.seed, self._in_flight, row)
         try:

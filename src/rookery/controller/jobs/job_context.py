@@ -151,7 +151,7 @@ class Progress:
         return flat
 
     def _no_signal(self, policy: str) -> str:
-        rows, name = self._flat_steps[policy][:NO_SIGNAL_STEPS], policy if len(self._spec.trained) > 1 else ""
+        rows, name = self._flat_steps[policy][:NO_SIGNAL_STEPS], policy if self._spec.several_trained else ""
         return no_signal_line(rows, self._spec.of_policy(policy), name)
 
     @contextmanager

@@ -57,7 +57,7 @@ def commit_of(
     counters.update(counted or {})
     values: dict[str, Any] = {
         "job": job.row.id, "groups": groups, "metrics": metrics, "rng": rng, "counters": dict(counters),
-        "job_step": job.committed_steps + len(metrics) if len(job.trained) > 1 else None,
+        "job_step": job.committed_steps + len(metrics) if job.spec.several_trained else None,
     }  # fmt: skip
     return lambda **more: job.controller.store.write(commit_step, **values, **more)
 
@@ -97,7 +97,6 @@ class PolicyLoop:
         self.step = 0
         self._evaluated: set[int] = set()
         self._run = job.policy_run(policy, policy.versions, policy.about.trainers)
-        self._several = len(job.trained) > 1
         self._next = self._begin_step()
         """The step whose groups are being collected."""
         self._step_began = 0.0
@@ -159,7 +158,7 @@ class PolicyLoop:
             await self._commit(manifest)
             await self._publish()
         self.over = True
-        if self._several:
+        if self._job.spec.several_trained:
             await self.buffer.close()
         self._changed.notify()
         return reason
@@ -192,7 +191,9 @@ class PolicyLoop:
 
     async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
         """Add the gradient of ``groups`` to that of the next step."""
-        alone = len(self._job.policies) == 1  # of an episode of several, they would be those of some of its tokens
+        alone = (
+            not self._job.spec.several_policies
+        )  # of an episode of several, they would be those of some of its tokens
         threads, context = self._controller.threads, self.policy.chat.context  # of millions of tokens
         request = await threads(forward_backward, self.spec, groups, context, logprobs=alone)
         if self.versions.reference is not None:
@@ -258,7 +259,7 @@ class PolicyLoop:
             "steps_skipped": sum(int(step.metrics.get("skipped", 0)) for step in steps),
         }
         async with progress.committing:
-            if self._several:
+            if self._job.spec.several_trained:
                 for number, step in enumerate(steps, progress.committed + 1):
                     step.metrics |= {"step": number, "policy": self.policy.name, "policy_step": step.metrics["step"]}
             rows = [step.metrics for step in steps]

@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from typing import TypeVar
 
 import msgspec
 
@@ -44,8 +45,8 @@ class Trajectory(TokenLog, kw_only=True):
         """Tokens that policies sampled."""
         return sum(self.mask)
 
-    def append_action(self, sampled: TokenLog, policy: str = "") -> None:
-        """Append tokens that ``policy`` sampled; the name of a job's only policy is not needed."""
+    def append_action(self, sampled: TokenLog, policy: str) -> None:
+        """Append tokens that ``policy`` sampled."""
         self.replies.append(ReplySpan(len(self.tokens), len(self.tokens) + len(sampled.tokens), policy))
         self.extend(sampled.tokens, sampled.logprobs, sampled.versions)
         self.mask.extend([True] * len(sampled.tokens))
@@ -81,10 +82,14 @@ class AssistantTurn(TokenLog, kw_only=True):
     queue_seconds: float = 0.0
     generation_seconds: float = 0.0
     policy: str = ""
-    """Its name in the job; empty where the job has only one."""
+    """Its name in the job. Revision 0001 of the database stored none where the job has only one: :func:`decode_turns`
+    gives it to these."""
     delivered: bool = False
     """Whether the response to the call of an agent was sent. Else a repeated call gets this reply, and none is
     sampled."""
+
+
+Turn = TypeVar("Turn", bound=AssistantTurn)
 
 
 class TurnRecord(msgspec.Struct, array_like=True):
@@ -134,15 +139,16 @@ class EpisodeResult(msgspec.Struct):
     rewards: dict[str, float] = {}
     """The additional rewards of single policies."""
     speakers: list[str] = []
-    """The policy of each of ``replies``; empty in a result of a job with one policy."""
+    """The policy of each of ``replies``. Revision 0001 of the database stored none where the job has only one:
+    :func:`decode_result` gives them to these."""
 
     def of(self, policy: str) -> EpisodeResult | None:
         """The episode as ``policy`` is trained on it; None if it has no reply in it."""
+        if policy not in self.speakers:
+            return None
         reward = self.reward + self.rewards.get(policy, 0.0)
         if all(speaker == policy for speaker in self.speakers):
             return msgspec.structs.replace(self, reward=reward)
-        if policy not in self.speakers:
-            return None
         return msgspec.structs.replace(
             self,
             trajectories=[trajectory.of(policy) for trajectory in self.trajectories],
@@ -192,9 +198,24 @@ _ARRAY = b"\xdd"
 """How an array begins in MessagePack, before its length in four bytes."""
 
 
-def decode_turns(turns: bytes) -> list[AssistantTurn]:
-    """The completed turns that are stored with an episode."""
-    return turns_decoder.decode(turns) if turns else []
+def with_policy(turns: list[Turn], first: str) -> list[Turn]:
+    """``turns``, which were stored, with ``first`` as the policy of those that were stored without one: the job has no
+    other."""
+    for turn in turns:
+        turn.policy = turn.policy or first
+    return turns
+
+
+def decode_turns(turns: bytes, first: str) -> list[AssistantTurn]:
+    """The completed turns that are stored with an episode. ``first``: as for :func:`with_policy`."""
+    return with_policy(turns_decoder.decode(turns), first) if turns else []
+
+
+def decode_result(result: bytes, first: str) -> EpisodeResult:
+    """The stored result of an episode. ``first``: as for :func:`with_policy`."""
+    found = episode_result_decoder.decode(result)
+    found.speakers = found.speakers or [first] * len(found.replies)
+    return found
 
 
 def derive_seed(*parts: object) -> int:
