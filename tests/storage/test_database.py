@@ -283,12 +283,12 @@ def test_the_end_of_a_job_is_logged_and_closes_its_groups(database: Database) ->
     database.write(jobs.add_groups, "job", [new_group(n) for n in range(3)])
     database.write(jobs.add_groups, "other", [new_group(0, job="other")])
     make_ready(database, new_group(1))
-    database.write(jobs.finish_group, "job-train-2", "failed", 6.0)
+    database.write(jobs.finish_group, "job-g2", "failed", 6.0)
     database.write(jobs.set_job_state, "job", "failed", "the environment is broken", 8.0)
     said = [(event.time, event.kind, event.text) for event in database.read(tenants.events, "alice", "job", 10)]
     assert said == [(5.0, "state", "running"), (8.0, "state", "failed: the environment is broken")]
     assert group_counts(database, "job") == {"dropped": 2, "failed": 1}
-    assert not database.write(jobs.save_turns, "job-train-0-0", [b"late"]), "a dropped group's episodes are closed"
+    assert not database.write(jobs.save_turns, "job-g0-0", [b"late"]), "a dropped group's episodes are closed"
     assert group_counts(database, "other") == {"open": 1}
 
 
@@ -318,14 +318,9 @@ def test_the_cursor_moves_only_with_the_next_ordinals(database: Database, url: s
     with pytest.raises(NotFound):
         database.write(jobs.add_groups, "nothing", [new_group(2)])
     assert everything(url) == before
-    database.write(jobs.add_groups, "job", [new_group(2), new_group(7, split="eval:0")])
+    database.write(jobs.add_groups, "job", [new_group(2)])
     assert database.read(jobs.get_job, "alice", "job").cursor == 3
-    assert [(g.split, g.ordinal) for g in database.read(jobs.open_groups, "job")] == [
-        ("eval:0", 7),
-        ("train", 0),
-        ("train", 1),
-        ("train", 2),
-    ]
+    assert [group.ordinal for group in database.read(jobs.open_groups, "job")] == [0, 1, 2]
 
 
 def test_an_ordinal_is_used_once(database: Database) -> None:
@@ -350,17 +345,17 @@ def test_an_ordinal_is_used_once(database: Database) -> None:
 def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, database: Database) -> None:
     submit(database)
     database.write(jobs.add_groups, "job", [new_group(0), new_group(1), new_group(2)])
-    assert database.write(jobs.save_turns, "job-train-0-1", [b"one turn"], version=3, host_instance="host")
-    assert database.write(jobs.save_turns, "job-train-0-1", [b"two turns"])
+    assert database.write(jobs.save_turns, "job-g0-1", [b"one turn"], version=3, host_instance="host")
+    assert database.write(jobs.save_turns, "job-g0-1", [b"two turns"])
     make_ready(database, new_group(1), version=2)
-    database.write(jobs.finish_episode, "job-train-2-0", "failed", 5.0, error="TimeoutError: late")
-    database.write(jobs.finish_group, "job-train-2", "failed", 6.0, reason="one member left")
+    database.write(jobs.finish_episode, "job-g2-0", "failed", 5.0, error="TimeoutError: late")
+    database.write(jobs.finish_group, "job-g2", "failed", 6.0, reason="one member left")
     database.close()
 
     again = Database(url)
     again.create()
     (open_group,) = again.read(jobs.open_groups, "job")
-    assert (open_group.id, open_group.prompt, open_group.tenant) == ("job-train-0", b'{"n": 0}', "alice")
+    assert (open_group.id, open_group.prompt, open_group.tenant) == ("job-g0", b'{"n": 0}', "alice")
     assert [episode.seed for episode in open_group.episodes] == [2**63 - 1, 2**63 - 2]
     fresh, running = open_group.episodes
     assert (fresh.turns, fresh.version, fresh.state) == (b"", None, "open")
@@ -374,22 +369,22 @@ def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, databa
 def test_closed_groups_and_episodes_do_not_change(database: Database) -> None:
     submit(database)
     database.write(jobs.add_groups, "job", [new_group(n) for n in range(4)])
-    assert database.write(jobs.finish_episode, "job-train-0-0", "done", 2.0, reward=1.0)
-    assert not database.write(jobs.finish_episode, "job-train-0-0", "failed", 3.0, error="late")
-    assert not database.write(jobs.save_turns, "job-train-0-0", [b"late"])
+    assert database.write(jobs.finish_episode, "job-g0-0", "done", 2.0, reward=1.0)
+    assert not database.write(jobs.finish_episode, "job-g0-0", "failed", 3.0, error="late")
+    assert not database.write(jobs.save_turns, "job-g0-0", [b"late"])
     assert not database.write(jobs.save_turns, "nothing", [b""])
     with pytest.raises(Conflict, match="1 open episodes"):
-        database.write(jobs.finish_group, "job-train-0", "ready", 3.0)
-    assert [group.id for group in database.read(jobs.open_groups, "job")] == [f"job-train-{n}" for n in range(4)]
+        database.write(jobs.finish_group, "job-g0", "ready", 3.0)
+    assert [group.id for group in database.read(jobs.open_groups, "job")] == [f"job-g{n}" for n in range(4)]
     make_ready(database, new_group(1))
     with pytest.raises(Conflict):
-        database.write(jobs.finish_group, "job-train-1", "failed", 3.0)
+        database.write(jobs.finish_group, "job-g1", "failed", 3.0)
     lease = database.write(jobs.next_lease, "job-main")
-    commit(database, lease, None, ["job-train-1"], 0)
-    asked = ["job-train-2", "job-train-1", "job-train-0", "nothing"]
-    assert database.write(jobs.drop_groups, asked, "too old", 4.0) == ["job-train-2", "job-train-0"]
+    commit(database, lease, None, ["job-g1"], 0)
+    asked = ["job-g2", "job-g1", "job-g0", "nothing"]
+    assert database.write(jobs.drop_groups, asked, "too old", 4.0) == ["job-g2", "job-g0"]
     assert database.write(jobs.drop_groups, asked, "again", 5.0) == []
-    assert not database.write(jobs.save_turns, "job-train-2-0", [b"late"]), "a dropped group's episodes are closed"
+    assert not database.write(jobs.save_turns, "job-g2-0", [b"late"]), "a dropped group's episodes are closed"
     assert group_counts(database, "job") == {"consumed": 1, "dropped": 2, "open": 1}
 
 
@@ -511,11 +506,11 @@ _WRONG_COMMITS: dict[str, dict[str, Any]] = {
     "first again": {"parent": None},
     "lease": {"newer": 1},
     "old lease": {"newer": -1},
-    "open group": {"group": "job-train-3"},
-    "consumed group": {"group": "job-train-0"},
-    "named twice": {"group": "job-train-1"},
+    "open group": {"group": "job-g3"},
+    "consumed group": {"group": "job-g0"},
+    "named twice": {"group": "job-g1"},
     "unknown": {"group": "nothing"},
-    "another's": {"group": "bobs-train-0"},
+    "another's": {"group": "bobs-g0"},
 }
 
 
@@ -771,7 +766,6 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
         "hash": "d" * 64,
         "key_hash": "hash",
         "time": 1.0,
-        "split": "train",
         "count": 10,
         "jobs": ["job"],
         "models": ["one"],
@@ -833,7 +827,7 @@ def end_episodes(database: Database, texts: Sequence[str], failed: Collection[in
             database.write(jobs.finish_episode, episode.id, "failed", time, error=words)
         else:
             database.write(jobs.finish_episode, episode.id, "done", time, trajectories=words.encode())
-    return [f"job-train-0-{n}" for n in sorted(range(len(texts)), key=lambda n: (-(n // 2), f"job-train-0-{n}"))]
+    return [f"job-g0-{n}" for n in sorted(range(len(texts)), key=lambda n: (-(n // 2), f"job-g0-{n}"))]
 
 
 @pytest.mark.parametrize("seconds", [10.0, 0.0], ids=["one answer", "an answer for each part"])
@@ -1439,7 +1433,7 @@ def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> No
     )
     assert not created and again.spec == row.spec == values
     database.write(jobs.add_groups, "job", [new_group(0, members=1)])
-    episode = "job-train-0-0"
+    episode = "job-g0-0"
     database.write(jobs.save_turns, episode, [blob])
     database.write(
         jobs.finish_episode,

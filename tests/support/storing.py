@@ -41,18 +41,14 @@ def manifest(name: str) -> Manifest:
     return manifest_of([Shard(name=name, size=1, sha256="0" * 64)])
 
 
-def new_group(
-    ordinal: int, members: int = 2, split: str = "train", job: str = "job", tenant: str = "alice"
-) -> GroupRow:
-    id = f"{job}-{split}-{ordinal}"
+def new_group(ordinal: int, members: int = 2, job: str = "job", tenant: str = "alice") -> GroupRow:
+    id = f"{job}-g{ordinal}"
     owner = {"tenant": tenant, "job": job}
     episodes = tuple(
         EpisodeRow(id=f"{id}-{m}", group_id=id, member=m, seed=2**63 - 1 - m, **owner) for m in range(members)
     )
     prompt = b'{"n": %d}' % ordinal
-    return GroupRow(
-        id=id, ordinal=ordinal, prompt=prompt, seed=ordinal, created=1.0, episodes=episodes, split=split, **owner
-    )
+    return GroupRow(id=id, ordinal=ordinal, prompt=prompt, seed=ordinal, created=1.0, episodes=episodes, **owner)
 
 
 def submit(database: Database, tenant: str = "alice", job: str = "job", key: str | None = None) -> tuple[JobRow, bool]:

@@ -266,7 +266,7 @@ def _trajectories(site: SimulatedService, jobs: dict[str, str]) -> str:
     found = hashlib.sha256()
     for job, tenant in jobs.items():
         stored = site.database.read(recent_episodes, tenant, job, site.settings.server.trajectory_keep)
-        for group, episode in sorted(stored, key=lambda pair: (pair[0].split, pair[0].ordinal, pair[1].member)):
+        for group, episode in sorted(stored, key=lambda pair: (pair[0].ordinal, pair[1].member)):
             result = decode_result(episode.trajectories, "")
             found.update(msgspec.msgpack.encode((group.ordinal, episode.member, result.reward, result.trajectories)))
     return found.hexdigest()

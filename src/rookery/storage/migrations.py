@@ -39,8 +39,34 @@ def _starts_of_policies_and_sizes_of_versions(op: Operations) -> None:
     op.create_index("steps_by_version", "steps", ["job", "version"])
 
 
+def _groups_without_split(op: Operations) -> None:
+    """They are all of the training prompts."""
+    run = op.get_bind().exec_driver_sql
+    if op.get_context().dialect.name == "postgresql":
+        run("ALTER TABLE groups DROP COLUMN split")  # and the constraint with it
+        run("ALTER TABLE groups ADD UNIQUE (job, ordinal)")
+        return
+    # SQLite drops no column of a constraint. Rows of the new table end the violations that the old one's drop caused.
+    run("PRAGMA defer_foreign_keys=ON")
+    found = run("SELECT sql FROM sqlite_master WHERE tbl_name = 'groups' AND sql IS NOT NULL ORDER BY type DESC")
+    made, *indexes = found.scalars().all()
+    run("CREATE TABLE old_groups AS SELECT * FROM groups")
+    run("DROP TABLE groups")
+    run(made.replace("split TEXT NOT NULL,", "").replace("UNIQUE (job, split, ordinal)", "UNIQUE (job, ordinal)"))
+    columns = ", ".join(run("SELECT name FROM pragma_table_info('groups')").scalars())
+    run(f"INSERT INTO groups ({columns}) SELECT {columns} FROM old_groups")
+    run("DROP TABLE old_groups")
+    for index in indexes:
+        run(index)
+
+
+def _revision_0002(op: Operations) -> None:
+    _starts_of_policies_and_sizes_of_versions(op)
+    _groups_without_split(op)
+
+
 REVISIONS: dict[str, Callable[[Operations], None]] = {
-    "0002": _starts_of_policies_and_sizes_of_versions,
+    "0002": _revision_0002,
 }
 """The change that leads to each later revision, in order."""
 

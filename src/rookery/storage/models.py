@@ -235,7 +235,7 @@ class EpisodeRow(OwnedRow, kw_only=True):
 class GroupRow(OwnedRow, kw_only=True):
     __tablename__ = "groups"
     __table_args__ = (
-        UniqueConstraint("job", "split", "ordinal"),
+        UniqueConstraint("job", "ordinal"),
         Index("groups_by_state", "job", "state"),
         Index("groups_by_version", "job", "consumed_by", "ordinal"),
     )
@@ -243,8 +243,7 @@ class GroupRow(OwnedRow, kw_only=True):
     id: Mapped[Id]
     job: Mapped[OfJob]
     ordinal: Mapped[int]
-    split: Mapped[str] = mapped_column(default="train")
-    """``train`` groups are numbered by the job's cursor; of any other split (job, split, ordinal) must be new."""
+    """By the job's cursor."""
     prompt: Mapped[bytes]
     """JSON."""
     seed: Mapped[int]

@@ -84,9 +84,9 @@ def groups_page(
     offset: int = 0,
     limit: int = 50,
 ) -> tuple[list[GroupRow], int]:
-    """Training groups, newest first, with their episodes but without texts, and the number of all. ``consumed_by``: of
+    """Groups, newest first, with their episodes but without texts, and the number of all. ``consumed_by``: of
     this version and policy only (:func:`version_of_step`)."""
-    where: list[ColumnElement[bool]] = [GroupRow.tenant == tenant, GroupRow.job == job, GroupRow.split == "train"]
+    where: list[ColumnElement[bool]] = [GroupRow.tenant == tenant, GroupRow.job == job]
     if consumed_by is not None:
         where.append(_consumed_by(*consumed_by))
     if state is not None:

@@ -307,14 +307,13 @@ def fence(connection: Connection) -> None:
 
 
 def add_groups(connection: Connection, job: str, groups: Sequence[GroupRow]) -> None:
-    """Store new groups with their episodes, all open. Raises :class:`Conflict`, and stores none, if the training
-    ordinals are not the next ones, or the job is finished; :class:`NotFound` for a job that is not their tenant's."""
+    """Store new groups with their episodes, all open. Raises :class:`Conflict`, and stores none, if their ordinals are
+    not the next ones, or the job is finished; :class:`NotFound` for a job that is not their tenant's."""
     if not groups:
         return
     if connection.execute(_OWNER, {"job": job}).scalar() != groups[0].tenant:
         raise NotFound(f"no job {job}")
-    if ordinals := [group.ordinal for group in groups if group.split == "train"]:
-        _raise_cursor(connection, job, ordinals)
+    _raise_cursor(connection, job, [group.ordinal for group in groups])
     add(connection, *groups)
     if episodes := [episode for group in groups for episode in group.episodes]:
         add(connection, *episodes)
@@ -429,12 +428,12 @@ def drop_groups(
 
 
 def open_groups(connection: Connection, job: str) -> list[GroupRow]:
-    """With episodes and their turns, by split and ordinal: the work that a restarted controller resumes."""
+    """With episodes and their turns, by ordinal: the work that a restarted controller resumes."""
     return _groups_in(connection, job, "open")
 
 
 def ready_groups(connection: Connection, job: str) -> list[GroupRow]:
-    """With episodes and their trajectories, by split and ordinal: the groups that wait to be trained on."""
+    """With episodes and their trajectories, by ordinal: the groups that wait to be trained on."""
     return _groups_in(connection, job, "ready")
 
 
@@ -511,7 +510,7 @@ def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, 
 
 
 def _groups_in(connection: Connection, job: str, state: GroupState) -> list[GroupRow]:
-    query = select(GroupRow).filter_by(job=job, state=state).order_by(GroupRow.split, GroupRow.ordinal)
+    query = select(GroupRow).filter_by(job=job, state=state).order_by(GroupRow.ordinal)
     members = select(EpisodeRow).join(GroupRow, GroupRow.id == EpisodeRow.group_id)
     members = members.where(GroupRow.job == job, GroupRow.state == state).order_by(EpisodeRow.member)
     groups = fetch_all(connection, GroupRow, query)
@@ -531,7 +530,7 @@ def _change_open_episode(connection: Connection, episode: str, values: dict[str,
 def _raise_cursor(connection: Connection, job: str, ordinals: Sequence[int]) -> None:
     start = min(ordinals)
     if sorted(ordinals) != list(range(start, start + len(ordinals))):
-        raise Conflict(f"training groups must have consecutive ordinals, given {sorted(ordinals)}")
+        raise Conflict(f"groups must have consecutive ordinals, given {sorted(ordinals)}")
     values = {"job": job, "start": start, "cursor": start + len(ordinals)}
     if connection.execute(_MOVE_CURSOR, values).rowcount == 0:
         raise Conflict(f"job {job} is finished, or its next training group is not number {start}")
