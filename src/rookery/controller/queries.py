@@ -48,7 +48,7 @@ from rookery.controller.views import (
     WorkerView,
 )  # fmt: skip
 from rookery.protocol.gauges import over_workers
-from rookery.scheduling.health import JobHealth, advice_lines, alarms, several
+from rookery.scheduling.health import JobHealth, advice_lines, alarms, max_tokens_of, several
 from rookery.scheduling.usage import Usage
 from rookery.storage.columns import Page
 from rookery.storage.models import (
@@ -284,6 +284,9 @@ class JobQueries:
             group_size=view.spec["algorithm"]["group_size"],
             waits_for=view.waits_for,
             policies=policies,
+            max_tokens={
+                name: most for name in policies or [""] if (most := max_tokens_of(view.spec, name)) is not None
+            },
         )
         found = alarms(known)
         return JobHealthView(
@@ -330,7 +333,7 @@ class JobQueries:
         elif row.id in self._jobs.waiting:
             waits = self._admission.waits_for(row)
         elif row.state in ("queued", "running"):
-            waits = job.progress.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
+            waits = job.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
         return JobView(
             id=row.id,
             name=row.name,

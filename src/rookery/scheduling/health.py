@@ -88,6 +88,8 @@ class JobHealth:
     waits_for: str = ""
     policies: Sequence[str] = ()
     """The policies that train, where there are several in the job."""
+    max_tokens: Mapping[str, int] = field(default_factory=dict)
+    """By policy, the most tokens of a reply."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def of_policy(job: JobHealth, policy: str) -> JobHealth:
         evaluations=[row for row in job.evaluations if row.get("policy") == policy],
         episodes=[_episode_of(episode, policy) for episode in job.episodes if policy in episode.speakers],
         counters={**job.counters, stale: whole + by_policy.get(f"{stale}/{policy}", 0)},
+        max_tokens={name: most for name, most in job.max_tokens.items() if name == policy},
     )
 
 
@@ -149,16 +152,36 @@ def stalled(job: JobHealth) -> Iterator[Alarm]:
         )
 
 
+def without_signal(row: Row) -> bool:
+    """Whether all rewards were equal within each group of a step: nothing is learned from it."""
+    return row.get("zero_variance_share") == 1.0
+
+
+def no_signal(rows: Sequence[Row], max_tokens: int | None) -> Alarm | None:
+    """The alarm about the newest of these steps of one policy, if none of them has a signal; ``max_tokens``: the most
+    tokens that its replies may have."""
+    last = rows[-ADVICE_STEPS:]
+    if len(last) < ADVICE_STEPS or not all(map(without_signal, last)):
+        return None
+    first, newest = (row.get("policy_step", row["step"]) for row in (last[0], last[-1]))
+    rewards = [row["reward"] for row in last if known(row.get("reward"))]
+    low, high = (f"{bound(rewards):.4g}" if rewards else "unknown" for bound in (min, max))
+    lengths = [row["length_max"] for row in last if known(row.get("length_max"))]
+    longest = f" (longest: {max(lengths):.0f} tokens, sampling.max_tokens: {max_tokens})" if lengths else ""
+    return Alarm(
+        "dead reward",
+        f"steps {first} to {newest}: all rewards were equal within every group (mean reward"
+        f" {low if low == high else f'{low} to {high}'})",
+        "the rewards teach nothing. The usual reasons: (1) the verifier does not find the answer: the replies have"
+        f" another form, or end before it{longest}; read some with rookery jobs episodes. (2) The prompts are too hard"
+        " or too easy for the model: give other prompts, or partial credit. (3) The replies of a group hardly differ:"
+        " raise sampling.temperature or algorithm.group_size",
+    )
+
+
 def dead_reward(job: JobHealth) -> Iterator[Alarm]:
-    last = job.rows[-ADVICE_STEPS:]
-    if len(last) == ADVICE_STEPS and all(row.get("zero_variance_share") == 1.0 for row in last):
-        rewards = [row["reward"] for row in last if known(row.get("reward"))]
-        mean = f"{statistics.fmean(rewards):.4g}" if rewards else "unknown"
-        yield Alarm(
-            "dead reward",
-            f"all rewards were equal within every group of the last {ADVICE_STEPS} steps (mean reward {mean})",
-            "read some episodes: the verifier may not find the answer, or the prompts are too hard or too easy",
-        )
+    if (found := no_signal(job.rows, next(iter(job.max_tokens.values()), None))) is not None:
+        yield found
 
 
 def truncated(job: JobHealth) -> Iterator[Alarm]:
@@ -262,6 +285,14 @@ def policy_of(row: Row, spec: Mapping[str, Any]) -> str:
     return row.get("policy") or next(iter(several(spec)), "")
 
 
+def max_tokens_of(spec: Mapping[str, Any], policy: str = "") -> int | None:
+    """The most tokens of a reply of a policy of a stored job, by default of its first."""
+    policies = spec.get("policies") or {}
+    own = policies.get(policy or next(iter(policies), ""), {}).get("sampling") or {}
+    most = own.get("max_tokens") or spec.get("sampling", {}).get("max_tokens")
+    return None if most is None else int(most)
+
+
 def _rows_of(rows: Sequence[Row], policy: str) -> list[Row]:
     """The steps of one of several policies; one whose row names none is of the only one that trains."""
     return [row for row in rows if row.get("policy", policy) == policy]
@@ -289,9 +320,7 @@ def advice(rows: Sequence[Row], spec: Mapping[str, Any], policy: str = "") -> di
     def all_of(metric: str, test: Callable[[float], bool]) -> bool:
         return all(known(row.get(metric)) and test(row[metric]) for row in found)
 
-    policies = spec.get("policies") or {}
-    own = policies.get(policy or next(iter(policies), ""), {}).get("sampling") or {}
-    most = own.get("max_tokens") or spec.get("sampling", {}).get("max_tokens")
+    most = max_tokens_of(spec, policy)
     if most is not None and all(row.get("turns_mean") == 1 and row.get("length_max", 0) >= most for row in found):
         given["length_max"] = (
             f"length_max {most}: replies are cut at sampling.max_tokens; raise it or ask for shorter replies"

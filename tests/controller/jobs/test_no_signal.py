@@ -50,6 +50,14 @@ async def test_three_steps_in_a_row_without_variance_are_one_event(
         assert part in found[0]
 
 
+async def test_the_event_and_the_alarm_say_the_same(service: Service) -> None:
+    await service.join(script=rewards({1: 0.0, 2: 0.5, 3: 0.0}))
+    view, _ = await service.controller.submit("alice", job_of(stop__steps=3))
+    await service.ends(view.id)
+    (alarm,) = (await service.controller.queries.job_health("alice", view.id)).alarms
+    assert await signals(service, view.id) == [f"{alarm.problem}, so {alarm.remedy}"]
+
+
 async def test_of_several_policies_the_event_names_the_one_and_its_steps(service: Service) -> None:
     """The second policy's rewards are equal in every group, those of the first differ."""
 

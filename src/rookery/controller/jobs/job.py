@@ -17,6 +17,9 @@ from rookery.controller.quotas import groups_at_once
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.storage.repositories import versions as version_rows
 
+OPERATIONS_PER_STEP = 2
+"""Forward-backward and the optimizer's."""
+
 
 class TrainingJob:
     """A running job. :meth:`run` returns the reason why the job is complete, or raises the error that stopped it."""
@@ -59,6 +62,32 @@ class TrainingJob:
     def rng(self) -> dict[str, Any]:
         """The state that a later run needs in addition to the counters: the seed, and the seconds of running."""
         return {"seed": self.spec.seed, "seconds": self.progress.seconds()}
+
+    def waits_for(self) -> str:
+        """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
+        spec, progress, rooms = self.spec, self.progress, self._controller.rooms
+        trains = {*map(spec.base_model_of, spec.trained), *progress.new_models}
+        for model in spec.base_models:
+            roles = [*([] if spec.algorithm.on_rows else ["rollout"]), *(["train"] if model in trains else [])]
+            if not all(rooms.fleet.serving(role, model) for role in roles):
+                wanted = " and ".join("training" if role == "train" else role for role in roles)
+                return "worker: " + rooms.fleet.missing(wanted, model)
+        if progress.computing:
+            return "trainer" + self._sharing()
+        position = rooms.rollouts.position(self._job.row.tenant, self._job.row.id)
+        if engine := progress.stages["engine"]:
+            queue = f", {position} ahead in the queue" if position else ""
+            return f"engine ({engine} {'reply' if engine == 1 else 'replies'}{queue})"
+        if environment := progress.stages["environment"]:
+            return f"environment ({environment} episodes)"
+        return ""
+
+    def _sharing(self) -> str:
+        """The number of operations that share the trainer, where there are others than this job's."""
+        fleet, models = self._controller.rooms.fleet, {self.spec.base_model_of(name) for name in self.spec.trained}
+        trainers = [worker for model in models for worker in fleet.serving("train", model)]
+        operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
+        return f" ({operations} operations take turns)" if operations > OPERATIONS_PER_STEP else ""
 
     async def run(self) -> str:
         """Train every policy until a stop condition of its holds; returns which."""

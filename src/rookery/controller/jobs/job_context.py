@@ -1,4 +1,4 @@
-"""The shared state of one running job, and its progress: counters, rewards, tokens per second, the present wait.
+"""The shared state of one running job, and its progress: counters, rewards, tokens per second, present waits.
 
 * :class:`JobContext` is assembled once and passed to the job's groups, episodes, steps and evaluations. Everything
   random in a job is derived from its spec's seed and from the place of what it is for
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentRef
-from rookery.controller.jobs.no_signal import NO_SIGNAL_STEPS, no_signal_line, without_signal
+from rookery.controller.jobs.no_signal import NO_SIGNAL, NoSignal
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import JobSpec
@@ -31,17 +31,11 @@ from rookery.tokenization.chat import Chat
 RATE_SECONDS = 30.0
 """Window of the shown tokens per second: long enough to span a training step."""
 
-NO_SIGNAL = "no_signal"
-"""Kind of the event of :mod:`~rookery.controller.jobs.no_signal`."""
-
 EVENTS_READ = 1000
 """Newest events among which a restart looks for one."""
 
 SHOWN_REWARDS = 64
 """Steps kept for the sparkline."""
-
-OPERATIONS_PER_STEP = 2
-"""Forward-backward and the optimizer's."""
 
 _METRIC_NAMES = {
     "entropy:sum": "entropy",
@@ -56,6 +50,8 @@ _METRIC_NAMES = {
 
 
 class Progress:
+    """Counters, rates and present waits."""
+
     def __init__(
         self,
         context: ControllerContext,
@@ -65,13 +61,13 @@ class Progress:
     ) -> None:
         """``on_metrics`` is called with the job's id and the metrics row of each committed step."""
         self.counters: Counter[str] = Counter(row.counters)
-        self._stages: Counter[str] = Counter()
+        self.stages: Counter[str] = Counter()
         """How many episodes wait for the engine, and how many for their environment."""
         self.rewards: deque[float] = deque(maxlen=SHOWN_REWARDS)
         self.staleness: float | None = None
-        self._training = 0
+        self.computing = 0
         """Policies for which the trainer computes."""
-        self._creating: list[str] = []
+        self.new_models: list[str] = []
         """The base models of policies whose first version is being created."""
         self._context = context
         self._on_metrics = on_metrics
@@ -83,8 +79,7 @@ class Progress:
         """The number of the last committed optimizer step, of any policy."""
         self.committing = asyncio.Lock()
         """Held by the policy that commits: steps have the numbers in which they were committed."""
-        self._flat_steps: dict[str, list[dict[str, Any]]] = {}
-        """By policy, the newest steps in a row that had no signal, at most one more than cause an event."""
+        self._no_signal = NoSignal(spec)
         self._began = context.clock.monotonic()
         self._earlier_seconds = float(row.rng.get("seconds", 0.0))
         self._sampled: deque[tuple[float, int]] = deque()
@@ -112,11 +107,8 @@ class Progress:
             self._show(row)
             if row.get("reward") is not None:
                 last[self._policy_of(row)] = row["reward"]
-            self._note_signal(row)
-        for policy, rows in self._flat_steps.items():
-            if len(rows) < NO_SIGNAL_STEPS:
-                continue
-            line = self._no_signal(policy)
+            self._no_signal.add(self._policy_of(row), row)
+        for line in self._no_signal.present():
             events = await self._context.store.read(tenants.events, self._row.tenant, self._row.id, EVENTS_READ)
             if not any(event.kind == NO_SIGNAL and event.text == line for event in events):
                 await self.add_event(NO_SIGNAL, line)  # a crash came between the step and its event
@@ -126,9 +118,8 @@ class Progress:
         """Show a committed step, whose metrics are stored, to followers."""
         row = {**metrics, "version": version}
         self._show(row)
-        flat = self._note_signal(row)
-        if len(flat) == NO_SIGNAL_STEPS:
-            await self.add_event(NO_SIGNAL, self._no_signal(self._policy_of(row)))
+        if line := self._no_signal.add(self._policy_of(row), row):
+            await self.add_event(NO_SIGNAL, line)
         self._on_metrics(self._row.id, row)
 
     def _show(self, row: dict[str, Any]) -> None:
@@ -142,44 +133,32 @@ class Progress:
     def _policy_of(self, row: dict[str, Any]) -> str:
         return str(row.get("policy") or self._spec.trained[0])
 
-    def _note_signal(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        flat = self._flat_steps.setdefault(self._policy_of(row), [])
-        if not without_signal(row):
-            flat.clear()
-        elif len(flat) <= NO_SIGNAL_STEPS:
-            flat.append(row)
-        return flat
-
-    def _no_signal(self, policy: str) -> str:
-        rows, name = self._flat_steps[policy][:NO_SIGNAL_STEPS], policy if self._spec.several_trained else ""
-        return no_signal_line(rows, self._spec.of_policy(policy), name)
-
     @contextmanager
     def training(self) -> Iterator[None]:
         """The trainer computes for a policy within."""
-        self._training += 1
+        self.computing += 1
         try:
             yield
         finally:
-            self._training -= 1
+            self.computing -= 1
 
     @contextmanager
     def creating(self, model: str) -> Iterator[None]:
         """The first version of a policy on ``model`` is created within, by a worker that trains."""
-        self._creating.append(model)
+        self.new_models.append(model)
         try:
             yield
         finally:
-            self._creating.remove(model)
+            self.new_models.remove(model)
 
     @contextmanager
     def waiting_for(self, stage: Literal["engine", "environment"]) -> Iterator[None]:
         """An episode waits for it within."""
-        self._stages[stage] += 1
+        self.stages[stage] += 1
         try:
             yield
         finally:
-            self._stages[stage] -= 1
+            self.stages[stage] -= 1
 
     def add_sampled(self, count: int) -> None:
         """Count sampled tokens."""
@@ -203,32 +182,6 @@ class Progress:
         now = self._context.clock.monotonic()
         while self._sampled and now - self._sampled[0][0] > RATE_SECONDS:
             self._sampled.popleft()
-
-    def waits_for(self) -> str:
-        """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
-        fleet = self._context.rooms.fleet
-        trains = {*map(self._spec.base_model_of, self._spec.trained), *self._creating}
-        for model in self._spec.base_models:
-            roles = [*([] if self._spec.algorithm.on_rows else ["rollout"]), *(["train"] if model in trains else [])]
-            if not all(fleet.serving(role, model) for role in roles):
-                wanted = " and ".join("training" if role == "train" else role for role in roles)
-                return "worker: " + fleet.missing(wanted, model)
-        if self._training:
-            return "trainer" + self._sharing()
-        position = self._context.rooms.rollouts.position(self._row.tenant, self._row.id)
-        if engine := self._stages["engine"]:
-            queue = f", {position} ahead in the queue" if position else ""
-            return f"engine ({engine} {'reply' if engine == 1 else 'replies'}{queue})"
-        if self._stages["environment"]:
-            return f"environment ({self._stages['environment']} episodes)"
-        return ""
-
-    def _sharing(self) -> str:
-        """The number of operations that share the trainer, where there are others than this job's."""
-        fleet, models = self._context.rooms.fleet, {self._spec.base_model_of(name) for name in self._spec.trained}
-        trainers = [worker for model in models for worker in fleet.serving("train", model)]
-        operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
-        return f" ({operations} operations take turns)" if operations > OPERATIONS_PER_STEP else ""
 
 
 def per_token(metrics: dict[str, float]) -> dict[str, float]:

@@ -1,35 +1,40 @@
-"""Steps from which nothing is learned because no reward differs from the others of its group. Pure."""
+"""The lines of a job's log about rewards that teach nothing (:func:`rookery.scheduling.health.no_signal`). Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rookery.scheduling.health import ADVICE_STEPS, no_signal, without_signal
 from rookery.spec.job import JobSpec
 
-NO_SIGNAL_STEPS = 3
-"""Steps in a row without a signal before their job's owner is informed: one or two happen by chance in small steps."""
+NO_SIGNAL = "no_signal"
+"""Kind of the event."""
 
 
-def without_signal(row: Mapping[str, Any]) -> bool:
-    """Whether all rewards were equal within each group of a step; ``row`` has the step's metrics."""
-    return row.get("zero_variance_share") == 1.0
+class NoSignal:
+    """Sees every committed step of a job; one line for each run of steps without a signal."""
 
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._runs: dict[str, list[Mapping[str, Any]]] = {}
+        """By policy, the steps of the present run, at most one more than cause a line."""
 
-def no_signal_line(rows: Sequence[Mapping[str, Any]], spec: JobSpec, policy: str = "") -> str:
-    """The message for the owner of a job after the steps ``rows``, all without a signal: the figures, and the usual
-    reasons. Of several policies that train, ``policy`` is the one that took the steps, which have its numbers."""
-    first, last = (row.get("policy_step", row["step"]) for row in (rows[0], rows[-1]))
-    rewards = [row["reward"] for row in rows]
-    low, high = min(rewards), max(rewards)
-    earned = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-    longest, most = max(row["length_max"] for row in rows), spec.sampling.max_tokens
-    return (
-        f"{policy}{': ' if policy else ''}steps {first} to {last}: all rewards were equal within every group"
-        f" (mean reward {earned}), so the rewards teach nothing. The usual reasons: (1) the verifier does not find the"
-        f" answer: the replies have another form, or end before it (longest: {longest:.0f} tokens,"
-        f" sampling.max_tokens: {most});"
-        " read some with rookery jobs episodes. (2) The prompts are too hard or too easy for the model: give other"
-        " prompts, or partial credit. (3) The replies of a group hardly differ: raise sampling.temperature or"
-        " algorithm.group_size"
-    )
+    def add(self, policy: str, row: Mapping[str, Any]) -> str:
+        """The line that the metrics of a further step of ``policy`` cause, or an empty text."""
+        run = self._runs.setdefault(policy, [])
+        if not without_signal(row):
+            run.clear()
+        elif len(run) <= ADVICE_STEPS:
+            run.append(row)
+        return self._line(policy) if len(run) == ADVICE_STEPS else ""
+
+    def present(self) -> Iterator[str]:
+        """The lines of the present runs that caused one."""
+        return (self._line(policy) for policy, run in self._runs.items() if len(run) >= ADVICE_STEPS)
+
+    def _line(self, policy: str) -> str:
+        alarm = no_signal(self._runs[policy][:ADVICE_STEPS], self._spec.of_policy(policy).sampling.max_tokens)
+        assert alarm is not None
+        name = f"{policy}: " if self._spec.several_trained else ""
+        return f"{name}{alarm.problem}, so {alarm.remedy}"
