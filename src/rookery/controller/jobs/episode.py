@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -27,8 +27,8 @@ from rookery.bounds import METRICS
 from rookery.controller.fleet.agents import AgentFailed, AgentOutcome, AgentSession
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
 from rookery.controller.jobs.agent_calls import AgentCalls
-from rookery.controller.jobs.agent_turns import decode_agent_turns
-from rookery.controller.jobs.job_context import JobContext, JobPolicy
+from rookery.controller.jobs.agent_turns import AgentTurn, decode_agent_turns
+from rookery.controller.jobs.job_context import JobContext, JobPolicy, Progress
 from rookery.controller.jobs.trajectory import (
     AssistantTurn,
     EncodedTurns,
@@ -70,12 +70,58 @@ class _Sequence:
     messages: int = 0
 
 
+class StoredEpisode:
+    """The record of an episode of a group: its turns are stored, and a second attempt takes up those stored before."""
+
+    split: ClassVar[Literal["train", "eval"]] = "train"
+    resumes: ClassVar[bool] = True
+    """Whether a second attempt continues in the environment of the first one."""
+
+    def __init__(self, row: EpisodeRow, progress: Progress) -> None:
+        self.group = row.group_id
+        self.host = row.host_instance
+        """The host instance that ran the turns."""
+        self.keys = row.agent_keys.split()
+        """Hashes of the keys of the agent that drives it."""
+        self._row = row
+        self._progress = progress
+        self._encoded = EncodedTurns()
+
+    def turns(self, first: str) -> list[AssistantTurn]:
+        """``first``: as for :func:`decode_turns`."""
+        return decode_turns(self._row.turns, first)
+
+    def agent_turns(self, first: str) -> list[AgentTurn]:
+        return decode_agent_turns(self._row.turns, first)
+
+    async def save(self, turns: Sequence[AssistantTurn], **values: Any) -> None:
+        """Make all replies durable, with further ``values`` of
+        :func:`~rookery.storage.repositories.jobs.save_turns`."""
+        await self._progress.store(jobs.save_turns, self._row.id, self._encoded.parts(turns), **values)
+
+
+class PassingEpisode:
+    """The record of an episode of an evaluation: nothing is stored, a second attempt starts with a new environment."""
+
+    split: ClassVar[Literal["train", "eval"]] = "eval"
+    resumes: ClassVar[bool] = False
+    group = host = ""
+    keys: Sequence[str] = ()
+
+    def turns(self, first: str) -> list[AssistantTurn]:
+        return []
+
+    def agent_turns(self, first: str) -> list[AgentTurn]:
+        return []
+
+    async def save(self, turns: Sequence[AssistantTurn], **values: Any) -> None: ...
+
+
 @dataclass
 class Episode:
     """An episode of ``job`` for ``prompt`` under the versions ``refs`` of its policies (None: the base model), which
     the caller keeps available; with another ``in_flight`` than ``finish``, each reply of a policy that trains begins
-    with its newest version. With ``row``, turns are stored there and the turns stored earlier are taken up; without, a
-    second attempt starts with a new environment."""
+    with its newest version."""
 
     job: JobContext
     id: str
@@ -84,22 +130,21 @@ class Episode:
     seed: int
     environment_seed: int
     in_flight: InFlight = "finish"
-    row: EpisodeRow | None = None
+    record: StoredEpisode | PassingEpisode = field(default_factory=PassingEpisode)
     splits: int = 0
     """Times that the chat template did not extend the sequence."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _host: EnvironmentHost | None = None
     _agent: AgentCalls | None = None
     _session: AgentSession | None = None
-    _encoded: EncodedTurns = field(default_factory=EncodedTurns)
     _calls: list[TracedCall] = field(default_factory=list)
     """Its requests and the calls of its environment, where they are traced."""
 
     def __post_init__(self) -> None:
-        self.turns: list[Any] = decode_turns(self.row.turns, self.job.first.name) if self.row is not None else []
-        self._instance = self.row.host_instance if self.row is not None else ""
+        self.turns: list[Any] = self.record.turns(self.job.first.name)
+        self._instance = self.record.host
         """The host instance that ran the turns."""
-        self._keys = self.row.agent_keys.split() if self.row is not None else []
+        self._keys = [*self.record.keys]
         """Hashes of the keys of the agent that drives it."""
 
     async def run(self) -> EpisodeResult:
@@ -150,7 +195,7 @@ class Episode:
             else:
                 host = await hosts.host_for(environment)
             self._instance, self._host = host.hello.instance, host
-            if self.row is None:
+            if not self.record.resumes:
                 hosts.close_episode(host, self.id)  # of an earlier attempt, whose replies are unknown
             try:
                 return await (self._attend(host) if host.runs_agent(environment.name) else self._play(host))
@@ -186,14 +231,13 @@ class Episode:
         """Let an agent drive: one in ``host``, or in the process that opens the episode. What the same agent sampled
         before stays."""
         job, agents = self.job, self.job.controller.rooms.hosts.agents
-        known = decode_agent_turns(self.row.turns, job.first.name) if self.row is not None else []
-        turns = known if self._agent is None else self._agent.tree.turns
+        turns = self.record.agent_turns(job.first.name) if self._agent is None else self._agent.tree.turns
         if not self._keys:  # it begins, or another process repeats its calls
             turns = [msgspec.structs.replace(turn, delivered=False) for turn in turns]
         calls = AgentCalls(job, self.id, self.seed, turns, self.sample, self._save)
         self._agent, self.turns = calls, calls.tree.turns
         session = self._session = AgentSession(
-            self.id, job.row.id, job.row.tenant, "eval" if self.row is None else "train", self.prompt,
+            self.id, job.row.id, job.row.tenant, self.record.split, self.prompt,
             self.environment_seed, list(job.policies), calls, self._store_keys, job.controller.clock, self._keys,
             hosted=host is not None,
         )  # fmt: skip
@@ -243,11 +287,7 @@ class Episode:
 
     async def _store_keys(self, keys: str) -> None:
         self._keys = keys.split()
-        if self.row is not None:
-            await self.job.progress.store(
-                jobs.save_turns, self.id, self._encoded.parts(self.turns), host_instance=self._instance,
-                agent_keys=keys,
-            )  # fmt: skip
+        await self.record.save(self.turns, host_instance=self._instance, agent_keys=keys)
 
     def _check_rewards(self, totals: Sequence[float], where: str) -> None:
         """Raises :class:`EpisodeFailed` for a reward that no gradient can be computed of."""
@@ -437,7 +477,7 @@ class Episode:
             generate = msgspec.structs.replace(
                 generate,
                 adapter=ref,
-                group=self.row.group_id if self.row is not None else "",
+                group=self.record.group,
                 in_flight=self.in_flight if policy.about.train else "finish",  # a follower is no later version
             )
             owner, waits = (job.row.tenant, job.row.id), not policy.spec.algorithm.overlaps
@@ -496,13 +536,10 @@ class Episode:
 
     async def _save(self) -> None:
         """Make the replies durable, and the version of the first one."""
-        if self.row is None:
-            return
         first, ref = self.job.first.name, self.refs[self.job.first.name]
         of_first = (version for turn in self.turns if turn.policy == first for version in turn.versions)
         version = next(of_first, ref.version if ref is not None else 0)
-        parts = self._encoded.parts(self.turns)
-        await self.job.progress.store(jobs.save_turns, self.id, parts, version=version, host_instance=self._instance)
+        await self.record.save(self.turns, version=version, host_instance=self._instance)
 
     async def _observe(
         self, host: EnvironmentHost, message: protocol.Reset | protocol.StepEpisode

@@ -22,7 +22,7 @@ from rookery import protocol
 from rookery.aio import Signal, TaskGroup
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.buffer import LEAST_EPISODES, GroupBuffer
-from rookery.controller.jobs.episode import Episode, EpisodeFailed
+from rookery.controller.jobs.episode import Episode, EpisodeFailed, StoredEpisode
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import EpisodeResult, decode_result, decode_turns, derive_seed
 from rookery.controller.rollout.request import GenerationFailed
@@ -228,7 +228,8 @@ class Groups:
         if row.state != "open":
             return decode_result(row.trajectories, self._job.first.name) if row.state == "done" else None
         self._untrimmed += 1
-        episode = Episode(self._job, row.id, refs, group.prompt, row.seed, group.seed, self._in_flight, row)
+        record = StoredEpisode(row, self._progress)
+        episode = Episode(self._job, row.id, refs, group.prompt, row.seed, group.seed, self._in_flight, record)
         try:
             return await self._end_episode(group, row, episode)
         finally:
