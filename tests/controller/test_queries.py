@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -92,4 +93,5 @@ async def test_a_follower_is_woken_by_its_job_alone(service: Service, monkeypatc
     for job, task in zip(jobs, waiting, strict=True):
         await service.controller.cancel("alice", job)
         assert (await task).state == "cancelled"
-    assert service.controller.jobs.followed() == 0, "nobody follows them any more"
+    signals = service.controller.jobs.signal
+    assert not any(weakref.ref(signals(job))() for job in jobs), "nobody follows them any more"

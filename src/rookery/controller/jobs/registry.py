@@ -71,10 +71,6 @@ class JobRegistry:
         """Notified when the job's state or metrics changed. Kept while somebody holds it."""
         return self._signals.setdefault(job, Signal())
 
-    def followed(self) -> int:
-        """How many jobs somebody follows."""
-        return len(self._signals)
-
     def notify(self, job: str) -> None:
         signal = self._signals.get(job)
         if signal is not None:
