@@ -32,7 +32,7 @@ class WorkerRollouts:
     """The rollouts that a worker executes."""
 
     name: str
-    site: DecodingWorker
+    decoder: DecodingWorker
     steps: int
     """Decode steps until the last of them ends, as far as can be known."""
     tokens: int
@@ -46,12 +46,12 @@ class WorkerRollouts:
 def merge(tail: WorkerRollouts, taker: WorkerRollouts, costs: CostTable) -> MigrationPlan | None:
     """The rollouts of ``tail``, whose worker trains, resume in the batch of ``taker``, whose worker does not: if that
     lowers the predicted finish of all, prefilling included, by the planner's hysteresis. ``costs`` are the taker's."""
-    rows, others = tail.site.executing, taker.site.executing
+    rows, others = tail.decoder.executing, taker.decoder.executing
     prefill = costs.predict("prefill", tail.tokens)
     memory = tail.tokens + rows * tail.steps
     if not (rows and tail.train_seconds and prefill and costs.predict("decode", rows)):
         return None
-    if tail.site.pending or taker.site.pending or taker.site.free < rows or taker.site.free_tokens < memory:
+    if tail.decoder.pending or taker.decoder.pending or taker.decoder.free < rows or taker.decoder.free_tokens < memory:
         return None
     rest = _decode(tail, costs)
     batch: list[JobStages] = [(_decode(taker, costs),)] if others else []
@@ -63,7 +63,7 @@ def merge(tail: WorkerRollouts, taker: WorkerRollouts, costs: CostTable) -> Migr
 
 
 def _decode(rollouts: WorkerRollouts, costs: CostTable) -> Stage:
-    rows = rollouts.site.executing
+    rows = rollouts.decoder.executing
     return Stage("decode", rollouts.steps * costs.predict("decode", rows), rows)
 
 

@@ -117,7 +117,7 @@ class WorkerSlots:
         return load(self.worker.hello.max_rows, held, decoding, beats)
 
     @property
-    def site(self) -> DecodingWorker:
+    def decoder(self) -> DecodingWorker:
         """Its figures for :func:`rookery.scheduling.divided_rollout.moves`."""
         pending, executing, free = self.load
         return DecodingWorker(
@@ -377,7 +377,7 @@ class WorkerPool:
         if request.adapter is not None and request.adapter.hash not in target.worker.cached:
             return None
         left = queues.remaining(inflight, int(self._chunk))
-        if not moves(self._slots[source.name].site, target.site, len(request.generate.prompt) + tokens, left):
+        if not moves(self._slots[source.name].decoder, target.decoder, len(request.generate.prompt) + tokens, left):
             return None
         return target.worker
 
@@ -432,7 +432,7 @@ class WorkerPool:
         tokens = sum(len(held.request.generate.prompt) + len(held.result.tokens) for held in slots.requests.values())
         left = [queues.remaining(held, 1) for held in slots.requests.values()]
         name, slow = slots.worker.name, slots.heartbeats[-1].slowdowns if slots.heartbeats else TAKING_TURNS
-        return WorkerRollouts(name, slots.site, max(left, default=0), tokens, slots.train_seconds, slow)
+        return WorkerRollouts(name, slots.decoder, max(left, default=0), tokens, slots.train_seconds, slow)
 
     def _select(self, model: str, reserved: bool, tags: Iterable[str], without: Collection[str] = ()) -> Worker | None:
         index = (self._reserved if reserved else self._common).get(model)

@@ -221,12 +221,3 @@ class InflightRequest:
         resumed = self.assignment is not None and self.assignment.resumed
         earlier = resumed and self.request.generate.in_flight != "finish" and version < newest
         return policy == wanted and (version in self.versions or earlier)
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """A request that a worker still holds from an earlier connection."""
-
-    worker: Worker
-    since: float
-    """When the worker connected."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -36,7 +37,6 @@ from rookery.controller.rollout.request import (
     REASONS,
     GenerationFailed,
     InflightRequest,
-    Resumption,
     SamplingRequest,
     SamplingResult,
 )
@@ -101,6 +101,15 @@ class VersionSwitched(WorkerEvent, frozen=True):
         return (TraceSpan("switch", self.time, self.time, self.worker.name, one.tenant, one.job, ref.policy, text),)
 
 
+@dataclass(frozen=True)
+class Resumption:
+    """A request that a worker still holds from an earlier connection."""
+
+    worker: Worker
+    since: float
+    """When the worker connected."""
+
+
 class Details(NamedTuple):
     """The data of an event, for the actions that need them."""
 
@@ -119,7 +128,7 @@ class RolloutScheduler:
     def __init__(
         self,
         fleet: Fleet,
-        references: WeightStore,
+        weight_store: WeightStore,
         settings: Settings,
         clock: Clock,
         weights: Mapping[str, float] | None = None,
@@ -127,7 +136,7 @@ class RolloutScheduler:
     ) -> None:
         """``weights``: shares of tenants that have another one than 1."""
         self._fleet = fleet
-        self._references = references
+        self._weight_store = weight_store
         self._settings = settings
         self.rules = rules
         self._clock = clock
@@ -398,7 +407,7 @@ class RolloutScheduler:
         generate = msgspec.structs.replace(
             request.generate,
             assignment=assignment.name,
-            adapter=self._references.adapter_ref(worker, request.adapter) if request.adapter is not None else None,
+            adapter=self._weight_store.adapter_ref(worker, request.adapter) if request.adapter is not None else None,
             prefix_tokens=inflight.result.tokens,
             reserved=assignment.reserved,
             tenant=request.tenant,
@@ -430,7 +439,7 @@ class RolloutScheduler:
         switch = protocol.SwitchAdapter(
             request=inflight.request.id,
             assignment=stay.name,
-            adapter=self._references.adapter_ref(stay.worker, ref),
+            adapter=self._weight_store.adapter_ref(stay.worker, ref),
             recompute=details.recompute,
         )
         stay.worker.post(switch)

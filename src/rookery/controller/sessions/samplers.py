@@ -284,7 +284,7 @@ class Samplers:
                 shared_prefix=0 if scored and number == 0 else len(prompt),
                 max_tokens=room if operation.max_tokens is None else min(operation.max_tokens, room),
                 temperature=operation.temperature,
-                seed=derive_seed(f"{base_seed}:{number}"),
+                seed=client_seed(f"{base_seed}:{number}"),
                 stop_tokens=stop_tokens,
                 stop=operation.stop,
                 group=future.id if operation.count > 1 else "",
@@ -352,6 +352,6 @@ class Samplers:
         await store.write(used_sampler, row.id, self._context.clock.time())
 
 
-def derive_seed(text: str) -> int:
+def client_seed(text: str) -> int:
     """A seed of 63 bits."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -30,7 +30,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.outages import storage_outage
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
-from rookery.controller.sessions.samplers import derive_seed, sampler_row
+from rookery.controller.sessions.samplers import client_seed, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_trainer import ForwardRequest
@@ -390,7 +390,7 @@ class TrainingRun:
 
     async def _create(self, future: Future, operation: operations.CreateModel) -> None:
         await self._context.chat(self.row.base_model)  # prepares the model if it was not
-        seed = operation.seed if operation.seed is not None else derive_seed(self.row.id)
+        seed = operation.seed if operation.seed is not None else client_seed(self.row.id)
         manifest = await self._trainer.init(seed, None)
         async with self._storing_first():
             await self._commit(manifest, future, operations.ModelCreated(model_id=self.row.id))

@@ -44,7 +44,7 @@ if nothing names it still: a service that was started once with an old copy of i
 
 
 class ArtifactCollector:
-    def __init__(self, store: Store, artifacts: Artifacts, references: WeightStore) -> None:
+    def __init__(self, store: Store, artifacts: Artifacts, weight_store: WeightStore) -> None:
         self.pins: Counter[str] = Counter()
         """Readers and uploads by the hash of the artifact that they need."""
         self.deferred: set[str] = set()
@@ -53,7 +53,7 @@ class ArtifactCollector:
         """Artifacts that nothing named, and whose deletion has not succeeded yet."""
         self._store = store
         self._artifacts = artifacts
-        self._references = references
+        self._weight_store = weight_store
         self._lock = threading.Lock()
         """Guards ``pins``, ``deferred`` and ``left``: the event loop and threads change them."""
         self._deletion = threading.RLock()
@@ -155,7 +155,7 @@ class ArtifactCollector:
 
     async def _delete_everywhere(self, digest: str) -> None:
         if await self._store.transfer(self._delete_if_unnamed, digest):
-            self._references.unpublish([digest])
+            self._weight_store.unpublish([digest])
 
     def _delete_if_unnamed(self, digest: str) -> bool:
         return self._delete(digest, lambda: self._store.database.write(versions.unnamed, digest) is None)

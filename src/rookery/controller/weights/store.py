@@ -175,7 +175,7 @@ class WeightStore:
             worker.authorized.add(ref.hash)
             worker.cached.add(ref.hash)
             worker.post(protocol.Replicate(refs=[ref]))
-            self._references(ref)
+            self._entry(ref)
             self._hold(worker, [ref.hash])
             self._on_held(worker, ref.hash)
             self.routed["handed"] += 1
@@ -273,7 +273,7 @@ class WeightStore:
     def on_worker_loaded(self, worker: Worker, in_use: Sequence[protocol.AdapterRef]) -> None:
         """``in_use``: the versions of its base model that running jobs sample from."""
         for ref in in_use:
-            self._references(ref)
+            self._entry(ref)
             self.retain(ref)
         self._hold(worker, worker.cached.difference(worker.hello.loaded))
         if "rollout" in worker.roles:
@@ -357,7 +357,7 @@ class WeightStore:
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
-    def _references(self, ref: protocol.AdapterRef) -> ArtifactReferences:
+    def _entry(self, ref: protocol.AdapterRef) -> ArtifactReferences:
         entry = self._table.setdefault(ref.hash, ArtifactReferences(0.0))
         entry.hops = hops_of(ref.rank)
         return entry
@@ -391,7 +391,7 @@ class WeightStore:
     def _route(self, ref: protocol.AdapterRef, receivers: Sequence[Worker]) -> list[Worker]:
         """Decide from whom each of ``receivers`` receives ``ref``. They are returned in an order in which none comes
         before its source, so that the source has its order first."""
-        entry, now, ordered = self._references(ref), self._clock.monotonic(), list[Worker]()
+        entry, now, ordered = self._entry(ref), self._clock.monotonic(), list[Worker]()
         groups: dict[str, list[Worker]] = {}
         for worker in receivers:
             groups.setdefault(worker.reads.id, []).append(worker)
