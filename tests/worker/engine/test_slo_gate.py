@@ -256,6 +256,16 @@ def test_rollouts_fill_the_cache_again_after_a_burst_of_chats(adapter: protocol.
     assert steps(8) >= before
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_request_is_a_clients_also_without_a_reserved_row_and_without_objectives(enabled: bool) -> None:
+    engine = gated(Clock(), enabled=enabled)
+    engine.submit(order("r", tenant="jobs"))
+    assert engine.tenants() == {"jobs": 0}
+    engine.submit(chat(reserved=False, ttft_ms=0.0, tpot_ms=0.0, tenant="chats"))
+    assert [engine.gate.is_client(row) for row in engine.admission.waiting] == [False, True]
+    assert engine.tenants() == {} and not engine.gate.tracked, "no tenant takes turns with a client"
+
+
 def test_costs_are_measured_before_the_first_request(tmp_path: Path) -> None:
     engine = gated(Clock())
     gate = SloGate()
