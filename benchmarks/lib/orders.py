@@ -111,12 +111,12 @@ def optimizer_steps(
         forward = protocol.ForwardBackward(op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, **where)
         trainer.forward_backward(forward, batch)
         trainer.optim_step(protocol.OptimStep(op=f"o{i}", operations=1, adam=protocol.Adam(lr=1e-4, clip=1.0), **where))
-    while trainer.step():
+    while trainer.queue.step():
         pass
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    problems = [finished.error for finished in trainer.drain() if finished.error]
+    problems = [finished.error for finished in trainer.queue.drain() if finished.error]
     if problems:
         raise RuntimeError(problems[0])
     return seconds

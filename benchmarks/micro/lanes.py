@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.lib.cells import table
 from benchmarks.lib.harness import Result, command, options
 from benchmarks.lib.model import ours
-from benchmarks.lib.orders import load_policies, ref, unit
+from benchmarks.lib.orders import RANK, load_policies, ref, unit
 from benchmarks.lib.workload import random_ids
 
 from rookery import protocol
@@ -66,7 +66,7 @@ class Worker:
         self._done: dict[str, Future[None]] = {}
         self._stop = False
         self._ids = random_ids(64, 128, 49152)
-        self._call(lambda core: load_policies(core.trainer, 1))
+        self._call(lambda core: load_policies(core.queue.trainer_of(RANK), 1))
         self._feeder = threading.Thread(target=self._feed, daemon=True)
         self._feeder.start()
 
@@ -122,8 +122,9 @@ class Worker:
             self._done[step.op] = last = Future()
 
             def enqueue(core: WorkerCore, forward: Any = forward, step: Any = step) -> None:
-                core.trainer.forward_backward(forward, batch)
-                core.trainer.optim_step(step)
+                trainer = core.queue.trainer_of(RANK)
+                trainer.forward_backward(forward, batch)
+                trainer.optim_step(step)
 
             self.compute.call(enqueue)
         last.result()

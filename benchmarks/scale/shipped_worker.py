@@ -31,7 +31,7 @@ from rookery.simulation.fakes.service import MEMORY
 from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, GRADIENT, FakeOperationResult
 from rookery.simulation.fakes.worker import HOLD_SECONDS, FakeWorker
 from rookery.worker.generation import GenerationManager
-from rookery.worker.trainer.base import TrainerResult
+from rookery.worker.trainer.operation_queue import TrainerResult
 from rookery.worker.training_ops import TrainingOps
 
 WORKERS = (100, 1000)
@@ -68,7 +68,7 @@ class FakeCore:
 
     def __init__(self, worker: ShippedWorker) -> None:
         self._worker = worker
-        self.engine = self.trainer = self
+        self.engine = self.queue = self
 
     def submit(self, generate: protocol.Generate, folder: Path | None, arrived: float, grammar: object = None) -> bool:
         self._worker.engine.submit(generate)
@@ -84,6 +84,9 @@ class FakeCore:
 
     def abort(self, key: str) -> None:
         self._worker.compute.release(protocol.Abort(request=key, assignment=key.rpartition("/")[2], resume=True))
+
+    def trainer_of(self, rank: int) -> FakeCore:
+        return self
 
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
         ref = protocol.AdapterRef(policy=policy, version=0, hash=parent_hash, rank=1, alpha=1.0)
@@ -118,10 +121,8 @@ class FakeCore:
     def cancel(self, op: str) -> None:
         self._worker.compute.cancel(op)
 
-    def evict(self, policy: str) -> None:
+    def evict_state(self, policy: str, *, offload: bool) -> None:
         self._worker.trainer.evict(policy)
-
-    offload = evict
 
 
 @dataclass

@@ -165,9 +165,9 @@ def steps_of(trainer: Any, batch: protocol.TrainingBatch, lr: float, folder: Pat
     trainer.optim_step(
         protocol.OptimStep(op="step", adam=adam, scale=1 / SEQUENCES, operations=1, commit=f"c{number}", **common)
     )
-    while trainer.step():
+    while trainer.queue.step():
         pass
-    results = trainer.drain()
+    results = trainer.queue.drain()
     assert not any(one.error for one in results), results
     new = folder / f"v{number + 1}"
     new.mkdir()

@@ -19,6 +19,7 @@ from tests.worker.trainer.test_kernel_pass import LOSS, RANKS, adapters, referen
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.scheduling.pipelines import BUCKETS, SlowdownTable, StagePredictor
+from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
 from rookery.worker import compute as compute_module
 from rookery.worker import teams
@@ -35,7 +36,6 @@ from rookery.worker.trainer.fsdp.group import GroupLost
 from rookery.worker.trainer.native.backbone import NativeBackbone
 from rookery.worker.trainer.operation_queue import OperationQueue
 from rookery.worker.trainer.packed_trainer import PackedTrainer
-from rookery.worker.trainer.trainers import Trainers
 
 if not kernels.load(None) or teams.why_inexact(torch.device("cpu"), torch.bfloat16, kernels=True):
     pytest.skip("no lanes on this processor", allow_module_level=True)
@@ -82,7 +82,7 @@ def test_call_that_breaks_the_worker_ends_the_thread(monkeypatch: pytest.MonkeyP
         max_rows=1,
         kv_budget_bytes=1 << 26,
     )
-    monkeypatch.setattr(compute_module, "load_core", lambda *_, **__: WorkerCore(engine, Trainers(OperationQueue())))
+    monkeypatch.setattr(compute_module, "load_core", lambda *_, **__: WorkerCore(engine, OperationQueue()))
     compute = Compute(lambda: tmp_path, Settings.load(threads=1), lambda: None)
     compute.start()
 
@@ -121,7 +121,7 @@ def run_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> tup
         trainer = PackedTrainer(backbone, max_rank=64, slice_tokens=64)
         for policy in made:
             trainer.load(policy, 1, reference(policy), folders[policy])
-        return WorkerCore(engine, trainer, device_name="cpu", no_lanes="")
+        return WorkerCore(engine, OperationQueue(trainer), device_name="cpu", no_lanes="")
 
     monkeypatch.setattr(compute_module, "load_core", load)
     compute = Compute(lambda: folder, Settings.load(threads=2, lanes=lanes), lambda: None)
@@ -135,7 +135,7 @@ def run_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> tup
                     op=f"{policy}{number}", policy=policy, tenant=policy, lease=1, parent=reference(policy), steps=0,
                     operations=number, batch_ticket="", loss=LOSS, temperature=1.0,
                 )  # fmt: skip
-                core.trainer.forward_backward(op, protocol.TrainingBatch(groups=found))
+                core.queue.trainer_of(64).forward_backward(op, protocol.TrainingBatch(groups=found))
 
     def submit(core: WorkerCore) -> None:
         for number in range(12):
@@ -161,7 +161,7 @@ def run_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> tup
     compute.call(enqueue)
     until(all_ended)
     core = compute.ready.result()
-    gradients = compute.call(lambda _: {p: core.trainer.held[p].state.gradient.clone() for p in made}).result()  # type: ignore[attr-defined]
+    gradients = compute.call(lambda _: {p: core.queue.lora.held[p].state.gradient.clone() for p in made}).result()  # type: ignore[union-attr]
     beat = compute.status.beat
     assert beat.generated == 12 * REPLY and not beat.active + beat.waiting + beat.training and beat.progress > 0
     compute.stop()
@@ -187,12 +187,13 @@ def test_a_thread_without_a_team_computes_alone() -> None:
 
 
 class Sleeping:
-    """An engine or a trainer whose slices take time and no core; it has work of one tenant always."""
+    """An engine or a trainer with its queue whose slices take time and no core; it has work of one tenant always."""
 
     def __init__(self, tenant: str, seconds: float) -> None:
         self.tenant, self.seconds = tenant, seconds
         self.beside = self.alone = 0.0
         self.weights: dict[str, float] = {}
+        self.time, self.full = WorkerTime(self.weights), None
         self.active, self.waiting, self.pending, self.generated, self.free_tokens = 1, 0, 1, 0, 0
 
     def step(self) -> bool:
@@ -212,6 +213,9 @@ class Sleeping:
         return {self.tenant: 1.0}
 
     def share_time(self, time: Any) -> None: ...
+
+    def pending_of(self, trainer: None) -> bool:
+        return False
 
     def drain(self) -> list[Any]:
         return []

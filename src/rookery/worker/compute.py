@@ -54,7 +54,7 @@ from rookery.worker.core import NO_TRAINING, WorkerCore, load_core
 from rookery.worker.device import own_stream
 from rookery.worker.failures import WorkerBroken
 from rookery.worker.lane_plan import LanePlan
-from rookery.worker.trainer.base import TrainerResult
+from rookery.worker.trainer.operation_queue import TrainerResult
 
 T = TypeVar("T")
 
@@ -268,7 +268,7 @@ class Compute:
 
     def _run(self, core: WorkerCore) -> None:
         engine = TimeSlice(core.engine, lambda: core.engine.active + core.engine.waiting > 0)
-        trainer = TimeSlice(core.trainer, lambda: core.trainer.pending > 0)
+        trainer = TimeSlice(core.queue, lambda: core.queue.pending > 0)
         self._slices = [engine, trainer]
         if self.lanes == "auto" and core.slowdowns is not None:
             depth = self._settings.worker.plan_depth
@@ -326,12 +326,12 @@ class Compute:
     def _divide(self, core: WorkerCore) -> None:
         """The shares of engine and trainer. A tenant whose rollouts all wait for rows uses no time."""
         having_rows = [tenant for tenant, rows in self._rows(core).items() if rows]
-        core.gate.trained = core.trainer.tenants()
+        core.gate.trained = core.queue.tenants()
         for part, share in zip(self._slices, core.time.divide(having_rows, core.gate.trained), strict=True):
             part.share = len(self._slices) * share
 
     def _step(self, core: WorkerCore, chosen: TimeSlice, *, lane: bool = False) -> bool:
-        threads, trained = self._lane_threads, core.trainer.gauges().get(TRAINED, 0.0) if not lane else 0.0
+        threads, trained = self._lane_threads, core.queue.gauges().get(TRAINED, 0.0) if not lane else 0.0
         chosen.charged = chosen.began = time.perf_counter()
         chosen.present, chosen.full = 0.0, True
         stepped = chosen.steppable.step()
@@ -339,7 +339,7 @@ class Compute:
         if chosen is self._slices[1]:
             if not threads and self._lane is None:
                 core.gate.costs.record("train", 1, chosen.present)
-            trained = core.trainer.gauges().get(TRAINED, 0.0) - trained
+            trained = core.queue.gauges().get(TRAINED, 0.0) - trained
         if stepped:
             whole = chosen.full and threads == self._lane_threads
             self._observe(core, chosen, trained, threads if whole else None)
@@ -355,7 +355,7 @@ class Compute:
         with self._changed:
             if used is self._slices[1]:
                 rows = sum(self._halves[0].rows.values())
-                self._plan.on_trainer(used.present, core.trainer.tenant_tokens(), trained, threads, rows)
+                self._plan.on_trainer(used.present, core.queue.tenant_tokens(), trained, threads, rows)
             else:
                 kind, size, seconds = core.gate.last
                 self._plan.on_engine(kind, size, seconds, threads, core.engine.tenant_tokens())
@@ -376,7 +376,7 @@ class Compute:
                 core.time.charge(own, core.time.weights_within(tenants))
             else:
                 trainer.charge(own)
-                core.time.charge(own, core.trainer.tenant_tokens())
+                core.time.charge(own, core.queue.tenant_tokens())
         used.seconds += spent
         used.present += spent
         used.full &= not self._crowded
@@ -423,7 +423,7 @@ class Compute:
         if self._crowded:
             return 0
         with self._changed:
-            return self._plan.decide(self._rows(core), core.trainer.tenants()).threads
+            return self._plan.decide(self._rows(core), core.queue.tenants()).threads
 
     def _runs_beside(self, core: WorkerCore) -> bool:
         """Whether the trainer's slice, or its next layer, runs beside the engine's; then the engine is lent, if it has
@@ -571,19 +571,19 @@ class Compute:
                 core.engine.tenants(),
             )  # fmt: skip
         if not lane:
-            results = core.trainer.drain()
+            results = core.queue.drain()
             of_trainer = Half(
-                {"training": core.trainer.pending, "train_seconds": train.seconds},
+                {"training": core.queue.pending, "train_seconds": train.seconds},
                 {
-                    **core.trainer.gauges(), "lanes_beside": float(self._lane is not None),
+                    **core.queue.gauges(), "lanes_beside": float(self._lane is not None),
                     "lanes_beside_seconds": self._beside_seconds,
                     "lanes_predicted_gain": self._plan.choice.gain if self._plan is not None else 0.0,
                 },
-                {part: (use.used, use.budget) for part, use in core.memory_of_trainer().items()},
+                {part: (use.used, use.budget) for part, use in core.memory_of_training().items()},
             )  # fmt: skip
         with self._changed:
             if self._plan is not None and not lane:
-                self._plan.end_stages("trainer", core.trainer.tenants())
+                self._plan.end_stages("trainer", core.queue.tenants())
             if self._plan is not None and has_engine and (of_engine.rows or not decode.busy()):  # or clients are there
                 self._plan.end_stages("engine", of_engine.rows)
             before, lent = self._halves, self._lane is not None

@@ -1,4 +1,4 @@
-"""Engine, trainer and base model of a worker: the calls that need more than one of them, and how they are loaded."""
+"""Engine, trainers and base model of a worker: the calls that need more than one of them, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.scheduling.pipelines import SlowdownTable
-from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.grammar import ReplyGrammar
@@ -41,7 +40,6 @@ from rookery.worker.trainer.native.backbone import NativeBackbone, limits_for
 from rookery.worker.trainer.operation_queue import OperationQueue
 from rookery.worker.trainer.packed_pass import Backbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
-from rookery.worker.trainer.trainers import Trainers
 from rookery.worker.transfer.cache import ADAPTERS
 
 if TYPE_CHECKING:
@@ -58,12 +56,12 @@ NO_TRAINING = "the worker does not train"
 
 
 class WorkerCore:
-    """Engine, trainer and base model of a worker."""
+    """Engine, trainers and base model of a worker."""
 
     def __init__(
         self,
         engine: Engine,
-        trainer: Trainer,
+        queue: OperationQueue[Trainer],
         budget: MemoryBudget | None = None,
         *,
         gate: SloGate | None = None,
@@ -74,16 +72,15 @@ class WorkerCore:
         slowdowns: SlowdownTable | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """``gate``: the engine's, if it has one. ``grammars``: of replies, if the engine follows any. ``no_lanes``: why
-        training cannot run beside decoding; empty where it can. ``slowdowns``: of both beside each other, where they
-        were measured."""
+        """``queue``: of training operations, with their trainers. ``gate``: the engine's, if it has one. ``grammars``:
+        of replies, if the engine follows any. ``no_lanes``: why training cannot run beside decoding; empty where it
+        can. ``slowdowns``: of both beside each other, where they were measured."""
         self.engine = engine
-        self.trainer = trainer
+        self.queue = queue
         self.budget = budget
         self.gate = gate or SloGate(enabled=False)
-        self.time = WorkerTime(trainer.weights)
+        self.time = queue.time
         engine.share_time(self.time)
-        trainer.share_time(self.time)
         self.engine_name = engine_name
         self.device_name = device_name
         self.dtype = dtype
@@ -91,9 +88,9 @@ class WorkerCore:
         self.slowdowns = slowdowns
         self.grammars = grammars
 
-    def memory_of_trainer(self) -> dict[str, MemoryUse]:
+    def memory_of_training(self) -> dict[str, MemoryUse]:
         """Use of the parts of the memory budget that are not the engine's."""
-        parts = self.trainer.memory()
+        parts = self.queue.memory()
         if self.budget is not None:
             parts = parts | {"base": MemoryUse(self.budget.base, self.budget.base)}
         return parts if self.grammars is None else parts | {"grammars": self.grammars.memory()}
@@ -101,7 +98,7 @@ class WorkerCore:
     def allows_lanes(self) -> bool:
         """Whether training may run beside decoding now: a full-parameter policy computes by PyTorch's operations, whose
         sums depend on the number of threads."""
-        return not self.no_lanes and not (isinstance(self.trainer, Trainers) and self.trainer.trains_full())
+        return not self.no_lanes and not self.queue.pending_of(self.queue.full)
 
     def submit(
         self, generate: protocol.Generate, folder: Path | None, arrived: float, grammar: ReplyGrammar | None = None
@@ -112,7 +109,7 @@ class WorkerCore:
         if generate.adapter is not None and not self._ensure_resident(generate.adapter, folder):
             return False
         self.engine.submit(generate, grammar)
-        self.trainer.weights[generate.tenant] = generate.weight
+        self.queue.weights[generate.tenant] = generate.weight
         self.gate.set_arrival(generate.request, arrived)
         return True
 
@@ -146,8 +143,22 @@ class WorkerCore:
 
     def discard_offloaded(self, digests: Sequence[str]) -> None:
         """The same, of their training states."""
-        for digest in digests:
-            self.trainer.discard_offloaded(digest)
+        for trainer in self.queue.trainers:
+            for digest in digests:
+                trainer.discard_offloaded(digest)
+
+    def clear_offloaded(self) -> None:
+        """Delete all offloaded training states."""
+        for trainer in self.queue.trainers:
+            trainer.clear_offloaded()
+
+    def evict_state(self, policy: str, *, offload: bool) -> None:
+        """Delete the policy's training state and its operations; with ``offload``, the state can be restored."""
+        for trainer in self.queue.trainers:
+            if offload:
+                trainer.offload(policy)
+            else:
+                trainer.evict(policy)
 
     def _ensure_resident(self, ref: protocol.AdapterRef, folder: Path | None) -> bool:
         """Whether the adapter is in memory, read from ``folder`` if needed."""
@@ -180,11 +191,12 @@ class _Resources:
 
 @dataclass(frozen=True)
 class _Backend:
-    """How one of :data:`_BACKENDS` is loaded: ``model(folder, settings, device)``, and engine and trainer over it."""
+    """How one of :data:`_BACKENDS` is loaded: ``model(folder, settings, device)``; over it the engine, and the queue of
+    training operations with its trainers."""
 
     model: Callable[[Path, Settings, torch.device], Any]
     engine: Callable[[_Resources, Any], Engine]
-    trainer: Callable[[_Resources, Any], Trainer]
+    queue: Callable[[_Resources, Any], OperationQueue[Trainer]]
 
 
 def load_core(
@@ -202,7 +214,7 @@ def load_core(
         dtype = str(best_dtype()).removeprefix("torch.")
         cache = None if settings.engine.vllm_url else cache_alone(folder, where.type, before, total)
         engine: Engine = load_vllm(folder, settings, dtype, cache)
-        return WorkerCore(engine, Trainers(OperationQueue()), engine_name="vllm", device_name=str(where), dtype=dtype)
+        return WorkerCore(engine, OperationQueue(), engine_name="vllm", device_name=str(where), dtype=dtype)
     needed = [name for name in dict.fromkeys((chosen.engine, chosen.trainer)) if name in _BACKENDS]
     models = {backend: _BACKENDS[backend].model(folder, settings, where) for backend in needed}
     dtype = str(models[chosen.trainer].dtype).removeprefix("torch.")
@@ -217,7 +229,7 @@ def load_core(
     else:
         grammars = Grammars(partial(chat.grammars, models[chosen.engine].vocab))
         engine = _BACKENDS[chosen.engine].engine(resources, models[chosen.engine])
-    trainer = _BACKENDS[chosen.trainer].trainer(resources, models[chosen.trainer])
+    queue = _BACKENDS[chosen.trainer].queue(resources, models[chosen.trainer])
     names = {"engine_name": chosen.engine, "device_name": str(where), "dtype": dtype}
     no_lanes = _why_no_lanes(resources, chosen, engine, models[chosen.trainer].dtype) if trains else NO_TRAINING
     if no_lanes and settings.worker.lanes == "beside":
@@ -229,7 +241,7 @@ def load_core(
         slowdowns = measure_slowdowns(torch.get_num_threads(), engine.runner, backbone, gate.costs, rows, where)
         log.info("slowdowns of decoding and training beside each other: %s", slowdowns.figures())
     return WorkerCore(
-        engine, trainer, budget, gate=gate, no_lanes=no_lanes, slowdowns=slowdowns, grammars=grammars, **names
+        engine, queue, budget, gate=gate, no_lanes=no_lanes, slowdowns=slowdowns, grammars=grammars, **names
     )
 
 
@@ -268,9 +280,8 @@ def _engine(
     return engine
 
 
-def _trainer(resources: _Resources, backbone: Backbone) -> Trainer:
+def _queue(resources: _Resources, backbone: Backbone) -> OperationQueue[Trainer]:
     settings, budget, processes = resources.settings, resources.budget, resources.settings.training.trainer_processes
-    queue = OperationQueue()
     packed = PackedTrainer(
         backbone,
         max_rank=settings.engine.max_rank,
@@ -278,12 +289,11 @@ def _trainer(resources: _Resources, backbone: Backbone) -> Trainer:
         base=resources.base,
         memory_bytes=budget.training_states,
         canary=canary_tokens(resources.chat.encode),
-        queue=queue,
     )
     if resources.not_native:
         if processes > 1:
             raise UserError(f"ROOKERY_TRAINER_PROCESSES is {processes}, but {resources.not_native}; set it to 1")
-        return packed
+        return OperationQueue(packed, packed)
 
     def start_group() -> TrainingGroup:
         from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup  # a second, where it is needed
@@ -303,9 +313,8 @@ def _trainer(resources: _Resources, backbone: Backbone) -> Trainer:
         max_tokens=backbone.limits.max_tokens,
         exports=settings.cache / ADAPTERS,
         claim=packed.states.claim if processes == 1 else None,
-        queue=queue,
     )
-    return Trainers(queue, packed, sharded) if processes == 1 else sharded
+    return OperationQueue(packed if processes == 1 else sharded, sharded)
 
 
 # --- the native decoder ---------------------------------------------------------------------------------------------
@@ -329,13 +338,13 @@ def _native_engine(resources: _Resources, decoder: Decoder) -> Engine:
     return _engine(resources, decoder, loras, runner, Speculator() if settings.engine.speculation else None)
 
 
-def _native_trainer(resources: _Resources, decoder: Decoder) -> Trainer:
+def _native_queue(resources: _Resources, decoder: Decoder) -> OperationQueue[Trainer]:
     settings, limits = resources.settings, limits_for(decoder, resources.budget.activations)
     compiled = settings.engine.cpu_kernels
     backbone = NativeBackbone(
         decoder, limits, compiled=compiled, cache=settings.cache, between_layers=resources.between_layers
     )
-    return _trainer(resources, backbone)
+    return _queue(resources, backbone)
 
 
 def _use_amx(config: DecoderConfig, max_rank: int) -> bool:
@@ -368,18 +377,18 @@ def _transformers_engine(resources: _Resources, model: TransformersModel) -> Eng
         return _engine(resources, model, loras, runner)
 
 
-def _transformers_trainer(resources: _Resources, model: TransformersModel) -> Trainer:
+def _transformers_queue(resources: _Resources, model: TransformersModel) -> OperationQueue[Trainer]:
     from rookery.worker.probe import refusals, try_trainer
     from rookery.worker.trainer.hf.trainer import TransformersBackbone
 
     with refusals(resources.folder):
         backbone = TransformersBackbone(model, resources.budget.activations)
         try_trainer(model, backbone)
-        return _trainer(resources, backbone)
+        return _queue(resources, backbone)
 
 
 _BACKENDS = {
-    "native": _Backend(_decoder, _native_engine, _native_trainer),
-    "transformers": _Backend(_transformers_model, _transformers_engine, _transformers_trainer),
+    "native": _Backend(_decoder, _native_engine, _native_queue),
+    "transformers": _Backend(_transformers_model, _transformers_engine, _transformers_queue),
 }
 """By the names of :class:`~rookery.tokenization.registry.Backends`."""

@@ -114,28 +114,27 @@ def _training(core: WorkerCore, settings: Settings, scratch: Path) -> dict[str, 
     start = protocol.AdapterRef(policy=POLICY, version=0, hash=POLICY, rank=RANK, alpha=ALPHA)
     initial = scratch / "initial"
     initial.mkdir()
-    core.trainer.initial_version(first, None).write(initial)
-    core.trainer.load(POLICY, 1, start, initial)
+    trainer = core.queue.trainer_of(RANK)
+    trainer.initial_version(first, None).write(initial)
+    trainer.load(POLICY, 1, start, initial)
     core.engine.add_adapter(start, initial)
     passes, optimizers = [], []
     for taken in range(TRAIN_STEPS + 1):
         step: dict[str, Any] = {"policy": POLICY, "lease": 1, "parent": start, "steps": taken, "tenant": ""}
         batch = protocol.TrainingBatch(groups=[_sequence(number) for number in range(SEQUENCES)])
         loss = protocol.Loss(name="cross_entropy")
-        core.trainer.forward_backward(
+        trainer.forward_backward(
             protocol.ForwardBackward(op="pass", batch_ticket="", loss=loss, temperature=1.0, **step),
             batch,
         )
         passes.append(_seconds(core))
-        core.trainer.optim_step(
-            protocol.OptimStep(op="step", operations=1, adam=protocol.Adam(lr=1e-4, clip=1.0), **step)
-        )
+        trainer.optim_step(protocol.OptimStep(op="step", operations=1, adam=protocol.Adam(lr=1e-4, clip=1.0), **step))
         optimizers.append(_seconds(core))
     commit: dict[str, Any] = {"policy": POLICY, "lease": 1, "parent": start, "steps": TRAIN_STEPS + 1, "tenant": ""}
-    core.trainer.optim_step(protocol.OptimStep(op="commit", adam=None, commit="commit", **commit))
-    while core.trainer.step():
+    trainer.optim_step(protocol.OptimStep(op="commit", adam=None, commit="commit", **commit))
+    while core.queue.step():
         pass
-    (committed,) = core.trainer.drain()
+    (committed,) = core.queue.drain()
     written = scratch / "committed"
     written.mkdir()
     assert committed.export is not None, committed.error
@@ -153,11 +152,11 @@ def _training(core: WorkerCore, settings: Settings, scratch: Path) -> dict[str, 
 def _seconds(core: WorkerCore) -> float:
     """Until the trainer has run what is queued. Raises ``RuntimeError`` for an operation that fails."""
     began = time.perf_counter()
-    while core.trainer.step():
+    while core.queue.step():
         pass
     device.finish(torch.device(core.device_name))
     seconds = time.perf_counter() - began
-    for done in core.trainer.drain():
+    for done in core.queue.drain():
         if done.error:
             raise RuntimeError(done.error)
     return seconds

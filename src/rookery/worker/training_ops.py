@@ -30,7 +30,8 @@ from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
 from rookery.worker.failures import failure_category
 from rookery.worker.memory import MemoryQueue
-from rookery.worker.trainer.base import Export, TrainerResult
+from rookery.worker.trainer.base import Trainer
+from rookery.worker.trainer.operation_queue import Export, TrainerResult
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import is_plain, one_line
 
@@ -110,7 +111,10 @@ class TrainingOps:
 
     def mark_committed(self, commit: protocol.VersionCommitted) -> None:
         self._transfers.adopt(commit.ref)
-        mark = lambda core: core.trainer.mark_committed(commit.policy, commit.lease, commit.ref)  # noqa: E731
+
+        def mark(core: WorkerCore) -> None:
+            core.queue.trainer_of(commit.ref.rank).mark_committed(commit.policy, commit.lease, commit.ref)
+
         self._compute.call(mark, touches="queue")
 
     def cancel(self, op: str) -> None:
@@ -120,7 +124,7 @@ class TrainingOps:
             return
         running.task.cancel()
         if running.result is not None and not running.result.done():
-            self._compute.call(lambda core: core.trainer.cancel(op))
+            self._compute.call(lambda core: core.queue.cancel(op))
 
     def evict(self, policy: str, *, offload: bool = False) -> None:
         """Delete the policy's state and its operations; with ``offload``, the state can be restored."""
@@ -129,7 +133,7 @@ class TrainingOps:
             queued = running.result is None and not isinstance(running.op, protocol.InitAdapter)
             if queued and running.op.policy == policy:
                 running.task.cancel()
-        self._compute.call(lambda core: core.trainer.offload(policy) if offload else core.trainer.evict(policy))
+        self._compute.call(lambda core: core.evict_state(policy, offload=offload))
 
     def on_disconnect(self) -> None:
         """End every operation. The next connection has other leases and may train other policies here, so the trainer's
@@ -143,7 +147,7 @@ class TrainingOps:
 
     def clear_offloaded(self) -> None:
         """No controller has connected for long: keep no state for it."""
-        self._compute.call(lambda core: core.trainer.clear_offloaded())
+        self._compute.call(lambda core: core.clear_offloaded())
 
     async def drain(self, seconds: float) -> None:
         """Wait for uploads and answers of operations that the trainer has finished."""
@@ -178,13 +182,14 @@ class TrainingOps:
             await self._send_result(op.op, error=one_line(error), category=failure_category(error))
 
     async def _init_adapter(self, op: protocol.InitAdapter) -> None:
+        def first(source: Path | None) -> Awaitable[Export]:
+            return self._call(op.rank, lambda trainer: trainer.initial_version(op, source))
+
         if op.source is None:
-            export = await self._room.retry(lambda: self._call(lambda core: core.trainer.initial_version(op, None)))
+            export = await self._room.retry(lambda: first(None))
         else:
             async with self._transfers.pulled(op.source) as folder:
-                export = await self._room.retry(
-                    lambda: self._call(lambda core: core.trainer.initial_version(op, folder))
-                )
+                export = await self._room.retry(lambda: first(folder))
         await self._commit(op, export, {})
 
     async def _train(self, op: TrainerOperation) -> None:
@@ -220,44 +225,47 @@ class TrainingOps:
         async with self._turns.setdefault(op.policy, asyncio.Lock()):
             await self._ensure_held(op)
             if isinstance(op, protocol.OptimStep):
-                return await self._room.retry(lambda: self._hand_over(op, lambda core: core.trainer.optim_step(op)))
+                return await self._room.retry(lambda: self._hand_over(op, lambda trainer: trainer.optim_step(op)))
             assert inputs is not None
             if op.reference is not None:
                 await self._ensure_reference(op.policy, op.reference)
             content, gradients = await inputs
             batch = protocol.decode(protocol.batches, content)
-            return await self._hand_over(op, lambda core: core.trainer.forward_backward(op, batch, gradients))
+            return await self._hand_over(op, lambda trainer: trainer.forward_backward(op, batch, gradients))
 
     async def _ensure_held(self, op: TrainerOperation) -> None:
         """Have the trainer hold the version and steps that ``op`` names. Raises :class:`StaleState`."""
-        if await self._call_soon(lambda core: core.trainer.holds(op.policy, op.lease, op.parent.hash, op.steps)):
+        parent = op.parent
+        state = op.policy, op.lease, parent.hash, op.steps
+        if await self._call_soon(parent.rank, lambda trainer: trainer.holds(*state)):
             return
         if op.steps or op.operations:
-            raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
+            raise StaleState(f"policy {op.policy} is not held here at {parent.hash[:12]} + {op.steps} steps")
         load = self._room.run
-        if not await load(lambda: self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent))):
+        restore: Callable[[Trainer], bool] = lambda trainer: trainer.restore(op.policy, op.lease, parent)  # noqa: E731
+        if not await load(lambda: self._call(parent.rank, restore)):
             whole = not op.is_share
-            async with self._transfers.pulled(op.parent, state=whole) as folder:
+            async with self._transfers.pulled(parent, state=whole) as folder:
 
-                def load_parent(core: WorkerCore) -> None:
-                    core.trainer.load(op.policy, op.lease, op.parent, folder, optimizer=whole)
+                def load_parent(trainer: Trainer) -> None:
+                    trainer.load(op.policy, op.lease, parent, folder, optimizer=whole)
 
-                await load(lambda: self._call(load_parent))
+                await load(lambda: self._call(parent.rank, load_parent))
 
     async def _ensure_reference(self, policy: str, reference: protocol.AdapterRef) -> None:
         """Have the trainer keep the version that the policy's KL penalties compare with."""
-        if await self._call_soon(lambda core: core.trainer.has_reference(policy, reference.hash)):
+        rank = reference.rank
+        if await self._call_soon(rank, lambda trainer: trainer.has_reference(policy, reference.hash)):
             return
         async with self._transfers.pulled(reference) as folder:
-            await self._room.run(
-                lambda: self._call(lambda core: core.trainer.load_reference(policy, reference, folder))
-            )
+            load: Callable[[Trainer], None] = lambda trainer: trainer.load_reference(policy, reference, folder)  # noqa: E731
+            await self._room.run(lambda: self._call(rank, load))
 
     async def _hand_over(
-        self, op: TrainerOperation, enqueue: Callable[[WorkerCore], None]
+        self, op: TrainerOperation, enqueue: Callable[[Trainer], None]
     ) -> asyncio.Future[TrainerResult]:
         result = self._running[op.op].result = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._call_soon(enqueue))  # its cancellation is passed on to the trainer
+        await asyncio.shield(self._call_soon(op.parent.rank, enqueue))  # its cancellation is passed on to the trainer
         return result
 
     async def _commit(self, op: AnyOperation, export: Export, metrics: dict[str, float]) -> None:
@@ -277,9 +285,12 @@ class TrainingOps:
         extra = {} if isinstance(op, protocol.InitAdapter) else {"tenant": op.tenant, "version": op.parent.version}
         log.warning("operation %s of policy %s failed: %s", op.op, op.policy, error, exc_info=traceback, extra=extra)
 
-    async def _call_soon(self, function: Callable[[WorkerCore], T]) -> T:
+    async def _call_soon(self, rank: int, function: Callable[[Trainer], T]) -> T:
         """:meth:`_call` of what need not wait for the end of a training slice."""
-        return await asyncio.wrap_future(self._compute.call(function, touches="queue"))
+        return await asyncio.wrap_future(
+            self._compute.call(lambda core: function(core.queue.trainer_of(rank)), touches="queue")
+        )
 
-    async def _call(self, function: Callable[[WorkerCore], T]) -> T:
-        return await asyncio.wrap_future(self._compute.call(function))
+    async def _call(self, rank: int, function: Callable[[Trainer], T]) -> T:
+        """Call a method of the trainer of policies of this ``rank``."""
+        return await asyncio.wrap_future(self._compute.call(lambda core: function(core.queue.trainer_of(rank))))

@@ -11,7 +11,6 @@ from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.core import WorkerCore
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.trainer.operation_queue import OperationQueue
-from rookery.worker.trainer.trainers import Trainers
 
 SMALL, LARGE = 2, 6
 
@@ -100,7 +99,7 @@ def test_a_short_prompt_is_computed_next_to_longer_ones_that_came_before(long: i
 
 def test_weights_of_rollouts_divide_a_decode_step_where_nothing_trains() -> None:
     engine = gated(Clock())
-    core = WorkerCore(engine, Trainers(OperationQueue()))
+    core = WorkerCore(engine, OperationQueue())
     for tenant, count, weight in (("light", 5, 1.0), ("heavy", 3, 3.0)):
         for number in range(count):
             core.submit(order(f"{tenant}{number}", seed=number, tenant=tenant, weight=weight, max_tokens=12), None, 0.0)

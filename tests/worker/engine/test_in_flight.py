@@ -31,7 +31,6 @@ from rookery.worker.model.adapter import PARTS, Adapter, write_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.operation_queue import OperationQueue
-from rookery.worker.trainer.trainers import Trainers
 from rookery.worker.transfer.http import TransferFailed
 
 VERSIONS = ["v0", "v1", "v2", "v3"]
@@ -381,7 +380,7 @@ class Bench:
         self.decoder = small("llama")
         loras = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
         engine = NativeEngine(self.decoder, loras, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
-        self.core = WorkerCore(engine, Trainers(OperationQueue()))
+        self.core = WorkerCore(engine, OperationQueue())
         self.arrived = {key: asyncio.Event() for key in VERSIONS}
         self.arrive(*arrived)
         self.refused: set[str] = set()

@@ -27,8 +27,8 @@ def test_a_committed_version_has_the_log_probabilities_of_its_canary(tmp_path: P
     trainer.optim_step(
         protocol.OptimStep(op="s", policy="p", lease=1, parent=parent, steps=0, adam=None, commit="ticket")
     )
-    trainer.step()
-    (result,) = trainer.drain()
+    trainer.queue.step()
+    (result,) = trainer.queue.drain()
     assert result.export is not None
     (second := tmp_path / "second").mkdir()
     assert CANARY_FILE in result.export.write(second)
@@ -41,9 +41,9 @@ def test_a_committed_version_has_the_log_probabilities_of_its_canary(tmp_path: P
         temperature=1.0, forward_only=True,
     )  # fmt: skip
     trainer.forward_backward(forward, protocol.TrainingBatch(data=[datum]))
-    while trainer.step():
+    while trainer.queue.step():
         pass
-    (scored,) = trainer.drain()
+    (scored,) = trainer.queue.drain()
     expected = memoryview(scored.logprobs).cast("f").tolist()
     assert read_canary(second) == pytest.approx(expected, abs=1e-4)
 

@@ -64,7 +64,7 @@ def gradients(of: Decoder, folder: Path, *, compiled: bool) -> dict[int, Tensor]
         loss=protocol.Loss(name="cross_entropy"), temperature=1.0,
     )  # fmt: skip
     trainer.forward_backward(op, protocol.TrainingBatch(groups=groups()))
-    while trainer.step():
+    while trainer.queue.step():
         pass
     named = list(trainer.held["p"].state.named_gradients())
     return {

@@ -106,7 +106,7 @@ def test_two_policies_of_pairs_share_a_pass(tmp_path: Path) -> None:
     for number, name in enumerate(folders):
         batch = protocol.TrainingBatch(groups=pairs(number))
         together.forward_backward(forward_backward(name, op=name, **given), batch)
-    assert together.step() and together.pending == 0, "one pass"
+    assert together.queue.step() and together.queue.pending == 0, "one pass"
     for number, name in enumerate(folders):
         alone = trainer(decoder(), {name: folders[name]})
         alone.forward_backward(forward_backward(name, **given), protocol.TrainingBatch(groups=pairs(number)))

@@ -34,16 +34,14 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.published import fuse
 from rookery.worker.trainer import packed_trainer
-from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.loss_head import TokenLogprobs
 from rookery.worker.trainer.native import backbone
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass, NativeBackbone
-from rookery.worker.trainer.operation_queue import OperationQueue
+from rookery.worker.trainer.operation_queue import OperationQueue, TrainerResult
 from rookery.worker.trainer.optim import GRADIENT_FILE, AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
-from rookery.worker.trainer.trainers import Trainers
 
 HF = SIZES | {"tie_word_embeddings": True}
 LLAMA = transformers.LlamaConfig(**HF)
@@ -142,10 +140,10 @@ def trainer(
 
 
 def finish(of: PackedTrainer) -> dict[str, TrainerResult]:
-    while of.step():
+    while of.queue.step():
         pass
-    assert of.pending == 0
-    return {finished.op: finished for finished in of.drain()}
+    assert of.queue.pending == 0
+    return {finished.op: finished for finished in of.queue.drain()}
 
 
 def gradient(of: PackedTrainer, policy: str = "p") -> Tensor:
@@ -248,8 +246,8 @@ def test_packed_policies_train_as_if_alone(tmp_path: Path) -> None:
     packed = trainer(base, folders, slice_tokens=4096)
     for seed, policy in enumerate(ranks):
         queue(packed, policy, seed)
-    assert packed.step()
-    assert len(packed.drain()) == len(ranks)  # it was one pass
+    assert packed.queue.step()
+    assert len(packed.queue.drain()) == len(ranks)  # it was one pass
     alone = {}
     for seed, policy in enumerate(ranks):
         alone[policy] = trainer(base, {policy: folders[policy]})
@@ -324,11 +322,11 @@ def test_group_larger_than_a_slice_is_split_between_its_members(tmp_path: Path, 
         at.forward_backward(forward_backward(op="only", loss=loss, forward_only=True), batch)
         at.forward_backward(forward_backward(loss=loss), batch)
     slices, before = [], 0
-    while cut.step():
+    while cut.queue.step():
         slices.append(cut.trained - before)
         before = cut.trained
     assert len(slices) > 8 and max(slices) <= 2 * 20
-    wanted, given = finish(whole), {finished.op: finished for finished in cut.drain()}
+    wanted, given = finish(whole), {finished.op: finished for finished in cut.queue.drain()}
     assert [finished.error for finished in given.values()] == ["", ""]
     close(gradient(cut), gradient(whole))
     for op, finished in given.items():
@@ -347,7 +345,7 @@ def test_memory_limit_splits_groups_and_refuses_longer_trajectories(tmp_path: Pa
     rng = random.Random(0)
     fits = protocol.TrainingBatch(groups=[unit(rng, 24, [9] * 5)])  # the last token is not read
     at.forward_backward(forward_backward(op="fits"), fits)
-    at.step()
+    at.queue.step()
     assert at.trained == 32
     finish(at)
     at.forward_backward(forward_backward(op="long"), protocol.TrainingBatch(groups=[unit(rng, 24, [3, 10])]))
@@ -379,9 +377,9 @@ def test_copied_prompt_keys_count_as_memory(tmp_path: Path, monkeypatch: pytest.
     ):
         at, slices = trainer(decoder(), {"p": folder}, limits=limits, compiled=False), []
         at.forward_backward(forward_backward(), batch)
-        while at.pending:
+        while at.queue.pending:
             before = at.trained
-            at.step()
+            at.queue.step()
             slices.append(at.trained - before)
         assert slices == wanted
         gradients.append(gradient(at))
@@ -500,7 +498,7 @@ def test_pass_out_of_memory_is_lost_and_next_passes_are_shorter(
     assert {op: answer.category for op, answer in done.items()} == {
         "fb x": "lost", "fb y": "lost", "opt x": "stale", "opt y": "stale", "again": "", "opt again": "",
     }  # fmt: skip
-    assert at.slice_tokens == 2048 and not at.pending
+    assert at.slice_tokens == 2048 and not at.queue.pending
     alone = trainer(decoder(), folders, slice_tokens=2048)
     alone.forward_backward(forward_backward("x", op="again"), protocol.TrainingBatch(groups=units(0)))
     alone.optim_step(optim("x", op="opt again"))
@@ -638,8 +636,8 @@ def test_step_refuses_a_gradient_that_misses_an_operation(tmp_path: Path) -> Non
     assert done["bad"].category == "failed" and done["opt"].category == "stale"
     # half of an operation is in the gradient when it is cancelled: no step may use it, and no operation follows it
     at.forward_backward(forward_backward(op="half", operations=2), batch)
-    at.step()
-    at.cancel("half")
+    at.queue.step()
+    at.queue.cancel("half")
     for operations in range(4):
         at.forward_backward(forward_backward(operations=operations), batch)
         at.optim_step(optim(operations=operations))
@@ -750,9 +748,9 @@ def test_tenants_alternate(tmp_path: Path) -> None:
         forward_backward("y", op="little"), protocol.TrainingBatch(groups=[unit(rng, 10, [11]) for _ in range(3)])
     )
     for _ in range(3):
-        at.step()
-    assert [finished.op for finished in at.drain()] == ["little"]
-    assert at.pending == 1
+        at.queue.step()
+    assert [finished.op for finished in at.queue.drain()] == ["little"]
+    assert at.queue.pending == 1
     assert at.trained <= 3 * 64
 
 
@@ -764,10 +762,10 @@ def test_tenants_that_fit_a_slice_together_share_one_pass(tmp_path: Path) -> Non
     at = trainer(decoder(), folders, slice_tokens=1024)
     for policy in "abcde":
         at.forward_backward(forward_backward(policy, op=policy), batch)
-    assert at.step()
-    assert (at.trained, [result.op for result in at.drain()]) == (1016, list("abcd"))
-    assert at.step()
-    assert (at.trained, [result.op for result in at.drain()]) == (5 * 254, ["e"])
+    assert at.queue.step()
+    assert (at.trained, [result.op for result in at.queue.drain()]) == (1016, list("abcd"))
+    assert at.queue.step()
+    assert (at.trained, [result.op for result in at.queue.drain()]) == (5 * 254, ["e"])
 
 
 @pytest.mark.parametrize("loss", [AIPO, GSPO], ids=["aipo", "gspo"])
@@ -895,11 +893,11 @@ def test_memory_of_a_4000_token_group_is_bounded(tmp_path: Path) -> None:
 
 def test_trainers_behind_one_queue_share_it_by_tenant(tmp_path: Path) -> None:
     """The tenant that was trained least is next, whichever trainer computes for it; a pass never mixes trainers."""
-    queue, rng = OperationQueue(), random.Random(0)
-    one, two = (PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=20, queue=queue) for _ in range(2))
+    rng = random.Random(0)
+    one, two = (PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=20) for _ in range(2))
     for at, policy in ((one, "x"), (two, "y")):
         at.load(policy, 1, ref(policy), adapter_folder(tmp_path / policy, 4, 1))
-    both = Trainers(queue, one, two)
+    both = OperationQueue(one, two)
     batch = [unit(rng, 10, [11]) for _ in range(4)]
     for at, policy in ((one, "x"), (two, "y")):
         at.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=list(batch)))
@@ -921,5 +919,5 @@ def test_a_tiny_batch_does_not_shrink_a_pass_to_its_size(tmp_path: Path, slice_t
         at.load(policy, 1, ref(policy), adapter_folder(tmp_path / policy, 4, 1))
         groups = [unit(rng, 10, [11]) for _ in range(count)]
         at.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=groups))
-    assert at.step()
-    assert least <= sum(at.tenant_tokens().values()) <= max(2 * 22, slice_tokens // 8)
+    assert at.queue.step()
+    assert least <= sum(at.queue.tenant_tokens().values()) <= max(2 * 22, slice_tokens // 8)

@@ -1,10 +1,11 @@
 """The training operations of a worker, in the order in which they run, and their results. Each belongs to a policy, and
-that to one of the trainers behind the queue.
+that to one of the trainers behind the queue: one trains LoRA, one all parameters.
 
 Promises: tenants share the slices by the tokens that were trained for them (:mod:`rookery.scheduling.queues`), within a
 tenant the policies take turns, within a policy operations run in order of arrival; whichever trainer computes them. An
 operation that fails for want of memory or disk, or on wrong files, gets that result: its policy's state is deleted, and
-others compute on.
+others compute on. A worker that only generates has no trainer: its queue is empty and takes no time. The controller
+sends it no operation, since the worker lacks the role ``train``; one that arrives all the same is refused.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from rookery import protocol
+from rookery.errors import UserError
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.failures import SURVIVED, failure_category
-from rookery.worker.trainer.base import TrainerResult
+from rookery.worker.memory import MemoryUse
 from rookery.worker.trainer.microbatch import Queued, QueuedBatch, operation_of
 from rookery.worker.transfer.http import one_line
 
@@ -27,31 +31,64 @@ log = logging.getLogger("rookery.worker.trainer")
 OPTIMIZER_TOKENS = 64
 """An optimizer step in trained tokens, by its time."""
 
+REFUSAL = "this worker only generates; it was started without the role train"
+
+
+class Export(Protocol):
+    """A snapshot of one version, not yet written: training may continue before :meth:`write` is called."""
+
+    def write(self, folder: Path) -> list[str]:
+        """Write the version's files into the existing ``folder``; returns their names, sorted. Any thread may call
+        it."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainerResult:
+    """Result of one operation, with the fields of ``protocol.OperationDone``; ``export`` is set if files must be
+    written and uploaded."""
+
+    op: str
+    error: str = ""
+    category: Literal["", "stale", "failed", "lost", "too small"] = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: bytes = b""
+    export: Export | None = None
+
 
 class QueuedTrainer(Protocol):
-    """Computes operations of the queue."""
+    """Computes operations of the queue: the part of :class:`rookery.worker.trainer.base.Trainer` that it uses."""
 
-    def compute(self, batches: list[QueuedBatch]) -> None:
-        """One slice with the first of ``batches``, each the first operation of its policy, and perhaps others."""
-        ...
+    queue: OperationQueue[Any]
 
-    def optimise(self, op: protocol.OptimStep) -> None:
-        """Take an optimizer step, which has left the queue."""
-        ...
+    def compute(self, batches: list[QueuedBatch]) -> None: ...
 
-    def evict(self, policy: str) -> None:
-        """As :meth:`rookery.worker.trainer.base.Trainer.evict`."""
-        ...
+    def optimise(self, op: protocol.OptimStep) -> None: ...
+
+    def evict(self, policy: str) -> None: ...
+
+    def gauges(self) -> dict[str, float]: ...
+
+    def memory(self) -> dict[str, MemoryUse]: ...
 
 
-class OperationQueue:
-    """Belongs to the trainer's thread."""
+T = TypeVar("T", bound=QueuedTrainer)
 
-    def __init__(self) -> None:
+
+class OperationQueue(Generic[T]):
+    """Belongs to the trainers' thread."""
+
+    def __init__(self, lora: T | None = None, full: T | None = None) -> None:
+        """The trainers of LoRA and of full-parameter policies, which may be one."""
+        self.lora, self.full = lora, full
+        self.trainers = list({id(one): one for one in (lora, full) if one is not None}.values())
+        """Each once."""
+        for trainer in self.trainers:
+            trainer.queue = self
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
         """Tenant → policy → operations."""
-        self._trainers: dict[str, QueuedTrainer] = {}
-        """By policy with operations."""
+        self._computing: dict[str, T] = {}
+        """The trainer of each policy that has operations."""
         self.weights: dict[str, float] = {}
         """Shares of tenants."""
         self.time = WorkerTime(self.weights)
@@ -60,15 +97,37 @@ class OperationQueue:
         self._slice: dict[str, float] = {}
         self._results: list[TrainerResult] = []
 
+    def trainer_of(self, rank: int) -> T:
+        """The trainer of policies of this rank; 0: of full-parameter policies. Raises ``UserError`` if there is
+        none."""
+        trainer = self.lora if rank else self.full
+        if trainer is None:
+            raise UserError(REFUSAL)
+        return trainer
+
+    def gauges(self) -> dict[str, float]:
+        """The gauges of all trainers."""
+        figures: dict[str, float] = {}
+        for name, value in (item for trainer in self.trainers for item in trainer.gauges().items()):
+            figures[name] = figures.get(name, 0.0) + value
+        return figures
+
+    def memory(self) -> dict[str, MemoryUse]:
+        """The memory of all trainers."""
+        parts: dict[str, MemoryUse] = {}
+        for part, use in (item for trainer in self.trainers for item in trainer.memory().items()):
+            parts[part] = MemoryUse(parts[part].used + use.used if part in parts else use.used, use.budget)
+        return parts
+
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    def put(self, queued: Queued, trainer: QueuedTrainer) -> None:
+    def put(self, queued: Queued, trainer: T) -> None:
         """Queue an operation that ``trainer`` computes."""
         op = operation_of(queued)
         self.weights[op.tenant] = op.weight
         if op.tenant not in self._queues:
             self._counters.lift(op.tenant)
-        self._trainers[op.policy] = trainer
+        self._computing[op.policy] = trainer
         self._queues.setdefault(op.tenant, {}).setdefault(op.policy, deque()).append(queued)
 
     def remove(self, queued: Queued) -> None:
@@ -76,7 +135,7 @@ class OperationQueue:
         policies = self._queues[op.tenant]
         policies[op.policy].remove(queued)
         if not policies[op.policy]:
-            del policies[op.policy], self._trainers[op.policy]
+            del policies[op.policy], self._computing[op.policy]
         if not policies:
             del self._queues[op.tenant]
 
@@ -101,7 +160,7 @@ class OperationQueue:
 
     def pending_of(self, trainer: object) -> bool:
         """Whether operations that ``trainer`` computes are queued."""
-        return any(one is trainer for one in self._trainers.values())
+        return any(one is trainer for one in self._computing.values())
 
     @property
     def pending(self) -> int:
@@ -119,7 +178,7 @@ class OperationQueue:
         policies = self._queues.pop(first.tenant)  # its tenant, and its policy within that, go to the end of the line
         policies[first.policy] = policies.pop(first.policy)
         self._queues[first.tenant] = policies
-        trainer = self._trainers[first.policy]
+        trainer = self._computing[first.policy]
         if isinstance(first, protocol.OptimStep):
             self.charge(first.tenant, OPTIMIZER_TOKENS)
             self.remove(first)
@@ -129,7 +188,7 @@ class OperationQueue:
                 self._fail(first, trainer, error)
         else:
             batches = [queued for queued in heads if isinstance(queued, QueuedBatch)]
-            batches = [batch for batch in batches if self._trainers[batch.op.policy] is trainer]
+            batches = [batch for batch in batches if self._computing[batch.op.policy] is trainer]
             try:
                 trainer.compute(batches)
             except SURVIVED as error:
@@ -139,9 +198,7 @@ class OperationQueue:
                         self._fail(batch.op, trainer, error)
         return True
 
-    def _fail(
-        self, op: protocol.ForwardBackward | protocol.OptimStep, trainer: QueuedTrainer, error: Exception
-    ) -> None:
+    def _fail(self, op: protocol.ForwardBackward | protocol.OptimStep, trainer: T, error: Exception) -> None:
         """``op``, which has left the queue, ended with ``error``: the state of its policy is unknown."""
         log.warning("the state of policy %s is deleted after an error", op.policy, exc_info=error)
         self.finish(op.op, one_line(error), failure_category(error))

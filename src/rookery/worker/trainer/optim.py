@@ -122,7 +122,7 @@ class LoraSite:
 @dataclass(frozen=True, eq=False)
 class AdapterExport:
     """A version's files, not yet written: the adapter and, once a step was taken, the optimizer's ``moments``. See
-    :class:`~rookery.worker.trainer.base.Export`."""
+    :class:`~rookery.worker.trainer.operation_queue.Export`."""
 
     adapter: Adapter
     moments: dict[str, Tensor] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class AdapterExport:
 @dataclass(frozen=True, eq=False)
 class GradientExport:
     """A copy of a policy's accumulated gradient, float32 [numbers], for the worker that has the optimizer's state. See
-    :class:`~rookery.worker.trainer.base.Export`."""
+    :class:`~rookery.worker.trainer.operation_queue.Export`."""
 
     gradient: Tensor
 

@@ -27,10 +27,9 @@ from rookery.scheduling.fair_slices import fair_amount
 from rookery.tokenization.registry import UNNAMED, BaseReference
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers
-from rookery.worker.trainer.base import TrainerResult
+from rookery.worker.trainer.base import Trainer, check_rank, initial_adapter, packed_groups
 from rookery.worker.trainer.microbatch import PassItem, QueuedBatch, canary_logprobs, run_pass
-from rookery.worker.trainer.operation_queue import OperationQueue
-from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
+from rookery.worker.trainer.operation_queue import TrainerResult
 from rookery.worker.trainer.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.packed_pass import Backbone
 from rookery.worker.trainer.packing import PackedGroup
@@ -48,7 +47,7 @@ LEAST_PASS_SHARE = 8
 as long for fewer tokens."""
 
 
-class PackedTrainer(OperationTrainer):
+class PackedTrainer(Trainer):
     def __init__(
         self,
         backbone: Backbone,
@@ -58,11 +57,10 @@ class PackedTrainer(OperationTrainer):
         base: BaseReference = UNNAMED,
         memory_bytes: int = sys.maxsize,
         canary: Sequence[int] = (),
-        queue: OperationQueue | None = None,
     ) -> None:
         """``base``: the base model in exported adapters. All training states take at most ``memory_bytes``. Committed
         versions have the log-probabilities of ``canary``, if it is given (:mod:`rookery.worker.model.canary`)."""
-        super().__init__(queue)
+        super().__init__()
         self._backbone = backbone
         self._max_rank = max_rank
         self._limits = backbone.limits

@@ -25,10 +25,11 @@ from rookery.tokenization.registry import BaseReference
 from rookery.worker.memory import NoRoom
 from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.base import Trainer, TrainerResult
+from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
 from rookery.worker.trainer.native.backbone import NativeBackbone
+from rookery.worker.trainer.operation_queue import TrainerResult
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 from rookery.worker.trainer.packing import PackedGroup, plan_passes
 from rookery.worker.transfer.cache import TRAINER_STATE
@@ -92,9 +93,9 @@ def ref(version: str, rank: int) -> protocol.AdapterRef:
 
 
 def finish(trainer: Trainer) -> list[TrainerResult]:
-    while trainer.step():
+    while trainer.queue.step():
         pass
-    return trainer.drain()
+    return trainer.queue.drain()
 
 
 def start(trainer: Trainer, folder: Path, rank: int) -> None:
@@ -321,12 +322,12 @@ def test_refusals(pair: TrainingGroup, tmp_path: Path) -> None:
     with pytest.raises(NoRoom):  # another policy waits for this one's operations
         trainer.load("q", 1, ref("v0", 0), tmp_path / "v0")
     trainer.evict("p")
-    assert trainer.drain()[0].category == "lost"
+    assert trainer.queue.drain()[0].category == "lost"
     trainer.load("q", 1, ref("v0", 0), tmp_path / "v0")
     small = sharded(pair, tmp_path, max_tokens=4)
     small.load("p", 1, ref("v0", 0), tmp_path / "v0")
     small.forward_backward(protocol.ForwardBackward(op="f", loss=AIPO, steps=0, **common), batch(0))
-    [result] = small.drain()
+    [result] = small.queue.drain()
     assert result.category == "lost" and "the 4 that fit this worker's memory" in result.error
 
 

@@ -81,8 +81,8 @@ def test_packed_tenants_equal_peft_alone(tmp_path: Path, family: str) -> None:
         for seed, policy in enumerate(RANKS):
             batch = protocol.TrainingBatch(groups=units(seed))
             trainer.forward_backward(forward_backward(policy, op=policy, logprobs=True), batch)
-        assert trainer.step()
-        done = {result.op: result for result in trainer.drain()}
+        assert trainer.queue.step()
+        done = {result.op: result for result in trainer.queue.drain()}
         assert set(done) == set(RANKS)  # it was one pass
         share = 5e-4 if family.startswith("qwen3_5") else 5e-5
         for policy, (wanted, logprobs) in zip(RANKS, expected, strict=True):
@@ -157,7 +157,7 @@ def test_nan_of_a_tenant_touches_no_other(tmp_path: Path) -> None:
         for policy in "xy":
             trainer.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=units(0)))
             trainer.optim_step(optim(policy, op=f"opt {policy}"))
-        while len(gradients) < 2 and trainer.step() and trainer.held["y"].operations == 0:
+        while len(gradients) < 2 and trainer.queue.step() and trainer.held["y"].operations == 0:
             pass
         gradients.append(gradient(trainer, "y"))
         done = finish(trainer)

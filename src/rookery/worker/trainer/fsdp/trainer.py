@@ -26,11 +26,10 @@ from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.tokenization.registry import WEIGHTS, BaseReference
 from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.trainer.base import Export, TrainerResult
+from rookery.worker.trainer.base import Trainer, check_rank, initial_adapter, packed_groups
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.microbatch import QueuedBatch
-from rookery.worker.trainer.operation_queue import OperationQueue
-from rookery.worker.trainer.operation_trainer import OperationTrainer, check_rank, initial_adapter, packed_groups
+from rookery.worker.trainer.operation_queue import Export, TrainerResult
 from rookery.worker.trainer.optim import AdapterExport
 from rookery.worker.trainer.packing import PackedGroup, plan_passes
 from rookery.worker.trainer.states import HeldPolicy
@@ -48,7 +47,7 @@ FLOAT32_BYTES = 4
 
 class FolderExport:
     """A full-parameter version in a private folder, which is deleted with this object. See
-    :class:`~rookery.worker.trainer.base.Export`."""
+    :class:`~rookery.worker.trainer.operation_queue.Export`."""
 
     def __init__(self, parent: Path, write: Callable[[Path], object]) -> None:
         """``write`` creates the files now. ``parent`` should be on the disk where they will be needed."""
@@ -66,7 +65,7 @@ class FolderExport:
         return sorted(path.name for path in folder.iterdir())
 
 
-class FsdpTrainer(OperationTrainer):
+class FsdpTrainer(Trainer):
     def __init__(
         self,
         start: Callable[[], TrainingGroup],
@@ -79,13 +78,12 @@ class FsdpTrainer(OperationTrainer):
         max_tokens: int,
         exports: Path,
         claim: Callable[[int], None] | None = None,
-        queue: OperationQueue | None = None,
     ) -> None:
         """``start()`` launches the group, when the first policy is loaded. ``model`` is the prepared folder,
         ``base`` its name in exported adapters. The group's states take at most ``memory_bytes``, each size
         after ``claim(size)``, which may raise ``NoRoom``; a process holds a pass of ``max_tokens``. Versions are
         written below ``exports`` first."""
-        super().__init__(queue)
+        super().__init__()
         self._start = start
         self._group: TrainingGroup | None = None
         self._model = model
